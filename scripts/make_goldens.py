@@ -155,6 +155,7 @@ def statistics(case: Case, z: torch.Tensor, target: torch.Tensor) -> dict[str, t
         "rank": torch.where(valid, (z > z_t).sum(1), -1),
         "sum_p_squared": (log_p.exp() ** 2).sum(1) * valid,
         "mean_logit": z.mean(1) * valid,
+        "max_logprob": log_p.amax(1) * valid,
     }
 
 

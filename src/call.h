@@ -89,6 +89,7 @@ struct Call {
   Tensor loss{};                                                  // [N] or []
   Tensor lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // each is [N]
   Tensor logprob{}, rank{}, sum_p_squared{}, mean_logit{};        // each is [N]
+  Tensor max_logprob{};                                           // [N]
   Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
   Tensor grad_loss{};                                             // [N] or []
   Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // each is [N]
@@ -99,7 +100,7 @@ struct Call {
   Tensor fault{};                                                           // [1]
   Tensor shard_row_reference{}, shard_row_log_sum{}, shard_target_logit{};  // each is [P, N]
   Tensor shard_entropy{}, shard_argmax{}, shard_weighted_logit_sum{};       // each is [P, N]
-  Tensor shard_sum_p_squared{}, shard_mean_logit{};                         // each is [P, N]
+  Tensor shard_sum_p_squared{}, shard_mean_logit{}, shard_max_logprob{};    // each is [P, N]
 
   Call() = default;
   // Makes an op of that kind without tensors; `kind` is in range.

@@ -61,7 +61,7 @@ export interface LossOptions {
 
 export type Statistic =
   | 'lse' | 'targetLogit' | 'entropy' | 'argmax' | 'rowReference' | 'rowLogSum' | 'weightedLogitSum' | 'logprob' | 'rank'
-  | 'sumPSquared' | 'meanLogit';
+  | 'sumPSquared' | 'meanLogit' | 'maxLogprob';
 
 /** Those that a call is given to write, or has made. */
 export interface Statistics {
@@ -76,6 +76,7 @@ export interface Statistics {
   rank?: Tensor<'i32'>;
   sumPSquared?: Tensor<'f32'>;
   meanLogit?: Tensor<'f32'>;
+  maxLogprob?: Tensor<'f32'>;
 }
 
 export interface CallOptions extends Omit<LossOptions, 'temperature'>, Statistics {

@@ -12,7 +12,8 @@ export {LogitlessError, Tensor};
 const TENSORS = [
   'logits', 'probabilities', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'loss', 'lse',
   'targetLogit', 'entropy', 'argmax', 'rowReference', 'rowLogSum', 'weightedLogitSum', 'logprob', 'rank',
-  'sumPSquared', 'meanLogit', 'gradLoss', 'gradLse', 'gradTargetLogit', 'gradEntropy', 'gradLogits', 'gradInput', 'gradWeight', 'gradBias', 'fault',
+  'sumPSquared', 'meanLogit', 'maxLogprob', 'gradLoss', 'gradLse', 'gradTargetLogit', 'gradEntropy', 'gradLogits', 'gradInput',
+  'gradWeight', 'gradBias', 'fault',
 ];
 // What a call reads; all its other tensors it writes.
 const INPUTS = new Set(['logits', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'temperature', 'gradLoss']);

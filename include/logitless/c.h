@@ -138,6 +138,8 @@ typedef struct logitless_op {
   const logitless_tensor *shard_row_reference, *shard_row_log_sum, *shard_target_logit;
   const logitless_tensor *shard_entropy, *shard_argmax, *shard_weighted_logit_sum;
   const logitless_tensor *shard_sum_p_squared, *shard_mean_logit;
+  const logitless_tensor* max_logprob;       /* [N] */
+  const logitless_tensor* shard_max_logprob; /* [P,N] Combine has it */
 } logitless_op;
 
 /* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
@@ -202,7 +204,7 @@ typedef struct logitless_plan_arguments {
 #define LOGITLESS_OP_INIT(kind)                                                                   \
   {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                     \
-   0, 0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
 #define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}

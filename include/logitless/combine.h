@@ -4,6 +4,7 @@
 // bits everywhere. The op Combine (ops.h) does it where the tensors are, for all tokens.
 //   m = max m_s    a_s = (m_s - m) + log s_s    log s = log sum_s exp a_s    P_s = exp(a_s - log s)
 //   H = sum_s P_s (H_s - log P_s)    sum_p_squared = sum_s P_s^2 Q_s, Q_s the shard's own
+//   max_logprob = max_s (M_s + log P_s), M_s the shard's own
 #pragma once
 
 #include <cmath>
@@ -26,6 +27,7 @@ struct TokenState {
   int64_t argmax = -1;  // it indexes the whole vocabulary
   float sum_p_squared = 0;
   float mean_logit = 0;  // it is the part of the shard's columns in the whole vocabulary's mean
+  float max_logprob = 0;
 };
 
 // Two states become one in f64, each number rounded to f32 once. A shard whose logits are all -inf
@@ -57,6 +59,9 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
   c.sum_p_squared =
       float((pa == 0 ? 0 : pa * pa * a.sum_p_squared) + (pb == 0 ? 0 : pb * pb * b.sum_p_squared));
   c.mean_logit = float(double(a.mean_logit) + b.mean_logit);
+  const double highest_a = pa == 0 ? least : a.max_logprob + ra;
+  const double highest_b = pb == 0 ? least : b.max_logprob + rb;
+  c.max_logprob = float(highest_a >= highest_b || std::isnan(highest_a) ? highest_a : highest_b);
   c.argmax = b.argmax < 0 || (a.argmax >= 0 && a_leads) ? a.argmax : b.argmax;
   return c;
 }

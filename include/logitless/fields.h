@@ -65,6 +65,7 @@ constexpr void for_each_shard_tensor(Op& op, C& c, F& f) {
   f("shard_weighted_logit_sum", read, op.shard_weighted_logit_sum, c.shard_weighted_logit_sum);
   f("shard_sum_p_squared", read, op.shard_sum_p_squared, c.shard_sum_p_squared);
   f("shard_mean_logit", read, op.shard_mean_logit, c.shard_mean_logit);
+  f("shard_max_logprob", read, op.shard_max_logprob, c.shard_max_logprob);
 }
 template <class Statistics, class C, class F>
 constexpr void for_each_statistic(Statistics& statistics, C& c, F& f) {
@@ -80,6 +81,7 @@ constexpr void for_each_statistic(Statistics& statistics, C& c, F& f) {
   f("rank", write, statistics.rank, c.rank);
   f("sum_p_squared", write, statistics.sum_p_squared, c.sum_p_squared);
   f("mean_logit", write, statistics.mean_logit, c.mean_logit);
+  f("max_logprob", write, statistics.max_logprob, c.max_logprob);
 }
 
 template <class Op, class C, class F>

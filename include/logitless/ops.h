@@ -72,6 +72,7 @@ struct TokenStatistics {
   TensorView rank{};           // [N] i32 or i64; so many logits exceed the target's
   TensorView sum_p_squared{};  // [N] f32; it is sum_j p_ij^2
   TensorView mean_logit{};     // [N] f32; it is 1/V sum_j z_ij
+  TensorView max_logprob{};    // [N] f32; it is max_j z_ij - lse
 };
 
 struct Softmax {
@@ -187,6 +188,7 @@ struct Combine {
   TensorView shard_weighted_logit_sum{};  // [P, N] f32; the loss wants it under label smoothing
   TensorView shard_sum_p_squared{};       // [P, N] f32
   TensorView shard_mean_logit{};          // [P, N] f32
+  TensorView shard_max_logprob{};         // [P, N] f32
   TensorView loss{};                      // [N] where the reduction is none, else []
   LossOptions options{};                  // the map from raw to z is not used
   LossWeights weights{};

@@ -46,6 +46,7 @@ MORE_TENSORS = (
     "temperature", "logprob", "sum_p_squared", "mean_logit", "rank", "anchor",
     "shard_row_reference", "shard_row_log_sum", "shard_target_logit", "shard_entropy",
     "shard_argmax", "shard_weighted_logit_sum", "shard_sum_p_squared", "shard_mean_logit",
+    "max_logprob", "shard_max_logprob",
 )  # fmt: skip
 
 

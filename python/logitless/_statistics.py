@@ -31,10 +31,12 @@ STATISTICS = {
     "rank": Statistic("how many logits exceed the target's", indexes=True),
     "sum_p_squared": Statistic("sum p^2", extra=True),
     "mean_logit": Statistic("the logits' mean", extra=True),
+    "max_logprob": Statistic("the largest logit - lse", extra=True),
 }
 
 StatisticName: TypeAlias = Literal[
-    "lse", "target_logit", "logprob", "entropy", "argmax", "rank", "sum_p_squared", "mean_logit"
+    "lse", "target_logit", "logprob", "entropy", "argmax", "rank", "sum_p_squared", "mean_logit",
+    "max_logprob",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
         rank: A | None = None
         sum_p_squared: A | None = None
         mean_logit: A | None = None
+        max_logprob: A | None = None
 
 else:
     # Python 3.10 has no NamedTuple of a type variable.

@@ -257,6 +257,26 @@ Estimate whole_mean_logit(const WholeRow& whole) {
   return sum_of(given(whole, "shard_mean_logit"));
 }
 
+Estimate max_logprob(const RowOf& of) {
+  if (of.row.log_sum == -kInfinity) return {kNan, 0};  // a shard of -inf alone
+  return {-of.row.log_sum, row_log_sum(of).error};
+}
+Estimate whole_max_logprob(const WholeRow& whole) {
+  const std::vector<double>& values = given(whole, "shard_max_logprob");
+  if (values.empty()) return {};
+  if (whole.is_one()) return {values[0], 0};
+  if (std::isnan(whole.log_sum.value)) return {kNan, 0};
+  std::vector<double> all;
+  double magnitude = 0;
+  for (size_t k = 0; k < whole.places.size(); ++k) {
+    const double log_p = whole.log_probability[k], own = values[whole.places[k]];
+    if (std::exp(log_p) == 0) continue;
+    all.push_back(own + log_p);
+    magnitude = std::max(magnitude, std::fabs(own) + std::fabs(log_p));
+  }
+  return rounded(highest(all), magnitude);
+}
+
 constexpr Statistic kStatistics[] = {
     {"lse", lse, combined_lse},
     {"target_logit", target_logit, whole_target_logit},
@@ -268,7 +288,8 @@ constexpr Statistic kStatistics[] = {
     {"logprob", logprob, whole_logprob},
     {"rank", nullptr, nullptr, rank, nullptr},
     {"sum_p_squared", sum_p_squared, whole_sum_p_squared},
-    {"mean_logit", mean_logit, whole_mean_logit}};
+    {"mean_logit", mean_logit, whole_mean_logit},
+    {"max_logprob", max_logprob, whole_max_logprob}};
 
 }  // namespace
 

@@ -3,6 +3,7 @@
 // the CPU and CUDA (docs/semantics.md, "Combine"; the reference has its own).
 //   m = max m_s    a_s = (m_s - m) + log s_s    log s = log sum_s exp a_s    P_s = exp(a_s - log s)
 //   H = sum_s P_s (H_s - log P_s)    sum_p_squared = sum_s P_s^2 Q_s
+//   max_logprob = max_s (M_s + log P_s)
 #pragma once
 
 #include <cmath>
@@ -20,7 +21,7 @@ struct ShardState {
   float target_logit = 0;  // it is -inf where another shard has it
   double log_sum = 0;      // it is log s
   double entropy = 0, sum_p_squared = 0;
-  double weighted_logit_sum = 0, mean_logit = 0;
+  double weighted_logit_sum = 0, mean_logit = 0, max_logprob = 0;
   int64_t argmax = -1;
 };
 
@@ -51,6 +52,9 @@ LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const Shar
       (p1 == 0 ? 0 : p1 * (first.entropy - r1)) + (p2 == 0 ? 0 : p2 * (second.entropy - r2));
   all.sum_p_squared = (p1 == 0 ? 0 : p1 * p1 * first.sum_p_squared) +
                       (p2 == 0 ? 0 : p2 * p2 * second.sum_p_squared);
+  const double highest1 = p1 == 0 ? nothing : first.max_logprob + r1;
+  const double highest2 = p2 == 0 ? nothing : second.max_logprob + r2;
+  all.max_logprob = highest1 >= highest2 || highest1 != highest1 ? highest1 : highest2;
   all.target_logit =
       first.target_logit > second.target_logit || first.target_logit != first.target_logit
           ? first.target_logit
@@ -79,6 +83,7 @@ LOGITLESS_HOST_DEVICE inline ShardState fold_shards(int64_t shards, const StateO
 struct ShardViews {
   TensorView shard_row_reference, shard_row_log_sum, shard_target_logit, shard_entropy;
   TensorView shard_argmax, shard_weighted_logit_sum, shard_sum_p_squared, shard_mean_logit;
+  TensorView shard_max_logprob;
 };
 inline ShardViews shard_views(const Call& call) {
   ShardViews views;
@@ -99,6 +104,7 @@ LOGITLESS_HOST_DEVICE inline ShardState shard_state(const ShardViews& v, const N
   s.sum_p_squared = number(v.shard_sum_p_squared);
   s.weighted_logit_sum = number(v.shard_weighted_logit_sum);
   s.mean_logit = number(v.shard_mean_logit);
+  s.max_logprob = number(v.shard_max_logprob);
   s.argmax = index(v.shard_argmax);
   return s;
 }
@@ -115,6 +121,8 @@ LOGITLESS_HOST_DEVICE inline Row rounded(const ShardState& all) {
   row.argmax = all.argmax;
   row.sum_p_squared = static_cast<float>(all.sum_p_squared);
   row.mean_logit = static_cast<float>(all.mean_logit);
+  row.shards_max_logprob = static_cast<float>(all.max_logprob);
+  row.of_shards = true;
   return row;
 }
 

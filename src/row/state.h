@@ -2,6 +2,7 @@
 // What is known of a row once its sums are.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "src/host_device.h"
@@ -21,6 +22,12 @@ struct RowState {
     const float x = (target_logit - reference) - log_sum;
     return x > 0 ? 0 : x;
   }
+  // Returns the largest log-probability, where the reference is the maximum. A row of -inf has
+  // none.
+  LOGITLESS_HOST_DEVICE float max_logprob() const {
+    const float x = 0 - log_sum;
+    return x > 0 ? (log_sum == -INFINITY ? NAN : 0) : x;
+  }
 };
 
 // Few calls ask for these: they have memory only then.
@@ -28,6 +35,8 @@ struct RareStatistics {
   float sum_p_squared = 0, mean_logit = 0;
   float rank_logit = 0;  // it is z_t as the rank is counted with it
   int64_t rank = -1;
+  float shards_max_logprob = 0;  // Combine makes it
+  bool of_shards = false;
 };
 
 struct RowStatistics : RowState, RareStatistics {

@@ -61,6 +61,10 @@ inline constexpr Statistic kStatistics[] = {
      "shard_sum_p_squared"},
     {"mean_logit", &Call::mean_logit, &TokenStatistics::mean_logit, SumKind::logits,
      [](auto& s) { return s.mean_logit; }, nullptr, "shard_mean_logit"},
+    {"max_logprob", &Call::max_logprob, &TokenStatistics::max_logprob,
+     SumKind::exponentials | SumKind::maximum,
+     [](auto& s) { return s.of_shards ? s.shards_max_logprob : s.max_logprob(); }, nullptr,
+     "shard_max_logprob"},
 };
 
 // Calls f(a constant, the place in kStatistics) for each, so that a loop over the tokens has the

@@ -13,14 +13,14 @@
 
 namespace logitless::webgpu {
 
-constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 6;
-constexpr uint32_t kFoldWords = 12;  // they lie in two slots of a token
+constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 7;
+constexpr uint32_t kFoldWords = 14;  // they lie in two slots of a token
 
 // These are the words of a token's State that the host names.
 enum class StateWord : uint32_t { m = 4, log_sum, target_logit, weighted, entropy, argmax, loss };
 
 // These are the words of its Extra.
-enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank };
+enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank, max_logprob };
 
 struct Word {
   constexpr Word(StateWord word) : of(Role::rows), at(static_cast<uint32_t>(word)) {}    // NOLINT
@@ -30,37 +30,52 @@ struct Word {
 };
 
 // tokens.wgsl has the same numbers. An index of 64 bits is the number behind `index`.
-enum class Emit : uint32_t { word = 0, lse, logprob, index };
+enum class Emit : uint32_t { word = 0, lse, logprob, index, negative = 5 };
 
 struct StatisticWord {
   std::string_view name;
   Word word;
   Emit emit = Emit::word;
 };
-inline constexpr StatisticWord kStatisticWords[] = {{"lse", StateWord::log_sum, Emit::lse},
-                                                    {"target_logit", StateWord::target_logit},
-                                                    {"entropy", StateWord::entropy},
-                                                    {"argmax", StateWord::argmax, Emit::index},
-                                                    {"row_reference", StateWord::m},
-                                                    {"row_log_sum", StateWord::log_sum},
-                                                    {"weighted_logit_sum", StateWord::weighted},
-                                                    {"logprob", StateWord::log_sum, Emit::logprob},
-                                                    {"sum_p_squared", ExtraWord::sum_p_squared},
-                                                    {"mean_logit", ExtraWord::mean_logit},
-                                                    {"rank", ExtraWord::rank, Emit::index}};
-static_assert(std::size(kStatisticWords) == std::size(kStatistics));
+inline constexpr StatisticWord kStatisticWords[] = {
+    {"lse", StateWord::log_sum, Emit::lse},
+    {"target_logit", StateWord::target_logit},
+    {"entropy", StateWord::entropy},
+    {"argmax", StateWord::argmax, Emit::index},
+    {"row_reference", StateWord::m},
+    {"row_log_sum", StateWord::log_sum},
+    {"weighted_logit_sum", StateWord::weighted},
+    {"logprob", StateWord::log_sum, Emit::logprob},
+    {"sum_p_squared", ExtraWord::sum_p_squared},
+    {"mean_logit", ExtraWord::mean_logit},
+    {"rank", ExtraWord::rank, Emit::index},
+    {"max_logprob", StateWord::log_sum, Emit::negative}};
+constexpr bool names_every_statistic() {
+  size_t found = 0;
+  for (const StatisticWord& word : kStatisticWords) {
+    for (const Statistic& statistic : kStatistics) found += word.name == statistic.name ? 1 : 0;
+  }
+  return found == std::size(kStatistics) && found == std::size(kStatisticWords);
+}
+static_assert(names_every_statistic());
 
 // Combine's inputs that are the first words of a Fold.
 inline constexpr std::string_view kFoldInputs[] = {
     "shard_row_reference", "shard_row_log_sum",   "shard_target_logit", "shard_weighted_logit_sum",
-    "shard_entropy",       "shard_sum_p_squared", "shard_mean_logit"};
+    "shard_entropy",       "shard_sum_p_squared", "shard_mean_logit",   "shard_max_logprob"};
 
 // Calls f(view, word, emit) for each statistic that the call asks for.
 template <class F>
 void for_each_asked(const Call& call, const F& f) {
   if (!call.forward) return;
   for (const auto& [name, word, emit] : kStatisticWords) {
-    if (const TensorView& view = call[name]) f(view, word, emit);
+    const TensorView& view = call[name];
+    if (!view) continue;
+    if (call.combines && emit == Emit::negative) {
+      f(view, Word(ExtraWord::max_logprob), Emit::word);
+    } else {
+      f(view, word, emit);
+    }
   }
 }
 

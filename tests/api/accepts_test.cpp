@@ -145,7 +145,7 @@ const Accept kAccepts[] = {
     {"Combine for a loss alone",
      [](Subject& s) {
        s.drop({"shard_entropy", "shard_argmax", "shard_weighted_logit_sum", "shard_sum_p_squared",
-               "shard_mean_logit"});
+               "shard_mean_logit", "shard_max_logprob"});
        return s.combines() && s.write_only("loss");
      }},
     {"Combine of one shard",
@@ -229,6 +229,7 @@ const Accept kAccepts[] = {
     {"only a rank", [](Subject& s) { return s.write_only("rank"); }},
     {"only a sum of squares", [](Subject& s) { return s.write_only("sum_p_squared"); }},
     {"only a mean logit", [](Subject& s) { return s.write_only("mean_logit"); }},
+    {"only a largest log-probability", [](Subject& s) { return s.write_only("max_logprob"); }},
     {"only grad_bias",
      [](Subject& s) {
        s.drop({"grad_input", "grad_weight"});

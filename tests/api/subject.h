@@ -94,8 +94,8 @@ struct Subject {
   // Drops the statistics: outputs, what Backward takes of them, and their gradients.
   void drop_statistics() {
     drop({"lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
-          "weighted_logit_sum", "logprob", "rank", "sum_p_squared", "mean_logit", "grad_lse",
-          "grad_target_logit", "grad_entropy", "kept", "kept_rows"});
+          "weighted_logit_sum", "logprob", "rank", "sum_p_squared", "mean_logit", "max_logprob",
+          "grad_lse", "grad_target_logit", "grad_entropy", "kept", "kept_rows"});
   }
   // Leaves a forward op nothing to write but this and its gradients; returns false where it is
   // none, or has no such field.

@@ -28,7 +28,7 @@ struct States {
   int64_t shards = 0, tokens = 0;
   std::vector<double> target{};  // [N]
   std::vector<double> row_reference{}, row_log_sum{}, target_logit{}, entropy{}, argmax{};
-  std::vector<double> weighted_logit_sum{}, sum_p_squared{}, mean_logit{};
+  std::vector<double> weighted_logit_sum{}, sum_p_squared{}, mean_logit{}, max_logprob{};
 };
 constexpr int64_t kColumns = 50;  // a shard has so many
 
@@ -39,6 +39,7 @@ States states_of(int64_t shards, int64_t tokens, uint64_t seed) {
   s.row_log_sum = normals(count, seed + 1, 1, 1.5);
   s.weighted_logit_sum = normals(count, seed + 2, 30);
   s.mean_logit = normals(count, seed + 3);
+  s.max_logprob = normals(count, seed + 7);
   s.entropy = normals(count, seed + 4);
   s.sum_p_squared = normals(count, seed + 5);
   s.target_logit.assign(count, -INFINITY);
@@ -46,6 +47,8 @@ States states_of(int64_t shards, int64_t tokens, uint64_t seed) {
   for (int64_t k = 0; k < count; ++k) {
     s.row_log_sum[k] = std::fabs(s.row_log_sum[k]);
     s.entropy[k] = std::fabs(s.entropy[k]);
+    // Most shards' references are their rows' maxima.
+    s.max_logprob[k] = k % 3 == 0 ? -std::fabs(s.max_logprob[k]) : -s.row_log_sum[k];
     s.sum_p_squared[k] = 1 / (1 + std::fabs(s.sum_p_squared[k]));
     s.argmax.push_back(static_cast<double>(k / tokens * kColumns + random.below(kColumns)));
   }
@@ -66,7 +69,7 @@ void make_extreme(States* s) {
     const int64_t shard = i / 8 % s->shards, at = shard * s->tokens + i;
     const auto empty = [&](int64_t k, double rest) {
       s->row_reference[k] = -INFINITY, s->row_log_sum[k] = s->entropy[k] = rest;
-      s->sum_p_squared[k] = rest, s->argmax[k] = -1;
+      s->sum_p_squared[k] = s->max_logprob[k] = rest, s->argmax[k] = -1;
     };
     if (i % 8 == 1) empty(at, NAN);
     if (i % 8 == 2 && s->shards > 1) empty(at, 0);
@@ -159,6 +162,7 @@ const Variation kVariations[] = {
        const TensorView loss = p.op.loss;
        p.op.statistics = {}, p.op.loss = loss, p.op.shard_entropy = p.op.shard_argmax = {};
        p.op.shard_weighted_logit_sum = p.op.shard_sum_p_squared = p.op.shard_mean_logit = {};
+       p.op.shard_max_logprob = {};
      }},
     {"log-probabilities alone",
      [](Problem<Combine>& p) {
@@ -186,11 +190,12 @@ Problem<Combine> problem_of(const States& s, Placement placement, DType integers
   p.op.shard_weighted_logit_sum = add(DType::f32, s.weighted_logit_sum);
   p.op.shard_sum_p_squared = add(DType::f32, s.sum_p_squared);
   p.op.shard_mean_logit = add(DType::f32, s.mean_logit);
+  p.op.shard_max_logprob = add(DType::f32, s.max_logprob);
   p.op.loss = output(DType::f32);
   TokenStatistics& to = p.op.statistics;
   for (TensorView* view :
        {&to.lse, &to.target_logit, &to.entropy, &to.row_reference, &to.row_log_sum,
-        &to.weighted_logit_sum, &to.logprob, &to.sum_p_squared, &to.mean_logit}) {
+        &to.weighted_logit_sum, &to.logprob, &to.sum_p_squared, &to.mean_logit, &to.max_logprob}) {
     *view = output(DType::f32);
   }
   to.argmax = output(integers);
@@ -325,7 +330,7 @@ Case everything(OpKind op, DType dtype, Reduction reduction) {
   Case c{.op = op, .shape = {29, 33, 131}, .dtype = dtype};
   apply_everything(c);
   c.options.reduction = reduction;
-  c.logprob = c.sum_p_squared = c.mean_logit = true;
+  c.logprob = c.sum_p_squared = c.mean_logit = c.max_logprob = true;
   return c;
 }
 

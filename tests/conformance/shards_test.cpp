@@ -21,7 +21,7 @@ class Shards : public ConformanceTest {
     Case c{.op = op_, .shape = {19, 33, 131}, .dtype = dtype_};
     apply_everything(c);
     c.options.reduction = Reduction::none;
-    c.logprob = c.sum_p_squared = c.mean_logit = true;
+    c.logprob = c.sum_p_squared = c.mean_logit = c.max_logprob = true;
     return c;
   }
 };
@@ -40,7 +40,8 @@ TokenState state_of(const Fields& fields, size_t token) {
           .weighted_logit_sum = at("weighted_logit_sum"),
           .argmax = static_cast<int64_t>(fields.at("argmax").value[token]),
           .sum_p_squared = at("sum_p_squared"),
-          .mean_logit = at("mean_logit")};
+          .mean_logit = at("mean_logit"),
+          .max_logprob = at("max_logprob")};
 }
 
 // Combines the shards' fields to those that Forward on the whole vocabulary writes.
@@ -71,6 +72,7 @@ Fields combined(const Op& whole, const std::vector<Fields>& shards) {
     fields["logprob"].value[i] = logprob(state);
     fields["sum_p_squared"].value[i] = state.sum_p_squared;
     fields["mean_logit"].value[i] = state.mean_logit;
+    fields["max_logprob"].value[i] = state.max_logprob;
     const auto t = static_cast<size_t>(target[i]);
     loss.value[i] = token_loss(state, whole.options, vocab, static_cast<float>(class_weight[t]),
                                sum, static_cast<float>(token_weight[i]));
@@ -179,6 +181,7 @@ TEST_P(Shards, MaskedShard) {
         Outcome outcome = execute(device_, shard, p.pool);
         ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
         outcome.fields["weighted_logit_sum"] = outcome.fields.at("lse");
+        for (const double x : outcome.fields.at("max_logprob").value) EXPECT_FALSE(std::isinf(x));
         shards.push_back(outcome.fields);
       }
       Fields fields = combined(p.op, shards);
@@ -295,14 +298,15 @@ TEST(Combine, TwoStatesAreFoldedAsTheOpFoldsThem) {
   size_t next = 0;
   const auto any = [&] { return static_cast<float>(some[next++ % some.size()]); };
   const auto state = [&](int i) {
-    TokenState s{any() * 9, any(), any(), any(), any() * 30, i, any(), any()};
+    TokenState s{any() * 9, any(), any(), any(), any() * 30, i, any(), any(), any()};
     if (i % 7 == 3) s.row_log_sum = -INFINITY;
     if (i % 11 == 5) s.row_reference = -INFINITY;
     return s;
   };
   const auto folded = [](const TokenState& s) {
-    return ShardState{s.row_reference, s.target_logit,       s.row_log_sum, s.entropy,
-                      s.sum_p_squared, s.weighted_logit_sum, s.mean_logit,  s.argmax};
+    return ShardState{s.row_reference, s.target_logit,  s.row_log_sum,
+                      s.entropy,       s.sum_p_squared, s.weighted_logit_sum,
+                      s.mean_logit,    s.max_logprob,   s.argmax};
   };
   const auto near = [](double got, double want) {
     return std::isnan(want) ? std::isnan(got)
@@ -318,6 +322,7 @@ TEST(Combine, TwoStatesAreFoldedAsTheOpFoldsThem) {
     EXPECT_TRUE(near(got.sum_p_squared, want.sum_p_squared)) << i;
     EXPECT_TRUE(near(got.weighted_logit_sum, want.weighted_logit_sum)) << i;
     EXPECT_TRUE(near(got.mean_logit, want.mean_logit)) << i;
+    EXPECT_TRUE(near(got.max_logprob, want.max_logprob)) << i;
     EXPECT_EQ(got.argmax, want.argmax) << i;
   }
 }
@@ -331,16 +336,19 @@ TEST(Combine, LogprobIsNeverAboveZero) {
 }
 
 // One shard holds nothing, the others three quarters and one of the probability.
-TEST(Combine, SquaresAreOfTheWholeProbability) {
-  const TokenState empty{.row_log_sum = NAN, .sum_p_squared = NAN, .mean_logit = -1};
+TEST(Combine, SquaresAndTheLargestAreOfTheWholeProbability) {
+  const TokenState empty{
+      .row_log_sum = NAN, .sum_p_squared = NAN, .mean_logit = -1, .max_logprob = NAN};
   const TokenState three{.row_reference = 0,
                          .row_log_sum = std::log(3.0f),
                          .sum_p_squared = 0.5f,
-                         .mean_logit = 0.25f};
+                         .mean_logit = 0.25f,
+                         .max_logprob = std::log(0.5f)};
   const TokenState one{.row_reference = 0, .row_log_sum = 0, .sum_p_squared = 1, .mean_logit = 2};
   const TokenState all = combine(combine(empty, three), one);
   EXPECT_NEAR(all.sum_p_squared, 9.0 / 16 * 0.5 + 1.0 / 16, 1e-7);
   EXPECT_EQ(all.mean_logit, 1.25f);
+  EXPECT_NEAR(all.max_logprob, std::log(3.0 / 8), 1e-7);
 }
 
 constexpr OpKind kShardOps[] = {OpKind::forward, OpKind::backward, OpKind::linear_forward,

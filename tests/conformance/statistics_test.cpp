@@ -23,14 +23,22 @@ class TokenStatistics : public ConformanceTest {
     Case c{.op = op_, .shape = shape, .dtype = dtype_};
     c.options.reduction = Reduction::none;
     c.options.out_of_range = OutOfRange::ignore;
-    c.logprob = c.rank = c.sum_p_squared = c.mean_logit = true;
+    c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true;
     return c;
   }
   // Returns whether another kernel than that of the log-probability alone makes it, where the
   // contract lets that have bits of its own.
   bool is_elsewhere(const Case& c) const {
     if (!is_linear(op_) || device_.reference_is_maximum(dtype_)) return false;
-    return c.statistics || c.rank || c.sum_p_squared || c.mean_logit || c.temperatures;
+    return c.statistics || c.rank || c.sum_p_squared || c.mean_logit || c.max_logprob ||
+           c.temperatures;
+  }
+  // Returns which line of the contract's table ("Determinism") the case is of; those of one line
+  // have the same bits.
+  int line_of(const Case& c) const {
+    if (!is_elsewhere(c)) return 0;
+    const int squares = c.sum_p_squared ? 1 : 0;
+    return c.statistics ? 3 + squares : c.max_logprob ? 5 + squares : 1 + squares;
   }
   // Makes an op with these logits, exact in every dtype, before scale and softcap. In linear ops
   // column i of the weights holds those of token i, and the input is one.
@@ -93,6 +101,11 @@ Rows peaked_rows(int64_t vocab, DType dtype) {
     add(offset, -std::fabs(offset) - 40);
   }
   for (const double z : {large, -large}) add(z, z), add(z, -large), add(z, 0);
+  // Another column has nearly all of the probability.
+  for (const double gap : {16.0, 20.0, 24.0, 28.0, 36.0}) {
+    rows.emplace_back(vocab, -gap - 40)[0] = 0;
+    rows.back()[vocab - 1] = gap;
+  }
   // In these rows two columns, and three, share the maximum.
   rows.emplace_back(vocab, -50.0);
   rows.back()[0] = rows.back()[vocab - 1] = 3;
@@ -115,6 +128,7 @@ TEST_P(TokenStatistics, LogprobIsNeverAboveZero) {
           const Fields fields = judged(p, std::to_string(vocab) + " columns", memory);
           for (size_t i = 0; i < rows.size(); ++i) {
             EXPECT_LE(fields.at("logprob").value[i], 0) << i;
+            EXPECT_FALSE(fields.at("max_logprob").value[i] > 0) << i;
           }
           if (vocab > 1) continue;
           for (const double x : fields.at("logprob").value) EXPECT_EQ(x, 0);
@@ -135,6 +149,7 @@ TEST_P(TokenStatistics, LogprobOfTrainedRowsIsNeverAboveZero) {
       p.op.options.logit_scale = scale;
       const Fields fields = judged(p, std::to_string(scale));
       for (const double x : fields.at("logprob").value) EXPECT_LE(x, 0) << scale;
+      for (const double x : fields.at("max_logprob").value) EXPECT_LE(x, 0) << scale;
     }
   });
 }
@@ -192,8 +207,11 @@ const Setting kBeside[] = {
     {"rank", [](Case& c) { c.rank = true; }},
     {"sum_p_squared", [](Case& c) { c.sum_p_squared = true; }},
     {"mean_logit", [](Case& c) { c.mean_logit = true; }},
+    {"max_logprob", [](Case& c) { c.max_logprob = true; }},
     {"all statistics",
-     [](Case& c) { c.statistics = c.rank = c.sum_p_squared = c.mean_logit = true; }},
+     [](Case& c) {
+       c.statistics = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true;
+     }},
     {"a sum", [](Case& c) { c.options.reduction = Reduction::sum; }},
     {"a mean", [](Case& c) { c.options.reduction = Reduction::mean; }},
     {"token weights", [](Case& c) { c.token_weight = true; }},
@@ -210,15 +228,15 @@ TEST_P(TokenStatistics, LogprobHasTheSameBitsWhateverElseIsAsked) {
     c.logprob = true;
     c.options.reduction = Reduction::none;
     c.data = Data::peaked;
-    Field first;
-    const auto compare_with = [&](const Field& logprob, const std::string& what) {
+    Field firsts[7];
+    const auto compare_with = [&](const Field& logprob, int line, const std::string& what) {
+      Field& first = firsts[line];
       if (first.bits.empty()) first = logprob;
       expect_logprob(first, logprob, all_rows(70), std::string(map.name) + ", " + what);
     };
     for (const Setting& beside : kBeside) {
       Case own = c;
       beside.apply(own);
-      if (is_elsewhere(own)) continue;
       for (const Memory memory : {Memory::minimum, Memory::recommended}) {
         for (const bool gradients : {false, true}) {
           own.op = is_linear(op_)
@@ -235,7 +253,7 @@ TEST_P(TokenStatistics, LogprobHasTheSameBitsWhateverElseIsAsked) {
               }
               const Outcome outcome = execute(device_, p.op, p.pool, {.memory = memory});
               ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
-              compare_with(outcome.fields.at("logprob"),
+              compare_with(outcome.fields.at("logprob"), line_of(own),
                            std::string(beside.name) + (gradients ? " and gradients" : ""));
             }
           });
@@ -276,7 +294,7 @@ TEST_P(TokenStatistics, LogprobHasTheSameBitsBesideKeptState) {
 TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
   for (const bool every : {false, true}) {
     Case c = plain({70, 24, 421});
-    c.rank = c.sum_p_squared = c.mean_logit = c.statistics = every;
+    c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = c.statistics = every;
     c.temperatures = every;
     if (!device_.batch_invariant(c)) return;
     with_forward([&](auto op) {
@@ -291,7 +309,7 @@ TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
         const Problem<Op> part = gather(p, rows);
         const Outcome outcome = execute(device_, part.op, part.pool, {.memory = Memory::minimum});
         ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
-        for (const char* name : {"logprob", "sum_p_squared", "mean_logit", "lse"}) {
+        for (const char* name : {"logprob", "sum_p_squared", "mean_logit", "max_logprob", "lse"}) {
           if (!outcome.fields.contains(name)) continue;
           expect_logprob(whole.fields.at(name), outcome.fields.at(name), rows, name);
         }

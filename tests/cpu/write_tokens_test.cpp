@@ -98,11 +98,16 @@ TEST(WriteTokens, FurtherStatisticsLandAtTheirToken) {
   Memory memory(3);
   Tokens tokens;
   ASSERT_TRUE(prepare_tokens(op, 2, memory.data(), &tokens).ok());
-  op.statistics = {.rank = view(rank), .sum_p_squared = view(squares), .mean_logit = view(mean)};
+  std::vector<float> highest(3, 9);
+  op.statistics = {.rank = view(rank),
+                   .sum_p_squared = view(squares),
+                   .mean_logit = view(mean),
+                   .max_logprob = view(highest)};
   write_tokens(op, tokens, kStates.data(), rare.data());
   EXPECT_THAT(mean, ElementsAre(0, 2, 3));
   EXPECT_THAT(squares, ElementsAre(0, .5f, .75f));
   EXPECT_THAT(rank, ElementsAre(-1, 1, 0));
+  EXPECT_THAT(highest, ElementsAre(0, -kStates[0].log_sum, -kStates[1].log_sum));
 }
 
 TEST(WriteTokens, EveryOptionOfTheLoss) {

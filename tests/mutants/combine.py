@@ -31,6 +31,18 @@ MUTANTS = [
         "p1 * p1 * first.sum_p_squared", "p1 * first.sum_p_squared", "combine-op",
     ),
     mutant(
+        "fold: the largest log-probability of the shard's own distribution", FOLD,
+        "first.max_logprob + r1;", "first.max_logprob + 0 * r1;", "combine-op",
+    ),
+    mutant(
+        "fold: the largest log-probability of the last shard", FOLD,
+        "highest1 >= highest2 || highest1 != highest1", "highest1 != highest1", "combine-op",
+    ),
+    mutant(
+        "combine: the largest log-probability is that of the shards' log sum",
+        "src/row/statistics.h", "s.of_shards ? s.shards_max_logprob : s.max_logprob()", "s.max_logprob()", "combine-op",
+    ),
+    mutant(
         "fold: the argmax of the last of equal logits", FOLD,
         "first_leads = m1 >= m2;", "first_leads = m1 > m2;", "combine-op",
     ),

@@ -31,6 +31,8 @@ TOKEN_OPTIONS = [
      "return @{a.call.map == nullptr}@ ? a.map", "true", "options"),
     ("temperatures, linear: the target's logit without its own", "linear/gather.cu",
      "sum = @{tokens.map == nullptr}@ ? map_raw", "true", "options"),
+    ("max_logprob, Hopper: the reference may be an anchor", "linear/sm90/run.cpp",
+     "s.forward && @{!finds_maximum(s)}@;", "!s.sums.has(SumKind::shifted | SumKind::argmax)", "options"),
     ("rank: ties count as above", "rows/row_state.cuh",
      "wants.has(SumKind::above) && @{z > target.logit}@ &&", "z >= target.logit", "options"),
     ("rank, Hopper: the target counts", "linear/sm90/option_sums.cuh",

@@ -44,5 +44,9 @@ MUTANTS = [
         "combine: the squares by the probability once", COMBINE,
         "(pa == 0 ? 0 : pa * pa * a.sum_p_squared)", "(pa == 0 ? 0 : pa * a.sum_p_squared)", "combine",
     ),
+    mutant(
+        "combine: the largest log-probability of a's own distribution", COMBINE,
+        "a.max_logprob + ra;", "a.max_logprob + 0 * ra;", "combine",
+    ),
     mutant("combine: a log-probability above 0", COMBINE, "  return x > 0 ? 0 : x;", "  return x;", "combine"),
 ]  # fmt: skip

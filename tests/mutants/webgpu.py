@@ -566,6 +566,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "combine",
     ),
     _mutant(
+        "the largest log-probability of the shard's own distribution",
+        _FOLD,
+        "joined(over.max_logprob, -rest)",
+        "over.max_logprob",
+        "combine",
+    ),
+    _mutant(
+        "the lower part of the largest log-probability is lost",
+        _FOLD,
+        "folds[token].max_logprob_low = all.max_logprob.y;",
+        "folds[token].max_logprob_low = 0.0;",
+        "combine",
+    ),
+    _mutant(
         "of equal maxima the last shard's argmax",
         _FOLD,
         "(is_same && !is_nan(m1))",

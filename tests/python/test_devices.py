@@ -33,7 +33,7 @@ from splits import FIELDS, linear_cross_entropy, linear_logprob
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INFINITY, NAN = float("inf"), float("nan")
 DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
-STATISTICS = (*DIFFERENTIABLE, "argmax", "sum_p_squared", "mean_logit")
+STATISTICS = (*DIFFERENTIABLE, "argmax", "sum_p_squared", "mean_logit", "max_logprob")
 Results = Mapping[str, Any]
 Bounds = Sequence[tuple[int, int]]
 

@@ -215,7 +215,16 @@ def test_one_shard_is_the_whole() -> None:
         agree(made, in_f64(x, w, b, t, label_smoothing=0.1))
 
 
-STATISTICS = ("lse", "target_logit", "logprob", "entropy", "argmax", "sum_p_squared", "mean_logit")
+STATISTICS = (
+    "lse",
+    "target_logit",
+    "logprob",
+    "entropy",
+    "argmax",
+    "sum_p_squared",
+    "mean_logit",
+    "max_logprob",
+)
 
 
 def test_statistics_of_shards_are_those_of_f64() -> None:

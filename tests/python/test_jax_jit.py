@@ -142,7 +142,16 @@ def test_outside_of_jit(layout: str, reduction: str) -> None:
     agree(made, in_f64(*given, reduction=reduction))
 
 
-STATISTICS = ("lse", "target_logit", "logprob", "entropy", "argmax", "sum_p_squared", "mean_logit")
+STATISTICS = (
+    "lse",
+    "target_logit",
+    "logprob",
+    "entropy",
+    "argmax",
+    "sum_p_squared",
+    "mean_logit",
+    "max_logprob",
+)
 
 
 @pytest.mark.parametrize("layout", ["tokens", "sequences"])

@@ -42,7 +42,8 @@ void ask_for_statistics(const Example& example, Op* op) {
                     .weighted_logit_sum = each,
                     .logprob = each,
                     .sum_p_squared = each,
-                    .mean_logit = each};
+                    .mean_logit = each,
+                    .max_logprob = each};
   if (example.options.vocab_total > example.columns) return;
   op->statistics.rank = output_vector(example.tokens, DType::i32);
 }

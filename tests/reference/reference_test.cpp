@@ -43,6 +43,7 @@ TEST(Reference, UniformLogitsCostLogOfTheVocabulary) {
   EXPECT_EQ(values.at("rank"), (std::vector<double>{0}));
   expect_near(values.at("sum_p_squared"), {1.0 / 7}, 1e-15, "sum_p_squared");
   EXPECT_EQ(values.at("mean_logit"), (std::vector<double>{3.25}));
+  expect_near(values.at("max_logprob"), {-log_v}, 1e-15, "max_logprob");
   std::vector<double> gradient(7, 1.0 / 7);
   gradient[2] -= 1;
   expect_near(backward(example).at("grad_logits"), gradient, 1e-15, "grad_logits");
@@ -116,11 +117,12 @@ TEST(Reference, StatisticsOfARowByHand) {
     expect_near(values.at("logprob"), {std::log(p[t])}, 1e-7, "logprob");
     expect_near(values.at("sum_p_squared"), {22.0 / 64}, 1e-7, "sum_p_squared");
     expect_near(values.at("mean_logit"), {-double{two} / 4}, 1e-15, "mean_logit");
+    expect_near(values.at("max_logprob"), {std::log(0.5)}, 1e-7, "max_logprob");
   }
   Example ignored = one_row(logits, -100);
   const Values values = forward(ignored);
   EXPECT_EQ(values.at("rank")[0], -1);
-  for (const char* name : {"logprob", "sum_p_squared", "mean_logit"})
+  for (const char* name : {"logprob", "sum_p_squared", "mean_logit", "max_logprob"})
     EXPECT_EQ(values.at(name)[0], 0);
 }
 

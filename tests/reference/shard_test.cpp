@@ -46,7 +46,8 @@ TokenState state_of(const Values& values, int64_t i) {
           .weighted_logit_sum = at("weighted_logit_sum"),
           .argmax = static_cast<int64_t>(values.at("argmax")[i]),
           .sum_p_squared = at("sum_p_squared"),
-          .mean_logit = at("mean_logit")};
+          .mean_logit = at("mean_logit"),
+          .max_logprob = at("max_logprob")};
 }
 
 using Split = std::vector<int64_t>;  // each shard has so many columns
@@ -92,6 +93,7 @@ void expect_states(const Example& whole, const std::vector<TokenState>& states,
     near("logprob", logprob(s));
     near("sum_p_squared", s.sum_p_squared);
     near("mean_logit", s.mean_logit);
+    near("max_logprob", s.max_logprob);
     EXPECT_EQ(s.argmax, expected.at("argmax")[i]);
     const bool weighted = !whole.vocab_weight.empty();
     near("loss", token_loss(s, whole.options, whole.columns,

@@ -114,7 +114,8 @@ const std::vector<Feature> kFeatures{
     {"rank", kMoreStatistics, forward, [](Case& c) { c.rank = true; }},
     {"sum_p_squared", kMoreStatistics, forward, [](Case& c) { c.sum_p_squared = true; }},
     {"mean_logit", kMoreStatistics, forward, [](Case& c) { c.mean_logit = true; }},
-    {"more_statistics", kMoreStatistics, forward, [](Case& c) { c.logprob = c.rank = c.sum_p_squared = c.mean_logit = true; c.argmax = DType::i32; }},
+    {"max_logprob", kMoreStatistics, forward, [](Case& c) { c.max_logprob = true; }},
+    {"more_statistics", kMoreStatistics, forward, [](Case& c) { c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true; c.argmax = DType::i32; }},
     {"inactive", 0, backward, [](Case& c) { c.inactive = 0.4; }},
 };
 // clang-format on

@@ -22,7 +22,8 @@ reference::Result expected(const TestDevice& device, const Op& op, reference::Bo
     }
   }
   if constexpr (LinearOp<Op> && ForwardOp<Op>) {
-    const bool needs_maximum = op.statistics.entropy || op.statistics.argmax;
+    const bool needs_maximum =
+        op.statistics.entropy || op.statistics.argmax || op.statistics.max_logprob;
     want.anchored = !needs_maximum && !device.reference_is_maximum(op.input.dtype);
   }
   return want;

@@ -74,6 +74,7 @@ Problem<Combine> combine_of(const Op& whole, int64_t vocab, const std::vector<Fi
   all_of("weighted_logit_sum", &p.op.shard_weighted_logit_sum);
   all_of("sum_p_squared", &p.op.shard_sum_p_squared);
   all_of("mean_logit", &p.op.shard_mean_logit);
+  all_of("max_logprob", &p.op.shard_max_logprob);
   p.op.options = whole.options;
   p.op.options.vocab_total = vocab;
   const auto copied = [&](const TensorView& view) {
@@ -99,7 +100,8 @@ Problem<Combine> combine_of(const Op& whole, int64_t vocab, const std::vector<Fi
                      .weighted_logit_sum = output(s.weighted_logit_sum),
                      .logprob = output(s.logprob),
                      .sum_p_squared = output(s.sum_p_squared),
-                     .mean_logit = output(s.mean_logit)};
+                     .mean_logit = output(s.mean_logit),
+                     .max_logprob = output(s.max_logprob)};
   return p;
 }
 

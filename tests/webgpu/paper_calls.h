@@ -68,7 +68,8 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (c.probabilities && !is({"token_weight"})) return {};
   // Each statistic is asked for with and without the others.
   if (is({"logprob"}) && !c.none) return {};
-  if (is({"rank", "sum_p_squared", "mean_logit"}) && c.dtype == DType::f16) return {};
+  if (is({"rank", "sum_p_squared", "mean_logit", "max_logprob"}) && c.dtype == DType::f16)
+    return {};
   if (is({"argmax", "rank"}))
     return vector_view(nullptr, c.none ? DType::i32 : DType::i64, c.tokens);
   return vector_view(nullptr, DType::f32, c.tokens);

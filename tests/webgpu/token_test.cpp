@@ -96,7 +96,7 @@ TEST_F(WebGpuToken, TheLogProbabilityIsOneWhateverElseIsAsked) {
           Case more = c;
           more.statistics = true;
           check(more, {}, memory, "statistics");
-          more.rank = more.sum_p_squared = more.mean_logit = true;
+          more.rank = more.sum_p_squared = more.mean_logit = more.max_logprob = true;
           check(more, ones, memory, "more statistics and temperatures");
           more.options.reduction = Reduction::mean;
           more.token_weight = more.vocab_weight = true;
@@ -248,7 +248,8 @@ TEST_F(WebGpuToken, RanksOfManyWindows) {
                             OpKind::linear_forward_backward}) {
       for (const Data data : {Data::normal, Data::constant}) {
         Case c{.op = op, .shape = {70, 20, 5000}, .argmax = DType::i32, .data = data};
-        c.rank = c.sum_p_squared = c.mean_logit = c.logprob = c.vocab_weight = true;
+        c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true;
+        c.logprob = c.vocab_weight = true;
         c.ignored = 0.2;
         for (const Memory memory : {Memory::minimum, Memory::recommended}) {
           const Comparison result = judge(device_, c, {.memory = memory});

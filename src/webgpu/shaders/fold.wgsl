@@ -25,11 +25,13 @@ struct Fold {
   entropy: f32,
   sum_p_squared: f32,
   mean_logit: f32,
+  max_logprob: f32,
   log_sum_low: f32,
   weighted_low: f32,
   entropy_low: f32,
   sum_p_squared_low: f32,
   mean_logit_low: f32,
+  max_logprob_low: f32,
 }
 
 override more_statistics: bool = false;
@@ -174,6 +176,7 @@ struct Sums {
   log_sum: vec2<f32>,
   entropy: vec2<f32>,
   sum_p_squared: vec2<f32>,
+  max_logprob: vec2<f32>,
 }
 
 // Returns share times term times 2^n, or a term that is no finite number.
@@ -193,6 +196,14 @@ fn joined(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
   return plus(a, b);
 }
 
+// Returns the greater, or a NaN that is one of them.
+fn greater(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
+  if (is_nan(a.x) || (!is_nan(b.x) && is_over(a, b))) {
+    return a;
+  }
+  return b;
+}
+
 // Folds two whose log sums, relative to the same m, are over.log_sum >= under.log_sum.
 fn folded(over: Sums, under: Sums) -> Sums {
   var apart = plus(under.log_sum, -over.log_sum);
@@ -200,6 +211,7 @@ fn folded(over: Sums, under: Sums) -> Sums {
   if (apart.x < -745.0) {
     return over;
   }
+  let log_ratio = apart;
   apart = select(apart, vec2<f32>(-200.0, 0.0), apart.x < -200.0);
   let e = power_of(apart);
   let n = e.exponent;
@@ -215,6 +227,8 @@ fn folded(over: Sums, under: Sums) -> Sums {
                        part_of(least, joined(under.entropy, plus(rest, -apart)), n));
   all.sum_p_squared = joined(part_of(product(most, most), over.sum_p_squared, 0),
                              part_of(product(least, least), under.sum_p_squared, 2 * n));
+  all.max_logprob = greater(joined(over.max_logprob, -rest),
+                            joined(under.max_logprob, plus(log_ratio, -rest)));
   return all;
 }
 
@@ -251,15 +265,19 @@ fn fold(@builtin(global_invocation_id) id: vec3<u32>) {
     folds[token].entropy_low = 0.0;
     folds[token].sum_p_squared_low = 0.0;
     folds[token].mean_logit_low = 0.0;
+    folds[token].max_logprob_low = 0.0;
     if (more_statistics) {
       extras[token].sum_p_squared = f.sum_p_squared;
       extras[token].mean_logit = f.mean_logit;
+      extras[token].max_logprob = f.max_logprob;
     }
     return;
   }
   var squared = 0.0;
+  var highest = 0.0;
   if (more_statistics) {
     squared = extras[token].sum_p_squared;
+    highest = extras[token].max_logprob;
     let mean = plus_any(vec2<f32>(extras[token].mean_logit, f.mean_logit_low), f.mean_logit);
     extras[token].mean_logit = mean.x;
     folds[token].mean_logit_low = mean.y;
@@ -281,9 +299,10 @@ fn fold(@builtin(global_invocation_id) id: vec3<u32>) {
     s.argmax = index;
   }
   let first = Sums(vec2<f32>(s.log_sum, f.log_sum_low), vec2<f32>(s.entropy, f.entropy_low),
-                   vec2<f32>(squared, f.sum_p_squared_low));
+                   vec2<f32>(squared, f.sum_p_squared_low),
+                   vec2<f32>(highest, f.max_logprob_low));
   let second = Sums(vec2<f32>(f.log_sum, 0.0), vec2<f32>(f.entropy, 0.0),
-                    vec2<f32>(f.sum_p_squared, 0.0));
+                    vec2<f32>(f.sum_p_squared, 0.0), vec2<f32>(f.max_logprob, 0.0));
   let first_empty = is_minus_infinity(m1);
   let second_empty = is_minus_infinity(m2);
   let first_bad = !first_empty && !(is_number(m1) && is_number(s.log_sum));
@@ -292,7 +311,7 @@ fn fold(@builtin(global_invocation_id) id: vec3<u32>) {
   s.m = select(m2, m1, first_leads || is_nan(m1));
   if (first_bad || second_bad || (first_empty && second_empty)) {
     let nan = vec2<f32>(bitcast<f32>(p.nan), 0.0);
-    all = Sums(nan, nan, nan);
+    all = Sums(nan, nan, nan, nan);
   } else if (first_empty) {
     all = second;
   } else if (!second_empty) {
@@ -315,7 +334,9 @@ fn fold(@builtin(global_invocation_id) id: vec3<u32>) {
   folds[token].log_sum_low = all.log_sum.y;
   folds[token].entropy_low = all.entropy.y;
   folds[token].sum_p_squared_low = all.sum_p_squared.y;
+  folds[token].max_logprob_low = all.max_logprob.y;
   if (more_statistics) {
     extras[token].sum_p_squared = all.sum_p_squared.x;
+    extras[token].max_logprob = all.max_logprob.x;
   }
 }

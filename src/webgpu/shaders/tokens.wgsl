@@ -22,7 +22,8 @@ struct Params {
   fault: u32,  // the fault is this word
   sums: u32,  // the first sum to write is there
   word: u32,  // this word is emitted
-  kind: u32,  // 0 emits the word, 1 lse, 2 logprob, 3 an index of 32 bits, 4 an index of 64 bits
+  kind: u32,  // 0 emits the word, 1 lse, 2 logprob, 3 an index of 32 bits, 4 an index of 64 bits,
+                 // 5 the word's negative
   row_words: u32,  // a State or an Extra has so many
 }
 
@@ -238,7 +239,9 @@ fn emit(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
       value = p.nan;
     }
   }
-  if (p.kind >= 3u && value != none) {
+  if (p.kind == 5u) {
+    value = select(value ^ 0x80000000u, 0u, value == 0u);
+  } else if (p.kind >= 3u && value != none) {
     value += p.vocab_start;
   }
   result[at] = value;

@@ -59,6 +59,7 @@ struct Extra {
   sum_p_squared: f32,
   mean_logit: f32,
   rank: u32,  // it may be none
+  max_logprob: f32,  // Combine has it
   // It is of the token's own temperature, as in Params (window.wgsl); NaN if that is none.
   slope: f32,
   cap_out: f32,
