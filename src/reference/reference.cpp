@@ -92,7 +92,18 @@ class Evaluation {
   void evaluate_row(const Token& token, int64_t i);
   void evaluate_probabilities(const Token& token, int64_t i);
   void evaluate_shards(const Token& token, int64_t i);
-  void write_statistics(const Token& token, const Row& row, int64_t i);
+  template <class Of>
+  void write_statistics(const Of& of, Made<Of> Statistic::* made, int64_t i) {
+    for (const Statistic& statistic : statistics()) {
+      Output* const to = output(statistic.name);
+      if (to == nullptr) continue;
+      if (statistic.is_index()) {
+        set_index(to, i, (statistic.*made).index(of));
+      } else {
+        set(to, i, (statistic.*made).number(of));
+      }
+    }
+  }
   void add_gradient(const RowGradient& gradient, int64_t i);
   void add_linear_gradient(const RowGradient& gradient, int64_t i);
   void reduce_loss();
@@ -133,7 +144,7 @@ void Evaluation::prepare() {
 void Evaluation::evaluate_row(const Token& token, int64_t i) {
   const Row row = make_row({call_, weight_, bias_, model_, with_bounds_}, token, i);
   if (call_.loss) token_loss_[i] = row_loss(call_, tokens_, token, row);
-  write_statistics(token, row, i);
+  write_statistics(RowOf{call_, tokens_, token, row}, &Statistic::of_row, i);
   if (call_.grad_logits || call_.grad_input || call_.grad_weight || call_.grad_bias) {
     add_gradient(row_gradient(call_, tokens_, token, row), i);
   }
@@ -148,28 +159,7 @@ void Evaluation::evaluate_probabilities(const Token& token, int64_t i) {
 void Evaluation::evaluate_shards(const Token& token, int64_t i) {
   const WholeRow row = combine(shards_, i);
   if (call_.loss) token_loss_[i] = combined_loss(call_, tokens_, token, row);
-  for (const Statistic& statistic : statistics()) {
-    Output* const to = output(statistic.name);
-    if (to == nullptr) continue;
-    if (statistic.is_index()) {
-      set_index(to, i, statistic.index_of_shards(row));
-    } else {
-      set(to, i, statistic.of_shards(row));
-    }
-  }
-}
-
-void Evaluation::write_statistics(const Token& token, const Row& row, int64_t i) {
-  const RowOf of{call_, tokens_, token, row};
-  for (const Statistic& statistic : statistics()) {
-    Output* const to = output(statistic.name);
-    if (to == nullptr) continue;
-    if (statistic.is_index()) {
-      set_index(to, i, statistic.index_of_row(of));
-    } else {
-      set(to, i, statistic.of_row(of));
-    }
-  }
+  write_statistics(row, &Statistic::of_shards, i);
 }
 
 void Evaluation::add_gradient(const RowGradient& gradient, int64_t i) {

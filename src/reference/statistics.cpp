@@ -278,18 +278,18 @@ Estimate whole_max_logprob(const WholeRow& whole) {
 }
 
 constexpr Statistic kStatistics[] = {
-    {"lse", lse, combined_lse},
-    {"target_logit", target_logit, whole_target_logit},
-    {"entropy", entropy, whole_entropy},
-    {"argmax", nullptr, nullptr, argmax, whole_argmax},
-    {"row_reference", row_reference, whole_reference},
-    {"row_log_sum", row_log_sum, whole_log_sum},
-    {"weighted_logit_sum", weighted_logit_sum, whole_weighted_logit_sum},
-    {"logprob", logprob, whole_logprob},
-    {"rank", nullptr, nullptr, rank, nullptr},
-    {"sum_p_squared", sum_p_squared, whole_sum_p_squared},
-    {"mean_logit", mean_logit, whole_mean_logit},
-    {"max_logprob", max_logprob, whole_max_logprob}};
+    {"lse", {lse}, {combined_lse}},
+    {"target_logit", {target_logit}, {whole_target_logit}},
+    {"entropy", {entropy}, {whole_entropy}},
+    {"argmax", {nullptr, argmax}, {nullptr, whole_argmax}},
+    {"row_reference", {row_reference}, {whole_reference}},
+    {"row_log_sum", {row_log_sum}, {whole_log_sum}},
+    {"weighted_logit_sum", {weighted_logit_sum}, {whole_weighted_logit_sum}},
+    {"logprob", {logprob}, {whole_logprob}},
+    {"rank", {nullptr, rank}, {nullptr, nullptr}},
+    {"sum_p_squared", {sum_p_squared}, {whole_sum_p_squared}},
+    {"mean_logit", {mean_logit}, {whole_mean_logit}},
+    {"max_logprob", {max_logprob}, {whole_max_logprob}}};
 
 }  // namespace
 

@@ -44,14 +44,17 @@ struct Index {
   std::vector<int64_t> accepted;
 };
 
-// A statistic is a number or an index. Combine has no rank.
+// What makes a statistic of a row, or of a token's shards: a number or an index.
+template <class Of>
+struct Made {
+  Estimate (*number)(const Of&) = nullptr;
+  Index (*index)(const Of&) = nullptr;
+};
 struct Statistic {
   const char* name;
-  Estimate (*of_row)(const RowOf&) = nullptr;
-  Estimate (*of_shards)(const WholeRow&) = nullptr;
-  Index (*index_of_row)(const RowOf&) = nullptr;
-  Index (*index_of_shards)(const WholeRow&) = nullptr;
-  bool is_index() const { return index_of_row != nullptr; }
+  Made<RowOf> of_row;
+  Made<WholeRow> of_shards;  // Combine has no rank
+  bool is_index() const { return of_row.index != nullptr; }
 };
 std::span<const Statistic> statistics();
 

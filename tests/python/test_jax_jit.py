@@ -27,7 +27,7 @@ from logitless.jax import (
     linear_logprob,
     softmax,
 )
-from test_jax_devices import agree, in_f64, mesh_of, random
+from test_jax_devices import STATISTICS, agree, in_f64, mesh_of, random
 
 P = jax.sharding.PartitionSpec
 BATCH, TIME, HIDDEN, VOCAB = 8, 4, 16, 48
@@ -140,18 +140,6 @@ def test_outside_of_jit(layout: str, reduction: str) -> None:
     given = arrays()
     made = step_of(reduction=reduction)(*LAYOUTS[layout].put_all(*given))
     agree(made, in_f64(*given, reduction=reduction))
-
-
-STATISTICS = (
-    "lse",
-    "target_logit",
-    "logprob",
-    "entropy",
-    "argmax",
-    "sum_p_squared",
-    "mean_logit",
-    "max_logprob",
-)
 
 
 @pytest.mark.parametrize("layout", ["tokens", "sequences"])

@@ -22,8 +22,9 @@ struct Params {
   fault: u32,  // the fault is this word
   sums: u32,  // the first sum to write is there
   word: u32,  // this word is emitted
-  kind: u32,  // 0 emits the word, 1 lse, 2 logprob, 3 an index of 32 bits, 4 an index of 64 bits,
-                 // 5 the word's negative
+  // 0 emits the word, 1 lse, 2 logprob, 3 an index of 32 bits, 4 an index of 64 bits, 5 the word's
+  // negative
+  kind: u32,
   row_words: u32,  // a State or an Extra has so many
 }
 
