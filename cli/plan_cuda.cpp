@@ -28,7 +28,8 @@ double products(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
   if (p.kind == cuda::PlanKind::two_passes) {
     return 4 - static_cast<double>(p.first_rows) / static_cast<double>(s.vocab);
   }
-  const int64_t columns = s.forms_panels ? s.kept_columns : cuda::kept_columns(p);
+  const int64_t columns =
+      s.kernels.kept == cuda::Origin::dz_in_panels ? s.kept_columns : cuda::kept_columns(p);
   const double kept = static_cast<double>(columns) / static_cast<double>(s.vocab);
   return s.forward + s.grad_input + s.grad_weight + (s.gradients() ? 1 - kept : 0);
 }
@@ -42,8 +43,8 @@ json describe(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
           {"stored_columns", p.stored_columns},
           {"lent_columns", p.lent_columns},
           {"first_rows", p.first_rows},
-          {"grad_weight_sum", p.grad_weight_sum},
-          {"grad_input_sum", p.grad_input_sum},
+          {"grad_weight_sum", sums_grad_weight(s, p)},
+          {"grad_input_sum", sums_grad_input(s, p)},
           {"products", products(s, p)},
           {"bytes", p.bytes},
           {"predicted_ms", p.seconds * 1e3}};
@@ -61,7 +62,7 @@ const char* place_of(const cuda::PanelPlace& panel) {
 // Tells one step in words: what is made of what, and where it goes.
 std::string words_of(const cuda::Step& step) {
   using cuda::StepKind;
-  const char* what = step.of_e ? "E" : "dz";
+  const char* what = step.of_e() ? "E" : "dz";
   const std::string columns = columns_of(step);
   switch (step.kind) {
     case StepKind::tokens:
@@ -77,11 +78,12 @@ std::string words_of(const cuda::Step& step) {
     case StepKind::gather:
       return "rows of input that count, logits of their targets";
     case StepKind::logits:
-      return fmt::format("input x weight, {}: partial sums{}", columns,
-                         step.of_e ? fmt::format("; E to {}", place_of(step.panel)) : "");
+      return fmt::format(
+          "input x weight, {}: partial sums{}", columns,
+          is_kept(step.panel.origin) ? fmt::format("; E to {}", place_of(step.panel)) : "");
     case StepKind::states:
       return fmt::format("partial sums to row states, losses{}",
-                         step.of_e ? ", factors of E's rows" : "");
+                         step.of_e() ? ", factors of E's rows" : "");
     case StepKind::finish_panel:
       return fmt::format("{}, {}: rows out of its range, zeros behind", what, columns);
     case StepKind::form_dz:

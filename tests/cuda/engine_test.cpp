@@ -27,7 +27,7 @@ class Toy final : public Engine {
   bool is_batch_invariant() const override { return true; }
   bool finds_maximum(const LinearShape&) const override { return false; }
   void describe(const Call&, LinearCall* call, const DeviceInfo&) const override {
-    call->shape.can_store = false;
+    call->shape.kernels.kept = Origin::again_dz;
   }
   DeviceSpeed speed(const DeviceInfo&) const override { return {.products = 1, .memory = 1}; }
   void each_plan(const LinearShape& s, const DeviceSpeed&, uint64_t,
@@ -37,6 +37,8 @@ class Toy final : public Engine {
               .hidden_pitch = s.hidden,
               .bytes = static_cast<uint64_t>(s.tokens) * sizeof(float)});
   }
+  void place(Lifetime, const LinearShape&, const LinearPlan&, Arena*,
+             LinearMemory*) const override {}
   void for_steps(const LinearShape& s, const LinearPlan&, StepVisitor* visitor) const override {
     visitor->visit(
         {.kind = StepKind::logits, .panel = {.columns = s.vocab}, .tokens = {0, s.tokens}});
@@ -114,7 +116,7 @@ TEST(CudaEngine, ItsSizesAreItsOwn) {
   EXPECT_EQ(asked.smallest().bytes, 3 * sizeof(float));
   EXPECT_EQ(asked.plan(1 << 20).bytes, 3 * sizeof(float));
   EXPECT_EQ(asked.recommended().bytes, 3 * sizeof(float));
-  EXPECT_FALSE(call.shape.can_store);
+  EXPECT_FALSE(call.shape.can_keep());
 }
 
 // The memo in front of plans must not give one engine's plan to another.

@@ -25,7 +25,7 @@ std::string manner(const CudaPlanned& planned) {
   if (p.stored_columns > 0) text += ", some in the workspace";
   if (in_place) text += ", in place";
   if (copied) text += ", copied";
-  if (p.grad_input_sum) text += ", grad_input summed";
+  if (sums_grad_input(s, p)) text += ", grad_input summed";
   return text;
 }
 

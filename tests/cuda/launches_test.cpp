@@ -76,7 +76,7 @@ struct Launches {
 Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
   const auto pieces = [](int64_t n, int64_t size) { return n == 0 ? 0 : (n + size - 1) / size; };
   // One kernel prepares the tokens, another rounds the sum.
-  Launches all{.kernels = 1 + (plan.grad_weight_sum ? 1 : 0)};
+  Launches all{.kernels = 1 + (sums_grad_weight(s, plan) ? 1 : 0)};
   for (int64_t first = 0; first < s.tokens; first += plan.token_chunk) {
     const int64_t rows = std::min(plan.token_chunk, s.tokens - first);
     const auto logits = [&](int64_t columns) {

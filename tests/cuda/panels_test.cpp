@@ -18,25 +18,25 @@ struct Lent {
 };
 int64_t weight_row(const LinearShape& s) { return s.hidden * (s.grad_weight_f32 ? 4 : 2); }
 int64_t panel_end(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
-  return sm90::lent_offset(s, p, at) + panel_rows(p) * round_up(at.columns, 64) * 2;
+  return sm90::lent_offset(s, p, at) + p.panel_rows * round_up(at.columns, 64) * 2;
 }
 
 // Checks that all that is kept of E leaves grad_weight's memory before its rows, or others', come
 // to lie there.
 void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   const int64_t row = weight_row(s), kept = kept_columns(p);
-  const int64_t scaled = p.lent_scaled;
+  const int64_t scaled = sm90::tiled_part(p).lent_scaled;
   const PanelPlace all{p.stored_columns, p.lent_columns, true};
   if (p.lent_columns > 0) {
-    ASSERT_TRUE(s.lends_grad_weight && p.chunks == 1);
+    ASSERT_TRUE(s.kernels.lends_grad_weight && p.chunks == 1);
     EXPECT_GE(sm90::lent_offset(s, p, all), p.stored_columns * row);
     EXPECT_EQ(sm90::lent_offset(s, p, all) % 128, 0);
     EXPECT_LE(panel_end(s, p, all), scaled < 0 ? s.vocab * row : scaled);
-    EXPECT_TRUE(scaled >= 0 || !p.scales_apart);
+    EXPECT_TRUE(scaled >= 0 || !scales_apart(s, p));
   }
   if (scaled >= 0) {
     EXPECT_GE(scaled, kept * row);
-    EXPECT_LE(scaled + panel_rows(p) * p.hidden_pitch * 2, s.vocab * row);
+    EXPECT_LE(scaled + p.panel_rows * p.hidden_pitch * 2, s.vocab * row);
   }
   for (PanelPlace at; at.end() < kept;) {
     const int64_t done = at.end();
@@ -69,13 +69,13 @@ void count_lent(const LinearShape& s, const LinearPlan& p, Lent* lent) {
       EXPECT_LE(at.columns, std::max(p.stored_columns, p.remade_columns));
       continue;
     }
-    ASSERT_TRUE(s.lends_grad_weight && p.chunks == 1);
+    ASSERT_TRUE(s.kernels.lends_grad_weight && p.chunks == 1);
     EXPECT_GE(sm90::lent_offset(s, p, at), at.end() * row);
     EXPECT_LE(panel_end(s, p, at), s.vocab * row);
     EXPECT_EQ(sm90::lent_offset(s, p, at) % 128, 0);
     lent->panels += at.columns;
   }
-  EXPECT_LE(p.lent_sum_rows * p.hidden_pitch * 4, s.lends_grad_weight ? s.vocab * row : 0);
+  EXPECT_LE(p.lent_sum_rows * p.hidden_pitch * 4, s.kernels.lends_grad_weight ? s.vocab * row : 0);
   lent->sums += p.lent_sum_rows;
 }
 TEST(CudaPanels, WhatIsLentIsFree) {
@@ -101,20 +101,24 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
       for (const int64_t tokens : {1, 60, 64, 120, 128, 200, 500}) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
         s.grad_input = s.grad_weight = true;
-        s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
+        s.kernels.direct_grad_input = s.kernels.lends_grad_input = s.kernels.lends_grad_weight =
+            true;
         for (const bool more : {false, true}) {
-          s.grad_weight_f32 = s.forms_dz = more;
-          LinearPlan p{.token_chunk = round_up(tokens, 8), .chunks = 1, .panel_row_block = 64};
+          s.grad_weight_f32 = more;
+          s.kernels.kept = more ? Origin::dz_in_place : Origin::e;
+          LinearPlan p{
+              .token_chunk = round_up(tokens, 8), .chunks = 1, .panel_rows = round_up(tokens, 64)};
+          sm90::TiledPart& own = sm90::tiled_part(p) = {};
           p.hidden_pitch = hidden;
           for (const int64_t stored : {0, 192, 384, 3840}) {
             if (stored >= vocab) continue;
             p.stored_columns = stored;
             p.remade_columns = std::max<int64_t>(stored, 192);
             for (const bool copies : {false, true}) {
-              p.copies_lent = copies;
+              own.copies_lent = copies;
               p.lent_columns = sm90::most_lent_columns(s, p);
               settle(s, &p);
-              p.lent_scaled = sm90::lent_scaled_input(s, p);
+              own.lent_scaled = sm90::lent_scaled_input(s, p);
               count_kept(s, p, &lent);
             }
           }
@@ -191,17 +195,19 @@ TEST(CudaPanels, PanelsThatAreAlikeFollowEachOther) {
 // columns that are not copied may be the better ones; and a little time is worth much memory.
 TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
   LinearShape s{.tokens = 1024, .vocab = 129280, .hidden = 768};
-  s.grad_input = s.grad_weight = s.plain = true;
-  s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = s.grad_weight_f32 = true;
+  s.grad_input = s.grad_weight = s.kernels.plain = true;
+  s.kernels.direct_grad_input = s.kernels.lends_grad_input = s.kernels.lends_grad_weight =
+      s.grad_weight_f32 = true;
   const LinearPlan summed = on(hopper(), s).plan(6050000);
   EXPECT_EQ(summed.chunks, 1);
   EXPECT_EQ(kept_columns(summed), s.vocab);
-  EXPECT_TRUE(summed.grad_input_sum);
+  EXPECT_TRUE(sums_grad_input(s, summed));
   s.vocab = 151936, s.hidden = 1024;
-  s.grad_input = s.direct_grad_input = s.lends_grad_input = s.grad_weight_f32 = false;
+  s.grad_input = s.kernels.direct_grad_input = s.kernels.lends_grad_input = s.grad_weight_f32 =
+      false;
   EXPECT_LT(on(hopper(), s).plan(8660000).seconds, 2e-3);
   s.tokens = 8192, s.vocab = 50304, s.hidden = 4096;
-  s.grad_input = s.direct_grad_input = s.lends_grad_input = true;
+  s.grad_input = s.kernels.direct_grad_input = s.kernels.lends_grad_input = true;
   EXPECT_LT(on(hopper(), s).smallest().bytes, 110e6);
 }
 
@@ -209,10 +215,10 @@ TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
 // are made again.
 TEST(CudaPanels, GradWeightSparesWork) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
-  s.grad_input = s.grad_weight = s.direct_grad_weight = true;
-  s.direct_grad_input = s.lends_grad_input = true;
+  s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = true;
+  s.kernels.direct_grad_input = s.kernels.lends_grad_input = true;
   const LinearPlan alone = on(hopper(), s).plan(192 * MiB);
-  s.lends_grad_weight = true;
+  s.kernels.lends_grad_weight = true;
   const LinearPlan lent = on(hopper(), s).plan(192 * MiB);
   EXPECT_GT(kept_columns(lent), 30000);
   EXPECT_LT(lent.seconds, 0.93 * alone.seconds);

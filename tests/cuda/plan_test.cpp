@@ -9,6 +9,7 @@
 #include "shapes.h"
 #include "src/cuda/linear/portable/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/panels.h"
 
 namespace logitless::cuda {
 namespace {
@@ -35,7 +36,7 @@ TEST(CudaPlan, FitsItsBudgetToTheByte) {
       EXPECT_LE(p.bytes, bytes);
       uint64_t used = 0;
       for (const Planned& each : passes(asked, bytes)) {
-        EXPECT_EQ(each.plan.bytes, bytes_of(each.shape, each.plan));
+        EXPECT_EQ(each.plan.bytes, bytes_of(each.engine, each.shape, each.plan));
         used = std::max(used, each.plan.bytes);
       }
       if (p.kind == PlanKind::two_passes) used += state_bytes(asked.shape);
@@ -61,8 +62,8 @@ TEST(CudaPlan, MoreMemoryNeverTakesLonger) {
 // that only the whole needs beside it.
 TEST(CudaPlan, TheStepToTheWholeIsSmall) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
-  s.grad_input = s.grad_weight = s.direct_grad_weight = true;
-  s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
+  s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = true;
+  s.kernels.direct_grad_input = s.kernels.lends_grad_input = s.kernels.lends_grad_weight = true;
   for (const bool all : {false, true}) {
     s.grad_bias = s.smoothing = s.bias = all;
     if (all) s.sums = SumKind::maximum | SumKind::shifted | SumKind::weighted | SumKind::argmax;
@@ -90,8 +91,8 @@ void expect_covered(const Planned& planned) {
     EXPECT_EQ(p.remade_columns % segment_columns, 0);
   }
   EXPECT_EQ(p.remade_columns % 64, 0);
-  if (!s.can_store) {
-    EXPECT_EQ(kept_columns(p), s.forms_panels ? 0 : s.kept_columns);
+  if (!s.forward) {
+    EXPECT_EQ(kept_columns(p), s.kernels.kept == Origin::dz_in_panels ? 0 : s.kept_columns);
   }
 }
 
@@ -107,17 +108,17 @@ TEST(CudaPlan, CoversEveryTokenAndColumn) {
 // the whole.
 TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   LinearShape s{.tokens = 20480, .vocab = 50257, .hidden = 768};
-  s.grad_input = s.grad_weight = s.direct_grad_weight = s.plain = true;
-  s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
+  s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = s.kernels.plain = true;
+  s.kernels.direct_grad_input = s.kernels.lends_grad_input = s.kernels.lends_grad_weight = true;
   const auto plan = [&](uint64_t mib) { return on(hopper(), s).plan(mib * MiB); };
   EXPECT_EQ(plan(124).kind, PlanKind::two_passes);
   EXPECT_GT(plan(124).first_rows, 0);
   EXPECT_EQ(plan(188).kind, PlanKind::chunks);
-  EXPECT_GT(plan(188).input_clusters, 0);
+  EXPECT_GT(sm90::tiled_part(plan(188)).input_teams, 0);
   EXPECT_EQ(plan(2400).kind, PlanKind::whole);
   s.grad_bias = true;  // one pass makes the whole of grad_bias
   EXPECT_EQ(plan(124).first_rows, 0);
-  s.lends_grad_weight = false;
+  s.kernels.lends_grad_weight = false;
   EXPECT_NE(plan(124).kind, PlanKind::two_passes);
 }
 
@@ -129,8 +130,8 @@ TEST(CudaPlan, PlansAtAnyExtent) {
     for (const int64_t tokens : {int64_t{1}, int64_t{8192}, int64_t{1} << 20}) {
       for (const int64_t hidden : {int64_t{8}, int64_t{4096}, int64_t{1} << 20}) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
-        s.grad_input = s.grad_weight = s.direct_grad_input = true;
-        s.lends_grad_input = s.lends_grad_weight = true;
+        s.grad_input = s.grad_weight = s.kernels.direct_grad_input = true;
+        s.kernels.lends_grad_input = s.kernels.lends_grad_weight = true;
         const LinearPlan least = on(hopper(), s).smallest();
         const double each = 2.0 * static_cast<double>(tokens) * static_cast<double>(vocab) *
                             static_cast<double>(hidden);
@@ -168,7 +169,7 @@ TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
     const LinearShape& s = asked.shape;
     const uint64_t logits = uint64_t(s.tokens) * s.vocab;
     const uint64_t input = s.grad_input ? uint64_t(s.tokens) * s.hidden * 4 : 0;
-    const bool sums_weight = s.grad_weight && !(s.direct_grad_weight && s.grad_weight_f32);
+    const bool sums_weight = s.grad_weight && !(s.kernels.direct_grad_weight && s.grad_weight_f32);
     const uint64_t weight = sums_weight ? uint64_t(s.vocab) * s.hidden * 4 : 0;
     const uint64_t copies = s.copies_weight ? uint64_t(s.vocab) * (s.hidden + 8) * 4 : 0;
     const uint64_t quarter =
@@ -203,10 +204,11 @@ TEST(CudaPlan, TheRecommendedBytesGiveThatTime) {
 TEST(CudaPlan, FewTilesHaveSlotsForFourSlices) {
   const auto slots = [](int64_t tokens, int64_t hidden) {
     LinearShape s{.tokens = tokens, .vocab = 262144, .hidden = hidden};
-    s.plain = s.can_store = true;
-    s.grad_input = s.grad_weight = s.direct_grad_input = s.direct_grad_weight = true;
-    s.lends_grad_input = s.lends_grad_weight = true;
-    return on(hopper(), s).recommended().slots;
+    s.kernels.plain = true;
+    s.grad_input = s.grad_weight = s.kernels.direct_grad_input = s.kernels.direct_grad_weight =
+        true;
+    s.kernels.lends_grad_input = s.kernels.lends_grad_weight = true;
+    return sm90::tiled_part(on(hopper(), s).recommended()).slots;
   };
   EXPECT_EQ(slots(4096, 1152), 4 * 48);
   EXPECT_EQ(slots(4096, 768), 2 * 32);
@@ -220,8 +222,8 @@ TEST(CudaPlan, FewTilesHaveSlotsForFourSlices) {
 TEST(CudaPlan, BackwardOfKeptStateHasRoomForPartsInF32) {
   const auto lends = [](int64_t tokens, int64_t hidden) {
     LinearShape s{.tokens = tokens, .vocab = 50257, .hidden = hidden, .dtype = DType::f32};
-    s.forward = s.can_store = false;
-    s.grad_input = s.grad_weight = s.direct_grad_weight = s.on_cuda_cores = true;
+    s.forward = false;
+    s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = s.on_cuda_cores = true;
     s.kept_columns = s.vocab;
     const LinearPlan p = on(portable(), s).recommended();
     return lends_block(s, p) && p.block_rows * p.block_columns >= tokens * hidden;
@@ -240,7 +242,7 @@ TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {
                                               {4096, 129280, 7168},
                                               {20480, 50257, 768}}) {
     LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
-    s.plain = s.reads_input = true;
+    s.kernels.plain = s.kernels.reads_input = true;
     const LinearPlan p = on(hopper(), s).plan(16 * MiB);
     EXPECT_LE(p.bytes, 16 * MiB);
     EXPECT_EQ(p.chunks, 1);

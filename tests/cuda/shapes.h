@@ -18,7 +18,9 @@ inline const Engine& hopper() { return *engines().front(); }
 inline const Engine& portable() { return *engines().back(); }
 
 inline Asked on(const Engine& engine, LinearShape shape) {
-  shape.remakes_dz = &engine == &hopper();
+  const bool own = &engine == &hopper();
+  if (own) shape.kernels.others = Origin::again_dz;
+  shape.kernels.takes_eights = !own;
   return {engine, shape, {}};
 }
 
@@ -29,18 +31,19 @@ inline void add_kept(const Engine& engine, LinearShape s, std::vector<Asked>* al
     s = {.tokens = s.tokens, .vocab = s.vocab, .hidden = s.hidden, .dtype = s.dtype};
     s.kept_columns = columns;
     all->push_back(on(engine, s));
-    s.forward = s.can_store = false;
+    s.forward = false;
     s.grad_input = s.grad_weight = true;
-    s.forms_dz = s.dtype == DType::f16;
-    s.forms_panels = s.forms_dz && &engine == &portable();
+    const Origin formed = &engine == &portable() ? Origin::dz_in_panels : Origin::dz_by_rows;
+    s.kernels.kept = s.dtype == DType::f16 ? formed : Origin::e;
     all->push_back(on(engine, s));
     s.grad_bias = s.smoothing = true;
     all->push_back(on(engine, s));
-    s.forms_dz = true;
+    s.kernels.kept = Origin::dz_by_rows;
     if (&engine == &hopper()) all->push_back(on(engine, s));
-    s.forms_panels = true;
+    s.kernels.kept = Origin::dz_in_panels;
     all->push_back(on(engine, s));
-    s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = &engine == &hopper();
+    s.kernels.direct_grad_input = s.kernels.lends_grad_input = s.kernels.lends_grad_weight =
+        &engine == &hopper();
     all->push_back(on(engine, s));
   }
 }
@@ -61,41 +64,41 @@ inline std::vector<Asked> shapes() {
         // Hopper has kernels of its own for these
         const bool own = on_hopper && dtype != DType::f32;
         const auto add = [&] {
-          const bool forms = s.forms_dz;
-          s.forms_dz |= dtype == DType::f16 && s.gradients();  // of codes of E
+          const Origin kept = s.kernels.kept;
+          if (dtype == DType::f16 && s.gradients()) s.kernels.kept = Origin::dz_by_rows;  // codes
           all.push_back(on(own ? hopper() : portable(), s));
-          s.forms_dz = forms;
+          s.kernels.kept = kept;
         };
-        s.can_store = true;
         add();
-        s.plain = own;
+        s.kernels.plain = own;
         add();
-        s.reads_input = own;
+        s.kernels.reads_input = own;
         add();
-        s.reads_input = false;
+        s.kernels.reads_input = false;
         s.grad_input = s.grad_weight = true;
         add();
-        s.lends_grad_weight = own;
+        s.kernels.lends_grad_weight = own;
         add();
-        s.direct_grad_input = s.lends_grad_input = own;
+        s.kernels.direct_grad_input = s.kernels.lends_grad_input = own;
         add();
         s.bias = s.grad_bias = s.smoothing = own;
         if (own) s.sums = SumKind::weighted | SumKind::maximum | SumKind::shifted;
-        s.forms_dz = own && s.can_store;
-        s.plain = false;
+        if (own) s.kernels.kept = Origin::dz_in_place;
+        s.kernels.plain = false;
         add();
-        s.bias = s.grad_bias = s.smoothing = s.forms_dz = false;
+        s.bias = s.grad_bias = s.smoothing = false;
+        s.kernels.kept = Origin::e;
         s.sums = {};
-        s.plain = own;
+        s.kernels.plain = own;
         s.grad_weight_f32 = true;
         add();
-        s.grad_weight_f32 = s.lends_grad_weight = false;
+        s.grad_weight_f32 = s.kernels.lends_grad_weight = false;
         s.grad_bias = s.smoothing = true;
         s.sums = SumKind::weighted | SumKind::maximum | SumKind::shifted | SumKind::argmax;
-        s.direct_grad_weight = s.plain = false;
+        s.kernels.direct_grad_weight = s.kernels.plain = false;
         s.copies_weight = true;
-        s.direct_grad_input = s.lends_grad_input = false;
-        s.forms_dz = dtype == DType::f16;
+        s.kernels.direct_grad_input = s.kernels.lends_grad_input = false;
+        if (dtype == DType::f16) s.kernels.kept = Origin::dz_by_rows;
         all.push_back(on(portable(), s));
       }
     }

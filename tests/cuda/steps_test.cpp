@@ -41,21 +41,22 @@ class ChunkJudge {
  public:
   ChunkJudge(const LinearShape& shape, const LinearPlan& plan) : s_(shape), p_(plan) {
     // the caller has kept these columns
-    if (!s_.forward && !s_.forms_panels) kept_ = s_.kept_columns;
+    if (!s_.forward && !in_panels()) kept_ = s_.kept_columns;
   }
   void take(const Step& step) {
     const int64_t columns = step.columns();
     switch (step.kind) {
       case StepKind::logits:
         logits_.add(step.panel.first, columns);
-        if (step.of_e) kept_ = std::min(step.panel.first + columns, kept_columns(p_));
+        if (is_kept(step.panel.origin))
+          kept_ = std::min(step.panel.first + columns, kept_columns(p_));
         break;
       case StepKind::states:
         had_states_ = true;
         break;
       case StepKind::remake:
         EXPECT_TRUE(had_states_);
-        EXPECT_GE(step.panel.first, std::max(kept_, s_.forms_panels ? s_.kept_columns : 0));
+        EXPECT_GE(step.panel.first, std::max(kept_, in_panels() ? s_.kept_columns : 0));
         remade_ = step.panel;
         break;
       case StepKind::form_panel:
@@ -80,7 +81,7 @@ class ChunkJudge {
         weight_.add(step.panel.first, columns);
         break;
       case StepKind::form_dz:
-        if (s_.forms_by_rows()) break;  // form_dz makes no sums of grad_bias then
+        if (is_by_rows(step.panel.origin)) break;  // form_dz makes no sums of grad_bias then
         [[fallthrough]];
       case StepKind::grad_bias:
         if (s_.grad_bias) bias_.add(step.panel.first, columns);
@@ -110,6 +111,7 @@ class ChunkJudge {
   }
 
  private:
+  bool in_panels() const { return s_.kernels.kept == Origin::dz_in_panels; }
   void expect_made(const Step& step) {
     EXPECT_TRUE(had_states_);
     const int64_t end = step.panel.first + step.columns();

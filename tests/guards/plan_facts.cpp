@@ -85,18 +85,19 @@ void add_panels(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fa
 
 // Adds what an engine decides, in the words of docs/kernels.
 void add_hopper(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
-  facts->add("options", !s.plain);
-  facts->add("dz", s.forms_dz && cuda::kept_columns(p) > 0);
+  const cuda::sm90::TiledPart& own = cuda::sm90::tiled_part(p);
+  facts->add("options", !s.kernels.plain);
+  facts->add("dz", forms_dz(s.kernels.kept) && cuda::kept_columns(p) > 0);
   facts->add("apart", cuda::sm90::works_apart(p));
-  facts->add("unit", p.unit_width);
-  facts->add("single", p.single_tiles);
-  facts->add("slots", p.slots);
-  facts->add("inputclusters", p.input_clusters);
+  facts->add("unit", own.unit_width);
+  facts->add("single", own.single_tiles);
+  facts->add("slots", own.slots);
+  facts->add("inputclusters", own.input_teams);
   facts->add("lent", p.lent_columns);
   facts->add("lentsums", p.lent_sum_rows);
   if (p.lent_columns > 0) {
-    facts->add("copies", p.copies_lent, 1);
-    facts->add("inputfirst", s.grad_input && !p.grad_input_sum);
+    facts->add("copies", own.copies_lent, 1);
+    facts->add("inputfirst", s.grad_input && !sums_grad_input(s, p));
   }
   if (s.gradients()) add_panels(s, p, facts);
 }
@@ -111,10 +112,11 @@ void add_plan(const cuda::Engine& engine, const cuda::LinearShape& s, const cuda
   facts->add("kept", p.stored_columns);
   facts->add("again", p.remade_columns);
   facts->add("weight", s.copies_weight ? "copy" : "own", "own");
-  facts->add("input", p.lends_input ? "lent" : p.copies_input ? "copy" : "own", "copy");
-  if (p.scales_apart) facts->add("scaled", p.lent_scaled < 0 ? "copy" : "lent");
-  facts->add("wsum", p.grad_weight_sum);
-  facts->add("isum", p.grad_input_sum);
+  facts->add("input", lends_input(s, p) ? "lent" : p.copies_input ? "copy" : "own", "copy");
+  const bool lent = &engine != cuda::engines().back() && cuda::sm90::tiled_part(p).lent_scaled >= 0;
+  if (scales_apart(s, p)) facts->add("scaled", lent ? "lent" : "copy");
+  facts->add("wsum", sums_grad_weight(s, p));
+  facts->add("isum", sums_grad_input(s, p));
   facts->add("rowsums", p.sum_rows);
   facts->add("pitch", p.hidden_pitch, s.hidden);
   facts->add("segments", p.segments);

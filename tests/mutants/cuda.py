@@ -99,7 +99,7 @@ MUTANTS = [
     _M("linear, weighted sum: without class weights", "linear/portable/block_exponentials.cu",
        "weighted = fmaf(@{c}@, z[g][i], weighted);", "1.0f", "portable"),
     _M("linear, rows: plain whatever is asked", "linear/rows.cu",
-       "!call.shape.forms_dz && @{!asks}@ &&", "true", "linear"),
+       "!forms_dz(call.shape.kernels.kept) && @{!asks}@ &&", "true", "linear"),
     _M("linear, row: the last segment left out", "linear/row_sums.cuh",
        "const int count = @{segments.count()}@;\n  if (partials",
        "segments.count() - (segments.count() > 1)", "linear"),

@@ -22,7 +22,7 @@ PLANS: list[tuple[str, str, str, str, str]] = [
     ("kept E: grad_input from the front twice", "linear/sm90/product.cuh",
        "load_box(@{behind}@ ? &operands.behind", "false", "kept"),
     ("lent panels: class row of the whole vocabulary", "linear/finish.cu",
-       "call.shape.remakes_dz ? @{kept_columns(plan)}@ : call.shape.vocab", "call.shape.vocab", "apart"),
+       "call.shape.kernels.others == Origin::again_dz ? @{kept_columns(plan)}@ : call.shape.vocab", "call.shape.vocab", "apart"),
     ("lent panels: sums of every launch in the first segments", "linear/sm90/forward.cu",
        "from_segment(m.partials, @{first / sum_columns}@)", "int64_t{0}", "apart"),
     ("lent panels: grad_bias from the panel's first columns", "linear/linear.h",

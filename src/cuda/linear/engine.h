@@ -49,6 +49,9 @@ class Engine {
                                uint64_t /*bytes*/, const LinearPlan& best) const {
     return best;
   }
+  // Takes the arrays of the plan that this engine alone has.
+  virtual void place(Lifetime lifetime, const LinearShape& shape, const LinearPlan& plan,
+                     Arena* arena, LinearMemory* memory) const = 0;
   // Visits what the plan does, step by step; step_time predicts the seconds of one of them.
   virtual void for_steps(const LinearShape& shape, const LinearPlan& plan,
                          StepVisitor* visitor) const = 0;

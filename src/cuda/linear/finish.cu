@@ -173,7 +173,8 @@ __global__ void __launch_bounds__(256) zero_kernel(TensorView out) {
 
 void class_row(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  const int64_t count = call.shape.remakes_dz ? kept_columns(plan) : call.shape.vocab;
+  const int64_t count =
+      call.shape.kernels.others == Origin::again_dz ? kept_columns(plan) : call.shape.vocab;
   const unsigned slabs = blocks_for(count, vocab_slab_rows);
   const unsigned columns = blocks_for(plan.hidden_pitch, 256);
   with_dtype(call.shape.dtype, [&](auto element) {

@@ -209,7 +209,7 @@ void gather_input(const LinearWork& work, bool clears, bool beside) {
                                   .rows = rows,
                                   .clears = clears,
                                   .beside = beside,
-                                  .reads_input = call.shape.reads_input,
+                                  .reads_input = call.shape.kernels.reads_input,
                                   .target_logit = m.target_logit,
                                   .slope = m.slope,
                                   .again = m.again,

@@ -101,7 +101,7 @@ struct LinearWork {
 inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
 // Counts the rows of grad_weight's f32 sums that fit where a chunk's E was.
 inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
-  return panel_rows(p) * stored_pitch(p.stored_columns) * size_of(s.dtype) / (4 * p.hidden_pitch);
+  return p.panel_rows * stored_pitch(p.stored_columns) * size_of(s.dtype) / (4 * p.hidden_pitch);
 }
 // Calls use(first, rows) with the pieces in which lent sums become rows of grad_weight in their
 // place. The first piece leaves grad_weight by way of E's memory; each piece after it may have
@@ -120,10 +120,22 @@ constexpr int64_t column_padding = 192;
 constexpr int64_t bias_columns = 16384;
 constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows = 256;
 
+// An array lives through the call, or as long as the logits or the gradients are made of a chunk.
+// Arrays of the latter two share their memory.
+enum class Lifetime { call, forward, gradients };
+class Engine;
 // The first function counts the bytes of workspace that a plan's arrays take, the second says where
 // each lies.
-uint64_t bytes_of(const LinearShape& shape, const LinearPlan& plan);
-LinearMemory place(const LinearCall& call, const LinearPlan& plan, char* workspace);
+uint64_t bytes_of(const Engine& engine, const LinearShape& shape, const LinearPlan& plan);
+LinearMemory place(const Engine& engine, const LinearCall& call, const LinearPlan& plan,
+                   char* workspace);
+
+// Takes bias_slabs for so many columns of a panel at a time.
+inline void place_bias_slabs(const LinearShape& s, const LinearPlan& p, int64_t columns,
+                             Arena* arena, LinearMemory* m) {
+  if (!s.grad_bias) return;
+  m->bias_slabs = arena->take<float>(divide_up(p.panel_rows, bias_slab_rows) * columns);
+}
 
 // gather.cu defines these functions.
 void copy_weight(const LinearWork& work);

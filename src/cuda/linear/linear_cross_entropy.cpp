@@ -38,14 +38,14 @@ void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
   const bool forms = op.grad_entropy || s.dtype == DType::f16;
   if (forms && call->map.capped) return;  // E holds the softcap's slope too, and log p is lost
   s.kept_columns = columns;
-  s.forms_dz = forms && s.gradients() && columns > 0;
+  if (columns > 0) s.kernels.kept = forms && s.gradients() ? Origin::dz_by_rows : Origin::e;
 }
 
 void keep_codes(LinearCall* call) {
   LinearShape& s = call->shape;
   // The code of a logit is too coarse for the softcap's slope near the cap.
-  s.can_store &= !call->map.capped;
-  s.forms_dz = s.can_store && s.gradients();
+  if (call->map.capped) s.kernels.kept = Origin::again_dz;
+  if (s.can_keep() && s.gradients()) s.kernels.kept = Origin::dz_by_rows;
 }
 
 // One sum serves both weighted_logit_sum and mean_logit where every class weighs 1.
@@ -103,10 +103,11 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
     s.grad_weight_f32 = call.grad_weight.dtype == DType::f32;
     // The matrix library writes rows, in f32 or the inputs' own dtype.
     const TensorView& out = call.grad_weight;
-    s.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
-                                    out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
+    s.kernels.direct_grad_weight =
+        !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) && out.stride[1] == 1 &&
+                 serves_product(out, s.vocab, s.hidden));
   }
-  s.can_store = call.forward;
+  s.kernels.kept = call.forward ? Origin::e : Origin::again_dz;
   if (call.kept && s.tokens > 0) {
     made.kept.data = call.kept.as<char>();
     made.kept.rows = call.kept_rows.as<float>();

@@ -36,21 +36,21 @@ class LinearRun : public StepVisitor {
       case StepKind::weight_tail:
         return copy_weight_tail(work_);
       case StepKind::gather:
-        return gather_input(work_, work_.call.shape.grad_input && !work_.plan.lends_input, joined_);
+        return gather_input(work_, work_.call.shape.grad_input && !lends_input(), joined_);
       case StepKind::targets:
         return write_targets(work_);
       case StepKind::states:
-        return finish_rows(work_, step.of_e, {panel_of(step.panel), panel_of(step.behind())},
+        return finish_rows(work_, step.of_e(), {panel_of(step.panel), panel_of(step.behind())},
                            step.scales);
       case StepKind::scale_input:
         return scale_input(work_);
       case StepKind::form_panel:
         return form_panel(work_, kept_panel(step.panel), panel_of(step.panel), whole_rows());
       case StepKind::grad_bias:
-        return grad_bias(panel_of(step.panel), step.of_e, step.adds);
+        return grad_bias(panel_of(step.panel), step.of_e(), step.adds);
       case StepKind::write_grad_input:
-        return write_grad_input(work_, input_sums(), step.rows.first, step.rows.count, step.of_e,
-                                work_.plan.lends_input);
+        return write_grad_input(work_, input_sums(), step.rows.first, step.rows.count, step.of_e(),
+                                lends_input());
       case StepKind::no_tokens:
         write_loss(work_.call.in, work_.m.tokens, work_.m.losses, work_.call.outputs.loss,
                    work_.stream);
@@ -80,6 +80,8 @@ class LinearRun : public StepVisitor {
   }
   // Returns what grad_weight multiplies E, or dz, with.
   const char* factor_rows(bool of_e) const { return of_e ? work_.m.scaled : work_.m.input; }
+  bool lends_input() const { return cuda::lends_input(work_.call.shape, work_.plan); }
+  bool sums_grad_weight() const { return cuda::sums_grad_weight(work_.call.shape, work_.plan); }
   // Returns grad_input's sums: those of some rows at a time, where E is whole; else the chunk's.
   float* input_sums() const {
     return work_.plan.sum_rows > 0 ? work_.m.row_sums : work_.m.grad_input_sum;
@@ -91,7 +93,7 @@ class LinearRun : public StepVisitor {
  private:
   void prepare() {
     const LinearMemory& m = work_.m;
-    if (!work_.call.shape.arranges()) {
+    if (!arranges(work_.call.shape)) {
       return prepare_tokens(work_.call.in, m.tokens, work_.call.outputs, work_.stream);
     }
     prepare_tokens(work_.call.in, m.compacted, work_.call.outputs, work_.stream);
@@ -106,8 +108,8 @@ class LinearRun : public StepVisitor {
 
   void write_weight_sums() {
     const LinearShape& s = work_.call.shape;
-    const int64_t tail = tail_rows(s, work_.plan);
-    if (work_.plan.grad_weight_sum) {
+    const int64_t tail = tail_rows(s);
+    if (sums_grad_weight()) {
       const int64_t lent = work_.plan.lent_sum_rows;
       write_lent_sums(work_);
       write_grad_weight(work_, work_.m.grad_weight_sum, lent, s.rows_of_weight() - tail - lent);

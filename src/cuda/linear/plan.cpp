@@ -67,29 +67,16 @@ void settle(const LinearShape& s, LinearPlan* p) {
             : kept < s.vocab ? PlanKind::mixed
             : p->chunks > 1  ? PlanKind::chunks
                              : PlanKind::whole;
-  p->multiplies_e = s.gradients() && kept > 0 && !s.forms_dz;
-  p->smooths_e = p->multiplies_e && s.smoothing;
-  p->scales_apart = s.grad_weight && p->multiplies_e && kept < s.vocab;
-  p->grad_weight_sum =
-      s.grad_weight && (!s.direct_grad_weight || (p->chunks > 1 && !s.grad_weight_f32));
   // grad_weight's own memory, half as many bytes, takes as many rows of f32 sums as it holds; at
   // least one row must be able to leave it by way of E's.
-  const bool lends_sum = p->grad_weight_sum && p->kind == PlanKind::chunks && s.lends_grad_weight &&
-                         rows_in_place_of_e(s, *p) > 0;
+  const bool lends_sum = sums_grad_weight(s, *p) && p->kind == PlanKind::chunks &&
+                         s.kernels.lends_grad_weight && rows_in_place_of_e(s, *p) > 0;
   p->lent_sum_rows = lends_sum ? std::min(s.vocab / 2, s.rows_of_weight()) : 0;
   // Part of E lies in grad_weight's memory: one product makes grad_input of all columns before
   // anything of grad_weight is written.
-  const bool writes_input_first =
-      p->input_first && p->lent_columns > 0 && kept == s.vocab && s.direct_grad_input;
-  p->grad_input_sum = s.grad_input && p->stored_columns < s.vocab && !writes_input_first;
-  // With a single chunk nothing of grad_input is written before the last product is done with the
-  // input, which may then lie there. To save less than a megabyte is not worth the launch that
-  // clears what was lent.
-  const int64_t input_bytes = p->token_chunk * p->hidden_pitch * size_of(s.dtype);
-  p->lends_input =
-      s.lends_grad_input && p->chunks == 1 && !writes_input_first && input_bytes > 1 << 20;
+  p->input_first &= p->lent_columns > 0 && kept == s.vocab && s.kernels.direct_grad_input;
   p->sum_rows = 0;
-  if (s.grad_input && !p->grad_input_sum && !s.direct_grad_input) {
+  if (s.grad_input && !sums_grad_input(s, *p) && !s.kernels.direct_grad_input) {
     // On the CUDA cores a product of half the rows leaves a tenth of the multiprocessors idle.
     const int64_t sums = p->block_rows * p->block_columns * (s.on_cuda_cores ? 2 : 1);
     p->sum_rows = std::clamp<int64_t>(sums / p->hidden_pitch / 128 * 128,
@@ -117,8 +104,9 @@ LinearShape first_pass(const LinearShape& shape, int64_t first_rows) {
 LinearShape second_pass(const LinearShape& shape, int64_t first_rows) {
   LinearShape s = shape;
   s.vocab -= first_rows;
-  s.forward = s.grad_input = s.can_store = s.forms_dz = false;
-  s.direct_grad_input = s.lends_grad_input = false;
+  s.forward = s.grad_input = false;
+  s.kernels.kept = Origin::again_dz;
+  s.kernels.direct_grad_input = s.kernels.lends_grad_input = false;
   s.sums = {};
   s.class_weights &= s.smoothing;
   return s;
@@ -193,7 +181,7 @@ LinearPlan Asked::recommended() const {
   const uint64_t logits = uint64_t(shape.tokens) * shape.vocab;
   const uint64_t input_sums = shape.grad_input ? uint64_t(shape.tokens) * shape.hidden * 4 : 0;
   uint64_t sums = input_sums;
-  if (shape.grad_weight && !(shape.direct_grad_weight && shape.grad_weight_f32)) {
+  if (shape.grad_weight && !(shape.kernels.direct_grad_weight && shape.grad_weight_f32)) {
     sums += uint64_t(shape.vocab) * shape.hidden * 4;
   }
   if (shape.copies_weight) sums += uint64_t(shape.vocab) * (shape.hidden + 8) * 4;

@@ -14,8 +14,10 @@
 // of earlier columns there (sm90/panels.h).
 #pragma once
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <new>
+#include <type_traits>
 
 #include "logitless/ops.h"
 #include "src/rounding.h"
@@ -26,40 +28,63 @@ namespace logitless::cuda {
 enum class PlanKind { loss_only, whole, chunks, mixed, frugal, two_passes };
 const char* name_of(PlanKind kind);
 
+// How dz of a column comes to be. The engine chooses one way for the columns whose E is kept and
+// one for the others.
+enum class Origin {
+  e,             // products multiply E, whose rows have factors; it never becomes dz
+  dz_in_place,   // a kernel of the engine's makes dz in the place of E, and sums grad_bias with it
+  dz_by_rows,    // form_panel makes dz in the place of E
+  dz_in_panels,  // form_panel makes dz of the caller's E in the workspace, a panel at a time
+  again_dz,      // logits are made again, and become dz
+  again_e,       // logits are made again, and become E
+};
+// Returns whether a product takes E, not dz.
+constexpr bool is_e(Origin o) { return o == Origin::e || o == Origin::again_e; }
+// Returns whether E of a pass over the logits is kept.
+constexpr bool is_kept(Origin o) { return o < Origin::again_dz; }
+// Returns whether what is kept becomes dz before the products.
+constexpr bool forms_dz(Origin o) { return is_kept(o) && o != Origin::e; }
+// Returns whether form_panel makes dz, and makes rows beyond the range of E again.
+constexpr bool is_by_rows(Origin o) { return o == Origin::dz_by_rows || o == Origin::dz_in_panels; }
+
+// An engine answers this of a call, which decides what plans there are.
+struct Kernels {
+  // What becomes of E that is kept; again_dz where E does not serve, as in a Backward without
+  // state.
+  Origin kept = Origin::e;
+  // What is made again of the other columns where products multiply kept E; it is dz elsewhere.
+  Origin others = Origin::again_e;
+  bool direct_grad_weight = true;  // a product can write the output itself
+  bool direct_grad_input = false;  // a product can write grad_input itself, where E is whole
+  bool lends_grad_input = false;   // the output's memory holds the compacted input till the end
+  bool lends_grad_weight = false;  // the output's later rows hold E or dz of earlier columns
+  bool plain = false;              // kernels for calls without options serve it
+  bool reads_input = false;   // the products read the caller's own rows, where every token counts
+  bool takes_eights = false;  // products take the last V % 8 columns alone
+  bool operator==(const Kernels&) const = default;
+};
+
+// This is what a call asks.
 struct LinearShape {
   int64_t tokens = 0, vocab = 0, hidden = 0;
   DType dtype = DType::bf16;
   SumSet sums{};        // made of a row beside its exponentials
   bool forward = true;  // lse is computed; false only where Backward was given the row state
   bool grad_input = false, grad_weight = false, grad_bias = false;
-  bool copies_weight = false;      // a product cannot read the weight's rows as they lie
-  bool direct_grad_weight = true;  // a product can write the output itself
-  bool direct_grad_input = false;  // a product can write grad_input itself, where E is whole
-  bool lends_grad_input = false;   // the output's memory holds the compacted input till the end
-  bool lends_grad_weight = false;  // the output's later rows hold E or dz of earlier columns
-  bool grad_weight_f32 = false;    // a product can add to an f32 grad_weight in place
-  bool can_store = true;           // E serves: true of ForwardBackward
-  bool forms_dz = false;           // E becomes dz in its place before the products
-  bool on_cuda_cores = false;      // of cuBLASLt's products: f32 without TF32
+  bool copies_weight = false;    // a product cannot read the weight's rows as they lie
+  bool grad_weight_f32 = false;  // a product can add to an f32 grad_weight in place
+  bool on_cuda_cores = false;    // of cuBLASLt's products: f32 without TF32
   bool smoothing = false;
   bool maps = false;  // each token has a map of its own: TokenMap
   // Some tokens of a Backward may have no gradient, and are left out.
   bool screens_gradients = false;
   bool bias = false, class_weights = false;  // a product's own kernel reads them
-  bool remakes_dz = false;    // columns that are not kept are made again as dz, else as E
-  bool plain = false;         // there are no options: sm90/plain.cuh
-  bool targets_only = false;  // the targets' logits alone are asked for
-  bool reads_input = false;   // the products read the caller's own rows, where every token counts
-  int64_t weight_rows = 0;    // the first so many rows of grad_weight are made; 0 means all
+  bool targets_only = false;                 // the targets' logits alone are asked for
+  int64_t weight_rows = 0;  // the first so many rows of grad_weight are made; 0 means all
   // E of so many columns is in the caller's memory: Forward keeps it, Backward finds it
   int64_t kept_columns = 0;
-  bool forms_panels = false;  // Backward forms dz of kept columns elsewhere, a panel at a time
-  // Returns whether form_panel forms dz, of state that the caller kept and of f16, and makes rows
-  // beyond the range again. Else sm90/form_dz.cu forms it, and sums grad_bias on the way.
-  bool forms_by_rows() const { return forms_dz && (kept_columns > 0 || dtype == DType::f16); }
-  // Returns whether tokens without a gradient leave the first rows of kept E to others; only a
-  // Backward knows them.
-  bool arranges() const { return kept_columns > 0 && !forward; }
+  Kernels kernels;
+  bool can_keep() const { return is_kept(kernels.kept); }
   int64_t rows_of_weight() const { return weight_rows > 0 ? weight_rows : vocab; }
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
   bool operator==(const LinearShape&) const = default;
@@ -77,62 +102,88 @@ struct DeviceSpeed {
   bool operator==(const DeviceSpeed&) const = default;
 };
 
+// What an engine alone decides of a plan lies here, in its own type.
+class EnginePart {
+ public:
+  template <class T>
+  T& as() {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= size);
+    return *std::launder(reinterpret_cast<T*>(bytes_));
+  }
+  template <class T>
+  const T& as() const {
+    return const_cast<EnginePart*>(this)->as<T>();
+  }
+
+ private:
+  static constexpr size_t size = 48;
+  alignas(8) std::byte bytes_[size] = {};
+};
+
 struct LinearPlan {
   PlanKind kind = PlanKind::loss_only;
   int64_t token_chunk = 0, chunks = 0;
   int64_t block_rows = 0, block_columns = 0;  // so much of the logits is in f32 memory at a time
-  bool holds_logits = false;  // the matrix library's product puts the logits in memory
-  // Products take the last V % 8 columns alone, where this is not 0, and as many rows of
-  // grad_weight, but for products on the CUDA cores, which take any.
-  int64_t tail_columns = 0;
   int64_t sum_rows = 0;  // so many rows of grad_input are summed in f32 at a time, where E is whole
   int64_t stored_columns = 0;  // the workspace holds E of so many columns, per chunk
   int64_t lent_columns = 0;    // grad_weight's memory holds E of so many columns behind these
-  // E is copied before its rows are written, so that as many columns are lent as fit
-  bool copies_lent = true;
-  // grad_input is made first, where E of all columns is kept: sm90/panels.h
+  // One product makes grad_input of all columns before a row of grad_weight is written, because
+  // E lies there.
   bool input_first = true;
   // So many columns of E or dz are made at a time, where not all are stored.
   int64_t remade_columns = 0;
-  // Products take E times each row's factor, so that it need not become dz before.
-  bool multiplies_e = false;
-  bool smooths_e = false;        // the smoothing's term is then added by extra rows
-  bool grad_weight_sum = false;  // grad_weight is summed in f32, [V, D]
-  int64_t lent_sum_rows = 0;     // the first so many rows of that lie in grad_weight's own memory
-  // grad_input is summed in f32, [token_chunk, D]; else block_rows at a time
-  bool grad_input_sum = false;
-  int64_t hidden_pitch = 0;    // it is D rounded up to 16 bytes, a row's pitch
-  int64_t segments = 0;        // a row has so many partial sums
-  int32_t slots = 0;           // so many slots take the sums of sliced tiles: sm90/cut.h
-  int64_t slot_size = 0;       // a slot has so many floats
-  int32_t input_clusters = 0;  // so many clusters make grad_input, where both products run at once
-  bool copies_input = true;    // the input is copied to compacted rows, where not all tokens count
-  bool lends_input = false;    // the compacted rows lie in grad_input's memory till the end
-  // The scaled input has memory of its own, as the input is read again after it is made.
-  bool scales_apart = false;
-  // The scaled input lies at this byte of grad_weight's memory, or not there (-1).
-  int64_t lent_scaled = -1;
-  int64_t panel_row_block = 1;  // a panel's rows are rounded up to a multiple of this
-  int64_t extra_rows = 0;       // so many rows follow a panel's
-  int64_t slab_columns = 0;     // grad_bias is summed over so many columns of a panel at a time
-  int32_t unit_width = 0;       // a segment has so many tiles, or is none (0): units.h
-  int32_t single_tiles = 0;     // at most so many tiles have sums that lie apart
-  int32_t single_rows = 0;      // each of these tiles has so many rows
-  int64_t first_rows = 0;       // the first of two passes makes so many rows of grad_weight
+  int64_t lent_sum_rows = 0;  // so many rows of grad_weight's f32 sums lie in its own memory
+  int64_t hidden_pitch = 0;   // it is D rounded up to 16 bytes, a row's pitch
+  int64_t segments = 0;       // a row has so many partial sums
+  bool copies_input = true;   // the input is copied to compacted rows, where not all tokens count
+  int64_t panel_rows = 0;     // a panel has so many rows, and so has the compacted input
+  int64_t extra_rows = 0;     // of these follow so many the chunk's tokens
+  int64_t first_rows = 0;     // the first of two passes makes so many rows of grad_weight
   uint64_t bytes = 0;
   double seconds = 0;  // it is predicted
+  EnginePart own;
 };
 
-// Returns how many rows of grad_weight a product of their own makes.
-inline int64_t tail_rows(const LinearShape& s, const LinearPlan& p) {
-  return s.grad_weight && !s.on_cuda_cores ? p.tail_columns : 0;
+// Returns how many columns, the last ones, products take alone; and how many rows of grad_weight,
+// of which products on the CUDA cores take any.
+inline int64_t tail_columns(const LinearShape& s) {
+  return s.kernels.takes_eights ? s.vocab % 8 : 0;
+}
+inline int64_t tail_rows(const LinearShape& s) {
+  return s.grad_weight && !s.on_cuda_cores ? tail_columns(s) : 0;
 }
 
 // Returns how many columns of E are there when the gradients begin.
 inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }
-// Returns how many rows a panel has, and so the compacted input.
-inline int64_t panel_rows(const LinearPlan& p) {
-  return round_up(p.token_chunk, p.panel_row_block) + p.extra_rows;
+// Returns whether tokens without a gradient leave the first rows of kept E to others; only a
+// Backward knows them.
+inline bool arranges(const LinearShape& s) { return s.kept_columns > 0 && !s.forward; }
+// Products take E times each row's factor, so that it need not become dz before.
+inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
+  return s.gradients() && kept_columns(p) > 0 && s.kernels.kept == Origin::e;
+}
+// The smoothing's term is then added by extra rows.
+inline bool smooths_e(const LinearShape& s, const LinearPlan& p) {
+  return s.smoothing && multiplies_e(s, p);
+}
+// The scaled input has memory of its own, as the input is read again after it is made.
+inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
+  return s.grad_weight && kept_columns(p) < s.vocab && multiplies_e(s, p);
+}
+// Returns whether grad_weight is summed in f32, [V, D].
+inline bool sums_grad_weight(const LinearShape& s, const LinearPlan& p) {
+  return s.grad_weight && (!s.kernels.direct_grad_weight || (p.chunks > 1 && !s.grad_weight_f32));
+}
+// Returns whether grad_input is summed in f32, [token_chunk, D]; else it is sum_rows at a time.
+inline bool sums_grad_input(const LinearShape& s, const LinearPlan& p) {
+  return s.grad_input && p.stored_columns < s.vocab && !p.input_first;
+}
+// Returns whether the compacted rows lie in grad_input's memory till the end. With a single chunk
+// nothing of grad_input is written before the last product is done with the input. To save less
+// than a megabyte is not worth the launch that clears what was lent.
+inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
+  return s.kernels.lends_grad_input && p.chunks == 1 && !p.input_first &&
+         p.token_chunk * p.hidden_pitch * size_of(s.dtype) > 1 << 20;
 }
 
 // A row's partial sum covers so many, in every plan.

@@ -60,7 +60,7 @@ double shared_step_time(const LinearShape& s, const LinearPlan& p, const DeviceS
     case StepKind::copy_weight:
       return outputs() * 2 * static_cast<double>(size_of(s.dtype)) / speed.memory;
     case StepKind::write_grad_weight:
-      return p.grad_weight_sum ? outputs() * 6 / speed.memory : 0;
+      return sums_grad_weight(s, p) ? outputs() * 6 / speed.memory : 0;
     case StepKind::write_grad_input:
       return p.sum_rows > 0 ? speed.launch : 0;
     default:

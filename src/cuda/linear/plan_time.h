@@ -33,7 +33,7 @@ double shared_step_time(const LinearShape& shape, const LinearPlan& plan, const 
 
 // Returns true where rows of grad_weight are added to what is there.
 inline bool adds_to_weight(const LinearShape& s, const LinearPlan& p) {
-  return p.grad_weight_sum || (s.grad_weight_f32 && p.chunks > 1);
+  return sums_grad_weight(s, p) || (s.grad_weight_f32 && p.chunks > 1);
 }
 
 }  // namespace logitless::cuda

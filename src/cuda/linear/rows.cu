@@ -68,7 +68,7 @@ bool is_plain(const LinearCall& call) {
         tensor == &Call::row_reference || tensor == &Call::row_log_sum || tensor == &Call::logprob;
     asks |= !state && call.outputs.statistics.*statistic.view;
   }
-  return call.shape.forward && !call.shape.forms_dz && !asks && !call.kept.rows &&
+  return call.shape.forward && !forms_dz(call.shape.kernels.kept) && !asks && !call.kept.rows &&
          call.map.identity && !in.makes_maps && !(in.options.label_smoothing > 0) &&
          !call.entropy && !in.per_row_upstream && !in.statistics_gradients;
 }
@@ -235,7 +235,8 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   // With an infinite weight the smoothing's term cannot stand apart, because 0 inf is not -s c inf.
   const bool infinite = a.chunk.tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;
   if constexpr (!kPlain) {
-    if (a.call.shape.forms_dz) {  // dz itself is formed of the kept E that is in range
+    if (forms_dz(
+            a.call.shape.kernels.kept)) {  // dz itself is formed of the kept E that is in range
       // An infinite weight makes every column infinite, also one whose E is kept as 0.
       const bool again = far || overwritten || probability == infinity();
       if (again) a.again[1 + atomicAdd(a.again, 1)] = row;
@@ -463,7 +464,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
   const TensorView& loss = call.outputs.loss;
   const bool reduces = loss && call.in.options.reduction != Reduction::none;
   const bool last = chunk.first + chunk.rows >= call.shape.tokens;
-  const bool forms = call.shape.forms_by_rows();
+  const bool forms = is_by_rows(call.shape.kernels.kept);
   const bool makes_dz = !with_factors || kept[0].columns + kept[1].columns < call.shape.vocab;
   const PlainRows plain{.chunk = chunk,
                         .partials = m.partials,

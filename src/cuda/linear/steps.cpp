@@ -31,38 +31,39 @@ void CallSteps::visit(Step&& step) {
 }
 
 void CallSteps::scale_input() {
-  if (p_.smooths_e && s_.grad_weight) visit({.kind = StepKind::scale_input});
+  if (smooths_e(s_, p_) && s_.grad_weight) visit({.kind = StepKind::scale_input});
 }
 
-void CallSteps::grad_weight(const PanelPlace& panel, bool of_e) {
+void CallSteps::make(PanelPlace* panel) {
+  const bool formed = panel->first < formed_columns();
+  panel->origin = formed ? Origin::dz_in_panels : others_;
+  visit({.kind = formed ? StepKind::form_panel : StepKind::remake, .panel = *panel});
+}
+
+void CallSteps::grad_weight(const PanelPlace& panel) {
   if (!s_.grad_weight) return;
   visit({.kind = StepKind::grad_weight,
          .panel = panel,
-         .of_e = of_e,
-         .to_sums = p_.grad_weight_sum,
+         .to_sums = sums_grad_weight(s_, p_),
          .adds = tokens_.first > 0});
 }
 
-void CallSteps::grad_bias(const PanelPlace& panel, bool of_e) {
+void CallSteps::grad_bias(const PanelPlace& panel) {
   if (!s_.grad_bias) return;
-  visit({.kind = StepKind::grad_bias, .panel = panel, .of_e = of_e, .adds = tokens_.first > 0});
+  visit({.kind = StepKind::grad_bias, .panel = panel, .adds = tokens_.first > 0});
 }
 
-void CallSteps::grad_input_by_rows(bool of_e) {
+void CallSteps::grad_input_by_rows() {
   if (!s_.grad_input) return;
   repeat_pieces(visitor_, tokens_.count, p_.sum_rows, [&](const Range& rows) {
-    visit({.kind = StepKind::grad_input,
-           .panel = stored(),
-           .rows = rows,
-           .of_e = of_e,
-           .to_sums = true});
-    write_grad_input(rows, of_e);
+    visit({.kind = StepKind::grad_input, .panel = stored(), .rows = rows, .to_sums = true});
+    write_grad_input(rows, kept_);
   });
 }
 
-void CallSteps::write_grad_input(const Range& rows, bool of_e) {
+void CallSteps::write_grad_input(const Range& rows, Origin origin) {
   if (!s_.grad_input) return;
-  visit({.kind = StepKind::write_grad_input, .rows = rows, .of_e = of_e});
+  visit({.kind = StepKind::write_grad_input, .panel = {.origin = origin}, .rows = rows});
 }
 
 void CallSteps::begin() {
@@ -70,9 +71,9 @@ void CallSteps::begin() {
   if (s_.targets_only) return;
   if (s_.copies_weight) visit({.kind = StepKind::copy_weight});
   if (s_.bias || s_.class_weights) visit({.kind = StepKind::column_terms});
-  if (p_.smooths_e) visit({.kind = StepKind::class_row});
-  if (s_.grad_input && p_.tail_columns > 0) visit({.kind = StepKind::weight_tail});
-  if (s_.arranges()) visit({.kind = StepKind::trade_rows, .panel = kept()});
+  if (smooths_e(s_, p_)) visit({.kind = StepKind::class_row});
+  if (s_.grad_input && tail_columns(s_) > 0) visit({.kind = StepKind::weight_tail});
+  if (arranges(s_)) visit({.kind = StepKind::trade_rows, .panel = callers()});
 }
 
 void CallSteps::chunk(const Range& tokens) {
@@ -80,19 +81,19 @@ void CallSteps::chunk(const Range& tokens) {
   visit({.kind = StepKind::gather});
   if (s_.targets_only) return visit({.kind = StepKind::targets});
   if (s_.forward) logits();
-  const bool of_e = p_.multiplies_e;
+  PanelPlace kept = stored();
+  if (!s_.gradients()) kept.origin = Origin::again_dz;  // E has no factors yet
   visit({.kind = StepKind::states,
-         .panel = stored(),
+         .panel = kept,
          .lent_behind = p_.lent_columns,
-         .of_e = of_e,
-         .scales = of_e && s_.grad_weight && !s_.smoothing});
+         .scales = multiplies_e(s_, p_) && s_.grad_weight && !s_.smoothing});
   if (s_.gradients()) gradients();
 }
 
 void CallSteps::end() {
   if (s_.tokens == 0) return visit({.kind = StepKind::no_tokens});
-  if (s_.arranges()) visit({.kind = StepKind::trade_back, .panel = kept()});
-  if (s_.grad_weight && (p_.grad_weight_sum || tail_rows(s_, p_) > 0)) {
+  if (arranges(s_)) visit({.kind = StepKind::trade_back, .panel = callers()});
+  if (s_.grad_weight && (sums_grad_weight(s_, p_) || tail_rows(s_) > 0)) {
     visit({.kind = StepKind::write_grad_weight});
   }
   if (s_.grad_bias) visit({.kind = StepKind::write_grad_bias});

@@ -22,13 +22,13 @@ enum class StepKind {
   // These steps run once a chunk of tokens.
   gather,   // compacts the chunk's rows of input and makes the logits of their targets
   targets,  // writes the logits of the targets, where nothing else is asked for
-  logits,   // makes partial sums of each row over the panel's columns, and E (of_e: it is kept)
+  logits,   // makes partial sums of each row over the panel's columns, and E where it is kept
   states,   // makes of the sums the outputs, the gradients' factors and input times v (scales)
   // Makes E of rows beyond the exponent's range, and what lies behind the panel's rows.
   finish_panel,
-  form_dz,           // makes dz in the place of E, and its part of grad_bias
+  form_dz,           // makes dz in the place of E, and its part of grad_bias unless by rows
   scale_input,       // makes input times v, and the rows that make the smoothing's term of E
-  remake,            // makes E (of_e) or dz of the panel, from logits made again
+  remake,            // makes E or dz of the panel, from logits made again
   form_panel,        // makes dz of the panel, from kept E
   copy_panel,        // copies E from grad_weight's memory to the workspace
   grad_input,        // makes panel . weight
@@ -51,6 +51,7 @@ struct Range {
 // These are columns [first, first + columns) of E or dz.
 struct PanelPlace {
   int64_t first = 0, columns = 0;
+  Origin origin = Origin::again_dz;
   bool lent = false;  // it lies in grad_weight's memory
   bool kept = false;  // it lies in the caller's memory, beside other columns
   // It is copied from there to the workspace for the product that makes its rows.
@@ -63,13 +64,16 @@ struct Step {
   PanelPlace panel = {};
   int64_t lent_behind = 0;  // so many columns after the panel's lie in grad_weight's memory
   Range rows = {};          // they are counted in the chunk
-  bool of_e = false;        // a product is of E, whose rows have factors; else of dz
   bool to_sums = false;     // a product's result goes to sums in f32; else to the gradient itself
   bool adds = false;        // a product's result is added to what is there
   bool scales = false;
   Range tokens = {};  // they are the chunk's, counted in the compacted ones
   int64_t columns() const { return panel.columns + lent_behind; }
-  PanelPlace behind() const { return {.first = panel.end(), .columns = lent_behind, .lent = true}; }
+  // Returns whether a product is of E, whose rows have factors; else it is of dz.
+  bool of_e() const { return is_e(panel.origin); }
+  PanelPlace behind() const {
+    return {.first = panel.end(), .columns = lent_behind, .origin = panel.origin, .lent = true};
+  }
 };
 
 class StepVisitor {
@@ -105,7 +109,11 @@ void repeat_pieces(StepVisitor* visitor, int64_t total, int64_t piece, F&& body)
 class CallSteps {
  public:
   CallSteps(const LinearShape& shape, const LinearPlan& plan, StepVisitor* visitor)
-      : s_(shape), p_(plan), visitor_(visitor) {}
+      : s_(shape),
+        p_(plan),
+        visitor_(visitor),
+        kept_(kept_columns(plan) > 0 ? shape.kernels.kept : Origin::again_dz),
+        others_(kept_ == Origin::e ? shape.kernels.others : Origin::again_dz) {}
   virtual ~CallSteps() = default;
   void enumerate();
 
@@ -116,27 +124,34 @@ class CallSteps {
   virtual void gradients() = 0;
 
   // Returns all columns of the caller's memory.
-  PanelPlace kept() const { return {.columns = s_.kept_columns, .kept = true}; }
-  PanelPlace stored() const { return {.columns = p_.stored_columns, .kept = s_.kept_columns > 0}; }
-  // Returns how many columns, the first ones, have their dz formed of kept E.
-  int64_t formed_columns() const { return s_.forms_panels ? s_.kept_columns : 0; }
-  StepKind how_made(const PanelPlace& panel) const {
-    return panel.first < formed_columns() ? StepKind::form_panel : StepKind::remake;
+  PanelPlace callers() const {
+    return {.columns = s_.kept_columns, .origin = s_.kernels.kept, .kept = true};
+  }
+  PanelPlace stored() const {
+    return {.columns = p_.stored_columns, .origin = kept_, .kept = s_.kept_columns > 0};
   }
   PanelPlace lent() const {
-    return {.first = p_.stored_columns, .columns = p_.lent_columns, .lent = true};
+    return {.first = p_.stored_columns, .columns = p_.lent_columns, .origin = kept_, .lent = true};
   }
+  // Returns how many columns, the first ones, have their dz formed of the caller's E.
+  int64_t formed_columns() const {
+    return s_.kernels.kept == Origin::dz_in_panels ? s_.kept_columns : 0;
+  }
+  // Makes the panel of columns that are not stored.
+  void make(PanelPlace* panel);
   void visit(Step&& step);
   void scale_input();
-  void grad_weight(const PanelPlace& panel, bool of_e);
-  void grad_bias(const PanelPlace& panel, bool of_e);
+  void grad_weight(const PanelPlace& panel);
+  void grad_bias(const PanelPlace& panel);
   // Makes grad_input of some rows at a time, from E of every column, through sums of so many rows.
-  void grad_input_by_rows(bool of_e);
-  void write_grad_input(const Range& rows, bool of_e);
+  void grad_input_by_rows();
+  // Writes rows from sums of panels of this origin.
+  void write_grad_input(const Range& rows, Origin origin);
 
   const LinearShape& s_;
   const LinearPlan& p_;
   StepVisitor* visitor_;
+  const Origin kept_, others_;  // of what is kept, and of what is made again
   Range tokens_;
 
  private:

@@ -25,16 +25,28 @@ int64_t columns_in_rows(const Call& op, const LinearShape& s) {
 void PortableEngine::describe(const Call& op, LinearCall* call, const DeviceInfo&) const {
   LinearShape& s = call->shape;
   call->kept.layout = kept_in_rows;
+  s.kernels.takes_eights = true;
   // Under a softcap every element of the smoothing's term has a slope of its own, so E does not
   // serve.
   if (s.smoothing && call->map.capped) {
-    s.can_store = false;
+    s.kernels.kept = Origin::again_dz;
     return;
   }
   if (s.dtype == DType::f16) keep_codes(call);
   if (!op.kept || s.tokens == 0) return;
   lay_out_kept(op, columns_in_rows(op, s), call);
-  s.forms_panels = s.forms_dz && s.kept_columns > 0;
+  if (s.kernels.kept == Origin::dz_by_rows) s.kernels.kept = Origin::dz_in_panels;
+}
+
+void PortableEngine::place(Lifetime lifetime, const LinearShape& s, const LinearPlan& p,
+                           Arena* arena, LinearMemory* m) const {
+  if (lifetime != Lifetime::call) return;
+  m->library = arena->take<char>(matrix_library_bytes);
+  m->logits = arena->take<float>(p.block_rows * p.block_columns);
+  if (scales_apart(s, p)) {
+    m->scaled = arena->take<char>(p.panel_rows * p.hidden_pitch * size_of(s.dtype));
+  }
+  place_bias_slabs(s, p, std::max(p.stored_columns, p.remade_columns), arena, m);
 }
 
 DeviceSpeed PortableEngine::speed(const DeviceInfo& device) const {

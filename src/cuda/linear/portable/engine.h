@@ -20,6 +20,8 @@ class PortableEngine final : public Engine {
   DeviceSpeed speed(const DeviceInfo& device) const override;
   void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,
                  const std::function<void(const LinearPlan&)>& consider) const override;
+  void place(Lifetime lifetime, const LinearShape& shape, const LinearPlan& plan, Arena* arena,
+             LinearMemory* memory) const override;
   void for_steps(const LinearShape& shape, const LinearPlan& plan,
                  StepVisitor* visitor) const override;
   double seconds(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,

@@ -59,20 +59,23 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
 // Settles the rest of a plan but its time.
 LinearPlan finish(const LinearShape& s, LinearPlan p) {
   settle(s, &p);
-  p.slab_columns = std::max(p.stored_columns, p.remade_columns);
-  p.bytes = bytes_of(s, p);
+  p.bytes = bytes_of(PortableEngine(), s, p);
   return p;
+}
+
+// Puts so many rows behind the chunk's tokens.
+void add_rows(int64_t behind, LinearPlan* p) {
+  p->extra_rows = behind;
+  p->panel_rows = p->token_chunk + behind;
 }
 
 // Makes chunks of at most `most` tokens, all of one size: 513 tokens in chunks of 512 are 2 x 264.
 LinearPlan chunked(const LinearShape& s, int64_t most) {
   const int64_t tokens = std::max<int64_t>(s.tokens, 1);
   LinearPlan p;
-  p.holds_logits = true;
-  p.tail_columns = s.vocab % 8;
-  p.extra_rows = extra_rows;
   p.token_chunk = round_up(divide_up(tokens, divide_up(tokens, most)), 8);
   p.chunks = divide_up(tokens, p.token_chunk);
+  add_rows(extra_rows, &p);
   p.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
   p.segments = divide_up(s.vocab, segment_columns);
   return p;
@@ -86,9 +89,9 @@ void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider
     p.stored_columns = 0;
     p.remade_columns = width * p.block_columns;
     consider(finish(s, p));
-    if (!s.can_store) continue;
-    const int64_t column_bytes = panel_rows(p) * size_of(s.dtype) +
-                                 (s.grad_bias ? divide_up(panel_rows(p), bias_slab_rows) * 4 : 0);
+    if (!s.can_keep()) continue;
+    const int64_t column_bytes = p.panel_rows * size_of(s.dtype) +
+                                 (s.grad_bias ? divide_up(p.panel_rows, bias_slab_rows) * 4 : 0);
     const LinearPlan mixed = largest_share(s, bytes, segment_columns, segment_columns, column_bytes,
                                            [&](int64_t columns) {
                                              p.stored_columns = columns;
@@ -102,10 +105,10 @@ void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider
 // chunk, or comes there a chunk at a time.
 void each_of_kept(const LinearShape& s, LinearPlan p,
                   const std::function<void(const LinearPlan&)>& consider) {
-  p.extra_rows = rows_behind(s);
+  add_rows(rows_behind(s), &p);
   for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
     set_block(s, block, &p);
-    p.stored_columns = s.forms_panels ? 0 : s.kept_columns;
+    p.stored_columns = s.kernels.kept == Origin::dz_in_panels ? 0 : s.kept_columns;
     if (!s.gradients() || p.stored_columns == s.vocab) {
       consider(finish(s, p));
       continue;
@@ -124,7 +127,7 @@ double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const 
   const int64_t columns = step.panel.columns, n = step.tokens.count;
   switch (step.kind) {
     case StepKind::logits:
-      return pass_time(s, p, speed, n, columns, step.of_e);
+      return pass_time(s, p, speed, n, columns, is_kept(step.panel.origin));
     case StepKind::remake:
       return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch;
     case StepKind::form_dz:
@@ -154,8 +157,8 @@ void PortableEngine::each_plan(const LinearShape& s, const DeviceSpeed&, uint64_
     }
     for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
       set_block(s, block, &p);
-      p.stored_columns = s.gradients() && s.can_store ? s.vocab : 0;
-      if (!s.gradients() || s.can_store) consider(finish(s, p));
+      p.stored_columns = s.gradients() && s.can_keep() ? s.vocab : 0;
+      if (!s.gradients() || s.can_keep()) consider(finish(s, p));
       if (s.gradients()) each_width(s, bytes, p, consider);
     }
     if (most <= least_chunk || s.targets_only) break;

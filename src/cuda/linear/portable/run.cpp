@@ -43,20 +43,20 @@ class PortableRun final : public LinearRun {
     const Panel panel = panel_of(step.panel);
     switch (step.kind) {
       case StepKind::logits:
-        return logits(step.of_e ? panel : Panel{});
+        return logits(is_kept(step.panel.origin) ? panel : Panel{});
       case StepKind::finish_panel:
-        if (step.of_e) {
+        if (step.of_e()) {
           finish_panel(work_, panel, panel.first > 0);
         }
         return write_extra_rows(work_, panel);
       case StepKind::form_dz:
         return form_panel(work_, panel, panel, whole_rows());
       case StepKind::remake:
-        return remake(panel, step.of_e);
+        return remake(panel, step.of_e());
       case StepKind::grad_input:
         return input_product(panel, step.rows.first, step.rows.count, input_sums(), step.adds);
       case StepKind::grad_weight:
-        return grad_weight(panel, step.of_e, step.adds);
+        return grad_weight(panel, step.of_e(), step.adds);
       default:
         return;
     }
@@ -169,7 +169,7 @@ class PortableRun final : public LinearRun {
       last.c = work_.m.weight_tail_sum;
       multiply(&last, one(), adds);
     }
-    if (work_.plan.grad_weight_sum) {
+    if (sums_grad_weight()) {
       p.c = work_.m.grad_weight_sum + panel.first * pitch;
       return multiply(&p, one(), adds);
     }
@@ -187,7 +187,7 @@ class PortableRun final : public LinearRun {
 
 void PortableEngine::run(const LinearCall& call, const LinearPlan& plan, char* workspace,
                          const DeviceInfo& device, Stream* stream) const {
-  const LinearMemory memory = place(call, plan, workspace);
+  const LinearMemory memory = cuda::place(*this, call, plan, workspace);
   PortableRun run(call, plan, memory, device, stream);
   for_steps(call.shape, plan, &run);
 }

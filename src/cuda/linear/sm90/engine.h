@@ -22,6 +22,8 @@ class HopperEngine final : public Engine {
                 LinearPlan* plan) const override;
   LinearPlan in_passes(const LinearShape& shape, const DeviceSpeed& speed, uint64_t minimum,
                        uint64_t bytes, const LinearPlan& best) const override;
+  void place(Lifetime lifetime, const LinearShape& shape, const LinearPlan& plan, Arena* arena,
+             LinearMemory* memory) const override;
   void for_steps(const LinearShape& shape, const LinearPlan& plan,
                  StepVisitor* visitor) const override;
   double seconds(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,

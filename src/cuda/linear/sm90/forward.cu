@@ -22,14 +22,14 @@ struct Operands {
 // than there are, in groups of eight, of few tokens: the copy engine takes as long for rows that do
 // not exist.
 int32_t copied_rows(const LinearShape& s, const LinearPlan& plan) {
-  const bool few = s.plain && works_apart(plan);
+  const bool few = s.kernels.plain && works_apart(plan);
   return few ? static_cast<int32_t>(plan.token_chunk) : rows_of_tile(plan);
 }
 
 // Returns the caller's own input, or null where the products do not read it.
 InputRows input_rows(const LinearCall& call, const LinearPlan& plan) {
   const LinearShape& s = call.shape;
-  if (!s.reads_input) return {};
+  if (!s.kernels.reads_input) return {};
   const TensorView& v = call.input;
   const int64_t stride = (s.tokens == 1 ? round_up(s.hidden, 8) : v.stride[0]) * size_of(s.dtype);
   return {static_cast<const char*>(v.data) + v.byte_offset, stride, static_cast<int32_t>(s.hidden),
@@ -55,9 +55,10 @@ Operands make_operands(const LinearWork& work) {
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
   const int64_t stride = weight_stride(call, plan);
   // Compacted token k is token k where every token counts, so that the caller's rows serve.
-  const CUtensorMap input = s.reads_input ? own_map(input_rows(call, plan), s.dtype, chunk.first,
-                                                    chunk.rows, copied_rows(s, plan), stream)
-                                          : compacted_map(work);
+  const CUtensorMap input = s.kernels.reads_input
+                                ? own_map(input_rows(call, plan), s.dtype, chunk.first, chunk.rows,
+                                          copied_rows(s, plan), stream)
+                                : compacted_map(work);
   return {input, make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
 
@@ -166,7 +167,7 @@ void launch_plain(const LinearWork& work, Arguments arguments) {
 template <class T, Mode kMode>
 void launch(const LinearWork& work, const Arguments& arguments) {
   const LinearCall& call = work.call;
-  if (call.shape.plain) {
+  if (call.shape.kernels.plain) {
     launch_plain<T, kMode>(work, arguments);
   } else {
     launch_options<T, kMode>(work, arguments);
@@ -286,7 +287,7 @@ void forward(const LinearWork& work, int64_t first, int64_t columns, const Panel
   }
   if (panel.data == nullptr) {
     launch<__nv_bfloat16, Mode::sums>(work, arguments);
-  } else if (call.shape.forms_dz) {
+  } else if (call.shape.kernels.kept == Origin::dz_in_place) {
     launch_options<__nv_bfloat16, Mode::sums_kept>(work, arguments);
   } else {
     launch<__nv_bfloat16, Mode::sums_e>(work, arguments);

@@ -15,14 +15,14 @@ int64_t row_bytes(const LinearShape& s) {
   return s.hidden * (s.grad_weight_f32 ? int64_t{4} : size_of(s.dtype));
 }
 int64_t column_bytes(const LinearShape& s, const LinearPlan& p) {
-  return panel_rows(p) * size_of(s.dtype);
+  return p.panel_rows * size_of(s.dtype);
 }
 int64_t scaled_bytes(const LinearShape& s, const LinearPlan& p) {
-  return panel_rows(p) * p.hidden_pitch * size_of(s.dtype);
+  return p.panel_rows * p.hidden_pitch * size_of(s.dtype);
 }
 // Only with a single chunk is a row written once and its memory free till then.
 bool lends_weight(const LinearShape& s, const LinearPlan& p) {
-  return s.lends_grad_weight && p.chunks == 1;
+  return s.kernels.lends_grad_weight && p.chunks == 1;
 }
 int64_t weight_bytes(const LinearShape& s) { return s.vocab * row_bytes(s); }
 // Returns the bytes of so many columns, in whole blocks.
@@ -38,7 +38,7 @@ int64_t room_behind(const LinearShape& s, const LinearPlan& p, int64_t first) {
 }
 // Returns where E of the lent columns begins.
 int64_t lent_e(const LinearShape& s, const LinearPlan& p) {
-  const int64_t end = p.lent_scaled < 0 ? weight_bytes(s) : p.lent_scaled;
+  const int64_t end = tiled_part(p).lent_scaled < 0 ? weight_bytes(s) : tiled_part(p).lent_scaled;
   return (end - panel_bytes(s, p, p.lent_columns)) / alignment * alignment;
 }
 // Returns how many columns of E the workspace holds at a time.
@@ -52,18 +52,20 @@ int64_t workspace_columns(const LinearPlan& p) {
 // between the two changes by as much with every column, so it is enough to check it in front of the
 // first lent columns and in front of the last ones.
 int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
-  if (!lends_weight(s, p) || !s.can_store || p.stored_columns >= s.vocab) return 0;
+  if (!lends_weight(s, p) || s.kept_columns > 0 || !s.can_keep() || p.stored_columns >= s.vocab)
+    return 0;
+  const bool copies = tiled_part(p).copies_lent;
   const int64_t others = s.vocab - p.stored_columns;
   const int64_t last = (others - 1) % sum_columns + 1;
   const int64_t end = weight_bytes(s) / alignment * alignment;
   const auto keeps = [&](int64_t columns) {  // tells whether the last ones stay unharmed
     return (s.vocab - columns) * row_bytes(s) + panel_bytes(s, p, columns) <= end;
   };
-  if (p.copies_lent && keeps(others) && keeps(last)) return others;
-  const int64_t scaled = s.forms_dz || !s.grad_weight ? 0 : scaled_bytes(s, p);
+  if (copies && keeps(others) && keeps(last)) return others;
+  const int64_t scaled = forms_dz(s.kernels.kept) || !s.grad_weight ? 0 : scaled_bytes(s, p);
   const int64_t left = end - alignment - p.stored_columns * row_bytes(s) - scaled;
   const int64_t row = row_bytes(s), column = column_bytes(s, p);
-  const int64_t columns = left / (p.copies_lent ? std::max(row, column) : row + column);
+  const int64_t columns = left / (copies ? std::max(row, column) : row + column);
   return std::clamp<int64_t>(columns, 0, others - 1) / sum_columns * sum_columns;
 }
 
@@ -75,17 +77,17 @@ int64_t lent_offset(const LinearShape& s, const LinearPlan& p, const PanelPlace&
 }
 
 int64_t lent_scaled_input(const LinearShape& s, const LinearPlan& p) {
-  if (!p.scales_apart || !lends_weight(s, p)) return -1;
+  if (!scales_apart(s, p) || !lends_weight(s, p)) return -1;
   const int64_t at = (weight_bytes(s) - scaled_bytes(s, p)) / alignment * alignment;
   return at >= kept_columns(p) * row_bytes(s) ? at : -1;
 }
 
 PanelPlace panel_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
   const int64_t left = s.vocab - first;
-  if (p.remade_columns >= left) return {first, left, false};
+  if (p.remade_columns >= left) return {.first = first, .columns = left};
   const int64_t room = lends_weight(s, p) ? room_behind(s, p, first) : 0;
-  if (room > p.remade_columns) return {first, room, true};
-  return {first, p.remade_columns, false};
+  if (room > p.remade_columns) return {.first = first, .columns = room, .lent = true};
+  return {.first = first, .columns = p.remade_columns};
 }
 
 int64_t panels_like(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
@@ -96,7 +98,7 @@ int64_t panels_like(const LinearShape& s, const LinearPlan& p, const PanelPlace&
 }
 
 PanelPlace kept_part_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
-  if (first < p.stored_columns) return {0, p.stored_columns};
+  if (first < p.stored_columns) return {.columns = p.stored_columns};
   PanelPlace at{.first = first, .columns = kept_columns(p) - first, .lent = true};
   const int64_t free = lent_offset(s, p, at) - first * row_bytes(s);
   const int64_t in_place = free / row_bytes(s) / sum_columns * sum_columns;
@@ -118,7 +120,7 @@ Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemor
                : at.lent ? call.grad_weight.as<char>() + lent_offset(call.shape, plan, at)
                : at.first < plan.stored_columns ? m.stored
                                                 : m.remade;
-  return {data, panel_rows(plan), at.first, at.columns, true};
+  return {data, plan.panel_rows, at.first, at.columns, true};
 }
 
 }  // namespace logitless::cuda::sm90

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t least_chunk = 512;  // the forward kernel takes so many tokens at a time
 
 uint64_t slot_bytes(const LinearPlan& p) {
-  return static_cast<uint64_t>(p.slot_size) * sizeof(float);
+  return static_cast<uint64_t>(tiled_part(p).slot_size) * sizeof(float);
 }
 
 // Returns whether both products of a chunk run at once.
@@ -24,7 +24,7 @@ bool runs_both(const LinearShape& s, const LinearPlan& p) {
   const double steps = 2.0 * static_cast<double>(divide_up(p.token_chunk, 512)) *
                        static_cast<double>(s.vocab / 64 + 512) *
                        static_cast<double>(divide_up(s.hidden, sum_columns) + 1);
-  return s.grad_input && s.grad_weight && p.chunks > 1 && s.direct_grad_input &&
+  return s.grad_input && s.grad_weight && p.chunks > 1 && s.kernels.direct_grad_input &&
          p.stored_columns == s.vocab && steps < 1e9;
 }
 
@@ -40,7 +40,7 @@ class Plans {
     };
     if (s_.kept_columns > 0) return each_of_kept(use);
     // Logits are never in memory here, so their size decides nothing.
-    const int shrink = s_.grad_input && !s_.direct_grad_input ? 2 : 64;
+    const int shrink = s_.grad_input && !s_.kernels.direct_grad_input ? 2 : 64;
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
          most = std::max(most / 2, least_chunk)) {
       // The kernels count tiles in 32 bits.
@@ -52,10 +52,10 @@ class Plans {
       LinearPlan p = chunked(most);
       for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= shrink) {
         set_block(s_, block, &p);
-        p.stored_columns = s_.gradients() && s_.can_store ? s_.vocab : 0;
+        p.stored_columns = s_.gradients() && s_.can_keep() ? s_.vocab : 0;
         p.copies_input = true;
-        if (!s_.gradients() || s_.can_store) use(finish(p));
-        if (s_.reads_input) {
+        if (!s_.gradients() || s_.can_keep()) use(finish(p));
+        if (s_.kernels.reads_input) {
           p.copies_input = false;
           use(finish(p));
         }
@@ -63,7 +63,7 @@ class Plans {
       }
       if (most <= least_chunk || s_.targets_only) break;
     }
-    if (s_.gradients() && s_.can_store && bytes_ > 0) each_odd_chunk(use);
+    if (s_.gradients() && s_.can_keep() && bytes_ > 0) each_odd_chunk(use);
   }
 
  private:
@@ -79,10 +79,10 @@ class Plans {
   }
   template <class F>
   void each_of_kept_in(LinearPlan p, F&& use) const {
-    const int shrink = s_.grad_input && !s_.direct_grad_input ? 2 : 64;
+    const int shrink = s_.grad_input && !s_.kernels.direct_grad_input ? 2 : 64;
     for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= shrink) {
       set_block(s_, block, &p);
-      p.stored_columns = s_.forms_panels ? 0 : s_.kept_columns;
+      p.stored_columns = s_.kernels.kept == Origin::dz_in_panels ? 0 : s_.kept_columns;
       if (!s_.gradients() || p.stored_columns == s_.vocab) {
         use(finish(p));
         continue;
@@ -100,12 +100,12 @@ class Plans {
     const int64_t tokens = std::max<int64_t>(s_.tokens, 1);
     const int64_t even = divide_up(tokens, divide_up(tokens, most));
     LinearPlan p;
-    p.panel_row_block = 64;
+    tiled_part(p) = {};
     p.token_chunk = std::min(round_up(even, most >= 512 ? 512 : 8), round_up(tokens, 8));
     p.chunks = divide_up(tokens, p.token_chunk);
     p.hidden_pitch = round_up(s_.hidden, 16 / size_of(s_.dtype));
-    p.slot_size = slot_rows(p) * sum_columns;
-    p.slab_columns = std::min(bias_columns, round_up(s_.vocab, 64));
+    p.panel_rows = round_up(p.token_chunk, 64);
+    tiled_part(p).slot_size = static_cast<int32_t>(slot_rows(p) * sum_columns);
     place_sums(&p);
     return p;
   }
@@ -114,33 +114,35 @@ class Plans {
   void place_sums(LinearPlan* p) const {
     const int64_t tiles = divide_up(s_.vocab, sum_columns);
     p->segments = tiles;
-    p->single_rows = static_cast<int32_t>(std::min<int64_t>(p->token_chunk, unit_rows));
-    if (!s_.plain) return;
+    TiledPart& own = tiled_part(*p);
+    own.single_rows = static_cast<int32_t>(std::min<int64_t>(p->token_chunk, unit_rows));
+    if (!s_.kernels.plain) return;
     const bool makes_e = s_.gradients() || s_.kept_columns > 0;
-    p->unit_width = makes_e ? 1 : unit_tiles;
+    own.unit_width = makes_e ? 1 : unit_tiles;
     if (makes_e) return;
     const auto rows = static_cast<int>(divide_up(p->token_chunk, 512));
     const int teams = teams_of(*p, speed_.clusters());
-    const Units all = Units::make(rows, static_cast<int>(tiles), p->unit_width, teams);
+    const Units all = Units::make(rows, static_cast<int>(tiles), own.unit_width, teams);
     p->segments = all.whole > 0 ? all.columns() : 0;
-    p->single_tiles = most_singles(rows, static_cast<int>(tiles), teams);
+    own.single_tiles = most_singles(rows, static_cast<int>(tiles), teams);
   }
 
   // Settles the rest of a plan but its time, with slots where they fit.
   LinearPlan finish(LinearPlan p) const {
     p.lent_columns = s_.gradients() ? most_lent_columns(s_, p) : 0;
     settle(s_, &p);
-    p.lent_scaled = lent_scaled_input(s_, p);
-    p.input_clusters = runs_both(s_, p);  // HopperEngine::complete says how many there are
-    p.slots = 0;
-    p.bytes = bytes_of(s_, p);
+    TiledPart& own = tiled_part(p);
+    own.lent_scaled = lent_scaled_input(s_, p);
+    own.input_teams = runs_both(s_, p);  // HopperEngine::complete says how many there are
+    own.slots = 0;
+    p.bytes = bytes_of(HopperEngine(), s_, p);
     if (!s_.gradients() || p.bytes > bytes_) return p;
     const uint64_t room = (bytes_ - p.bytes) / slot_bytes(p);
-    p.slots = slots_of(s_, p, speed_);
-    p.bytes = bytes_of(s_, p);
+    own.slots = slots_of(s_, p, speed_);
+    p.bytes = bytes_of(HopperEngine(), s_, p);
     if (p.bytes > bytes_) {
-      p.slots = static_cast<int32_t>(std::min<uint64_t>(p.slots, room));
-      p.bytes = bytes_of(s_, p);
+      own.slots = static_cast<int32_t>(std::min<uint64_t>(own.slots, room));
+      p.bytes = bytes_of(HopperEngine(), s_, p);
     }
     return p;
   }
@@ -162,14 +164,14 @@ class Plans {
       each_lending(s_, p, [&](const LinearPlan& lending) {
         const LinearPlan made = finish(lending);
         use(made);
-        return made.grad_input_sum;
+        return sums_grad_input(s_, made);
       });
-      if (!s_.can_store || width != least) continue;
+      if (!s_.can_keep() || width != least) continue;
       each_lending(s_, p, [&](LinearPlan lending) {
         // The memory of E holds the panels that are made again, once E is used.
         const LinearPlan mixed =
             largest_share(s_, bytes_, lending.remade_columns, sum_columns,
-                          panel_rows(lending) * size_of(s_.dtype), [&](int64_t columns) {
+                          lending.panel_rows * size_of(s_.dtype), [&](int64_t columns) {
                             lending.stored_columns = lending.remade_columns = columns;
                             return finish(lending);
                           });
@@ -206,11 +208,11 @@ class Plans {
   template <class F>
   static void each_lending(const LinearShape& s, LinearPlan p, F&& use) {
     const bool has_sums = use(p);
-    if (!s.lends_grad_weight || !s.can_store || p.chunks > 1) return;
-    p.copies_lent = false;
+    if (!s.kernels.lends_grad_weight || !s.can_keep() || p.chunks > 1) return;
+    tiled_part(p).copies_lent = false;
     use(p);
-    p.copies_lent = true, p.input_first = false;
-    if (s.direct_grad_input && !has_sums) use(p);
+    tiled_part(p).copies_lent = true, p.input_first = false;
+    if (s.kernels.direct_grad_input && !has_sums) use(p);
   }
 
   const LinearShape& s_;
@@ -221,8 +223,9 @@ class Plans {
 // Two passes need that nothing of E outlives its chunk of tokens, and that the second pass writes
 // each row once.
 bool takes_two_passes(const LinearShape& s) {
-  return s.forward && s.can_store && s.grad_input && s.grad_weight && s.lends_grad_weight &&
-         !s.grad_weight_f32 && !s.copies_weight && s.weight_rows == 0;
+  return s.forward && s.can_keep() && s.grad_input && s.grad_weight &&
+         s.kernels.lends_grad_weight && !s.grad_weight_f32 && !s.copies_weight &&
+         s.weight_rows == 0;
 }
 // Returns half of grad_weight's rows, whose sums its own memory holds: adding to them takes less
 // than making their columns again. It returns none where the second pass makes the whole of

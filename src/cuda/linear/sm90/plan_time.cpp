@@ -7,6 +7,7 @@
 #include "src/cuda/linear/sm90/cut.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/panels.h"
 #include "src/cuda/linear/sm90/teams.h"
 
 namespace logitless::cuda::sm90 {
@@ -53,7 +54,8 @@ double weight_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed&
 }
 double input_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                   int64_t tokens, int64_t columns, bool sums) {
-  return own_time(s, speed, teams_of(p, speed.clusters()), p.slots, tokens, columns, sums);
+  return own_time(s, speed, teams_of(p, speed.clusters()), tiled_part(p).slots, tokens, columns,
+                  sums);
 }
 
 // Predicts the product that makes the logits of `rows` tokens and `columns`, with what is made of
@@ -71,7 +73,7 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
 // Predicts both products at once, on the clusters that each has.
 double both_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                  int64_t tokens) {
-  const double steps = shares_of(s, tokens, speed, p.slots).steps;
+  const double steps = shares_of(s, tokens, speed, tiled_part(p).slots).steps;
   // Sums go to memory and back hidden under products, but that takes power: a sixth of a
   // microsecond a megabyte (docs/kernels/hopper.md).
   const auto sums = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
@@ -119,13 +121,15 @@ class Slots final : public Estimate {
 }  // namespace
 
 void HopperEngine::complete(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) const {
-  if (p->input_clusters == 0) return;
-  p->input_clusters = shares_of(s, p->token_chunk, speed, p->slots).input_clusters;
+  if (tiled_part(*p).input_teams == 0) return;
+  tiled_part(*p).input_teams =
+      shares_of(s, p->token_chunk, speed, tiled_part(*p).slots).input_clusters;
 }
 
 int32_t slots_of(const LinearShape& shape, const LinearPlan& p, const DeviceSpeed& speed) {
   const int32_t most = 2 * speed.clusters();
-  if (p.input_clusters > 0) return shares_of(shape, p.token_chunk, speed, most).input.slots();
+  if (tiled_part(p).input_teams > 0)
+    return shares_of(shape, p.token_chunk, speed, most).input.slots();
   LinearShape s = shape;
   s.tokens = std::max<int64_t>(s.tokens, 1);
   Slots slots(s, p, speed);
@@ -144,7 +148,7 @@ double HopperEngine::seconds(const LinearShape& s, const LinearPlan& p, const De
       step.panel.first == 0 ? 2 * speed.launch : 0;  // this is paid once for all that is kept
   switch (step.kind) {
     case StepKind::logits:
-      return pass_time(s, p, speed, n, columns, step.of_e);
+      return pass_time(s, p, speed, n, columns, is_kept(step.panel.origin));
     case StepKind::remake:
       return pass_time(s, p, speed, n, columns, true) + 2 * speed.launch;
     case StepKind::finish_panel:

@@ -69,7 +69,7 @@ void launch(const LinearWork& work, Prepared p) {
   p.a.team.apart = is_input && works_apart(plan);
   if (is_input) p.a.slot_parts = slot_rows(plan) / 64;
   use_teams<kGradient>(m, is_input ? teams_of(plan, clusters) : clusters,
-                       is_input ? plan.slots : weight_slots(plan), &p);
+                       is_input ? tiled_part(plan).slots : weight_slots(plan), &p);
   with_types(call.shape.dtype, p.out, [&](auto element, auto written) {
     stream->launch_config(is_input ? "sm90 grad_input" : "sm90 grad_weight",
                           product_kernel<decltype(element), kGradient, decltype(written)>,
@@ -78,7 +78,7 @@ void launch(const LinearWork& work, Prepared p) {
   // The host knows the rows of grad_weight, so nothing is cut where they fill the clusters.
   const int64_t tiles = (p.a.rows + cluster_rows - 1) / cluster_rows *
                         int64_t{(p.a.columns + tile_columns - 1) / tile_columns};
-  if (plan.slots == 0 || (!is_input && tiles % clusters == 0)) return;
+  if (tiled_part(plan).slots == 0 || (!is_input && tiles % clusters == 0)) return;
   join<kGradient>(work, p);
 }
 
@@ -177,11 +177,12 @@ Prepared weight_product(const LinearWork& work, const Panel& panel, const char* 
   ProductArguments a{};
   a.chunk = chunk;
   const TensorView& out = call.grad_weight;
+  const bool sums = sums_grad_weight(call.shape, plan);
   if (plan.lent_sum_rows > 0) {
     write_sums(out.as<float>(), plan, &a);
     a.rest = m.grad_weight_sum;
     a.split = static_cast<int32_t>(plan.lent_sum_rows);
-  } else if (plan.grad_weight_sum) {
+  } else if (sums) {
     write_sums(m.grad_weight_sum + panel.first * plan.hidden_pitch, plan, &a);
   } else {
     write_gradient(out, panel.first, &a);
@@ -192,7 +193,7 @@ Prepared weight_product(const LinearWork& work, const Panel& panel, const char* 
   a.add = add;
   if (of_e) a.line = m.smoothed_row;
   if (m.class_weights != nullptr) a.class_weight = m.class_weights + panel.first;
-  Prepared p{.out = plan.grad_weight_sum ? DType::f32 : out.dtype};
+  Prepared p{.out = sums ? DType::f32 : out.dtype};
   p.operands.left = make_panel_map(panel.data, call.shape.dtype, panel.pitch, panel.pitch,
                                    (panel.columns + 63) / 64, tile_depth, tile_rows / 64, stream);
   p.operands.right = right_map(work, rows, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, &a);
@@ -238,14 +239,14 @@ void both_gradients(const LinearWork& work, const Panel& panel, const char* rows
   Prepared input = whole_input(work, {panel}, of_e);
   Prepared weight = weight_product(work, panel, rows, of_e, add);
   const int clusters = device.multiprocessors / 2;
-  use_teams<Gradient::input>(m, plan.input_clusters, plan.slots, &input);
+  use_teams<Gradient::input>(m, tiled_part(plan).input_teams, tiled_part(plan).slots, &input);
   // grad_weight gets no slots, since both run at once and the slots are grad_input's.
-  use_teams<Gradient::weight>(m, clusters - plan.input_clusters, 0, &weight);
+  use_teams<Gradient::weight>(m, clusters - tiled_part(plan).input_teams, 0, &weight);
   with_types(call.shape.dtype, input.out, [&](auto element, auto out) {
     stream->launch_config("sm90 both gradients", both_kernel<decltype(element), decltype(out)>,
                           whole_chip(device), input.operands, input.a, weight.operands, weight.a);
   });
-  if (plan.slots > 0) join<Gradient::input>(work, input);
+  if (tiled_part(plan).slots > 0) join<Gradient::input>(work, input);
 }
 
 }  // namespace logitless::cuda::sm90

@@ -33,25 +33,27 @@ class HopperRun final : public LinearRun {
     switch (step.kind) {
       case StepKind::logits:
         return sm90::forward(work_, step.panel.first, step.panel.columns,
-                             step.of_e ? panel : Panel{});
+                             is_kept(step.panel.origin) ? panel : Panel{});
       case StepKind::finish_panel:
         return finish_panel(work_, panel, false);
       case StepKind::form_dz:
-        if (work_.call.shape.forms_by_rows()) return form_panel(work_, panel, panel, whole_rows());
+        if (is_by_rows(step.panel.origin)) return form_panel(work_, panel, panel, whole_rows());
         return form_dz(work_, panel, !step.adds);
       case StepKind::remake:
         return sm90::gradients(work_, panel);
       case StepKind::copy_panel:
-        return copy_panel(work_, panel_of({step.panel.first, step.panel.columns, true}),
-                          work_.m.remade);
+        return copy_panel(
+            work_,
+            panel_of({.first = step.panel.first, .columns = step.panel.columns, .lent = true}),
+            work_.m.remade);
       case StepKind::grad_input:
         return grad_input(step, {panel, panel_of(step.behind())});
       case StepKind::grad_weight:
-        return sm90::grad_weight(work_, panel, factor_rows(step.of_e), step.of_e,
+        return sm90::grad_weight(work_, panel, factor_rows(step.of_e()), step.of_e(),
                                  adds_weight(step));
       case StepKind::both_gradients:
-        both_gradients(work_, panel, factor_rows(step.of_e), step.of_e, adds_weight(step));
-        joined_ = work_.plan.slots > 0 && !work_.call.shape.grad_bias;
+        both_gradients(work_, panel, factor_rows(step.of_e()), step.of_e(), adds_weight(step));
+        joined_ = tiled_part(work_.plan).slots > 0 && !work_.call.shape.grad_bias;
         return;
       default:
         return;
@@ -62,16 +64,15 @@ class HopperRun final : public LinearRun {
     if (step.to_sums) {
       // Sums of some rows get their factors only when they are written.
       return sm90::input_sums(work_, kept, step.rows.first, step.rows.count, input_sums(),
-                              step.of_e && work_.plan.sum_rows == 0, step.adds);
+                              step.of_e() && work_.plan.sum_rows == 0, step.adds);
     }
-    sm90::grad_input(work_, kept, step.of_e);
-    if (work_.plan.lends_input)
-      clear_other_rows(work_.m.tokens, work_.call.grad_input, work_.stream);
+    sm90::grad_input(work_, kept, step.of_e());
+    if (lends_input()) clear_other_rows(work_.m.tokens, work_.call.grad_input, work_.stream);
   }
 
   // Returns whether the product adds to what is there.
   bool adds_weight(const Step& step) const {
-    return step.adds || (work_.call.accumulate && !work_.plan.grad_weight_sum);
+    return step.adds || (work_.call.accumulate && !sums_grad_weight());
   }
 };
 
@@ -79,8 +80,10 @@ class HopperRun final : public LinearRun {
 
 void HopperEngine::run(const LinearCall& call, const LinearPlan& plan, char* workspace,
                        const DeviceInfo& device, Stream* stream) const {
-  LinearMemory memory = place(call, plan, workspace);
+  LinearMemory memory = cuda::place(*this, call, plan, workspace);
   const LinearShape& s = call.shape;
+  const int64_t lent = tiled_part(plan).lent_scaled;
+  if (lent >= 0) memory.scaled = call.grad_weight.as<char>() + lent;
   memory.partials.anchored = s.forward && !finds_maximum(s);
   memory.units = {static_cast<int32_t>(divide_up(s.vocab, sum_columns)),
                   teams_of(plan, device.multiprocessors / 2)};

@@ -18,13 +18,10 @@ class HopperSteps final : public CallSteps {
  private:
   void logits() override {
     const int64_t kept = kept_columns(p_);
-    const auto pass = [&](const PanelPlace& panel, bool keeps) {
-      if (panel.columns == 0) return;
-      visit({.kind = StepKind::logits, .panel = panel, .of_e = keeps});
-    };
-    pass(stored(), true);
-    pass(lent(), true);
-    pass({.first = kept, .columns = s_.vocab - kept}, false);
+    for (const PanelPlace& panel :
+         {stored(), lent(), PanelPlace{.first = kept, .columns = s_.vocab - kept}}) {
+      if (panel.columns > 0) visit({.kind = StepKind::logits, .panel = panel});
+    }
   }
 
   void gradients() override {
@@ -45,46 +42,43 @@ class HopperSteps final : public CallSteps {
       });
       next = {.first = panel.first, .columns = count * panel.columns};
     }
-    if (p_.grad_input_sum) write_grad_input({0, tokens_.count}, false);
+    if (sums_grad_input(s_, p_)) write_grad_input({0, tokens_.count}, others_);
   }
 
   // Makes the gradients where E of every column lies in the workspace.
   void whole_gradients() {
-    const bool of_e = finish_kept(stored());
+    finish_kept(stored());
     scale_input();
-    if (p_.input_clusters > 0) {
+    if (tiled_part(p_).input_teams > 0) {
       visit({.kind = StepKind::both_gradients,
              .panel = stored(),
-             .of_e = of_e,
-             .to_sums = p_.grad_weight_sum,
+             .to_sums = sums_grad_weight(s_, p_),
              .adds = tokens_.first > 0});
     } else {
-      grad_weight(stored(), of_e);
+      grad_weight(stored());
       // grad_input comes last, because its memory may hold the input.
-      if (!s_.direct_grad_input) {
-        grad_input_by_rows(of_e);
+      if (!s_.kernels.direct_grad_input) {
+        grad_input_by_rows();
       } else if (s_.grad_input) {
-        visit({.kind = StepKind::grad_input, .panel = stored(), .of_e = of_e});
+        visit({.kind = StepKind::grad_input, .panel = stored()});
       }
     }
-    if (of_e || s_.forms_by_rows()) grad_bias(stored(), of_e);
+    kept_bias(stored());
   }
 
   // Does first all that needs the whole of what is kept; then makes grad_weight, whose rows take
   // the place of the E that lies there.
   void kept_gradients() {
-    bool of_e = false;
     for (const PanelPlace& panel : {stored(), lent()}) {
       if (panel.columns == 0) continue;
-      of_e = finish_kept(panel);
-      if (of_e || s_.forms_by_rows()) grad_bias(panel, of_e);
+      finish_kept(panel);
+      kept_bias(panel);
     }
     if (s_.grad_input) {
       visit({.kind = StepKind::grad_input,
              .panel = stored(),
              .lent_behind = p_.lent_columns,
-             .of_e = of_e,
-             .to_sums = p_.grad_input_sum});
+             .to_sums = sums_grad_input(s_, p_)});
     }
     if (!s_.grad_weight) return;
     const int64_t kept = kept_columns(p_);
@@ -92,38 +86,40 @@ class HopperSteps final : public CallSteps {
     const int64_t most = visitor_->most_parts();
     for (int64_t parts = 0; at.end() < kept && parts < most; ++parts) {
       at = kept_part_at(s_, p_, at.end());
-      weight_part(at, of_e);
+      at.origin = kept_;
+      weight_part(at);
     }
     const int64_t width = std::max(p_.stored_columns, p_.remade_columns);
     repeat(visitor_, divide_up(kept - at.end(), width), [&](int64_t) {
-      weight_part({.first = at.end(), .columns = width, .lent = true, .copied = true}, of_e);
+      weight_part(
+          {.first = at.end(), .columns = width, .origin = kept_, .lent = true, .copied = true});
     });
   }
-  void weight_part(const PanelPlace& part, bool of_e) {
+  void weight_part(const PanelPlace& part) {
     if (part.copied) visit({.kind = StepKind::copy_panel, .panel = part});
-    grad_weight(part, of_e);
+    grad_weight(part);
   }
 
   // Makes the gradients of columns that are not kept, from a panel of dz.
-  void remade_gradients(const PanelPlace& panel) {
-    visit({.kind = how_made(panel), .panel = panel});
+  void remade_gradients(PanelPlace panel) {
+    make(&panel);
     if (s_.grad_input) {
       visit(
           {.kind = StepKind::grad_input, .panel = panel, .to_sums = true, .adds = panel.first > 0});
     }
-    grad_weight(panel, false);
-    grad_bias(panel, false);
+    grad_weight(panel);
+    grad_bias(panel);
   }
 
-  // Makes what is kept of E ready for the products. Returns whether they are of E; else they are of
-  // dz, whose sums make grad_bias too, except where rows form it.
-  bool finish_kept(const PanelPlace& panel) {
-    const bool of_e = !s_.forms_dz;
-    visit({.kind = of_e ? StepKind::finish_panel : StepKind::form_dz,
+  // Makes what is kept of E ready for the products.
+  void finish_kept(const PanelPlace& panel) {
+    visit({.kind = is_e(kept_) ? StepKind::finish_panel : StepKind::form_dz,
            .panel = panel,
-           .of_e = of_e,
            .adds = tokens_.first > 0});
-    return of_e;
+  }
+  // Where dz is made in the place of E, its sums make grad_bias already.
+  void kept_bias(const PanelPlace& panel) {
+    if (kept_ != Origin::dz_in_place) grad_bias(panel);
   }
 };
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "src/cuda/linear/plan.h"
+#include "src/cuda/linear/sm90/panels.h"
 
 namespace logitless::cuda::sm90 {
 
@@ -26,6 +26,8 @@ inline int32_t slot_rows(const LinearPlan& p) {
 // Returns how many rows a block's tile may have: a warpgroup's, or those of both.
 inline int32_t rows_of_tile(const LinearPlan& p) { return std::min(slot_rows(p), 256); }
 // Returns how many slots grad_weight has, whose blocks never work apart.
-inline int32_t weight_slots(const LinearPlan& p) { return p.slots / (512 / slot_rows(p)); }
+inline int32_t weight_slots(const LinearPlan& p) {
+  return tiled_part(p).slots / (512 / slot_rows(p));
+}
 
 }  // namespace logitless::cuda::sm90
