@@ -4,7 +4,7 @@
 // they have no room at all (src/cuda/linear/plan.h). Each of these plans is compared with double,
 // under every kind of option.
 #include "planned.h"
-#include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/tiled/panels.h"
 
 namespace logitless::conformance {
 namespace {
@@ -18,7 +18,7 @@ std::string division(const CudaPlanned& planned) {
   if (p.chunks == 1 && !passes) return "";
   std::string text = name_of(p.kind);
   if (p.chunks == 1) text += ", of one chunk";
-  if (!passes && cuda::sm90::tiled_part(p).input_teams > 0) text += ", both at once";
+  if (!passes && cuda::tiled::tiled_part(p).input_teams > 0) text += ", both at once";
   if (p.lent_sum_rows > 0) text += ", sums lent";
   if (p.lent_sum_rows > rows_in_place_of_e(planned.shape, p)) text += " in pieces";
   if (p.first_rows > 0) text += ", some rows first";

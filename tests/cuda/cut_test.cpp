@@ -7,7 +7,7 @@
 
 #include "gtest/gtest.h"
 #include "src/cuda/linear/plan.h"
-#include "src/cuda/linear/sm90/cut.h"
+#include "src/cuda/linear/tiled/cut.h"
 #include "src/cuda/linear/units.h"
 
 namespace logitless::cuda {
@@ -70,7 +70,7 @@ TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
                                         {300, 132}}) {
     for (const int depth : {0, 1, 5, 15, 24, 48, 128, 2004}) {
       for (const int slots : {0, 10, 66, 132, 198}) {
-        const sm90::Cut cut = sm90::cut_tiles(tiles, depth, clusters, slots);
+        const tiled::Cut cut = tiled::cut_tiles(tiles, depth, clusters, slots);
         EXPECT_LE(cut.slots(), slots);
         EXPECT_LE(cut.steps(clusters), (tiles + clusters - 1) / clusters * depth);
         // A tile's steps are done in order, from the first one.
@@ -93,21 +93,21 @@ TEST(CudaCut, SharesTheClusters) {
   for (const int clusters : {2, 3, 9, 66, 72}) {
     for (const int slots : {0, 7, 32, 132, 198}) {
       for (const int tokens : {1, 8, 16, 64}) {
-        const sm90::Shares shares =
-            sm90::share_clusters(divide_up(tokens, 8) * 4, 786, 393, tokens, clusters, slots);
-        EXPECT_GE(shares.input_clusters, 1);
-        EXPECT_LT(shares.input_clusters, clusters);
+        const tiled::Shares shares =
+            tiled::share_teams(divide_up(tokens, 8) * 4, 786, 393, tokens, clusters, slots);
+        EXPECT_GE(shares.input_teams, 1);
+        EXPECT_LT(shares.input_teams, clusters);
         EXPECT_LE(shares.input.slots(), slots);
-        EXPECT_GE(shares.steps, shares.input.steps(shares.input_clusters));
+        EXPECT_GE(shares.steps, shares.input.steps(shares.input_teams));
       }
     }
   }
-  EXPECT_EQ(sm90::share_clusters(4, 786, 393, 8, 1, 32).input_clusters, 0) << "one cluster";
+  EXPECT_EQ(tiled::share_teams(4, 786, 393, 8, 1, 32).input_teams, 0) << "one cluster";
 }
 
 TEST(CudaCut, FillsTheLastRound) {
   // Llama-3's grad_input has 352 tiles, 5.33 rounds of 66 clusters.
-  const sm90::Cut cut = sm90::cut_tiles(352, 2004, 66, 132);
+  const tiled::Cut cut = tiled::cut_tiles(352, 2004, 66, 132);
   EXPECT_EQ(cut.tail, 22);
   EXPECT_EQ(cut.slices, 3);
 }

@@ -8,7 +8,7 @@
 
 #include "gtest/gtest.h"
 #include "shapes.h"
-#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/promises.h"
 
 namespace logitless::cuda {

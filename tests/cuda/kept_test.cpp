@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// On Hopper E lies in grad_weight's own memory (src/cuda/linear/sm90/panels.h): E of every column
+// On Hopper E lies in grad_weight's own memory (src/cuda/linear/tiled/panels.h): E of every column
 // or of some, whose rows are written behind it, or in its place once it was copied. Each of these
 // ways is compared with double, under every kind of option.
 #include "planned.h"
-#include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/tiled/panels.h"
 
 namespace logitless::conformance {
 namespace {
@@ -17,7 +17,7 @@ std::string manner(const CudaPlanned& planned) {
   const int64_t kept = kept_columns(p);
   bool in_place = false, copied = false;
   for (cuda::PanelPlace at; at.end() < kept;) {
-    at = cuda::sm90::kept_part_at(s, p, at.end());
+    at = cuda::tiled::kept_part_at(s, p, at.end());
     in_place |= at.lent && !at.copied;
     copied |= at.copied;
   }

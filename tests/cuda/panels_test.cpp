@@ -7,7 +7,8 @@
 #include "gtest/gtest.h"
 #include "shapes.h"
 #include "src/cuda/linear/plan_search.h"
-#include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/sm90/tile.h"
+#include "src/cuda/linear/tiled/panels.h"
 
 namespace logitless::cuda {
 namespace {
@@ -18,19 +19,19 @@ struct Lent {
 };
 int64_t weight_row(const LinearShape& s) { return s.hidden * (s.grad_weight_f32 ? 4 : 2); }
 int64_t panel_end(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
-  return sm90::lent_offset(s, p, at) + p.panel_rows * round_up(at.columns, 64) * 2;
+  return tiled::lent_offset(s, p, at) + p.panel_rows * round_up(at.columns, 64) * 2;
 }
 
 // Checks that all that is kept of E leaves grad_weight's memory before its rows, or others', come
 // to lie there.
 void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   const int64_t row = weight_row(s), kept = kept_columns(p);
-  const int64_t scaled = sm90::tiled_part(p).lent_scaled;
-  const PanelPlace all{p.stored_columns, p.lent_columns, true};
+  const int64_t scaled = tiled::tiled_part(p).lent_scaled;
+  const PanelPlace all{.first = p.stored_columns, .columns = p.lent_columns, .lent = true};
   if (p.lent_columns > 0) {
     ASSERT_TRUE(s.kernels.lends_grad_weight && p.chunks == 1);
-    EXPECT_GE(sm90::lent_offset(s, p, all), p.stored_columns * row);
-    EXPECT_EQ(sm90::lent_offset(s, p, all) % 128, 0);
+    EXPECT_GE(tiled::lent_offset(s, p, all), p.stored_columns * row);
+    EXPECT_EQ(tiled::lent_offset(s, p, all) % 128, 0);
     EXPECT_LE(panel_end(s, p, all), scaled < 0 ? s.vocab * row : scaled);
     EXPECT_TRUE(scaled >= 0 || !scales_apart(s, p));
   }
@@ -40,7 +41,7 @@ void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   }
   for (PanelPlace at; at.end() < kept;) {
     const int64_t done = at.end();
-    at = sm90::kept_part_at(s, p, done);
+    at = tiled::kept_part_at(s, p, done);
     ASSERT_EQ(at.first, done);
     ASSERT_GT(at.columns, 0);
     ASSERT_LE(at.end(), kept);
@@ -50,7 +51,8 @@ void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
     EXPECT_EQ(at.lent, at.first >= p.stored_columns);
     const int64_t asked = at.copied ? at.end() : std::max(at.first, p.stored_columns);
     if (asked < kept) {
-      EXPECT_LE(at.end() * row, sm90::lent_offset(s, p, {asked, kept - asked, true}));
+      EXPECT_LE(at.end() * row,
+                tiled::lent_offset(s, p, {.first = asked, .columns = kept - asked, .lent = true}));
     }
     if (at.lent) (at.copied ? lent->copied : lent->in_place) += at.columns;
   }
@@ -62,7 +64,7 @@ void count_lent(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   count_kept(s, p, lent);
   for (PanelPlace at{.columns = kept_columns(p)}; at.end() < s.vocab;) {
     const int64_t done = at.end();
-    at = sm90::panel_at(s, p, done);
+    at = tiled::panel_at(s, p, done);
     ASSERT_EQ(at.first, done);
     ASSERT_GT(at.columns, 0);
     if (!at.lent) {
@@ -70,9 +72,9 @@ void count_lent(const LinearShape& s, const LinearPlan& p, Lent* lent) {
       continue;
     }
     ASSERT_TRUE(s.kernels.lends_grad_weight && p.chunks == 1);
-    EXPECT_GE(sm90::lent_offset(s, p, at), at.end() * row);
+    EXPECT_GE(tiled::lent_offset(s, p, at), at.end() * row);
     EXPECT_LE(panel_end(s, p, at), s.vocab * row);
-    EXPECT_EQ(sm90::lent_offset(s, p, at) % 128, 0);
+    EXPECT_EQ(tiled::lent_offset(s, p, at) % 128, 0);
     lent->panels += at.columns;
   }
   EXPECT_LE(p.lent_sum_rows * p.hidden_pitch * 4, s.kernels.lends_grad_weight ? s.vocab * row : 0);
@@ -108,7 +110,7 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
           s.kernels.kept = more ? Origin::dz_in_place : Origin::e;
           LinearPlan p{
               .token_chunk = round_up(tokens, 8), .chunks = 1, .panel_rows = round_up(tokens, 64)};
-          sm90::TiledPart& own = sm90::tiled_part(p) = {};
+          tiled::TiledPart& own = tiled::tiled_part(p) = {.tile = &sm90::tile};
           p.hidden_pitch = hidden;
           for (const int64_t stored : {0, 192, 384, 3840}) {
             if (stored >= vocab) continue;
@@ -116,9 +118,9 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
             p.remade_columns = std::max<int64_t>(stored, 192);
             for (const bool copies : {false, true}) {
               own.copies_lent = copies;
-              p.lent_columns = sm90::most_lent_columns(s, p);
+              p.lent_columns = tiled::most_lent_columns(s, p);
               settle(s, &p);
-              own.lent_scaled = sm90::lent_scaled_input(s, p);
+              own.lent_scaled = tiled::lent_scaled_input(s, p);
               count_kept(s, p, &lent);
             }
           }
@@ -164,16 +166,16 @@ TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
 // The cost model takes panels that are alike at once, and must see each of them.
 void expect_alike(const LinearShape& s, const LinearPlan& p, int64_t* lent, int64_t* remade) {
   for (int64_t first = kept_columns(p); first < s.vocab;) {
-    const PanelPlace at = sm90::panel_at(s, p, first);
-    const int64_t count = sm90::panels_like(s, p, at);
+    const PanelPlace at = tiled::panel_at(s, p, first);
+    const int64_t count = tiled::panels_like(s, p, at);
     ASSERT_GE(count, 1);
     for (int64_t n = 0; n < count; ++n, first += at.columns) {
-      const PanelPlace one = sm90::panel_at(s, p, first);
+      const PanelPlace one = tiled::panel_at(s, p, first);
       ASSERT_EQ(one.columns, at.columns);
       ASSERT_EQ(one.lent, at.lent);
     }
     if (first < s.vocab) {
-      const PanelPlace next = sm90::panel_at(s, p, first);
+      const PanelPlace next = tiled::panel_at(s, p, first);
       EXPECT_TRUE(next.columns != at.columns || next.lent != at.lent);
     }
     if (count > 1) *(at.lent ? lent : remade) += count;
@@ -224,7 +226,7 @@ TEST(CudaPanels, GradWeightSparesWork) {
   EXPECT_LT(lent.seconds, 0.93 * alone.seconds);
   int panels = 0;
   for (PanelPlace at{.columns = kept_columns(lent)}; at.end() < s.vocab; ++panels) {
-    at = sm90::panel_at(s, lent, at.end());
+    at = tiled::panel_at(s, lent, at.end());
   }
   EXPECT_LE(panels, 10);
 }

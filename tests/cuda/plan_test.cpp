@@ -8,8 +8,8 @@
 #include "gtest/gtest.h"
 #include "shapes.h"
 #include "src/cuda/linear/portable/engine.h"
-#include "src/cuda/linear/sm90/forward.h"
-#include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/sm90/engine.h"
+#include "src/cuda/linear/tiled/panels.h"
 
 namespace logitless::cuda {
 namespace {
@@ -84,7 +84,7 @@ void expect_covered(const Planned& planned) {
   if (!s.gradients()) return;
   EXPECT_TRUE(p.stored_columns == s.vocab || p.remade_columns > 0);
   // A panel starts and ends with a segment of the partial sums, or with the vocabulary.
-  const int64_t segment = on_hopper ? sm90::sum_columns : segment_columns;
+  const int64_t segment = on_hopper ? sm90::tile.columns : segment_columns;
   EXPECT_TRUE(p.stored_columns == s.vocab || p.stored_columns % segment == 0);
   EXPECT_TRUE(kept_columns(p) == s.vocab || p.lent_columns % segment == 0);
   if (!on_hopper && p.remade_columns < s.vocab) {
@@ -114,7 +114,7 @@ TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   EXPECT_EQ(plan(124).kind, PlanKind::two_passes);
   EXPECT_GT(plan(124).first_rows, 0);
   EXPECT_EQ(plan(188).kind, PlanKind::chunks);
-  EXPECT_GT(sm90::tiled_part(plan(188)).input_teams, 0);
+  EXPECT_GT(tiled::tiled_part(plan(188)).input_teams, 0);
   EXPECT_EQ(plan(2400).kind, PlanKind::whole);
   s.grad_bias = true;  // one pass makes the whole of grad_bias
   EXPECT_EQ(plan(124).first_rows, 0);
@@ -208,7 +208,7 @@ TEST(CudaPlan, FewTilesHaveSlotsForFourSlices) {
     s.grad_input = s.grad_weight = s.kernels.direct_grad_input = s.kernels.direct_grad_weight =
         true;
     s.kernels.lends_grad_input = s.kernels.lends_grad_weight = true;
-    return sm90::tiled_part(on(hopper(), s).recommended()).slots;
+    return tiled::tiled_part(on(hopper(), s).recommended()).slots;
   };
   EXPECT_EQ(slots(4096, 1152), 4 * 48);
   EXPECT_EQ(slots(4096, 768), 2 * 32);

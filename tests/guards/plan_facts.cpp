@@ -9,8 +9,8 @@
 #include "src/cpu/plan.h"
 #include "src/cpu/thread_pool.h"
 #include "src/cuda/linear/engine.h"
-#include "src/cuda/linear/sm90/panels.h"
-#include "src/cuda/linear/sm90/teams.h"
+#include "src/cuda/linear/tiled/panels.h"
+#include "src/cuda/linear/tiled/teams.h"
 #include "src/cuda/rows/rows_plan.h"
 #include "src/webgpu/cost.h"
 #include "tests/support/executors.h"
@@ -72,23 +72,23 @@ void add_panels(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fa
   int64_t count = 0;
   const auto take = [&](const cuda::PanelPlace& at) {
     hash << at.first << at.columns << at.lent << at.copied;
-    hash << (at.lent ? cuda::sm90::lent_offset(s, p, at) : -1);
+    hash << (at.lent ? cuda::tiled::lent_offset(s, p, at) : -1);
     ++count;
   };
   const int64_t kept = cuda::kept_columns(p);
-  for (cuda::PanelPlace at; at.end() < kept;) take(at = cuda::sm90::kept_part_at(s, p, at.end()));
+  for (cuda::PanelPlace at; at.end() < kept;) take(at = cuda::tiled::kept_part_at(s, p, at.end()));
   for (cuda::PanelPlace at{.columns = kept}; at.end() < s.vocab;) {
-    take(at = cuda::sm90::panel_at(s, p, at.end()));
+    take(at = cuda::tiled::panel_at(s, p, at.end()));
   }
   if (count > 1) facts->add("panels", std::to_string(count) + ":" + hash.text());
 }
 
 // Adds what an engine decides, in the words of docs/kernels.
 void add_hopper(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
-  const cuda::sm90::TiledPart& own = cuda::sm90::tiled_part(p);
+  const cuda::tiled::TiledPart& own = cuda::tiled::tiled_part(p);
   facts->add("options", !s.kernels.plain);
   facts->add("dz", forms_dz(s.kernels.kept) && cuda::kept_columns(p) > 0);
-  facts->add("apart", cuda::sm90::works_apart(p));
+  facts->add("apart", cuda::tiled::works_apart(p));
   facts->add("unit", own.unit_width);
   facts->add("single", own.single_tiles);
   facts->add("slots", own.slots);
@@ -113,7 +113,8 @@ void add_plan(const cuda::Engine& engine, const cuda::LinearShape& s, const cuda
   facts->add("again", p.remade_columns);
   facts->add("weight", s.copies_weight ? "copy" : "own", "own");
   facts->add("input", lends_input(s, p) ? "lent" : p.copies_input ? "copy" : "own", "copy");
-  const bool lent = &engine != cuda::engines().back() && cuda::sm90::tiled_part(p).lent_scaled >= 0;
+  const bool lent =
+      &engine != cuda::engines().back() && cuda::tiled::tiled_part(p).lent_scaled >= 0;
   if (scales_apart(s, p)) facts->add("scaled", lent ? "lent" : "copy");
   facts->add("wsum", sums_grad_weight(s, p));
   facts->add("isum", sums_grad_input(s, p));

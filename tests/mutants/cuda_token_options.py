@@ -31,7 +31,7 @@ TOKEN_OPTIONS = [
      "return @{a.call.map == nullptr}@ ? a.map", "true", "options"),
     ("temperatures, linear: the target's logit without its own", "linear/gather.cu",
      "sum = @{tokens.map == nullptr}@ ? map_raw", "true", "options"),
-    ("max_logprob, Hopper: the reference may be an anchor", "linear/sm90/run.cpp",
+    ("max_logprob, Hopper: the reference may be an anchor", "linear/tiled/run.cpp",
      "s.forward && @{!finds_maximum(s)}@;", "!s.sums.has(SumKind::shifted | SumKind::argmax)", "options"),
     ("rank: ties count as above", "rows/row_state.cuh",
      "wants.has(SumKind::above) && @{z > target.logit}@ &&", "z >= target.logit", "options"),

@@ -168,21 +168,20 @@ void copy(const LinearWork& work, const char* name, int64_t first, int64_t rows,
 }
 
 __global__ void __launch_bounds__(256)
-    column_terms_kernel(LinearCall call, float* bias, float* class_weights) {
+    column_terms_kernel(LinearCall call, int64_t padding, float* bias, float* class_weights) {
   const int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x;
   const bool exists = j < call.weight.shape[0];
-  if (j >= call.weight.shape[0] + column_padding) return;
+  if (j >= call.weight.shape[0] + padding) return;
   if (bias != nullptr) bias[j] = exists ? load(call.bias, j) : 0.0f;
   if (class_weights != nullptr) class_weights[j] = exists ? class_weight(call.in, j) : 0.0f;
 }
 
 }  // namespace
 
-void column_terms(const LinearWork& work) {
+void column_terms(const LinearWork& work, int64_t padding) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  stream->launch("column_terms", column_terms_kernel,
-                 blocks_for(call.shape.vocab + column_padding, 256), 256, call, m.bias_row,
-                 m.class_weights);
+  stream->launch("column_terms", column_terms_kernel, blocks_for(call.shape.vocab + padding, 256),
+                 256, call, padding, m.bias_row, m.class_weights);
 }
 
 void copy_weight(const LinearWork& work) {

@@ -58,20 +58,21 @@ struct LinearMemory {
   char* input = nullptr;
   // it is the input times v, may be `input`, and may lie in grad_weight's memory
   char* scaled = nullptr;
-  float* bias_row = nullptr;  // [V + column_padding]  it is the bias in f32, for sm90/forward.h
-  float* class_weights = nullptr;  // [V + column_padding]  it is c_j, for sm90/forward.h
+  // [V + a tile's columns]  it is the bias in f32, which tiled kernels read in whole tiles
+  float* bias_row = nullptr;
+  float* class_weights = nullptr;  // [V + a tile's columns]  it is c_j, for the same
   float* target_logit = nullptr;   // [token_chunk]
   // [token_chunk]  it is the slope of raw -> z, where each token has its own
   float* slope = nullptr;
   Partials partials;
   UnitShares units;
   RowGradient* gradients = nullptr;  // [token_chunk]
-  float* target_gradient = nullptr;  // [token_chunk]  it is dz of the target, for sm90/forward.h
+  float* target_gradient = nullptr;  // [token_chunk]  it is dz of the target
   RowFactors* factors = nullptr;     // [token_chunk]
   // [1 + token_chunk]  a count comes first, then the rows to be made again
   int32_t* again = nullptr;
-  float* logits = nullptr;  // [block_rows, block_columns]
-  float* slots = nullptr;   // [slots, 512, 192]  the slices of sm90/product.h leave their sums here
+  float* logits = nullptr;    // [block_rows, block_columns]
+  float* slots = nullptr;     // [slots, slot_size]  slices of tiles leave their sums here
   float* row_sums = nullptr;  // [sum_rows, hidden_pitch]  it sums grad_input, where E is whole
   char* stored = nullptr;     // [panel_rows, stored_pitch]  it holds E
   char* remade = nullptr;     // [panel_rows, remade_columns]  it holds E or dz and may be `stored`
@@ -114,8 +115,6 @@ void for_lent_pieces(int64_t lent, int64_t in_place_of_e, F&& use) {
     done += rows;
   }
 }
-// Arrays of columns have so much behind them, so that a whole tile may be read.
-constexpr int64_t column_padding = 192;
 // The sums of dz that make grad_bias take so many columns at a time.
 constexpr int64_t bias_columns = 16384;
 constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows = 256;
@@ -144,8 +143,8 @@ void copy_weight_tail(const LinearWork& work);
 // token does not count become 0. If `beside`, the kernel in front may run on, as it neither writes
 // nor reads any of what this one does; it must start early itself.
 void gather_input(const LinearWork& work, bool clears, bool beside);
-// Writes the bias and the class weights in f32, with zeros behind them.
-void column_terms(const LinearWork& work);
+// Writes the bias and the class weights in f32, with so many zeros behind them.
+void column_terms(const LinearWork& work, int64_t padding);
 
 // Returns the weight from row `column` on, as a product reads it.
 Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

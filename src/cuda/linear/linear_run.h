@@ -29,8 +29,6 @@ class LinearRun : public StepVisitor {
         return;
       case StepKind::copy_weight:
         return copy_weight(work_);
-      case StepKind::column_terms:
-        return column_terms(work_);
       case StepKind::class_row:
         return class_row(work_);
       case StepKind::weight_tail:

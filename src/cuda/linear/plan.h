@@ -10,8 +10,8 @@
 //   frugal      nothing kept; dz made again with the lse known: four products
 //   two_passes  E of one chunk of tokens at a time, for grad_input and the first rows of
 //               grad_weight; then dz of the other columns for theirs: three and a half products
-// Rows of grad_weight that no product has written yet are memory too: Hopper's kernels keep E or dz
-// of earlier columns there (sm90/panels.h).
+// Rows of grad_weight that no product has written yet are memory too: tiled kernels keep E or dz
+// of earlier columns there (tiled/panels.h).
 #pragma once
 
 #include <cstddef>
@@ -83,7 +83,7 @@ struct LinearShape {
   int64_t weight_rows = 0;  // the first so many rows of grad_weight are made; 0 means all
   // E of so many columns is in the caller's memory: Forward keeps it, Backward finds it
   int64_t kept_columns = 0;
-  Kernels kernels;
+  Kernels kernels{};
   bool can_keep() const { return is_kept(kernels.kept); }
   int64_t rows_of_weight() const { return weight_rows > 0 ? weight_rows : vocab; }
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
@@ -98,7 +98,6 @@ struct DeviceSpeed {
   double memory = 4.0e12;  // memory moves so many bytes/s
   double launch = 3e-6;    // a launch takes so many seconds
   double multiprocessors = 132;
-  int clusters() const { return static_cast<int>(multiprocessors) / 2; }
   bool operator==(const DeviceSpeed&) const = default;
 };
 
@@ -141,7 +140,7 @@ struct LinearPlan {
   int64_t first_rows = 0;     // the first of two passes makes so many rows of grad_weight
   uint64_t bytes = 0;
   double seconds = 0;  // it is predicted
-  EnginePart own;
+  EnginePart own{};
 };
 
 // Returns how many columns, the last ones, products take alone; and how many rows of grad_weight,

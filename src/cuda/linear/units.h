@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where no gradient is asked for the forward's tiles of 512 rows x 192 columns are shared out in
-// units: a unit is 8 tiles of the same rows, one after the other in one cluster, which leaves one
+// Where no gradient is asked for the forward's tiles of 512 rows may be shared out in units: a unit
+// is 8 tiles of the same rows, one after the other in one cluster, which leaves one
 // sum a row in memory and its reference. What would leave clusters idle, the units of the last
 // round and the tiles behind a row's last whole unit, is done a tile at a time; these single tiles'
 // sums go to a place of their own, and the rows' kernel makes units of them. The order in which a

@@ -3,37 +3,44 @@
 // (forward.cuh), and make the gradients' products (product.cuh).
 #pragma once
 
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/sm90/tile.h"
+#include "src/cuda/linear/tiled/engine.h"
 
 namespace logitless::cuda::sm90 {
 
-class HopperEngine final : public Engine {
+class HopperEngine final : public tiled::TiledEngine {
  public:
+  HopperEngine() : TiledEngine(sm90::tile) {}
   const char* name() const override { return "sm90"; }
   bool serves(const DeviceInfo& device) const override;
   bool serves(const Call& op, const LinearShape& shape) const override;
-  bool is_batch_invariant() const override { return true; }
   bool finds_maximum(const LinearShape& s) const override { return s.sums.has(SumKind::maximum); }
-  void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
   DeviceSpeed speed(const DeviceInfo& device) const override;
-  void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,
-                 const std::function<void(const LinearPlan&)>& consider) const override;
-  void complete(const LinearShape& shape, const DeviceSpeed& speed,
-                LinearPlan* plan) const override;
-  LinearPlan in_passes(const LinearShape& shape, const DeviceSpeed& speed, uint64_t minimum,
-                       uint64_t bytes, const LinearPlan& best) const override;
-  void place(Lifetime lifetime, const LinearShape& shape, const LinearPlan& plan, Arena* arena,
-             LinearMemory* memory) const override;
-  void for_steps(const LinearShape& shape, const LinearPlan& plan,
-                 StepVisitor* visitor) const override;
-  double seconds(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,
-                 const Step& step) const override;
-  void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
-           const DeviceInfo& device, Stream* stream) const override;
+  bool forms_in_place(const LinearCall& call) const override;
+
+  // forward.cu defines these.
+  void logits(const LinearWork& work, int64_t first, int64_t columns,
+              const Panel& panel) const override;
+  void remake(const LinearWork& work, const Panel& panel) const override;
+  void form_dz(const LinearWork& work, const Panel& panel,
+               bool first) const override;  // form_dz.cu
+  // product.cu defines these.
+  void input_sums(const LinearWork& work, const tiled::Kept& kept, const Range& rows, float* sums,
+                  bool of_e, bool add) const override;
+  void grad_input(const LinearWork& work, const tiled::Kept& kept, bool of_e) const override;
+  void grad_weight(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
+                   bool add) const override;
+  void both_gradients(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
+                      bool add) const override;
 };
 
-// plan_time.cpp says how many slots of slices (cut.h) the products of a plan can use; the plan has
-// all but these.
-int32_t slots_of(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed);
+// Returns whether this build has code of sm_90a (cmake/cuda.cmake); without it these kernels are
+// empty.
+bool has_code();
+// Returns how far apart the rows of the weight lie; for a single row any distance will do.
+inline int64_t weight_stride(const LinearCall& call, const LinearPlan& plan) {
+  if (call.shape.copies_weight) return plan.hidden_pitch;
+  return call.shape.vocab == 1 ? call.shape.hidden : call.weight.stride[0];
+}
 
 }  // namespace logitless::cuda::sm90

@@ -6,8 +6,8 @@
 // and near the cap what is left to it is kept instead (near_cap.cuh). This costs one read and one
 // write, and saves a fourth product.
 #include "src/cuda/linear/linear.cuh"
+#include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/near_cap.cuh"
-#include "src/cuda/linear/sm90/panels.h"
 #include "src/cuda/logit_map.cuh"
 
 namespace logitless::cuda::sm90 {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(256)
 
 }  // namespace
 
-void form_dz(const LinearWork& work, const Panel& panel, bool first) {
+void HopperEngine::form_dz(const LinearWork& work, const Panel& panel, bool first) const {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const auto launch = [&](auto kernel, const Panel& some, int64_t slab_rows) {
     stream->launch("form_dz", kernel,

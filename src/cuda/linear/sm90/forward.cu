@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/engine.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "src/cuda/linear/sm90/plain.cuh"
-#include "src/cuda/linear/sm90/teams.h"
 #include "src/cuda/linear/sm90/tensor_map.h"
 #include "src/cuda/linear/sm90/whole_chip.cuh"
 #include "src/cuda/linear/sm90/with_options.cuh"
+#include "src/cuda/linear/tiled/teams.h"
 #include "src/row/map.h"
 
 namespace logitless::cuda::sm90 {
 namespace {
+
+using tiled::rows_of_tile;
+using tiled::works_apart;
 
 struct Operands {
   CUtensorMap input, weight;
@@ -243,7 +246,7 @@ Arguments make_arguments(const LinearCall& call, const LinearPlan& plan, const L
   return {.chunk = chunk,
           .team = {works_apart(plan)},
           .left_rows = copied_rows(call.shape, plan),
-          .partials = from_segment(m.partials, first / sum_columns),
+          .partials = from_segment(m.partials, first / tile_columns),
           .target_logit = m.target_logit,
           .gradients = m.gradients,
           .target_gradient = m.target_gradient,
@@ -277,7 +280,8 @@ void add_up_logits(const LinearWork& work, Arguments arguments) {
 
 }  // namespace
 
-void forward(const LinearWork& work, int64_t first, int64_t columns, const Panel& panel) {
+void HopperEngine::logits(const LinearWork& work, int64_t first, int64_t columns,
+                          const Panel& panel) const {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const Arguments arguments = make_arguments(call, plan, m, chunk, first, columns, panel);
   add_up_logits(work, arguments);
@@ -294,7 +298,7 @@ void forward(const LinearWork& work, int64_t first, int64_t columns, const Panel
   }
 }
 
-void gradients(const LinearWork& work, const Panel& panel) {
+void HopperEngine::remake(const LinearWork& work, const Panel& panel) const {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const Arguments arguments =
       make_arguments(call, plan, m, chunk, panel.first, panel.columns, panel);

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "src/cuda/linear/sm90/product.h"
+#include "src/cuda/linear/sm90/engine.h"
 
 #include <algorithm>
 
 #include "src/cuda/linear/sm90/few_tokens.cuh"
-#include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/join.cuh"
 #include "src/cuda/linear/sm90/product.cuh"
-#include "src/cuda/linear/sm90/teams.h"
 #include "src/cuda/linear/sm90/tensor_map.h"
 #include "src/cuda/linear/sm90/whole_chip.cuh"
+#include "src/cuda/linear/tiled/teams.h"
 
 namespace logitless::cuda::sm90 {
 namespace {
+
+using tiled::Kept;
+using tiled::tiled_part;
 
 constexpr int input_group = 8, weight_group = 2;  // both were measured: docs/kernels/hopper.md
 
@@ -66,10 +68,10 @@ void launch(const LinearWork& work, Prepared p) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const int clusters = device.multiprocessors / 2;
   constexpr bool is_input = kGradient == Gradient::input;
-  p.a.team.apart = is_input && works_apart(plan);
-  if (is_input) p.a.slot_parts = slot_rows(plan) / 64;
-  use_teams<kGradient>(m, is_input ? teams_of(plan, clusters) : clusters,
-                       is_input ? tiled_part(plan).slots : weight_slots(plan), &p);
+  p.a.team.apart = is_input && tiled::works_apart(plan);
+  if (is_input) p.a.slot_parts = tiled::slot_rows(plan) / 64;
+  use_teams<kGradient>(m, is_input ? tiled::teams_of(plan, clusters) : clusters,
+                       is_input ? tiled_part(plan).slots : tiled::weight_slots(plan), &p);
   with_types(call.shape.dtype, p.out, [&](auto element, auto written) {
     stream->launch_config(is_input ? "sm90 grad_input" : "sm90 grad_weight",
                           product_kernel<decltype(element), kGradient, decltype(written)>,
@@ -123,7 +125,8 @@ Prepared input_product(const LinearWork& work, const Kept& kept, DType out, Prod
   const int64_t stride = weight_stride(call, plan);
   const auto map = [&](const Panel& panel) {
     const int64_t blocks = (panel.columns + 63) / 64;
-    return make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, rows_of_tile(plan), stream);
+    return make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, tiled::rows_of_tile(plan),
+                    stream);
   };
   // A part of no columns has no address, so the map takes the other part's.
   const bool all_behind = kept.panel.columns == 0, none_behind = kept.behind.columns == 0;
@@ -132,7 +135,7 @@ Prepared input_product(const LinearWork& work, const Kept& kept, DType out, Prod
   a.steps_in_front = static_cast<int32_t>((first.columns + tile_depth - 1) / tile_depth);
   a.panel_rows = static_cast<int32_t>(first.pitch);
   a.group = input_group;
-  a.left_rows = rows_of_tile(plan);
+  a.left_rows = tiled::rows_of_tile(plan);
   Prepared p{.out = out};
   p.operands.left = map(first);
   if (!all_behind && !none_behind) p.operands.behind = map(kept.behind);
@@ -203,38 +206,33 @@ Prepared weight_product(const LinearWork& work, const Panel& panel, const char* 
 
 }  // namespace
 
-bool writes(const TensorView& gradient, DType inputs) {
-  return (gradient.dtype == DType::f32 || gradient.dtype == inputs) &&
-         (gradient.stride[1] == 1 || gradient.shape[1] == 1);
-}
-
-void input_sums(const LinearWork& work, const Kept& kept, int64_t row, int64_t rows, float* sums,
-                bool of_e, bool add) {
+void HopperEngine::input_sums(const LinearWork& work, const Kept& kept, const Range& rows,
+                              float* sums, bool of_e, bool add) const {
   const auto& [call, plan, m, device, stream, chunk] = work;
   ProductArguments a{};
   a.chunk = chunk;
   write_sums(sums, plan, &a);
-  a.first_row = static_cast<int32_t>(row);
-  a.rows = static_cast<int32_t>(rows);
+  a.first_row = static_cast<int32_t>(rows.first);
+  a.rows = static_cast<int32_t>(rows.count);
   a.add = add;
   if (of_e) a.factors = m.factors;
   if (of_e) a.line = m.class_row;
   launch<Gradient::input>(work, input_product(work, kept, DType::f32, a));
 }
 
-void grad_input(const LinearWork& work, const Kept& kept, bool of_e) {
+void HopperEngine::grad_input(const LinearWork& work, const Kept& kept, bool of_e) const {
   launch<Gradient::input>(work, whole_input(work, kept, of_e));
 }
 
-void grad_weight(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
-                 bool add) {
+void HopperEngine::grad_weight(const LinearWork& work, const Panel& panel, const char* rows,
+                               bool of_e, bool add) const {
   Prepared p = weight_product(work, panel, rows, of_e, add);
   if (takes_few(work, p)) return launch_few(work, p);
   launch<Gradient::weight>(work, p);
 }
 
-void both_gradients(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
-                    bool add) {
+void HopperEngine::both_gradients(const LinearWork& work, const Panel& panel, const char* rows,
+                                  bool of_e, bool add) const {
   const auto& [call, plan, m, device, stream, chunk] = work;
   Prepared input = whole_input(work, {panel}, of_e);
   Prepared weight = weight_product(work, panel, rows, of_e, add);

@@ -7,10 +7,13 @@
 #include <algorithm>
 
 #include "src/cuda/linear/chunk.cuh"
-#include "src/cuda/linear/sm90/cut.h"
 #include "src/cuda/linear/sm90/tile.cuh"
+#include "src/cuda/linear/tiled/cut.h"
 
 namespace logitless::cuda::sm90 {
+
+using tiled::Cut;
+using tiled::cut_tiles;
 
 enum class Gradient { input, weight };
 
@@ -35,7 +38,7 @@ struct ProductArguments {
   bool scaled;             // the output is multiplied by the common factor
   bool add;
   bool wide;     // rows begin and end at multiples of four elements
-  float* slots;  // [slot_count, 512, 192]  it has the sums of slices, in the order of the threads
+  float* slots;  // [slot_count, a tile]  it has the sums of slices, in the order of the threads
   int32_t slot_count, teams;
   int32_t slot_parts = cluster_rows / 64;  // a part has 64 rows
   Cut cut;            // the host has made it for the case that every token of the chunk counts

@@ -6,14 +6,15 @@
 // for both. docs/kernels/hopper.md says why it has this size.
 #pragma once
 
+#include "src/cuda/linear/sm90/tile.h"
 #include "src/cuda/linear/sm90/tma.cuh"
 #include "src/cuda/linear/sm90/wgmma.cuh"
 #include "src/host_device.h"
 
 namespace logitless::cuda::sm90 {
 
-constexpr int tile_rows = 256, tile_columns = 192, tile_depth = 64, stages = 4;
-constexpr int cluster_rows = 2 * tile_rows;
+constexpr int cluster_rows = tile.rows, tile_rows = cluster_rows / tile.blocks;
+constexpr int tile_columns = tile.columns, tile_depth = tile.depth, stages = 4;
 constexpr int left_bytes = tile_rows * tile_depth * 2, right_bytes = tile_columns * tile_depth * 2;
 constexpr int stage_bytes = left_bytes + right_bytes;
 // It holds 64 rows of the left operand, whichever axis lies along memory.

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/tiled/panels.h"
 
 #include <algorithm>
 
-#include "src/cuda/linear/sm90/forward.h"
 #include "src/kept.h"
 
-namespace logitless::cuda::sm90 {
+namespace logitless::cuda::tiled {
 namespace {
 
 constexpr int64_t alignment = 128, block_columns = 64;
@@ -29,12 +28,16 @@ int64_t weight_bytes(const LinearShape& s) { return s.vocab * row_bytes(s); }
 int64_t panel_bytes(const LinearShape& s, const LinearPlan& p, int64_t columns) {
   return round_up(columns, block_columns) * column_bytes(s, p);
 }
+// Returns as many columns or fewer, in whole tiles.
+int64_t in_tiles(const LinearPlan& p, int64_t columns) {
+  return columns / tile_of(p).columns * tile_of(p).columns;
+}
 // Returns how many columns, in whole tiles, fit behind `first` if each takes its own row, which is
 // still to be written, and its bytes of the panel.
 int64_t room_behind(const LinearShape& s, const LinearPlan& p, int64_t first) {
   const int64_t left = weight_bytes(s) - first * row_bytes(s) - 2 * alignment;
   const int64_t columns = left / (row_bytes(s) + column_bytes(s, p));
-  return std::max<int64_t>(columns, 0) / sum_columns * sum_columns;
+  return in_tiles(p, std::max<int64_t>(columns, 0));
 }
 // Returns where E of the lent columns begins.
 int64_t lent_e(const LinearShape& s, const LinearPlan& p) {
@@ -56,7 +59,7 @@ int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
     return 0;
   const bool copies = tiled_part(p).copies_lent;
   const int64_t others = s.vocab - p.stored_columns;
-  const int64_t last = (others - 1) % sum_columns + 1;
+  const int64_t last = (others - 1) % tile_of(p).columns + 1;
   const int64_t end = weight_bytes(s) / alignment * alignment;
   const auto keeps = [&](int64_t columns) {  // tells whether the last ones stay unharmed
     return (s.vocab - columns) * row_bytes(s) + panel_bytes(s, p, columns) <= end;
@@ -66,7 +69,7 @@ int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   const int64_t left = end - alignment - p.stored_columns * row_bytes(s) - scaled;
   const int64_t row = row_bytes(s), column = column_bytes(s, p);
   const int64_t columns = left / (copies ? std::max(row, column) : row + column);
-  return std::clamp<int64_t>(columns, 0, others - 1) / sum_columns * sum_columns;
+  return in_tiles(p, std::clamp<int64_t>(columns, 0, others - 1));
 }
 
 int64_t lent_offset(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
@@ -101,7 +104,7 @@ PanelPlace kept_part_at(const LinearShape& s, const LinearPlan& p, int64_t first
   if (first < p.stored_columns) return {.columns = p.stored_columns};
   PanelPlace at{.first = first, .columns = kept_columns(p) - first, .lent = true};
   const int64_t free = lent_offset(s, p, at) - first * row_bytes(s);
-  const int64_t in_place = free / row_bytes(s) / sum_columns * sum_columns;
+  const int64_t in_place = in_tiles(p, free / row_bytes(s));
   if (in_place >= at.columns) return at;
   at.copied = in_place < workspace_columns(p);
   at.columns = std::min(at.columns, at.copied ? workspace_columns(p) : in_place);
@@ -123,4 +126,4 @@ Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemor
   return {data, plan.panel_rows, at.first, at.columns, true};
 }
 
-}  // namespace logitless::cuda::sm90
+}  // namespace logitless::cuda::tiled

@@ -9,27 +9,12 @@
 
 #include "src/cuda/linear/linear.h"
 #include "src/cuda/linear/steps.h"
+#include "src/cuda/linear/tiled/plan.h"
 
-namespace logitless::cuda::sm90 {
+namespace logitless::cuda::tiled {
 
-// These fields are this engine's part of a plan.
-struct TiledPart {
-  // E is copied before its rows are written, so that as many columns are lent as fit
-  bool copies_lent = true;
-  int32_t slots = 0;        // so many slots take the sums of sliced tiles: cut.h
-  int32_t slot_size = 0;    // a slot has so many floats
-  int32_t input_teams = 0;  // so many teams make grad_input, where both products run at once
-  // The scaled input lies at this byte of grad_weight's memory, or not there (-1).
-  int64_t lent_scaled = -1;
-  int32_t unit_width = 0;    // a segment has so many tiles, or is none (0): units.h
-  int32_t single_tiles = 0;  // at most so many tiles have sums that lie apart
-  int32_t single_rows = 0;   // each of these tiles has so many rows
-};
-inline TiledPart& tiled_part(LinearPlan& p) { return p.own.as<TiledPart>(); }
-inline const TiledPart& tiled_part(const LinearPlan& p) { return p.own.as<TiledPart>(); }
-
-// Returns the panel of dz that begins at `first`, once all columns before it are done with. The
-// panels of Hopper's kernels are panel_at(columns that are kept), panel_at(end of that), ... to V.
+// Returns the panel of dz that begins at `first`, once all columns before it are done with. They
+// are panel_at(columns that are kept), panel_at(end of that), ... to V.
 PanelPlace panel_at(const LinearShape& shape, const LinearPlan& plan, int64_t first);
 // Returns how many panels from this one on, which panel_at gave, are as wide and lie in the same
 // place.
@@ -51,8 +36,5 @@ Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemor
                const PanelPlace& at);
 // copy_panel.cu copies the rows that count of a panel to `to`, which is as wide.
 void copy_panel(const LinearWork& work, const Panel& panel, char* to);
-// form_dz.cu makes dz in the place of E, since a softcap under smoothing leaves the products no
-// other way. It also adds dz to bias_sum, if grad_bias is asked for (`first`: it overwrites it).
-void form_dz(const LinearWork& work, const Panel& panel, bool first);
 
-}  // namespace logitless::cuda::sm90
+}  // namespace logitless::cuda::tiled

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where rows of grad_weight are about to be written, E that lies there goes back to the workspace.
 #include "src/cuda/linear/linear.cuh"
-#include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/tiled/panels.h"
 
-namespace logitless::cuda::sm90 {
+namespace logitless::cuda::tiled {
 namespace {
 
 // A thread has so many copies of 16 bytes under way at once.
@@ -43,4 +43,4 @@ void copy_panel(const LinearWork& work, const Panel& panel, char* to) {
                  reinterpret_cast<uint4*>(to), panel.pitch, (panel.columns + 63) / 64);
 }
 
-}  // namespace logitless::cuda::sm90
+}  // namespace logitless::cuda::tiled

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file says what a plan does on Hopper: it makes E of the columns that are kept, in the
+// This file says what a plan of tiled kernels does: it makes E of the columns that are kept, in the
 // workspace and in grad_weight's memory, and dz of the others, a panel at a time.
 #include "src/cuda/linear/steps.h"
 
 #include <algorithm>
 
-#include "src/cuda/linear/sm90/engine.h"
-#include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/tiled/engine.h"
+#include "src/cuda/linear/tiled/panels.h"
 
-namespace logitless::cuda::sm90 {
+namespace logitless::cuda::tiled {
 namespace {
 
-class HopperSteps final : public CallSteps {
+class TiledSteps final : public CallSteps {
  public:
   using CallSteps::CallSteps;
 
@@ -125,9 +125,9 @@ class HopperSteps final : public CallSteps {
 
 }  // namespace
 
-void HopperEngine::for_steps(const LinearShape& shape, const LinearPlan& plan,
-                             StepVisitor* visitor) const {
-  HopperSteps(shape, plan, visitor).enumerate();
+void TiledEngine::for_steps(const LinearShape& shape, const LinearPlan& plan,
+                            StepVisitor* visitor) const {
+  TiledSteps(shape, plan, visitor).enumerate();
 }
 
-}  // namespace logitless::cuda::sm90
+}  // namespace logitless::cuda::tiled

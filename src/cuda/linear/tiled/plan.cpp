@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file says which plans there are of a linear op on Hopper's own kernels.
+// This file says which plans there are of a linear op on kernels that make tiles of logits.
 #include <algorithm>
 
 #include "src/cuda/linear/plan_search.h"
-#include "src/cuda/linear/sm90/engine.h"
-#include "src/cuda/linear/sm90/forward.h"
-#include "src/cuda/linear/sm90/panels.h"
-#include "src/cuda/linear/sm90/teams.h"
+#include "src/cuda/linear/tiled/engine.h"
+#include "src/cuda/linear/tiled/panels.h"
+#include "src/cuda/linear/tiled/teams.h"
 #include "src/cuda/linear/units.h"
 
-namespace logitless::cuda::sm90 {
+namespace logitless::cuda::tiled {
 namespace {
-
-constexpr int64_t least_chunk = 512;  // the forward kernel takes so many tokens at a time
 
 uint64_t slot_bytes(const LinearPlan& p) {
   return static_cast<uint64_t>(tiled_part(p).slot_size) * sizeof(float);
@@ -20,19 +17,21 @@ uint64_t slot_bytes(const LinearPlan& p) {
 
 // Returns whether both products of a chunk run at once.
 bool runs_both(const LinearShape& s, const LinearPlan& p) {
+  const Tile& tile = tile_of(p);
   // The kernels count steps in 32 bits.
-  const double steps = 2.0 * static_cast<double>(divide_up(p.token_chunk, 512)) *
-                       static_cast<double>(s.vocab / 64 + 512) *
-                       static_cast<double>(divide_up(s.hidden, sum_columns) + 1);
-  return s.grad_input && s.grad_weight && p.chunks > 1 && s.kernels.direct_grad_input &&
-         p.stored_columns == s.vocab && steps < 1e9;
+  const double steps = 2.0 * static_cast<double>(divide_up(p.token_chunk, tile.rows)) *
+                       static_cast<double>(s.vocab / tile.depth + tile.rows) *
+                       static_cast<double>(divide_up(s.hidden, tile.columns) + 1);
+  return tile.runs_both && s.grad_input && s.grad_weight && p.chunks > 1 &&
+         s.kernels.direct_grad_input && p.stored_columns == s.vocab && steps < 1e9;
 }
 
 // Enumerates the plans of one call on one device for so many bytes.
 class Plans {
  public:
-  Plans(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes)
-      : s_(shape), speed_(speed), bytes_(bytes) {}
+  Plans(const TiledEngine& engine, const LinearShape& shape, const DeviceSpeed& speed,
+        uint64_t bytes)
+      : engine_(engine), tile_(engine.tile()), s_(shape), speed_(speed), bytes_(bytes) {}
 
   void each(const std::function<void(const LinearPlan&)>& consider) const {
     const auto use = [&](const LinearPlan& p) {
@@ -42,11 +41,11 @@ class Plans {
     // Logits are never in memory here, so their size decides nothing.
     const int shrink = s_.grad_input && !s_.kernels.direct_grad_input ? 2 : 64;
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
-         most = std::max(most / 2, least_chunk)) {
+         most = std::max<int64_t>(most / 2, tile_.rows)) {
       // The kernels count tiles in 32 bits.
       const int64_t most_tiles = int64_t{1} << 30;
-      if (most > least_chunk &&
-          divide_up(most, 512) * divide_up(s_.vocab, sum_columns) > most_tiles) {
+      if (most > tile_.rows &&
+          divide_up(most, tile_.rows) * divide_up(s_.vocab, tile_.columns) > most_tiles) {
         continue;
       }
       LinearPlan p = chunked(most);
@@ -61,20 +60,21 @@ class Plans {
         }
         if (s_.gradients()) each_width(p, use);
       }
-      if (most <= least_chunk || s_.targets_only) break;
+      if (most <= tile_.rows || s_.targets_only) break;
     }
     if (s_.gradients() && s_.can_keep() && bytes_ > 0) each_odd_chunk(use);
   }
 
  private:
+  int teams() const { return tile_.teams(static_cast<int>(speed_.multiprocessors)); }
   // Considers the plans where E of all tokens is in the caller's memory, for products of a single
   // chunk, or comes there a chunk at a time.
   template <class F>
   void each_of_kept(F&& use) const {
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
-         most = std::max(most / 2, least_chunk)) {
+         most = std::max<int64_t>(most / 2, tile_.rows)) {
       each_of_kept_in(chunked(most), use);
-      if (s_.gradients() || most <= least_chunk) return;
+      if (s_.gradients() || most <= tile_.rows) return;
     }
   }
   template <class F>
@@ -89,7 +89,7 @@ class Plans {
       }
       for (const int64_t width : panel_widths) {
         if (width < (bytes_ > 0 ? 4 : least_width(p))) break;
-        p.remade_columns = width * sum_columns;
+        p.remade_columns = width * tile_.columns;
         use(finish(p));
       }
     }
@@ -100,31 +100,32 @@ class Plans {
     const int64_t tokens = std::max<int64_t>(s_.tokens, 1);
     const int64_t even = divide_up(tokens, divide_up(tokens, most));
     LinearPlan p;
-    tiled_part(p) = {};
-    p.token_chunk = std::min(round_up(even, most >= 512 ? 512 : 8), round_up(tokens, 8));
+    tiled_part(p) = {.tile = &tile_};
+    p.token_chunk =
+        std::min(round_up(even, most >= tile_.rows ? tile_.rows : 8), round_up(tokens, 8));
     p.chunks = divide_up(tokens, p.token_chunk);
     p.hidden_pitch = round_up(s_.hidden, 16 / size_of(s_.dtype));
-    p.panel_rows = round_up(p.token_chunk, 64);
-    tiled_part(p).slot_size = static_cast<int32_t>(slot_rows(p) * sum_columns);
+    p.panel_rows = round_up(p.token_chunk, tile_.depth);
+    tiled_part(p).slot_size = static_cast<int32_t>(slot_rows(p) * tile_.columns);
     place_sums(&p);
     return p;
   }
 
   // Sets how many partial sums a row has.
   void place_sums(LinearPlan* p) const {
-    const int64_t tiles = divide_up(s_.vocab, sum_columns);
+    const int64_t tiles = divide_up(s_.vocab, tile_.columns);
     p->segments = tiles;
     TiledPart& own = tiled_part(*p);
-    own.single_rows = static_cast<int32_t>(std::min<int64_t>(p->token_chunk, unit_rows));
-    if (!s_.kernels.plain) return;
+    own.single_rows = static_cast<int32_t>(std::min<int64_t>(p->token_chunk, tile_.rows));
+    if (!s_.kernels.plain || !tile_.in_units) return;
     const bool makes_e = s_.gradients() || s_.kept_columns > 0;
     own.unit_width = makes_e ? 1 : unit_tiles;
     if (makes_e) return;
-    const auto rows = static_cast<int>(divide_up(p->token_chunk, 512));
-    const int teams = teams_of(*p, speed_.clusters());
-    const Units all = Units::make(rows, static_cast<int>(tiles), own.unit_width, teams);
+    const auto rows = static_cast<int>(divide_up(p->token_chunk, tile_.rows));
+    const int all_teams = teams_of(*p, teams());
+    const Units all = Units::make(rows, static_cast<int>(tiles), own.unit_width, all_teams);
     p->segments = all.whole > 0 ? all.columns() : 0;
-    own.single_tiles = most_singles(rows, static_cast<int>(tiles), teams);
+    own.single_tiles = most_singles(rows, static_cast<int>(tiles), all_teams);
   }
 
   // Settles the rest of a plan but its time, with slots where they fit.
@@ -133,16 +134,16 @@ class Plans {
     settle(s_, &p);
     TiledPart& own = tiled_part(p);
     own.lent_scaled = lent_scaled_input(s_, p);
-    own.input_teams = runs_both(s_, p);  // HopperEngine::complete says how many there are
+    own.input_teams = runs_both(s_, p);  // TiledEngine::complete says how many there are
     own.slots = 0;
-    p.bytes = bytes_of(HopperEngine(), s_, p);
+    p.bytes = bytes_of(engine_, s_, p);
     if (!s_.gradients() || p.bytes > bytes_) return p;
     const uint64_t room = (bytes_ - p.bytes) / slot_bytes(p);
-    own.slots = slots_of(s_, p, speed_);
-    p.bytes = bytes_of(HopperEngine(), s_, p);
+    own.slots = engine_.slots_of(s_, p, speed_);
+    p.bytes = bytes_of(engine_, s_, p);
     if (p.bytes > bytes_) {
       own.slots = static_cast<int32_t>(std::min<uint64_t>(own.slots, room));
-      p.bytes = bytes_of(HopperEngine(), s_, p);
+      p.bytes = bytes_of(engine_, s_, p);
     }
     return p;
   }
@@ -160,7 +161,7 @@ class Plans {
     for (const int64_t width : panel_widths) {
       if (width < narrowest) return;
       p.stored_columns = 0;
-      p.remade_columns = width * sum_columns;
+      p.remade_columns = width * tile_.columns;
       each_lending(s_, p, [&](const LinearPlan& lending) {
         const LinearPlan made = finish(lending);
         use(made);
@@ -170,7 +171,7 @@ class Plans {
       each_lending(s_, p, [&](LinearPlan lending) {
         // The memory of E holds the panels that are made again, once E is used.
         const LinearPlan mixed =
-            largest_share(s_, bytes_, lending.remade_columns, sum_columns,
+            largest_share(s_, bytes_, lending.remade_columns, tile_.columns,
                           lending.panel_rows * size_of(s_.dtype), [&](int64_t columns) {
                             lending.stored_columns = lending.remade_columns = columns;
                             return finish(lending);
@@ -193,10 +194,11 @@ class Plans {
       if (p.bytes <= bytes_) use(p);
       return p.bytes <= bytes_;
     };
-    for (int64_t rows = s_.tokens / 8 * 6; rows > least_chunk; rows /= 2) {
-      whole(round_up(rows, least_chunk));
+    for (int64_t rows = s_.tokens / 8 * 6; rows > tile_.rows; rows /= 2) {
+      whole(round_up(rows, tile_.rows));
     }
-    for (int64_t rows = least_chunk; rows >= 256 && rows < s_.tokens; rows -= 64) {
+    for (int64_t rows = tile_.rows; rows >= tile_.rows / 2 && rows < s_.tokens;
+         rows -= tile_.depth) {
       if (whole(rows)) return;
     }
   }
@@ -215,6 +217,8 @@ class Plans {
     if (s.kernels.direct_grad_input && !has_sums) use(p);
   }
 
+  const TiledEngine& engine_;
+  const Tile& tile_;
   const LinearShape& s_;
   const DeviceSpeed& speed_;
   uint64_t bytes_;
@@ -230,12 +234,12 @@ bool takes_two_passes(const LinearShape& s) {
 // Returns half of grad_weight's rows, whose sums its own memory holds: adding to them takes less
 // than making their columns again. It returns none where the second pass makes the whole of
 // grad_bias.
-int64_t rows_of_first_pass(const LinearShape& s) {
-  return s.grad_bias ? 0 : s.vocab / 2 / 512 * 512;
+int64_t rows_of_first_pass(const Tile& tile, const LinearShape& s) {
+  return s.grad_bias ? 0 : s.vocab / 2 / tile.rows * tile.rows;
 }
-LinearPlan two_passes(const HopperEngine& engine, const LinearShape& s, const DeviceSpeed& speed,
+LinearPlan two_passes(const TiledEngine& engine, const LinearShape& s, const DeviceSpeed& speed,
                       uint64_t bytes) {
-  const int64_t first_rows = rows_of_first_pass(s);
+  const int64_t first_rows = rows_of_first_pass(engine.tile(), s);
   LinearPlan p;
   p.bytes = UINT64_MAX;
   const uint64_t state = state_bytes(s);
@@ -258,20 +262,20 @@ LinearPlan two_passes(const HopperEngine& engine, const LinearShape& s, const De
 
 }  // namespace
 
-void HopperEngine::each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes,
-                             const std::function<void(const LinearPlan&)>& consider) const {
-  Plans(s, speed, bytes).each(consider);
+void TiledEngine::each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes,
+                            const std::function<void(const LinearPlan&)>& consider) const {
+  Plans(*this, s, speed, bytes).each(consider);
 }
 
-LinearPlan HopperEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed, uint64_t minimum,
-                                   uint64_t bytes, const LinearPlan& best) const {
+LinearPlan TiledEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed, uint64_t minimum,
+                                  uint64_t bytes, const LinearPlan& best) const {
   if (!takes_two_passes(s)) return best;
   if (minimum > 0) {
     if (best.kind == PlanKind::whole) return best;
     const LinearPlan both = two_passes(*this, s, speed, bytes);
     return both.bytes >= minimum && both.bytes <= bytes && is_better(both, best) ? both : best;
   }
-  const int64_t first_rows = rows_of_first_pass(s);
+  const int64_t first_rows = rows_of_first_pass(tile(), s);
   const auto least_of = [&](const LinearShape& pass) {
     return search(*this, pass, speed, 0).least.bytes;
   };
@@ -280,11 +284,13 @@ LinearPlan HopperEngine::in_passes(const LinearShape& s, const DeviceSpeed& spee
   if (least >= best.bytes) return best;
   // Each plan is tried with slots for none of the clusters, for half of them and for all.
   for (const int half : {0, 1, 2}) {
-    const uint64_t slots = static_cast<uint64_t>(speed.clusters() * half / 2) * slot_bytes(best);
+    const uint64_t slots =
+        static_cast<uint64_t>(tile().teams(static_cast<int>(speed.multiprocessors)) * half / 2) *
+        slot_bytes(best);
     const LinearPlan both = two_passes(*this, s, speed, least + slots);
     if (both.bytes < best.bytes && both.seconds <= 1.1 * best.seconds) return both;
   }
   return best;
 }
 
-}  // namespace logitless::cuda::sm90
+}  // namespace logitless::cuda::tiled

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// A family of GPUs whose kernels make tiles of logits, and never the logits, is an engine of this
+// class: it says how large its tiles are, which calls its kernels serve, and launches them. The
+// plans, their price, their memory and their steps are here. sm90/ is such a family;
+// tests/cuda/toy shows the least that one needs.
+#pragma once
+
+#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/tiled/tile.h"
+
+namespace logitless::cuda::tiled {
+
+// E, or dz, of these columns lies in two places, `behind` after `panel`, or in one.
+struct Kept {
+  Panel panel, behind = {};
+  int64_t columns() const { return panel.columns + behind.columns; }
+};
+
+class TiledEngine : public Engine {
+ public:
+  // The tile must outlive every plan: plans refer to it.
+  explicit TiledEngine(const Tile& tile) : tile_(tile) {}
+  const Tile& tile() const { return tile_; }
+
+  // These launch the family's kernels. Panels lie in blocks of 64 columns (arrays.h), of which a
+  // product may read rows up to a multiple of the tile's depth.
+  //
+  // Makes the partial sums of columns [first, first + columns) of the chunk, `first` whole tiles;
+  // and E, where the panel has data.
+  virtual void logits(const LinearWork& work, int64_t first, int64_t columns,
+                      const Panel& panel) const = 0;
+  // Makes dz of the panel's columns, from logits made again.
+  virtual void remake(const LinearWork& work, const Panel& panel) const = 0;
+  // Makes rows [row, row + rows) of the chunk, panel rows . weight rows, in `sums` [rows,
+  // hidden_pitch] in f32, or adds them to it; if they are of E, each times v, less the smoothing's
+  // term of what is kept of E.
+  virtual void input_sums(const LinearWork& work, const Kept& kept, const Range& rows, float* sums,
+                          bool of_e, bool add) const = 0;
+  // Makes the caller's grad_input, all rows of the chunk, from E or dz of the whole vocabulary.
+  virtual void grad_input(const LinearWork& work, const Kept& kept, bool of_e) const = 0;
+  // Makes the panel's rows of grad_weight, panel columns . `rows` (input times v, or input itself),
+  // in the caller's grad_weight, or in its sums in f32 where the plan has them. Only f32 can be
+  // added to (`add`).
+  virtual void grad_weight(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
+                           bool add) const = 0;
+  // Makes grad_input and grad_weight of one of several chunks in one launch, where the tile says
+  // runs_both.
+  virtual void both_gradients(const LinearWork&, const Panel&, const char* /*rows*/, bool /*of_e*/,
+                              bool /*add*/) const {}
+  // Makes dz in the place of E, and adds it to bias_sum if grad_bias is asked for (`first`:
+  // overwrites it); for calls that forms_in_place is true of.
+  virtual void form_dz(const LinearWork&, const Panel&, bool /*first*/) const {}
+  // Returns whether form_dz serves a call under a softcap with smoothing, of which the products
+  // cannot multiply E; where it does not, dz is made of logits made again.
+  virtual bool forms_in_place(const LinearCall&) const { return false; }
+
+  bool is_batch_invariant() const override { return true; }
+  void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
+  void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,
+                 const std::function<void(const LinearPlan&)>& consider) const override;
+  void complete(const LinearShape& shape, const DeviceSpeed& speed,
+                LinearPlan* plan) const override;
+  LinearPlan in_passes(const LinearShape& shape, const DeviceSpeed& speed, uint64_t minimum,
+                       uint64_t bytes, const LinearPlan& best) const override;
+  void place(Lifetime lifetime, const LinearShape& shape, const LinearPlan& plan, Arena* arena,
+             LinearMemory* memory) const override;
+  void for_steps(const LinearShape& shape, const LinearPlan& plan,
+                 StepVisitor* visitor) const override;
+  double seconds(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,
+                 const Step& step) const override;
+  void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
+           const DeviceInfo& device, Stream* stream) const override;
+
+  // Returns how many slots of slices (cut.h) the products of a plan can use; the plan has all but
+  // these.
+  int32_t slots_of(const LinearShape& shape, const LinearPlan& plan,
+                   const DeviceSpeed& speed) const;
+
+ private:
+  const Tile& tile_;
+};
+
+// Returns whether the copy engine and vectors may read the view, whose address may not be known.
+bool is_aligned(const Tensor& v);
+// Copies the rows that count of a panel to `to`, which is as wide (copy_panel.cu).
+void copy_panel(const LinearWork& work, const Panel& panel, char* to);
+
+}  // namespace logitless::cuda::tiled

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// A plan says who works on a tile: the blocks of a team together, or each on its own.
+#pragma once
+
+#include <algorithm>
+
+#include "src/cuda/linear/tiled/plan.h"
+
+namespace logitless::cuda::tiled {
+
+// Two blocks of a team lie below each other and share half of what they read. With so few rows, of
+// one chunk, the second one would have nothing to do: they work apart, each on tiles of its own.
+inline bool works_apart(const LinearPlan& p) {
+  const Tile& tile = tile_of(p);
+  return tile.blocks == 2 && p.chunks == 1 && p.token_chunk <= tile.rows / 2;
+}
+// Returns how many teams there are, of so many blocks together: as many, or more that work apart.
+inline int teams_of(const LinearPlan& p, int teams) { return works_apart(p) ? 2 * teams : teams; }
+// Returns how many rows a slot has: those of a team's tile.
+inline int32_t slot_rows(const LinearPlan& p) {
+  const int32_t rows = tile_of(p).rows;
+  if (!works_apart(p)) return rows;
+  return p.token_chunk <= rows / 4 ? rows / 4 : rows / 2;
+}
+// Returns how many rows a block's tile may have.
+inline int32_t rows_of_tile(const LinearPlan& p) {
+  return std::min(slot_rows(p), tile_of(p).rows / tile_of(p).blocks);
+}
+// Returns how many slots grad_weight has, whose blocks never work apart.
+inline int32_t weight_slots(const LinearPlan& p) {
+  return tiled_part(p).slots / (tile_of(p).rows / slot_rows(p));
+}
+
+}  // namespace logitless::cuda::tiled
