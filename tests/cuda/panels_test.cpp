@@ -83,7 +83,7 @@ void count_lent(const LinearShape& s, const LinearPlan& p, Lent* lent) {
 TEST(CudaPanels, WhatIsLentIsFree) {
   Lent lent;
   for (const Asked& whole : shapes()) {
-    if (&whole.engine != &hopper() || !whole.shape.gradients()) continue;
+    if (!is_tiled(whole.engine) || !whole.shape.gradients()) continue;
     for (const uint64_t bytes : budgets(whole)) {
       for (const auto& [engine, s, p] : passes(whole, bytes)) count_lent(s, p, &lent);
     }
@@ -184,7 +184,7 @@ void expect_alike(const LinearShape& s, const LinearPlan& p, int64_t* lent, int6
 TEST(CudaPanels, PanelsThatAreAlikeFollowEachOther) {
   int64_t lent = 0, remade = 0;
   for (const Asked& whole : shapes()) {
-    if (&whole.engine != &hopper() || !whole.shape.gradients()) continue;
+    if (!is_tiled(whole.engine) || !whole.shape.gradients()) continue;
     for (const uint64_t bytes : budgets(whole)) {
       for (const auto& [engine, s, p] : passes(whole, bytes)) expect_alike(s, p, &lent, &remade);
     }

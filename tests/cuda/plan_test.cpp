@@ -76,7 +76,7 @@ TEST(CudaPlan, TheStepToTheWholeIsSmall) {
 
 void expect_covered(const Planned& planned) {
   const auto& [engine, s, p] = planned;
-  const bool on_hopper = &engine == &hopper();
+  const bool own = is_tiled(engine);
   EXPECT_GE(p.token_chunk * p.chunks, s.tokens);
   EXPECT_LE(p.block_rows, p.token_chunk);
   EXPECT_GE(p.hidden_pitch, s.hidden);
@@ -84,10 +84,11 @@ void expect_covered(const Planned& planned) {
   if (!s.gradients()) return;
   EXPECT_TRUE(p.stored_columns == s.vocab || p.remade_columns > 0);
   // A panel starts and ends with a segment of the partial sums, or with the vocabulary.
-  const int64_t segment = on_hopper ? sm90::tile.columns : segment_columns;
+  const int64_t segment =
+      own ? static_cast<const tiled::TiledEngine&>(engine).tile().columns : segment_columns;
   EXPECT_TRUE(p.stored_columns == s.vocab || p.stored_columns % segment == 0);
   EXPECT_TRUE(kept_columns(p) == s.vocab || p.lent_columns % segment == 0);
-  if (!on_hopper && p.remade_columns < s.vocab) {
+  if (!own && p.remade_columns < s.vocab) {
     EXPECT_EQ(p.remade_columns % segment_columns, 0);
   }
   EXPECT_EQ(p.remade_columns % 64, 0);

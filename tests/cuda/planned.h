@@ -36,14 +36,19 @@ inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
   return {planned.shape, planned.plan(bytes)};
 }
 
+// Names the CUDA device, where there is one.
+inline std::vector<std::string> cuda_devices() {
+  std::vector<std::string> names = device_names();
+  std::erase_if(names, [](const std::string& name) { return name != "cuda"; });
+  return names;
+}
+
 // Names the CUDA device, where Hopper's own kernels serve it.
 inline std::vector<std::string> hopper_devices() {
   const cuda::DeviceInfo* device = nullptr;
   const bool is = cuda::find_device(0, &device).ok() &&
                   std::string_view(cuda::engine_for(*device).name()) == "sm90";
-  std::vector<std::string> names = device_names();
-  std::erase_if(names, [&](const std::string& name) { return !is || name != "cuda"; });
-  return names;
+  return is ? cuda_devices() : std::vector<std::string>{};
 }
 
 // Judges the problem once in a workspace of each plan that `name` tells apart ("" is not asked

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/tiled/engine.h"
+#include "tests/cuda/toy/toy.h"
 
 namespace logitless::cuda {
 
@@ -16,9 +18,15 @@ constexpr uint64_t MiB = uint64_t{1} << 20;
 // Return the engine of Hopper, and that of every GPU.
 inline const Engine& hopper() { return *engines().front(); }
 inline const Engine& portable() { return *engines().back(); }
+// Returns an engine of other tiles than Hopper's.
+inline const Engine& toy_engine() {
+  static const toy::ToyEngine engine;
+  return engine;
+}
+inline bool is_tiled(const Engine& engine) { return &engine != &portable(); }
 
 inline Asked on(const Engine& engine, LinearShape shape) {
-  const bool own = &engine == &hopper();
+  const bool own = is_tiled(engine);
   if (own) shape.kernels.others = Origin::again_dz;
   shape.kernels.takes_eights = !own;
   return {engine, shape, {}};
@@ -33,24 +41,24 @@ inline void add_kept(const Engine& engine, LinearShape s, std::vector<Asked>* al
     all->push_back(on(engine, s));
     s.forward = false;
     s.grad_input = s.grad_weight = true;
-    const Origin formed = &engine == &portable() ? Origin::dz_in_panels : Origin::dz_by_rows;
+    const Origin formed = !is_tiled(engine) ? Origin::dz_in_panels : Origin::dz_by_rows;
     s.kernels.kept = s.dtype == DType::f16 ? formed : Origin::e;
     all->push_back(on(engine, s));
     s.grad_bias = s.smoothing = true;
     all->push_back(on(engine, s));
     s.kernels.kept = Origin::dz_by_rows;
-    if (&engine == &hopper()) all->push_back(on(engine, s));
+    if (is_tiled(engine)) all->push_back(on(engine, s));
     s.kernels.kept = Origin::dz_in_panels;
     all->push_back(on(engine, s));
     s.kernels.direct_grad_input = s.kernels.lends_grad_input = s.kernels.lends_grad_weight =
-        &engine == &hopper();
+        is_tiled(engine);
     all->push_back(on(engine, s));
   }
 }
 
 inline std::vector<Asked> shapes() {
   std::vector<Asked> all;
-  for (const bool on_hopper : {false, true}) {
+  for (const Engine* best : {&portable(), &hopper(), &toy_engine()}) {
     for (const auto& [tokens, vocab, hidden] : {std::array<int64_t, 3>{8192, 128256, 4096},
                                                 {20480, 50257, 768},
                                                 {0, 7, 3},
@@ -60,13 +68,14 @@ inline std::vector<Asked> shapes() {
                                                 {4096, 129280, 7168}}) {
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden, .dtype = dtype};
-        add_kept(on_hopper && dtype != DType::f32 ? hopper() : portable(), s, &all);
-        // Hopper has kernels of its own for these
-        const bool own = on_hopper && dtype != DType::f32;
+        // Tiled engines have kernels of their own for 16 bits.
+        const bool own = is_tiled(*best) && dtype != DType::f32;
+        const Engine& engine = own ? *best : portable();
+        add_kept(engine, s, &all);
         const auto add = [&] {
           const Origin kept = s.kernels.kept;
           if (dtype == DType::f16 && s.gradients()) s.kernels.kept = Origin::dz_by_rows;  // codes
-          all.push_back(on(own ? hopper() : portable(), s));
+          all.push_back(on(engine, s));
           s.kernels.kept = kept;
         };
         add();

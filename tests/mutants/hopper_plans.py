@@ -14,7 +14,7 @@ PLANS: list[tuple[str, str, str, str, str]] = [
     ("kept E: copied and read where it was", "linear/tiled/panels.cpp",
        "char* data = @{at.copied}@", "false", "heads"),
     ("kept E: the last rows not copied", "linear/tiled/copy_panel.cu",
-       "(valid_rows(chunk) + 63) / 64 * @{64}@;", "63", "kept"),
+       "(valid_rows(chunk) + whole - 1) / whole * @{whole}@;", "(whole - 1)", "kept"),
     ("kept E: no zeros copied behind the rows", "linear/tiled/copy_panel.cu",
        "const int64_t parts = @{rows}@ * row_parts;", "valid_rows(chunk)", "kept"),
     ("kept E: grad_input of the front alone", "linear/sm90/product.cu",

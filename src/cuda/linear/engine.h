@@ -64,6 +64,9 @@ class Engine {
 
 // Returns all engines, best first; the last one serves every call.
 std::span<const Engine* const> engines();
+// Tests call this while no call is running, with a list in the place of the library's own or, with
+// none, to have that again.
+void replace_engines(std::span<const Engine* const> replacement);
 // Returns invalid_argument where LOGITLESS_CUDA_KERNELS names no engine that serves this device.
 // Every op asks this before it looks for its engine.
 Status check_named_engine(const DeviceInfo& device);

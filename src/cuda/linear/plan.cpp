@@ -45,7 +45,7 @@ LinearPlan quickest_of(const Engine& engine, const LinearShape& s, const DeviceS
     if (best.bytes == 0 || is_better(p, best)) best = p;
   };
   engine.each_plan(s, speed, bytes, std::ref(choose));
-  return best.bytes == 0 ? least : engine.in_passes(s, speed, least.bytes, bytes, best);
+  return engine.in_passes(s, speed, least.bytes, bytes, best.bytes == 0 ? least : best);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ inline constexpr tiled::Tile tile{.rows = 512,
                                   .depth = 64,
                                   .blocks = 2,
                                   .in_units = true,
+                                  .slices = true,
                                   .runs_both = true,
                                   .reads_rows = true,
                                   .starts_early = true};

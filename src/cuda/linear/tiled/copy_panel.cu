@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where rows of grad_weight are about to be written, E that lies there goes back to the workspace.
 #include "src/cuda/linear/linear.cuh"
-#include "src/cuda/linear/tiled/panels.h"
+#include "src/cuda/linear/tiled/engine.h"
+#include "src/cuda/linear/tiled/plan.h"
 
 namespace logitless::cuda::tiled {
 namespace {
@@ -12,9 +13,9 @@ constexpr int row_parts = 8;  // so many threads share a row of a block's 64 col
 
 // A block of the panel is [pitch, 64], and its first rows count: one piece of memory, with the
 // zeros behind it up to a step of the product.
-__global__ void __launch_bounds__(threads)
-    copy_kernel(Chunk chunk, const uint4* from, uint4* to, int64_t pitch, int64_t blocks) {
-  const int64_t rows = (valid_rows(chunk) + 63) / 64 * 64;
+__global__ void __launch_bounds__(threads) copy_kernel(Chunk chunk, int whole, const uint4* from,
+                                                       uint4* to, int64_t pitch, int64_t blocks) {
+  const int64_t rows = (valid_rows(chunk) + whole - 1) / whole * whole;
   const int64_t parts = rows * row_parts;
   const int64_t pieces = (parts + threads * copies - 1) / (threads * copies);
   for (int64_t piece = blockIdx.x; piece < blocks * pieces; piece += gridDim.x) {
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(threads)
 void copy_panel(const LinearWork& work, const Panel& panel, char* to) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   stream->launch("copy_panel", copy_kernel, static_cast<unsigned>(device.multiprocessors * 8),
-                 threads, chunk, reinterpret_cast<const uint4*>(panel.data),
+                 threads, chunk, tile_of(plan).depth, reinterpret_cast<const uint4*>(panel.data),
                  reinterpret_cast<uint4*>(to), panel.pitch, (panel.columns + 63) / 64);
 }
 

@@ -137,7 +137,7 @@ class Plans {
     own.input_teams = runs_both(s_, p);  // TiledEngine::complete says how many there are
     own.slots = 0;
     p.bytes = bytes_of(engine_, s_, p);
-    if (!s_.gradients() || p.bytes > bytes_) return p;
+    if (!tile_.slices || !s_.gradients() || p.bytes > bytes_) return p;
     const uint64_t room = (bytes_ - p.bytes) / slot_bytes(p);
     own.slots = engine_.slots_of(s_, p, speed_);
     p.bytes = bytes_of(engine_, s_, p);
@@ -273,6 +273,8 @@ LinearPlan TiledEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed
   if (minimum > 0) {
     if (best.kind == PlanKind::whole) return best;
     const LinearPlan both = two_passes(*this, s, speed, bytes);
+    // The smallest plan's passes are those of other bytes; what runs is planned for these.
+    if (best.kind == PlanKind::two_passes) return both;
     return both.bytes >= minimum && both.bytes <= bytes && is_better(both, best) ? both : best;
   }
   const int64_t first_rows = rows_of_first_pass(tile(), s);

@@ -16,6 +16,7 @@ struct Tile {
   int32_t blocks = 1;
   // The loss alone leaves sums of units (units.h, whose rows a tile then has), else of tiles.
   bool in_units = false;
+  bool slices = false;        // a gradient's tile can be cut along the depth axis (cut.h)
   bool runs_both = false;     // one launch can make both gradients of a chunk
   bool reads_rows = false;    // the loss alone can read the caller's rows of input
   bool starts_early = false;  // kernels start before those in front of them end (early.cuh)

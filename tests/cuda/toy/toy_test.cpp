@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// The toy family (toy.h) runs in front of the library's engines: each of its plans gives what the
+// reference does, and calls that it does not serve go to the others. So a family of a tile and five
+// launches has every plan that linear/tiled makes.
+#include "tests/cuda/toy/toy.h"
+
+#include <vector>
+
+#include "src/cuda/linear/tiled/plan.h"
+#include "tests/cuda/planned.h"
+
+namespace logitless::conformance {
+namespace {
+
+const cuda::toy::ToyEngine toy;
+
+class CudaToy : public ConformanceTest {
+ protected:
+  CudaToy() {
+    for (const cuda::Engine* engine : cuda::engines()) list_.push_back(engine);
+    list_.insert(list_.begin(), &toy);
+    cuda::replace_engines(list_);
+  }
+  ~CudaToy() override { cuda::replace_engines({}); }
+
+ private:
+  std::vector<const cuda::Engine*> list_;
+};
+
+// Says what a plan does that another may not.
+std::string manner(const CudaPlanned& planned) {
+  const auto& [s, p] = planned;
+  std::string text = name_of(p.kind);
+  if (p.kind == cuda::PlanKind::two_passes) return text;
+  EXPECT_EQ(&cuda::tiled::tile_of(p), &cuda::toy::tile);
+  if (p.chunks > 1) text += ", chunks";
+  if (p.lent_columns > 0) text += ", E lent";
+  if (p.lent_sum_rows > 0) text += ", sums lent";
+  if (s.gradients() && sums_grad_input(s, p)) text += ", input summed";
+  return text;
+}
+
+std::vector<double> twentieths() {
+  std::vector<double> shares;
+  for (int i = 0; i <= 20; ++i) shares.push_back(i / 20.0);
+  return shares;
+}
+
+constexpr Case plain{.op = OpKind::linear_forward_backward,
+                     .shape = {130, 40, 1001},
+                     .dtype = DType::bf16,
+                     .grad_input = DType::bf16,
+                     .grad_weight = DType::bf16,
+                     .row_statistics = true};
+
+TEST_P(CudaToy, EveryPlanOfOneCall) {
+  Case c = plain;
+  c.ignored = 0.3;
+  c.token_weight = true;
+  judge_plans(
+      device_, c, build<ForwardBackward>(c), twentieths(), manner,
+      {"whole", "token chunks, chunks, sums lent", "stored and recomputed, E lent, input summed",
+       "stored and recomputed, input summed"});
+}
+
+// There is more room in an f32 gradient, and none in one that is added to.
+TEST_P(CudaToy, EveryPlaceOfAGradient) {
+  Case c = plain;
+  c.grad_weight = DType::f32;
+  judge_plans(device_, c, build<ForwardBackward>(c), twentieths(), manner, {"whole"});
+  c.accumulate = true;
+  judge_plans(device_, c, build<ForwardBackward>(c), twentieths(), manner,
+              {"whole", "frugal, input summed"});
+  c.accumulate = false;
+  c.shape = {20, 136, 300};
+  judge_plans(device_, c, build<ForwardBackward>(c), twentieths(), manner, {"whole, E lent"});
+}
+
+TEST_P(CudaToy, TheLossAndItsBackward) {
+  for (const OpKind op : {OpKind::linear_forward, OpKind::linear_backward}) {
+    for (const Shape& shape : {Shape{1, 8, 1}, Shape{33, 24, 65}, Shape{130, 40, 1001}}) {
+      Case c = plain;
+      c.op = op;
+      c.shape = shape;
+      const WorkspaceSize size = workspace_of(device_, c);
+      const Comparison result = judge_sizes(device_, c, {size.minimum, size.recommended});
+      EXPECT_TRUE(result.ok()) << result.report;
+    }
+  }
+}
+
+// The engine behind the toy takes these.
+TEST_P(CudaToy, WhatItDoesNotServeGoesToTheNext) {
+  Case c = plain;
+  apply_everything(c);
+  const auto p = build<ForwardBackward>(c);
+  const cuda::DeviceInfo* device = nullptr;
+  ASSERT_TRUE(cuda::find_device(0, &device).ok());
+  EXPECT_STRNE(cuda::asked_of(p.op, *device).engine.name(), "toy");
+  const Comparison result = judge(device_, c);
+  EXPECT_TRUE(result.ok()) << result.report;
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaToy);
+INSTANTIATE_TEST_SUITE_P(All, CudaToy,
+                         testing::Combine(testing::ValuesIn(cuda_devices()),
+                                          testing::Values(OpKind::linear_forward_backward),
+                                          testing::Values(DType::bf16)),
+                         parameter_name);
+
+}  // namespace
+}  // namespace logitless::conformance
