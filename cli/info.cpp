@@ -14,7 +14,7 @@
 #include "src/cpu/dispatch.h"
 #include "src/cpu/thread_pool.h"
 #ifdef LOGITLESS_WITH_CUDA
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/engines.h"
 #include "src/cuda/promises.h"
 #endif
 

@@ -11,7 +11,7 @@
 #include "cli/commands.h"
 #include "cli/text.h"
 #ifdef LOGITLESS_WITH_CUDA
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/search.h"
 #include "src/cuda/runtime/runtime.h"
 #include "src/validate.h"
 #endif

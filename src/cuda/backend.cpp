@@ -4,7 +4,9 @@
 
 #include <cstdio>
 
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/engines.h"
+#include "src/cuda/linear/linear_cross_entropy.h"
+#include "src/cuda/linear/search.h"
 #include "src/cuda/ops.h"
 #include "src/cuda/promises.h"
 #include "src/cuda/scale.h"

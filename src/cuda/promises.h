@@ -3,7 +3,7 @@
 // depend on its batch, and how near to the row's maximum its row_reference is.
 #pragma once
 
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/engines.h"
 #include "src/cuda/runtime/runtime.h"
 
 namespace logitless::cuda {

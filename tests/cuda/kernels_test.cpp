@@ -13,7 +13,7 @@
 #include <string_view>
 
 #include "resident.h"
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/search.h"
 #include "src/cuda/runtime/kernel_file.h"
 #include "src/cuda/runtime/runtime.h"
 #include "tests/support/suite.h"

@@ -7,7 +7,7 @@
 #include <map>
 
 #include "resident.h"
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/search.h"
 #include "src/cuda/runtime/runtime.h"
 #include "tests/support/suite.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "resident.h"
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/search.h"
 #include "src/cuda/runtime/runtime.h"
 #include "tests/support/judge.h"
 #include "tests/support/problem.h"

@@ -6,7 +6,7 @@
 #include <string_view>
 
 #include "recorded.h"
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/search.h"
 #include "tests/support/allocation_count.h"
 #include "tests/support/problem.h"
 #include "tests/support/suite.h"

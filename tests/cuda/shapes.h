@@ -7,7 +7,7 @@
 #include <array>
 #include <vector>
 
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/search.h"
 #include "src/cuda/linear/tiled/engine.h"
 #include "tests/cuda/toy/toy.h"
 

@@ -8,7 +8,7 @@
 #include "src/call.h"
 #include "src/cpu/plan.h"
 #include "src/cpu/thread_pool.h"
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/search.h"
 #include "src/cuda/linear/tiled/panels.h"
 #include "src/cuda/linear/tiled/teams.h"
 #include "src/cuda/rows/rows_plan.h"

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/engines.h"
 #include "src/cuda/linear/portable/engine.h"
 #include "src/cuda/linear/sm90/engine.h"
 

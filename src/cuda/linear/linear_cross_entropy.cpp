@@ -6,7 +6,8 @@
 #include <array>
 #include <cstddef>
 
-#include "src/cuda/linear/engine.h"
+#include "src/cuda/linear/linear_cross_entropy.h"
+#include "src/cuda/linear/search.h"
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/blas.h"
 #include "src/kept.h"

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "src/cuda/linear/plan_search.h"
+#include "src/cuda/linear/search.h"
 #include "src/cuda/linear/tiled/engine.h"
 #include "src/cuda/linear/tiled/panels.h"
 #include "src/cuda/linear/tiled/teams.h"

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// A linear op is decided once, who runs it in which plan, and run as often as asked for.
+#pragma once
+
+#include <array>
+
+#include "src/cuda/linear/engine.h"
+
+namespace logitless::cuda {
+
+// An engine runs an op as one pass over the vocabulary, or as two passes one after the other.
+struct LinearPass {
+  LinearCall call;
+  LinearPlan plan;
+  char* workspace = nullptr;
+};
+struct LinearPasses {
+  const Engine* engine = nullptr;
+  int count = 0;
+  std::array<LinearPass, 2> pass{};
+};
+// What is decided of a linear op in so many bytes: who runs it, and the plan of each pass.
+struct LinearDecisions {
+  const Engine* engine = nullptr;
+  LinearPlan plan;
+  std::array<LinearPlan, 2> pass{};  // they are decided where `plan` has two passes
+};
+LinearDecisions decide_linear(const Call& call, uint64_t bytes, const DeviceInfo& device);
+LinearPasses linear_passes(const Call& call, const LinearDecisions& decided,
+                           const Workspace& workspace, const DeviceInfo& device);
+
+}  // namespace logitless::cuda
