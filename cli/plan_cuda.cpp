@@ -43,7 +43,7 @@ json describe(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
           {"stored_columns", p.stored_columns},
           {"lent_columns", p.lent_columns},
           {"first_rows", p.first_rows},
-          {"grad_weight_sum", sums_grad_weight(s, p)},
+          {"grad_weight_sum", p.kind != cuda::PlanKind::two_passes && sums_grad_weight(s, p)},
           {"grad_input_sum", sums_grad_input(s, p)},
           {"products", products(s, p)},
           {"bytes", p.bytes},

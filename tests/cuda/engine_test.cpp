@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
 #include "shapes.h"
 #include "src/cuda/linear/sm90/engine.h"
+#include "src/cuda/linear/tiled/engine.h"
 #include "src/cuda/promises.h"
 
 namespace logitless::cuda {
@@ -68,6 +70,26 @@ class Toy final : public Engine {
     }
     *call.outputs.loss.as<float>() = sum / static_cast<float>(s.tokens);
   }
+};
+
+// A family of tiles that kept state's shares, of whole 192 columns, do not end with.
+class Wide final : public tiled::TiledEngine {
+ public:
+  static constexpr tiled::Tile tile{.rows = 128, .columns = 128, .depth = 32};
+  static_assert(tile.is_valid());
+  Wide() : TiledEngine(tile) {}
+  const char* name() const override { return "wide"; }
+  bool serves(const DeviceInfo&) const override { return true; }
+  bool serves(const Call&, const LinearShape&) const override { return true; }
+  bool is_batch_invariant() const override { return true; }
+  bool finds_maximum(const LinearShape&) const override { return true; }
+  DeviceSpeed speed(const DeviceInfo&) const override { return {}; }
+  void logits(const LinearWork&, int64_t, int64_t, const Panel&) const override {}
+  void remake(const LinearWork&, const Panel&) const override {}
+  void input_sums(const LinearWork&, const tiled::Kept&, const Range&, float*, bool,
+                  bool) const override {}
+  void grad_input(const LinearWork&, const tiled::Kept&, bool) const override {}
+  void grad_weight(const LinearWork&, const Panel&, const char*, bool, bool) const override {}
 };
 
 TensorView view(void* data, DType dtype, std::initializer_list<int64_t> shape) {
@@ -138,6 +160,21 @@ TEST(CudaEngine, ItRunsWhatItPlanned) {
   head.weight[0] += 1;  // this raises the first target's own logit
   engine->run(call, plan, workspace.data(), toy_device, nullptr);
   EXPECT_LT(head.loss, first);
+}
+
+// A pass over the logits begins with a whole tile, so that what is kept ends with one, or with the
+// vocabulary.
+TEST(CudaEngine, AShareThatIsKeptEndsWithATile) {
+  const Wide wide;
+  const Engine* const engines[] = {&wide, &portable()};
+  Head head(1001);
+  std::vector<char> kept(64), rows(64);
+  for (const auto& [blocks, columns] :
+       {std::pair{3, 128}, {6, 384}, {9, 512}, {1, 0}, {16, 1001}}) {
+    head.op.kept = view(kept.data(), DType::f32, {blocks * 64, 64});
+    head.op.kept_rows = view(rows.data(), DType::f32, {3, 8});
+    EXPECT_EQ(make_call(engines, head.op, toy_device).call.shape.kept_columns, columns) << blocks;
+  }
 }
 
 // The library's own list has Hopper's on Hopper, the portable one last and everywhere.

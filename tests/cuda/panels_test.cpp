@@ -7,7 +7,7 @@
 #include "gtest/gtest.h"
 #include "shapes.h"
 #include "src/cuda/linear/plan_search.h"
-#include "src/cuda/linear/sm90/tile.h"
+#include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/tiled/panels.h"
 
 namespace logitless::cuda {
@@ -49,6 +49,7 @@ void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
       EXPECT_LE(at.columns, std::max(p.stored_columns, p.remade_columns));
     }
     EXPECT_EQ(at.lent, at.first >= p.stored_columns);
+    EXPECT_EQ(at.kept, !at.lent && s.kept_columns > 0);  // its rows are then the caller's
     const int64_t asked = at.copied ? at.end() : std::max(at.first, p.stored_columns);
     if (asked < kept) {
       EXPECT_LE(at.end() * row,

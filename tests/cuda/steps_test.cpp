@@ -39,7 +39,11 @@ struct Covered {
 // Adds up what a chunk's steps have come to.
 class ChunkJudge {
  public:
-  ChunkJudge(const LinearShape& shape, const LinearPlan& plan) : s_(shape), p_(plan) {
+  ChunkJudge(const Engine& engine, const LinearShape& shape, const LinearPlan& plan)
+      : s_(shape), p_(plan) {
+    if (is_tiled(engine)) {
+      tile_columns_ = static_cast<const tiled::TiledEngine&>(engine).tile().columns;
+    }
     // the caller has kept these columns
     if (!s_.forward && !in_panels()) kept_ = s_.kept_columns;
   }
@@ -48,6 +52,7 @@ class ChunkJudge {
     switch (step.kind) {
       case StepKind::logits:
         logits_.add(step.panel.first, columns);
+        EXPECT_EQ(step.panel.first % tile_columns_, 0);
         if (is_kept(step.panel.origin))
           kept_ = std::min(step.panel.first + columns, kept_columns(p_));
         break;
@@ -122,6 +127,7 @@ class ChunkJudge {
 
   const LinearShape& s_;
   const LinearPlan& p_;
+  int64_t tile_columns_ = 1;
   bool had_states_ = false;
   int64_t kept_ = 0;
   PanelPlace remade_;
@@ -144,7 +150,7 @@ void judge(const Planned& planned) {
     const Range chunk = steps[i].tokens;
     EXPECT_EQ(chunk.first, tokens);
     tokens += chunk.count;
-    ChunkJudge judge(s, p);
+    ChunkJudge judge(engine, s, p);
     do {
       EXPECT_EQ(steps[i].tokens.count, chunk.count);
       judge.take(steps[i]);

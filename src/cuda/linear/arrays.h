@@ -25,8 +25,8 @@ struct Partials {
   int64_t segments = 0;
   // `maximum` may then be an anchor, which need not be near it: sm90/plain.cuh
   bool anchored = false;
-  // The kernel of sm90/plain.cuh, which sums rows in units (units.h), sets these three: with
-  // a width of 0 there are no units, with 1 each tile is a segment.
+  // Of tiled kernels, which may sum rows in units (units.h): with a width of 0 there are no units,
+  // with 1 each tile is a segment.
   int32_t unit_width = 0;   // a segment covers so many tiles
   int32_t single_rows = 0;  // so many rows of a single tile have sums of their own
   // [single tiles, single_rows]  it is there where a segment is a unit
@@ -52,7 +52,7 @@ struct Chunk {
 // Says how units (units.h) were shared out, for the rows' kernel to find their sums.
 struct UnitShares {
   int32_t tiles = 0;  // the vocabulary has so many columns of tiles
-  int32_t teams = 0;  // so many teams of clusters worked, each on units of its own
+  int32_t teams = 0;  // so many teams worked, each on units of its own
 };
 
 // A block holds raw logits of rows [row, row + rows) of the chunk and columns [column, column +

@@ -20,8 +20,8 @@ class Engine {
   // Returns true where this op is served, which its dtype, its strides and the alignment of its
   // weight decide.
   virtual bool serves(const Call& op, const LinearShape& shape) const = 0;
-  // Returns true where a token's loss and statistics, of a call that is served, do not depend on
-  // its batch.
+  // Returns true where a token's loss and statistics do not depend on its batch, and every call of
+  // 16-bit inputs with aligned rows is served, so that `info` may say so.
   virtual bool is_batch_invariant() const = 0;
   // Returns true where the row_reference that such a call writes is the row's maximum, not a number
   // near it.
@@ -40,7 +40,8 @@ class Engine {
   // Decides what takes long to decide. It is asked of the chosen plan alone.
   virtual void complete(const LinearShape&, const DeviceSpeed&, LinearPlan*) const {}
   // Returns `best` or a plan of several passes that is better, of at least `minimum` and at most
-  // `bytes`. Where the minimum itself is looked for (0), it returns a smaller one that is hardly
+  // `bytes`; where `best` has several itself, made for fewer bytes, they are planned anew for
+  // these. Where the minimum itself is looked for (0), it returns a smaller one that is hardly
   // slower.
   virtual LinearPlan in_passes(const LinearShape&, const DeviceSpeed&, uint64_t /*minimum*/,
                                uint64_t /*bytes*/, const LinearPlan& best) const {

@@ -37,7 +37,7 @@ struct LinearCall {
   LinearShape shape;
   MapFactors map;
   bool accumulate = false;
-  // true where Hopper's products run, whose kernels start early: early.cuh
+  // true where the engine's kernels start early: early.cuh
   bool launches_early = false;
   KeptState kept;
   bool plain() const { return map.identity && !in.makes_maps && !bias; }
@@ -54,7 +54,7 @@ struct LinearMemory {
   // [V, hidden_pitch]  it is there where a product cannot read the caller's
   char* weight = nullptr;
   char* weight_tail = nullptr;  // [8, hidden_pitch]  it holds the last V % 8 rows, then zeros
-  // [panel_rows, hidden_pitch]  compacted; it may lie in grad_input's memory
+  // [token_chunk + extra_rows, hidden_pitch]  compacted; it may lie in grad_input's memory
   char* input = nullptr;
   // it is the input times v, may be `input`, and may lie in grad_weight's memory
   char* scaled = nullptr;
@@ -150,12 +150,6 @@ void column_terms(const LinearWork& work, int64_t padding);
 Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                     int64_t column);
 
-// block_exponentials.cu makes partial sums (where wanted) and E (where there is a panel).
-void exponentials(const LinearWork& work, const Block& block, bool partial_sums,
-                  const Panel& panel);
-// block_gradients.cu makes dz times the map's slope, from finished states.
-void block_gradients(const LinearWork& work, const Block& block, const Panel& panel);
-
 // rows.cu makes, from the partial sums or the state that Backward was given, the outputs of the
 // chunk's tokens, the loss of all after the last chunk, the factors of the gradients
 // (`with_factors`: of E's rows), and the input times v where `scales`. With factors it also writes
@@ -169,9 +163,6 @@ void write_targets(const LinearWork& work);
 // finish_panel.cu makes E of the rows beyond the exponent's range and, where E is made after
 // finish_rows, E of the target's column.
 void finish_panel(const LinearWork& work, const Panel& panel, bool targets);
-// Writes behind the panel's rows the class weights for the smoothing's term of E, and zeros; behind
-// its columns it writes zeros up to a multiple of 8.
-void write_extra_rows(const LinearWork& work, const Panel& panel);
 // Under smoothing, makes the input times v, and behind it the rows that make the smoothing's term.
 void scale_input(const LinearWork& work);
 // If `fills`, brings rows of kept E to where arrange_tokens has brought their tokens, else back:

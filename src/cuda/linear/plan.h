@@ -64,7 +64,8 @@ struct Kernels {
   bool operator==(const Kernels&) const = default;
 };
 
-// This is what a call asks.
+// This is what a call asks, and in `maps`, `bias`, `class_weights`, `kept_columns` and `kernels`
+// what the engine makes of it.
 struct LinearShape {
   int64_t tokens = 0, vocab = 0, hidden = 0;
   DType dtype = DType::bf16;
@@ -106,7 +107,7 @@ class EnginePart {
  public:
   template <class T>
   T& as() {
-    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= size);
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= size && alignof(T) <= 8);
     return *std::launder(reinterpret_cast<T*>(bytes_));
   }
   template <class T>
@@ -127,7 +128,7 @@ struct LinearPlan {
   int64_t stored_columns = 0;  // the workspace holds E of so many columns, per chunk
   int64_t lent_columns = 0;    // grad_weight's memory holds E of so many columns behind these
   // One product makes grad_input of all columns before a row of grad_weight is written, because
-  // E lies there.
+  // E lies there; until `settle`, whether it may.
   bool input_first = true;
   // So many columns of E or dz are made at a time, where not all are stored.
   int64_t remade_columns = 0;
@@ -135,7 +136,7 @@ struct LinearPlan {
   int64_t hidden_pitch = 0;   // it is D rounded up to 16 bytes, a row's pitch
   int64_t segments = 0;       // a row has so many partial sums
   bool copies_input = true;   // the input is copied to compacted rows, where not all tokens count
-  int64_t panel_rows = 0;     // a panel has so many rows, and so has the compacted input
+  int64_t panel_rows = 0;     // a panel has so many rows
   int64_t extra_rows = 0;     // of these follow so many the chunk's tokens
   int64_t first_rows = 0;     // the first of two passes makes so many rows of grad_weight
   uint64_t bytes = 0;
@@ -157,15 +158,15 @@ inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.l
 // Returns whether tokens without a gradient leave the first rows of kept E to others; only a
 // Backward knows them.
 inline bool arranges(const LinearShape& s) { return s.kept_columns > 0 && !s.forward; }
-// Products take E times each row's factor, so that it need not become dz before.
+// Returns whether products take E times each row's factor, so that it need not become dz before.
 inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
   return s.gradients() && kept_columns(p) > 0 && s.kernels.kept == Origin::e;
 }
-// The smoothing's term is then added by extra rows.
+// Returns whether the smoothing's term stands apart: E has no part of it.
 inline bool smooths_e(const LinearShape& s, const LinearPlan& p) {
   return s.smoothing && multiplies_e(s, p);
 }
-// The scaled input has memory of its own, as the input is read again after it is made.
+// Returns whether the scaled input has memory of its own, as the input is read again behind it.
 inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
   return s.grad_weight && kept_columns(p) < s.vocab && multiplies_e(s, p);
 }
@@ -173,7 +174,7 @@ inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
 inline bool sums_grad_weight(const LinearShape& s, const LinearPlan& p) {
   return s.grad_weight && (!s.kernels.direct_grad_weight || (p.chunks > 1 && !s.grad_weight_f32));
 }
-// Returns whether grad_input is summed in f32, [token_chunk, D]; else it is sum_rows at a time.
+// Returns whether grad_input is summed in f32, [token_chunk, D], over panels.
 inline bool sums_grad_input(const LinearShape& s, const LinearPlan& p) {
   return s.grad_input && p.stored_columns < s.vocab && !p.input_first;
 }
@@ -185,11 +186,8 @@ inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
          p.token_chunk * p.hidden_pitch * size_of(s.dtype) > 1 << 20;
 }
 
-// A row's partial sum covers so many, in every plan.
+// A row's partial sum covers so many columns of a block of logits.
 inline constexpr int64_t segment_columns = 1024;
-// A chunk's rows have so many behind them: two for the smoothing's own term, and zeros up to the
-// next multiple of 8.
-inline constexpr int64_t extra_rows = 16;
 
 // These two make the calls that a plan of two passes consists of, which run in the memory behind
 // the rows' states (row_reference and row_log_sum). The first makes the loss, grad_input and the

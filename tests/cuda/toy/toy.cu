@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/cuda/toy/toy.h"
 
+#include <algorithm>
+
 #include "src/cuda/linear/linear.cuh"
 #include "src/row/map.h"
 
@@ -184,7 +186,7 @@ bool ToyEngine::serves(const Call& op, const LinearShape& s) const {
 }
 
 DeviceSpeed ToyEngine::speed(const DeviceInfo& device) const {
-  return {.products = 1e12, .multiprocessors = static_cast<double>(device.multiprocessors)};
+  return {.products = 1e9, .multiprocessors = static_cast<double>(device.multiprocessors)};
 }
 
 void ToyEngine::logits(const LinearWork& work, int64_t first, int64_t columns,
@@ -227,6 +229,8 @@ void ToyEngine::grad_weight(const LinearWork& work, const Panel& panel, const ch
   const auto& [call, plan, m, device, stream, chunk] = work;
   const bool sums = sums_grad_weight(call.shape, plan);
   const bool lends = plan.lent_sum_rows > 0;
+  // The first of two passes makes the first rows alone.
+  const int64_t columns = std::min(panel.columns, call.shape.rows_of_weight());
   const WeightArguments a{chunk,
                           panel,
                           {reinterpret_cast<const E*>(rows), plan.hidden_pitch},
@@ -239,7 +243,7 @@ void ToyEngine::grad_weight(const LinearWork& work, const Panel& panel, const ch
                           m.grad_weight_sum,
                           call.grad_weight,
                           add};
-  stream->launch("toy grad_weight", weight_kernel, two_axes(1, panel.columns), threads, a);
+  stream->launch("toy grad_weight", weight_kernel, two_axes(1, columns), threads, a);
 }
 
 }  // namespace logitless::cuda::toy

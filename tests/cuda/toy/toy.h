@@ -8,6 +8,7 @@
 namespace logitless::cuda::toy {
 
 inline constexpr tiled::Tile tile{.rows = 32, .columns = 64, .depth = 16};
+static_assert(tile.is_valid());
 
 class ToyEngine final : public tiled::TiledEngine {
  public:
@@ -15,6 +16,7 @@ class ToyEngine final : public tiled::TiledEngine {
   const char* name() const override { return "toy"; }
   bool serves(const DeviceInfo&) const override { return true; }
   bool serves(const Call& op, const LinearShape& shape) const override;
+  bool is_batch_invariant() const override { return false; }  // it serves too few calls
   bool finds_maximum(const LinearShape&) const override { return true; }
   DeviceSpeed speed(const DeviceInfo& device) const override;
 

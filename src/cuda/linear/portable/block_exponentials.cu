@@ -6,6 +6,7 @@
 // The target's z is that of the gather-dot, added when the row is finished, so that one class alone
 // has a loss of exactly 0.
 #include "src/cuda/linear/portable/block.cuh"
+#include "src/cuda/linear/portable/kernels.h"
 
 namespace logitless::cuda {
 namespace {

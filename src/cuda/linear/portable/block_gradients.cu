@@ -4,6 +4,7 @@
 //   draw_j = slope_j (P p_j - s c_j - o [j = t] - h p_j (log p_j + H))
 //   log p_j = (z_j - m) - log s
 #include "src/cuda/linear/portable/block.cuh"
+#include "src/cuda/linear/portable/kernels.h"
 
 namespace logitless::cuda {
 namespace {

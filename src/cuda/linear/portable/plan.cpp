@@ -12,6 +12,9 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int64_t least_chunk = 128;
+// A chunk's rows have so many behind them: two for the smoothing's own term, and zeros up to the
+// next multiple of 8.
+constexpr int64_t extra_rows = 16;
 
 // Predicts a matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
 // multiprocessors, or what its operands and result take to move. With `sums` the result is f32 and

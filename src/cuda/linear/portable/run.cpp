@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "src/cuda/linear/linear_run.h"
+#include "src/cuda/linear/portable/kernels.h"
 
 namespace logitless::cuda {
 namespace {

@@ -8,12 +8,25 @@
 
 namespace logitless::cuda::sm90 {
 
+inline constexpr tiled::Tile tile{.rows = cluster_rows,
+                                  .columns = tile_columns,
+                                  .depth = tile_depth,
+                                  .blocks = 2,
+                                  .works_apart = true,
+                                  .in_units = true,
+                                  .slices = true,
+                                  .runs_both = true,
+                                  .reads_rows = true,
+                                  .starts_early = true};
+static_assert(tile.is_valid());
+
 class HopperEngine final : public tiled::TiledEngine {
  public:
   HopperEngine() : TiledEngine(sm90::tile) {}
   const char* name() const override { return "sm90"; }
   bool serves(const DeviceInfo& device) const override;
   bool serves(const Call& op, const LinearShape& shape) const override;
+  bool is_batch_invariant() const override { return true; }
   bool finds_maximum(const LinearShape& s) const override { return s.sums.has(SumKind::maximum); }
   DeviceSpeed speed(const DeviceInfo& device) const override;
   bool forms_in_place(const LinearCall& call) const override;

@@ -13,8 +13,7 @@
 
 namespace logitless::cuda::sm90 {
 
-constexpr int cluster_rows = tile.rows, tile_rows = cluster_rows / tile.blocks;
-constexpr int tile_columns = tile.columns, tile_depth = tile.depth, stages = 4;
+constexpr int stages = 4;
 constexpr int left_bytes = tile_rows * tile_depth * 2, right_bytes = tile_columns * tile_depth * 2;
 constexpr int stage_bytes = left_bytes + right_bytes;
 // It holds 64 rows of the left operand, whichever axis lies along memory.
@@ -25,7 +24,7 @@ constexpr int half_right_bytes = right_bytes / 2, right_block_bytes = 32 * 128;
 constexpr int shared_bytes = stages * stage_bytes + 1024 + 128;
 constexpr int block_threads = 384;
 
-// These work on a tile: the two blocks of a cluster, or one where they work apart (plan.h).
+// These work on a tile: the two blocks of a cluster, or one where they work apart (tiled/teams.h).
 struct Team {
   bool apart;
   __device__ int rank() const { return apart ? 0 : static_cast<int>(cluster_rank()); }

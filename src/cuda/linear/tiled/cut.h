@@ -14,8 +14,8 @@
 namespace logitless::cuda::tiled {
 
 constexpr int most_slices = 8;  // there are more where the tiles would not fill the teams
-// A slice costs its store, and all of them the second kernel. Both are counted in steps of 64 of
-// the depth axis, which take a microsecond each.
+// On Hopper a slice costs its store, and all of them the second kernel. Both are counted in steps
+// of 64 of the depth axis, which take a microsecond each.
 constexpr int slice_cost = 4, join_cost = 10;
 
 struct Cut {

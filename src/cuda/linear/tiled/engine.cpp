@@ -61,7 +61,11 @@ void TiledEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& d
     k.kept = forms_in_place(*call) ? Origin::dz_in_place : Origin::again_dz;
   }
   if (s.dtype == DType::f16) keep_codes(call);
-  if (op.kept && !slopes) lay_out_kept(op, kept_columns(op), call);
+  if (op.kept && !slopes) {
+    // A pass over the logits begins with a whole tile.
+    const int64_t room = kept_columns(op);
+    lay_out_kept(op, room < s.vocab ? room / tile_.columns * tile_.columns : room, call);
+  }
   // dz takes the place of E where nobody asks for E again; else it is formed a panel at a time.
   if (k.kept == Origin::dz_by_rows && s.kept_columns > 0 && !op.consume_kept) {
     k.kept = Origin::dz_in_panels;

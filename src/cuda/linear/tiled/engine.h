@@ -20,10 +20,13 @@ class TiledEngine : public Engine {
  public:
   // The tile must outlive every plan: plans refer to it.
   explicit TiledEngine(const Tile& tile) : tile_(tile) {}
+  explicit TiledEngine(const Tile&&) = delete;
   const Tile& tile() const { return tile_; }
 
-  // These launch the family's kernels. Panels lie in blocks of 64 columns (arrays.h), of which a
-  // product may read rows up to a multiple of the tile's depth.
+  // These launch the family's kernels. Panels lie in blocks of 64 columns (arrays.h). A product may
+  // read their rows up to a multiple of the tile's depth, and whole blocks: where it does, the
+  // kernels that make E and dz leave numbers in those rows, and zeros behind the last column. The
+  // compacted input has no rows behind the chunk's.
   //
   // Makes the partial sums of columns [first, first + columns) of the chunk, `first` whole tiles;
   // and E, where the panel has data.
@@ -31,20 +34,23 @@ class TiledEngine : public Engine {
                       const Panel& panel) const = 0;
   // Makes dz of the panel's columns, from logits made again.
   virtual void remake(const LinearWork& work, const Panel& panel) const = 0;
-  // Makes rows [row, row + rows) of the chunk, panel rows . weight rows, in `sums` [rows,
-  // hidden_pitch] in f32, or adds them to it; if they are of E, each times v, less the smoothing's
-  // term of what is kept of E.
+  // Makes these rows of the chunk, panel rows . weight rows, in `sums` [rows, hidden_pitch] in f32,
+  // or adds them to it; if they are of E, each times v, less the smoothing's term of what is kept
+  // of E (class_row).
   virtual void input_sums(const LinearWork& work, const Kept& kept, const Range& rows, float* sums,
                           bool of_e, bool add) const = 0;
-  // Makes the caller's grad_input, all rows of the chunk, from E or dz of the whole vocabulary.
+  // Makes the caller's grad_input, all rows of the chunk, from E or dz of the whole vocabulary: as
+  // input_sums does, times gradient_scale, in the rows of the chunk's tokens.
   virtual void grad_input(const LinearWork& work, const Kept& kept, bool of_e) const = 0;
-  // Makes the panel's rows of grad_weight, panel columns . `rows` (input times v, or input itself),
-  // in the caller's grad_weight, or in its sums in f32 where the plan has them. Only f32 can be
-  // added to (`add`).
+  // Makes the panel's rows of grad_weight, at most rows_of_weight() of them: panel columns . `rows`
+  // (input times v, or input itself), if they are of E less smoothed_row times the class weights.
+  // They go to the caller's grad_weight, times gradient_scale; or, where sums_grad_weight, to sums
+  // in f32, of which the first lent_sum_rows lie at the start of grad_weight's memory and the
+  // others in grad_weight_sum. Only f32 can be added to (`add`).
   virtual void grad_weight(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
                            bool add) const = 0;
   // Makes grad_input and grad_weight of one of several chunks in one launch, where the tile says
-  // runs_both.
+  // runs_both. Where the plan has slots, a launch behind it adds them and reads nothing else.
   virtual void both_gradients(const LinearWork&, const Panel&, const char* /*rows*/, bool /*of_e*/,
                               bool /*add*/) const {}
   // Makes dz in the place of E, and adds it to bias_sum if grad_bias is asked for (`first`:
@@ -54,7 +60,6 @@ class TiledEngine : public Engine {
   // cannot multiply E; where it does not, dz is made of logits made again.
   virtual bool forms_in_place(const LinearCall&) const { return false; }
 
-  bool is_batch_invariant() const override { return true; }
   void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
   void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,
                  const std::function<void(const LinearPlan&)>& consider) const override;

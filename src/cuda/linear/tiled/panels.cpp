@@ -101,7 +101,9 @@ int64_t panels_like(const LinearShape& s, const LinearPlan& p, const PanelPlace&
 }
 
 PanelPlace kept_part_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
-  if (first < p.stored_columns) return {.columns = p.stored_columns};
+  if (first < p.stored_columns) {
+    return {.columns = p.stored_columns, .kept = s.kept_columns > 0};
+  }
   PanelPlace at{.first = first, .columns = kept_columns(p) - first, .lent = true};
   const int64_t free = lent_offset(s, p, at) - first * row_bytes(s);
   const int64_t in_place = in_tiles(p, free / row_bytes(s));

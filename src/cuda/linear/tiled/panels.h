@@ -34,7 +34,5 @@ int64_t lent_scaled_input(const LinearShape& shape, const LinearPlan& plan);
 // kept.
 Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                const PanelPlace& at);
-// copy_panel.cu copies the rows that count of a panel to `to`, which is as wide.
-void copy_panel(const LinearWork& work, const Panel& panel, char* to);
 
 }  // namespace logitless::cuda::tiled

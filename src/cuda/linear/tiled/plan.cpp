@@ -285,7 +285,7 @@ LinearPlan TiledEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed
   const uint64_t least = state_bytes(s) + std::max(least_of(first_pass(s, first_rows)),
                                                    least_of(second_pass(s, first_rows)));
   if (least >= best.bytes) return best;
-  // Each plan is tried with slots for none of the clusters, for half of them and for all.
+  // Each plan is tried with slots for none of the teams, for half of them and for all.
   for (const int half : {0, 1, 2}) {
     const uint64_t slots =
         static_cast<uint64_t>(tile().teams(static_cast<int>(speed.multiprocessors)) * half / 2) *

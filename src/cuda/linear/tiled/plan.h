@@ -2,6 +2,8 @@
 // This is what a plan of kernels that make tiles of logits has of its own.
 #pragma once
 
+#include <cassert>
+
 #include "src/cuda/linear/plan.h"
 #include "src/cuda/linear/tiled/tile.h"
 
@@ -22,6 +24,9 @@ struct TiledPart {
 };
 inline TiledPart& tiled_part(LinearPlan& p) { return p.own.as<TiledPart>(); }
 inline const TiledPart& tiled_part(const LinearPlan& p) { return p.own.as<TiledPart>(); }
-inline const Tile& tile_of(const LinearPlan& p) { return *tiled_part(p).tile; }
+inline const Tile& tile_of(const LinearPlan& p) {
+  assert(tiled_part(p).tile != nullptr);  // a plan of two passes has none, but each of its passes
+  return *tiled_part(p).tile;
+}
 
 }  // namespace logitless::cuda::tiled

@@ -8,7 +8,7 @@
 namespace logitless::cuda::tiled {
 namespace {
 
-// A row of a block of 64 columns has so many, in 16 bits each.
+// A row of a block of 64 columns takes so many bytes.
 constexpr int64_t panel_row_bytes = 64 * 2;
 
 class TiledRun final : public LinearRun {

@@ -12,9 +12,9 @@ namespace logitless::cuda::tiled {
 // one chunk, the second one would have nothing to do: they work apart, each on tiles of its own.
 inline bool works_apart(const LinearPlan& p) {
   const Tile& tile = tile_of(p);
-  return tile.blocks == 2 && p.chunks == 1 && p.token_chunk <= tile.rows / 2;
+  return tile.works_apart && p.chunks == 1 && p.token_chunk <= tile.rows / 2;
 }
-// Returns how many teams there are, of so many blocks together: as many, or more that work apart.
+// Returns the number of teams: `teams`, or twice as many blocks that work apart.
 inline int teams_of(const LinearPlan& p, int teams) { return works_apart(p) ? 2 * teams : teams; }
 // Returns how many rows a slot has: those of a team's tile.
 inline int32_t slot_rows(const LinearPlan& p) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products read some rows and columns behind a panel's.
 #include "src/cuda/linear/linear.cuh"
+#include "src/cuda/linear/portable/kernels.h"
 
 namespace logitless::cuda {
 namespace {
