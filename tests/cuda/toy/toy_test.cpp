@@ -49,14 +49,11 @@ std::string engine_of(const Case& c) {
   const cuda::DeviceInfo* device = nullptr;
   EXPECT_TRUE(cuda::find_device(0, &device).ok());
   std::string name;
-  const auto find = [&](const auto& op) { name = cuda::asked_of(op, *device).engine.name(); };
-  if (c.op == OpKind::linear_forward) {
-    find(build<LinearCrossEntropyForward>(c).op);
-  } else if (c.op == OpKind::linear_backward) {
-    find(build<LinearCrossEntropyBackward>(c).op);
-  } else {
-    find(build<ForwardBackward>(c).op);
-  }
+  with_op(c.op, [&](auto op) {
+    if constexpr (LinearOp<decltype(op)>) {
+      name = cuda::asked_of(build<decltype(op)>(c).op, *device).engine.name();
+    }
+  });
   return name;
 }
 

@@ -15,4 +15,5 @@ void block_gradients(const LinearWork& work, const Block& block, const Panel& pa
 // extra_rows.cu writes behind the panel's rows the class weights for the smoothing's term of E, and
 // zeros; behind its columns it writes zeros up to a multiple of 8.
 void write_extra_rows(const LinearWork& work, const Panel& panel);
+
 }  // namespace logitless::cuda

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "src/cuda/linear/tiled/plan.h"
+#include "src/cuda/linear/tiled/teams.h"
 #include "src/kept.h"
 
 namespace logitless::cuda::tiled {
@@ -96,7 +96,7 @@ void TiledEngine::place(Lifetime lifetime, const LinearShape& s, const LinearPla
     return take(singles > 0, &m->partials.single_sum, singles);
   }
   if (lifetime == Lifetime::gradients) {
-    return take(own.slots > 0, &m->slots, int64_t{own.slots} * own.slot_size);
+    return take(own.slots > 0, &m->slots, own.slots * slot_size(p));
   }
   take(s.bias, &m->bias_row, s.vocab + tile_.columns);
   take(s.class_weights, &m->class_weights, s.vocab + tile_.columns);

@@ -13,7 +13,7 @@ namespace logitless::cuda::tiled {
 namespace {
 
 uint64_t slot_bytes(const LinearPlan& p) {
-  return static_cast<uint64_t>(tiled_part(p).slot_size) * sizeof(float);
+  return static_cast<uint64_t>(slot_size(p)) * sizeof(float);
 }
 
 // Returns whether both products of a chunk run at once.
@@ -67,7 +67,6 @@ class Plans {
   }
 
  private:
-  int teams() const { return tile_.teams(static_cast<int>(speed_.multiprocessors)); }
   // Considers the plans where E of all tokens is in the caller's memory, for products of a single
   // chunk, or comes there a chunk at a time.
   template <class F>
@@ -107,7 +106,6 @@ class Plans {
     p.chunks = divide_up(tokens, p.token_chunk);
     p.hidden_pitch = round_up(s_.hidden, 16 / size_of(s_.dtype));
     p.panel_rows = round_up(p.token_chunk, tile_.depth);
-    tiled_part(p).slot_size = static_cast<int32_t>(slot_rows(p) * tile_.columns);
     place_sums(&p);
     return p;
   }
@@ -123,10 +121,10 @@ class Plans {
     own.unit_width = makes_e ? 1 : unit_tiles;
     if (makes_e) return;
     const auto rows = static_cast<int>(divide_up(p->token_chunk, tile_.rows));
-    const int all_teams = teams_of(*p, teams());
-    const Units all = Units::make(rows, static_cast<int>(tiles), own.unit_width, all_teams);
+    const int teams = teams_of(*p, teams_on(tile_, speed_));
+    const Units all = Units::make(rows, static_cast<int>(tiles), own.unit_width, teams);
     p->segments = all.whole > 0 ? all.columns() : 0;
-    own.single_tiles = most_singles(rows, static_cast<int>(tiles), all_teams);
+    own.single_tiles = most_singles(rows, static_cast<int>(tiles), teams);
   }
 
   // Settles the rest of a plan but its time, with slots where they fit.
@@ -288,8 +286,7 @@ LinearPlan TiledEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed
   // Each plan is tried with slots for none of the teams, for half of them and for all.
   for (const int half : {0, 1, 2}) {
     const uint64_t slots =
-        static_cast<uint64_t>(tile().teams(static_cast<int>(speed.multiprocessors)) * half / 2) *
-        slot_bytes(best);
+        static_cast<uint64_t>(teams_on(tile(), speed) * half / 2) * slot_bytes(best);
     const LinearPlan both = two_passes(*this, s, speed, least + slots);
     if (both.bytes < best.bytes && both.seconds <= 1.1 * best.seconds) return both;
   }

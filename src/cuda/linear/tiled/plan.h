@@ -14,7 +14,6 @@ struct TiledPart {
   // E is copied before its rows are written, so that as many columns are lent as fit
   bool copies_lent = true;
   int32_t slots = 0;        // so many slots take the sums of sliced tiles: cut.h
-  int32_t slot_size = 0;    // a slot has so many floats
   int32_t input_teams = 0;  // so many teams make grad_input, where both products run at once
   // The scaled input lies at this byte of grad_weight's memory, or not there (-1).
   int64_t lent_scaled = -1;

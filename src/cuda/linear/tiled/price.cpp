@@ -25,7 +25,7 @@ class Model {
   Model(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed)
       : s_(shape), p_(plan), speed_(speed), tile_(tile_of(plan)) {}
 
-  int teams() const { return tile_.teams(static_cast<int>(speed_.multiprocessors)); }
+  int teams() const { return teams_on(tile_, speed_); }
   // Returns how a product [rows, D] over `depth` is cut.
   RoundsAndCut cut_of(int teams, int64_t rows, int64_t depth, int32_t slots) const {
     const int64_t tiles = tiles_of(rows);

@@ -14,6 +14,10 @@ inline bool works_apart(const LinearPlan& p) {
   const Tile& tile = tile_of(p);
   return tile.works_apart && p.chunks == 1 && p.token_chunk <= tile.rows / 2;
 }
+// Returns how many teams a device has, of blocks that work together.
+inline int teams_on(const Tile& tile, const DeviceSpeed& speed) {
+  return tile.teams(static_cast<int>(speed.multiprocessors));
+}
 // Returns the number of teams: `teams`, or twice as many blocks that work apart.
 inline int teams_of(const LinearPlan& p, int teams) { return works_apart(p) ? 2 * teams : teams; }
 // Returns how many rows a slot has: those of a team's tile.
@@ -22,6 +26,8 @@ inline int32_t slot_rows(const LinearPlan& p) {
   if (!works_apart(p)) return rows;
   return p.token_chunk <= rows / 4 ? rows / 4 : rows / 2;
 }
+// Returns how many floats a slot has.
+inline int64_t slot_size(const LinearPlan& p) { return int64_t{slot_rows(p)} * tile_of(p).columns; }
 // Returns how many rows a block's tile may have.
 inline int32_t rows_of_tile(const LinearPlan& p) {
   return std::min(slot_rows(p), tile_of(p).rows / tile_of(p).blocks);
