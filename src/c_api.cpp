@@ -109,6 +109,23 @@ Status from_c(const logitless_loss_options* source, LossOptions* options) {
   return {};
 }
 
+Status from_c(const logitless_divergence_options* source, DivergenceOptions* options) {
+  if (source == nullptr) return {};
+  logitless_divergence_options o;
+  Status status = read_struct("divergence", source, &o);
+  if (!status.ok()) return status;
+  if (o.reserved != 0) {
+    return error(StatusCode::invalid_argument, "divergence.reserved is %d; allowed: 0", o.reserved);
+  }
+  *options = {static_cast<DivergenceKind>(o.kind),
+              o.beta,
+              o.label_weight,
+              o.teacher_logit_scale,
+              o.teacher_softcap,
+              o.teacher_temperature};
+  return {};
+}
+
 // `executor` holds the caller's executor as this version knows it, for as long as the call lasts.
 Status from_c(const logitless_execution* source, Execution* execution, Executor* executor) {
   if (source == nullptr) return {};
@@ -160,6 +177,7 @@ const char* name_of_set_field(logitless_op c) {
     }
   }
   if (c.options != nullptr) return "options";
+  if (c.divergence != nullptr) return "divergence";
   if (c.kept_key != 0) return "kept_key";
   if (c.consume_kept != 0) return "consume_kept";
   if (c.accumulate_grad_weight != 0) return "accumulate_grad_weight";
@@ -176,14 +194,21 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
     status = from_c(c.options, &call->options);
     c.options = nullptr;
   }
+  if (call->diverges) {
+    if (status.ok()) status = from_c(c.divergence, &call->divergence);
+    c.divergence = nullptr;
+  }
   if (call->linear && call->gradients) {
     call->accumulate = c.accumulate_grad_weight != 0;
     c.accumulate_grad_weight = 0;
   }
-  if (call->kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD) {
+  const bool consumes = call->kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
+  if (consumes || call->kind == LOGITLESS_LINEAR_DIVERGENCE_BACKWARD) {
     call->kept_key = c.kept_key;
-    call->consume_kept = c.consume_kept != 0;
     c.kept_key = 0;
+  }
+  if (consumes) {
+    call->consume_kept = c.consume_kept != 0;
     c.consume_kept = 0;
   }
   for (const TensorField& field : tensor_fields(c.kind)) {

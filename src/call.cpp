@@ -52,6 +52,12 @@ std::span<const TensorField> tensor_fields(int32_t kind) {
       return fields_of_op<LinearCrossEntropyForwardBackward>();
     case LOGITLESS_COMBINE:
       return fields_of_op<Combine>();
+    case LOGITLESS_LINEAR_DIVERGENCE_FORWARD:
+      return fields_of_op<LinearDivergenceForward>();
+    case LOGITLESS_LINEAR_DIVERGENCE_BACKWARD:
+      return fields_of_op<LinearDivergenceBackward>();
+    case LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD:
+      return fields_of_op<LinearDivergenceForwardBackward>();
   }
   return {};
 }
@@ -59,11 +65,14 @@ std::span<const TensorField> tensor_fields(int32_t kind) {
 Call::Call(int32_t of_kind, const Execution& on) : kind(of_kind), execution(on) {
   combines = kind == LOGITLESS_COMBINE;
   linear = kind >= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD && !combines;
+  diverges = kind >= LOGITLESS_LINEAR_DIVERGENCE_FORWARD;
   loss_op = kind != LOGITLESS_SOFTMAX;
-  const bool backward =
-      kind == LOGITLESS_CROSS_ENTROPY_BACKWARD || kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
+  const bool backward = kind == LOGITLESS_CROSS_ENTROPY_BACKWARD ||
+                        kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD ||
+                        kind == LOGITLESS_LINEAR_DIVERGENCE_BACKWARD;
   const bool both = kind == LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD ||
-                    kind == LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
+                    kind == LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD ||
+                    kind == LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD;
   gradients = backward || both;
   forward = loss_op && !backward;
   // Kernels are given the options with the bytes between their members, which no member sets, so

@@ -38,7 +38,7 @@ struct TensorField {
 };
 // Returns the tensors of one kind, from the listing of fields.h.
 std::span<const TensorField> tensor_fields(int32_t kind);
-constexpr int32_t kinds = 8;
+constexpr int32_t kinds = 11;
 
 constexpr const char* name_of_op(int32_t kind) {
   constexpr const char* names[] = {"Softmax",
@@ -48,7 +48,10 @@ constexpr const char* name_of_op(int32_t kind) {
                                    "LinearCrossEntropyForward",
                                    "LinearCrossEntropyBackward",
                                    "LinearCrossEntropyForwardBackward",
-                                   "Combine"};
+                                   "Combine",
+                                   "LinearDivergenceForward",
+                                   "LinearDivergenceBackward",
+                                   "LinearDivergenceForwardBackward"};
   return names[kind];
 }
 
@@ -72,6 +75,7 @@ struct Tensor : TensorView {
 struct Call {
   int32_t kind = -1;
   bool linear = false;
+  bool diverges = false;   // it is a LinearDivergence op, which is linear too
   bool combines = false;   // it is Combine, whose rows are [P, N]
   bool loss_op = false;    // any kind but Softmax has options and targets
   bool gradients = false;  // it is Backward or ForwardBackward
@@ -81,15 +85,19 @@ struct Call {
   uint64_t kept_key = 0;
   Execution execution{};
   LossOptions options{};
+  DivergenceOptions divergence{};
 
   Tensor logits{}, probabilities{};                               // each is [N, V]
   Tensor input{}, weight{}, bias{};                               // [N, D] [V, D] [V]
+  Tensor teacher_input{}, teacher_weight{}, teacher_bias{};       // [N, Dt] [V, Dt] [V]
+  Tensor teacher_logits{}, teacher_temperature{};                 // [N, V] [N]
   Tensor target{}, token_weight{}, vocab_weight{}, normalizer{};  // [N] [N] [V, whole] []
   Tensor temperature{};                                           // [N]
   Tensor loss{};                                                  // [N] or []
   Tensor lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // each is [N]
   Tensor logprob{}, rank{}, sum_p_squared{}, mean_logit{};        // each is [N]
   Tensor max_logprob{};                                           // [N]
+  Tensor teacher_entropy{}, acceptance{};                         // each is [N]
   Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
   Tensor grad_loss{};                                             // [N] or []
   Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // each is [N]
@@ -135,6 +143,16 @@ struct Call {
   bool targets_only() const;
   // Returns whether the rows' state comes from an earlier Forward.
   bool state_given() const { return !forward && row_reference; }
+  // Returns options whose map from raw logits to z is the teacher's.
+  LossOptions teacher_options() const {
+    LossOptions o = options;
+    o.logit_scale = divergence.teacher_logit_scale;
+    o.softcap = divergence.teacher_softcap;
+    o.temperature = divergence.teacher_temperature;
+    return o;
+  }
+  // Returns whether the teacher is a head, and not logits or what is kept.
+  bool teacher_is_head() const { return diverges && teacher_weight; }
   // Returns the statistics that this call writes.
   TokenStatistics statistics() const;
 };
@@ -151,10 +169,9 @@ template <class Op>
 Call::Call(const Op& op, const Execution& execution) : Call(kind_of<Op>, execution) {
   if constexpr (LossOp<Op>) options = op.options;
   if constexpr (LinearOp<Op> && GradientOp<Op>) accumulate = op.accumulate_grad_weight;
-  if constexpr (KeepingOp<Op> && GradientOp<Op>) {
-    kept_key = op.kept_key;
-    consume_kept = op.consume_kept;
-  }
+  if constexpr (DivergenceOp<Op>) divergence = op.divergence;
+  if constexpr (KeepingOp<Op> && GradientOp<Op>) kept_key = op.kept_key;
+  if constexpr (ConsumingOp<Op>) consume_kept = op.consume_kept;
   for_each_tensor(op, *this,
                   [](const char*, Access, const TensorView& from, Tensor& to) { to = from; });
 }

@@ -37,7 +37,7 @@ Kept kept_in(const Call& call, uint64_t bytes) {
     const uint64_t room = bytes > of_rows ? (bytes - of_rows) / of_block : 0;
     int64_t blocks = whole;
     if (room < static_cast<uint64_t>(whole)) {
-      blocks = static_cast<int64_t>(room) / kept_group * kept_group;
+      blocks = call.diverges ? 0 : static_cast<int64_t>(room) / kept_group * kept_group;
     }
     if (blocks > 0) {
       kept.columns = std::min(blocks * kept_block, vocab);
@@ -66,6 +66,14 @@ uint64_t kept_key(const Call& call, int64_t columns) {
   }
   for (const float x : {o.label_smoothing, o.z_loss, o.logit_scale, o.softcap, o.temperature}) {
     hash.add(x);
+  }
+  if (call.diverges) {
+    const DivergenceOptions& d = call.divergence;
+    hash.add(static_cast<uint64_t>(d.kind) + 1);
+    for (const float x : {d.beta, d.label_weight, d.teacher_logit_scale, d.teacher_softcap,
+                          d.teacher_temperature}) {
+      hash.add(x);
+    }
   }
   return std::max<uint64_t>(hash.value(), 1);  // 0 says that no key was given
 }

@@ -77,6 +77,8 @@ inline bool extent(const TensorView& v, int64_t* bytes) {
 
 // Refuses a dtype or a device that is none.
 Status check_enums(const char* name, const TensorView& view);
+// Refuses what the factors of the map from raw to z may not be; the message begins with `whose`.
+Status check_factors(const char* whose, const LossOptions& options);
 
 // These are the rules of validate_fields.cpp and validate_options.cpp; each looks at one thing and
 // relies on those before it in the table of validate.cpp.
@@ -98,5 +100,8 @@ Status check_shard_fields(const Call& call);
 Status check_kept(const Call& call);
 Status check_kept_key(const Call& call);
 Status check_probability_input(const Call& call);
+Status check_divergence_options(const Call& call);
+Status check_teacher(const Call& call);
+Status check_teacher_sizes(const Call& call);
 
 }  // namespace logitless

@@ -42,6 +42,7 @@ Status check_required(const Call& call) {
   for (const char* name : {"input", "weight", "logits", "probabilities", "target", "grad_logits",
                            "shard_row_reference", "shard_row_log_sum", "shard_target_logit"}) {
     for (const Field& field : call.fields()) {
+      if (call.diverges && field.name == "target") continue;
       if (field.name == name && !field.given()) {
         return error(StatusCode::invalid_argument, "%s is missing; %s needs it", name,
                      call.op_name());
@@ -106,7 +107,7 @@ Status check_kept(const Call& call) {
     return error(StatusCode::invalid_argument, "kept_key is %s without kept; allowed: 0",
                  key_text(call.kept_key).text);
   }
-  if (kept && !call["row_reference"]) {
+  if (kept && !call.diverges && !call["row_reference"]) {
     return error(StatusCode::invalid_argument,
                  "row_reference and row_log_sum are missing; kept needs those of its Forward");
   }
@@ -216,10 +217,12 @@ constexpr Status (*kRules[])(const Call&) = {
     check_tensor_enums,
     check_option_enums,
     check_option_ranges,
+    check_divergence_options,
     check_required,
     check_outputs,
     check_companions,
     check_kept,
+    check_teacher,
     check_devices,
     check_ranks,
     check_nonnegative,
@@ -232,6 +235,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_shapes,
     check_dtypes,
     check_dtype_pairs,
+    check_teacher_sizes,
     check_accumulate,
     check_extents,
     check_written_once,
@@ -252,9 +256,10 @@ Status validate(const Call& call) {
 }
 
 Status validate_keeping(const Call& call) {
-  if (call.kind != LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD) {
-    return error(StatusCode::invalid_argument, "op.kind is %s; allowed: %s", call.op_name(),
-                 name_of_op(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD));
+  if (!call.linear || call.gradients || !call.forward) {
+    return error(StatusCode::invalid_argument, "op.kind is %s; allowed: %s, %s", call.op_name(),
+                 name_of_op(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD),
+                 name_of_op(LOGITLESS_LINEAR_DIVERGENCE_FORWARD));
   }
   for (const auto rule : kRules) {
     if (rule == check_outputs) continue;

@@ -31,6 +31,8 @@ enum class Shape {
   kept,          // [blocks * N to 64, 64]
   kept_rows,     // [N, 8]
   shard_token,   // [P, N]
+  teacher_hidden,        // [N, Dt]
+  vocab_teacher_hidden,  // [V, Dt]
 };
 
 struct FieldRule {
@@ -45,6 +47,13 @@ constexpr FieldRule kFieldRules[] = {
     {"bias", Shape::vocab, kFloats, "f32, f16, bf16"},
     {"logits", Shape::token_vocab, kFloats, "f32, f16, bf16"},
     {"probabilities", Shape::token_vocab, kFloats, "f32, f16, bf16"},
+    {"teacher_input", Shape::teacher_hidden, kFloats, "f32, f16, bf16"},
+    {"teacher_weight", Shape::vocab_teacher_hidden, kFloats, "f32, f16, bf16"},
+    {"teacher_bias", Shape::vocab, kFloats, "f32, f16, bf16"},
+    {"teacher_logits", Shape::token_vocab, kFloats, "f32, f16, bf16"},
+    {"teacher_temperature", Shape::token, kF32, "f32"},
+    {"teacher_entropy", Shape::token, kF32, "f32"},
+    {"acceptance", Shape::token, kF32, "f32"},
     {"target", Shape::token, kInts, "i32, i64"},
     {"token_weight", Shape::token, kF32, "f32"},
     {"vocab_weight", Shape::vocab_total, kF32, "f32"},
@@ -107,7 +116,8 @@ bool overlaps_itself(const TensorView& v) {
 Status check_kept_shape(const Call& call, const TensorView& view) {
   const int64_t rows = kept_rows_of(call.tokens()), all = divide_up(call.vocab(), kept_block);
   const int64_t blocks = rows > 0 ? view.shape[0] / rows : 0;
-  const bool whole = blocks == all || (blocks > 0 && blocks < all && blocks % kept_group == 0);
+  const bool part = !call.diverges && blocks > 0 && blocks < all && blocks % kept_group == 0;
+  const bool whole = blocks == all || part;
   if (view.shape[1] == kept_block && view.shape[0] == blocks * rows && (whole || rows == 0)) {
     return {};
   }
@@ -130,6 +140,16 @@ Status wrong_width(const TensorView& weight, int64_t hidden) {
   }
   return error(StatusCode::wrong_shape, "weight has shape %s; allowed: [V, %lld]",
                shape_text(weight).text, d);
+}
+
+// Vocabularies that were padded to different sizes differ here first.
+Status wrong_teacher_vocab(const TensorView& weight, int64_t vocab) {
+  const long long own = vocab, its = weight.shape[0];
+  return error(StatusCode::wrong_shape,
+               "teacher_weight has shape %s and weight V = %lld; allowed: one V (if the columns "
+               "behind it are padding: %s[:%lld])",
+               shape_text(weight).text, own, its > own ? "teacher_weight" : "weight",
+               its > own ? own : its);
 }
 
 }  // namespace
@@ -173,6 +193,8 @@ Status check_ranks(const Call& call) {
       case Shape::kept:
       case Shape::kept_rows:
       case Shape::shard_token:
+      case Shape::teacher_hidden:
+      case Shape::vocab_teacher_hidden:
         least = most = 2;
         break;
       case Shape::reduced:
@@ -227,6 +249,13 @@ Status check_shapes(const Call& call) {
         break;
       case Shape::vocab_hidden:
         rank = 2, first = v, second = d;
+        break;
+      case Shape::teacher_hidden:
+        rank = 2, first = n, second = call.teacher_input.shape[1];
+        break;
+      case Shape::vocab_teacher_hidden:
+        if (view.shape[0] != v) return wrong_teacher_vocab(view, v);
+        rank = 2, first = v, second = call.teacher_input ? call.teacher_input.shape[1] : 0;
         break;
       case Shape::token:
         first = n;

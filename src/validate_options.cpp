@@ -70,19 +70,19 @@ constexpr FactorRule kFactors[] = {
      [](const LossOptions& o) { return static_cast<double>(o.temperature) / o.softcap; }, true},
 };
 
-Status check_factors(const LossOptions& o) {
+}  // namespace
+
+Status check_factors(const char* whose, const LossOptions& o) {
   for (const FactorRule& rule : kFactors) {
     if (rule.capped && o.softcap == 0) continue;
     const double value = rule.value(o), size = std::fabs(value);
     if (value != 0 && !(size >= FLT_MIN && size <= FLT_MAX)) {
-      return error(StatusCode::invalid_argument, "%s is %g; allowed: 0 or a normal f32 number",
-                   rule.name, value);
+      return error(StatusCode::invalid_argument, "%s%s is %g; allowed: 0 or a normal f32 number",
+                   whose, rule.name, value);
     }
   }
   return {};
 }
-
-}  // namespace
 
 Status check_option_enums(const Call& call) {
   if (!call.loss_op) return {};
@@ -105,7 +105,7 @@ Status check_option_ranges(const Call& call) {
                    unsigned_nan(static_cast<double>(value)), rule.allowed);
     }
   }
-  return check_factors(call.options);
+  return check_factors("", call.options);
 }
 
 // A call has one temperature, or one a token, which a device reads.

@@ -69,7 +69,18 @@ enum {
   LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD = 4,
   LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD = 5,
   LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD = 6,
-  LOGITLESS_COMBINE = 7
+  LOGITLESS_COMBINE = 7,
+  LOGITLESS_LINEAR_DIVERGENCE_FORWARD = 8,
+  LOGITLESS_LINEAR_DIVERGENCE_BACKWARD = 9,
+  LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD = 10
+};
+/* Divergences of a student p from a teacher q: docs/semantics.md, "Divergences of two heads". */
+enum {
+  LOGITLESS_FORWARD_KL = 0,
+  LOGITLESS_REVERSE_KL = 1,
+  LOGITLESS_JSD = 2,
+  LOGITLESS_SKEW_KL = 3,
+  LOGITLESS_TV = 4
 };
 
 typedef struct logitless_status {
@@ -100,6 +111,15 @@ typedef struct logitless_loss_options {
   double normalizer; /* 0 says that tokens are counted */
   int64_t vocab_start, vocab_total;
 } logitless_loss_options;
+
+typedef struct logitless_divergence_options {
+  uint32_t struct_size;
+  int32_t kind;       /* LOGITLESS_FORWARD_KL ... */
+  float beta;         /* in [0, 1]; LOGITLESS_JSD and LOGITLESS_SKEW_KL alone read it */
+  float label_weight; /* >= 0 */
+  float teacher_logit_scale, teacher_softcap, teacher_temperature;
+  int32_t reserved;
+} logitless_divergence_options;
 
 typedef struct logitless_op {
   uint32_t struct_size;
@@ -140,6 +160,12 @@ typedef struct logitless_op {
   const logitless_tensor *shard_sum_p_squared, *shard_mean_logit;
   const logitless_tensor* max_logprob;       /* [N] */
   const logitless_tensor* shard_max_logprob; /* [P,N] Combine has it */
+  /* LinearDivergence ops have these. NULL takes LOGITLESS_DIVERGENCE_OPTIONS_INIT */
+  const logitless_divergence_options* divergence;
+  const logitless_tensor *teacher_input, *teacher_weight, *teacher_bias; /* [N,Dt] [V,Dt] [V] */
+  const logitless_tensor* teacher_logits;      /* [N,V] in place of these three */
+  const logitless_tensor* teacher_temperature; /* [N] f32 */
+  const logitless_tensor *teacher_entropy, *acceptance; /* [N] [N] */
 } logitless_op;
 
 /* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
@@ -204,7 +230,7 @@ typedef struct logitless_plan_arguments {
 #define LOGITLESS_OP_INIT(kind)                                                                   \
   {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                     \
-   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
 #define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}
@@ -215,6 +241,8 @@ typedef struct logitless_plan_arguments {
   {sizeof(logitless_loss_options), LOGITLESS_REDUCTION_MEAN, -100, 0.0f, 0.0f, 1.0f, 0.0f, 1.0f,  \
    LOGITLESS_OUT_OF_RANGE_ERROR, LOGITLESS_EMPTY_MEAN_ZERO, LOGITLESS_INPUT_LOGITS, 1e-9f, 0, 0.0, \
    0, 0}
+#define LOGITLESS_DIVERGENCE_OPTIONS_INIT                                                         \
+  {sizeof(logitless_divergence_options), LOGITLESS_FORWARD_KL, 0.5f, 0.0f, 1.0f, 0.0f, 1.0f, 0}
 /* clang-format on */
 
 /* Every function may be called with status = NULL; execution = NULL is the CPU with the library's

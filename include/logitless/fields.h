@@ -34,6 +34,13 @@ inline constexpr int32_t kind_of<LinearCrossEntropyForwardBackward> =
     LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
 template <>
 inline constexpr int32_t kind_of<Combine> = LOGITLESS_COMBINE;
+template <>
+inline constexpr int32_t kind_of<LinearDivergenceForward> = LOGITLESS_LINEAR_DIVERGENCE_FORWARD;
+template <>
+inline constexpr int32_t kind_of<LinearDivergenceBackward> = LOGITLESS_LINEAR_DIVERGENCE_BACKWARD;
+template <>
+inline constexpr int32_t kind_of<LinearDivergenceForwardBackward> =
+    LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD;
 
 // These concepts say what an op has, by its members.
 template <class Op>
@@ -50,6 +57,10 @@ template <class Op>
 concept KeepingOp = requires(Op op) { op.kept; };
 template <class Op>
 concept AnchoredOp = requires(Op op) { op.anchor; };
+template <class Op>
+concept ConsumingOp = requires(Op op) { op.consume_kept; };
+template <class Op>
+concept DivergenceOp = requires(Op op) { op.teacher; };
 template <class Op>
 concept CombiningOp = requires(Op op) { op.shard_row_reference; };
 
@@ -99,6 +110,13 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   }
   if constexpr (std::is_same_v<T, Softmax>)
     f("probabilities", write, op.probabilities, c.probabilities);
+  if constexpr (DivergenceOp<T>) {
+    f("teacher_input", read, op.teacher.input, c.teacher_input);
+    f("teacher_weight", read, op.teacher.weight, c.teacher_weight);
+    f("teacher_bias", read, op.teacher.bias, c.teacher_bias);
+    f("teacher_logits", read, op.teacher.logits, c.teacher_logits);
+    f("teacher_temperature", read, op.teacher.temperature, c.teacher_temperature);
+  }
   if constexpr (LossOp<T>) {
     f("target", read, op.target, c.target);
     f("token_weight", read, op.weights.token, c.token_weight);
@@ -108,7 +126,14 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   }
   if constexpr (ForwardOp<T>) {
     f("loss", write, op.loss, c.loss);
-    for_each_statistic(op.statistics, c, f);
+    if constexpr (DivergenceOp<T>) {
+      f("entropy", write, op.statistics.entropy, c.entropy);
+      f("teacher_entropy", write, op.statistics.teacher_entropy, c.teacher_entropy);
+      f("acceptance", write, op.statistics.acceptance, c.acceptance);
+      f("logprob", write, op.statistics.logprob, c.logprob);
+    } else {
+      for_each_statistic(op.statistics, c, f);
+    }
   }
   if constexpr (AnchoredOp<T>) f("anchor", read, op.anchor, c.anchor);
   if constexpr (KeepingOp<T>) {

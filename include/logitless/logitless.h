@@ -88,6 +88,17 @@ inline logitless_loss_options to_c(const LossOptions& o) {
           o.vocab_total};
 }
 
+inline logitless_divergence_options to_c(const DivergenceOptions& o) {
+  return {sizeof(logitless_divergence_options),
+          static_cast<int32_t>(o.kind),
+          o.beta,
+          o.label_weight,
+          o.teacher_logit_scale,
+          o.teacher_softcap,
+          o.teacher_temperature,
+          0};
+}
+
 inline logitless_execution to_c(const Execution& e) {
   return {sizeof(logitless_execution),
           static_cast<int32_t>(e.device.type),
@@ -102,6 +113,7 @@ template <class Op>
 struct COp {
   logitless_op op{};
   logitless_loss_options options{};
+  logitless_divergence_options divergence{};
   std::array<logitless_tensor, tensor_count<Op>> tensors{};
 
   explicit COp(const Op& source) {
@@ -113,10 +125,12 @@ struct COp {
     }
     if constexpr (LinearOp<Op> && GradientOp<Op>)
       op.accumulate_grad_weight = source.accumulate_grad_weight;
-    if constexpr (KeepingOp<Op> && GradientOp<Op>) {
-      op.kept_key = source.kept_key;
-      op.consume_kept = source.consume_kept;
+    if constexpr (DivergenceOp<Op>) {
+      divergence = to_c(source.divergence);
+      op.divergence = &divergence;
     }
+    if constexpr (KeepingOp<Op> && GradientOp<Op>) op.kept_key = source.kept_key;
+    if constexpr (ConsumingOp<Op>) op.consume_kept = source.consume_kept;
     size_t used = 0;
     for_each_tensor(
         source, op,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the eight ops. An op is a struct of views; docs/semantics.md says what every field
+// These are the ops. An op is a struct of views; docs/semantics.md says what every field
 // means, and has every formula. N counts tokens, V the vocabulary, D the hidden axis. An absent
 // view is an input not given or an output not wanted.
 #pragma once
@@ -23,6 +23,15 @@ enum class EmptyMean : int32_t { zero = LOGITLESS_EMPTY_MEAN_ZERO, nan = LOGITLE
 enum class InputKind : int32_t {
   logits = LOGITLESS_INPUT_LOGITS,
   probabilities = LOGITLESS_INPUT_PROBABILITIES,  // only CrossEntropy ops take it
+};
+
+// Which divergence of a student p from a teacher q.
+enum class DivergenceKind : int32_t {
+  forward_kl = LOGITLESS_FORWARD_KL,  // KL(q || p)
+  reverse_kl = LOGITLESS_REVERSE_KL,  // KL(p || q)
+  jsd = LOGITLESS_JSD,                // beta KL(q || m) + (1 - beta) KL(p || m)
+  skew_kl = LOGITLESS_SKEW_KL,        // KL(q || m), m = (1 - beta) p + beta q
+  tv = LOGITLESS_TV,                  // 1/2 sum_j |p_j - q_j|
 };
 
 // These bits are or-ed into an op's fault word.
@@ -51,6 +60,16 @@ struct LossOptions {
   int64_t vocab_total = 0;
 };
 
+// What a divergence has beside the LossOptions of the student.
+struct DivergenceOptions {
+  DivergenceKind kind = DivergenceKind::forward_kl;
+  float beta = 0.5f;              // in [0, 1]; jsd and skew_kl alone read it
+  float label_weight = 0;         // >= 0; of lse - z_t, beside the divergence
+  float teacher_logit_scale = 1;  // as LossOptions has them of the student
+  float teacher_softcap = 0;
+  float teacher_temperature = 1;
+};
+
 struct LossWeights {
   TensorView token{};        // [N]   f32
   TensorView vocab{};        // [V]  f32; a shard has [vocab_total]
@@ -73,6 +92,23 @@ struct TokenStatistics {
   TensorView sum_p_squared{};  // [N] f32; it is sum_j p_ij^2
   TensorView mean_logit{};     // [N] f32; it is 1/V sum_j z_ij
   TensorView max_logprob{};    // [N] f32; it is max_j z_ij - lse
+};
+
+// A teacher is a head of its own, or logits; it has no gradient.
+struct Teacher {
+  TensorView input{};        // [N, Dt]  in the dtype of the student's
+  TensorView weight{};       // [V, Dt]
+  TensorView bias{};         // [V]
+  TensorView logits{};       // [N, V]  in place of the three above
+  TensorView temperature{};  // [N]  f32; it replaces options.teacher_temperature
+};
+
+// These outputs are optional; those of ignored tokens are 0.
+struct DivergenceStatistics {
+  TensorView entropy{};          // [N] f32; of the student
+  TensorView teacher_entropy{};  // [N] f32
+  TensorView acceptance{};       // [N] f32; it is sum_j min(p_j, q_j)
+  TensorView logprob{};          // [N] f32; it is log p_t of the student
 };
 
 struct Softmax {
@@ -173,6 +209,61 @@ struct LinearCrossEntropyForwardBackward {
   LossOptions options{};
   LossWeights weights{};
   TokenStatistics statistics{};
+  TensorView fault{};  // [1] i32; FaultBits are or-ed into it
+};
+
+struct LinearDivergenceForward {
+  TensorView input{};   // [N, D]
+  TensorView weight{};  // [V, D]
+  TensorView bias{};    // [V]
+  Teacher teacher{};
+  TensorView target{};     // [N]  i32 or i64; optional
+  TensorView loss{};       // [N] where the reduction is none, else []
+  TensorView kept{};       // [blocks * N to 64, 64]  Backward uses it: kept_size()
+  TensorView kept_rows{};  // [N, 8] f32; it goes with `kept`
+  LossOptions options{};
+  DivergenceOptions divergence{};
+  LossWeights weights{};  // there are no class weights
+  DivergenceStatistics statistics{};
+  TensorView fault{};  // [1] i32; FaultBits are or-ed into it
+};
+
+struct LinearDivergenceBackward {
+  TensorView input{};   // [N, D]
+  TensorView weight{};  // [V, D]
+  TensorView bias{};    // [V]
+  Teacher teacher{};    // it may be absent beside `kept`
+  TensorView target{};  // [N]  i32 or i64; optional
+  TensorView grad_loss{};     // [N] where the reduction is none, else []; it is 1 by default
+  TensorView kept{};          // Forward wrote it; it comes with kept_rows
+  TensorView kept_rows{};     // [N, 8]  f32
+  uint64_t kept_key = 0;      // kept_size() said it of that Forward
+  TensorView grad_input{};    // [N, D]
+  TensorView grad_weight{};   // [V, D]
+  TensorView grad_bias{};     // [V]
+  bool accumulate_grad_weight = false;  // it adds to grad_weight and grad_bias, which must be f32
+  LossOptions options{};
+  DivergenceOptions divergence{};
+  LossWeights weights{};
+  TensorView fault{};  // [1] i32; FaultBits are or-ed into it
+};
+
+struct LinearDivergenceForwardBackward {
+  TensorView input{};   // [N, D]
+  TensorView weight{};  // [V, D]
+  TensorView bias{};    // [V]
+  Teacher teacher{};
+  TensorView target{};       // [N]  i32 or i64; optional
+  TensorView loss{};         // [N] where the reduction is none, else []
+  TensorView grad_loss{};    // [N] where the reduction is none, else []; it is 1 by default
+  TensorView grad_input{};   // [N, D]
+  TensorView grad_weight{};  // [V, D]
+  TensorView grad_bias{};    // [V]
+  bool accumulate_grad_weight = false;  // it adds to grad_weight and grad_bias, which must be f32
+  LossOptions options{};
+  DivergenceOptions divergence{};
+  LossWeights weights{};
+  DivergenceStatistics statistics{};
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
 };
 

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 
+#include "src/cuda/divergence/divergence.h"
 #include "src/cuda/linear/engines.h"
 #include "src/cuda/linear/linear_cross_entropy.h"
 #include "src/cuda/linear/search.h"
@@ -38,6 +39,7 @@ struct CudaBackend final : Backend {
     const cuda::DeviceInfo* device;
     const Status status = find_device(call.execution, &device);
     if (!status.ok()) return status;
+    if (call.diverges) return cuda::divergence_workspace(call, *device, given, size);
     if (call.linear) return cuda::linear_workspace(call, *device, given, size);
     if (call.combines) return cuda::combine_workspace(call, *device, size);
     return call.loss_op ? cuda::logits_loss_workspace(call, *device, size)
@@ -47,7 +49,12 @@ struct CudaBackend final : Backend {
     if (!call.linear) return {};
     const cuda::DeviceInfo* device;
     const Status status = find_device(call.execution, &device);
-    if (status.ok()) decided->set(cuda::decide_linear(call, bytes, *device));
+    if (!status.ok()) return status;
+    if (call.diverges) {
+      decided->set(cuda::divergence_plan(call, bytes, *device));
+    } else {
+      decided->set(cuda::decide_linear(call, bytes, *device));
+    }
     return status;
   }
   Status run(const Call& call, const Decisions& decided,
@@ -58,7 +65,10 @@ struct CudaBackend final : Backend {
     const cuda::CurrentDevice current(device->index);
     if (!current.status().ok()) return current.status();
     cuda::Stream stream(call.execution.stream);
-    if (call.linear) {
+    if (call.diverges) {
+      status = cuda::run_divergence(call, decided.get<cuda::DivergencePlan>(), workspace, *device,
+                                    &stream);
+    } else if (call.linear) {
       const cuda::LinearPasses made =
           cuda::linear_passes(call, decided.get<cuda::LinearDecisions>(), workspace, *device);
       stream.prepare_and_run([&] {
