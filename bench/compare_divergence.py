@@ -2,13 +2,13 @@
 """Divergences of a student's and a teacher's head, loss and gradients: ours beside torch.compile of
 bf16 logits, TRL's, Unsloth's and Liger's functions, and four cuBLAS products of the same operands.
 
-    LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/compare_divergence.py \
-        --pairs 8192x4096x128256x4096,8192x2048x151936x4096 --peers-from peers
+    LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
+        python bench/compare_divergence.py --pairs 8192x4096x128256x4096 --peers-from peers
 
-A pair is N x D x V x the teacher's D. FOLDER of `--peers-from` holds the packages (trl, unsloth_zoo,
-liger_kernel), of which the files of these functions alone are imported. A peer that is absent or
-fails is left out, with one line that says so. `--near SIZE` takes a teacher whose weight is the
-student's but for noise of that relative size.
+A pair is N x D x V x the teacher's D. FOLDER of `--peers-from` holds the packages (trl,
+unsloth_zoo, liger_kernel), of which the files of these functions alone are imported. A peer that is
+absent or fails is left out, with one line that says so. `--near SIZE` takes a teacher whose weight
+is the student's but for noise of that relative size.
 
 One process; all take turns in bursts, in an order that turns round every round; medians of
 `--rounds`. bf16, random data. MiB: the allocator's peak beyond the inputs and their gradients. The
@@ -21,14 +21,13 @@ import argparse
 import contextlib
 import statistics
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from compare_later import MIB, burst, left_out
-from dropins import bare
+from dropins import bare, stand_in
 from torch import Tensor
 from torch.nn import functional
 
@@ -127,14 +126,9 @@ def compiled(pair: Pair, kind: str) -> Call:
 
 def trls(folder: Path) -> Any:
     bare(folder, "trl", "trl.kernels", "trl.trainer")
-    stand_in = types.ModuleType("trl.trainer.utils")
-    stand_in.maybe_gather_lm_head_ctx = lambda *_: contextlib.nullcontext()  # type: ignore[attr-defined]
-    sys.modules.setdefault("trl.trainer.utils", stand_in)
-    if "transformers.utils" not in sys.modules:
-        utils = types.ModuleType("transformers.utils")
-        utils.is_triton_available = torch.cuda.is_available  # type: ignore[attr-defined]
-        sys.modules["transformers"] = types.ModuleType("transformers")
-        sys.modules["transformers.utils"] = utils
+    stand_in("trl.trainer.utils", maybe_gather_lm_head_ctx=lambda *_: contextlib.nullcontext())
+    stand_in("transformers")
+    stand_in("transformers.utils", is_triton_available=torch.cuda.is_available)
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     def make(pair: Pair, kind: str) -> Call:
