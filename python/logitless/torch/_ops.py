@@ -349,6 +349,7 @@ def hooked() -> bool:
 # torch.compiler.assume_constant_result says the same, but imports the compiler.
 hooked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _kept.planned_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_kept.library_keeps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def loss(
