@@ -58,7 +58,10 @@ struct Backend {
 
 const Backend& reference_backend();
 const Backend& cpu_backend();
+// This and its like decide for a backend, and answer logitless_keeps.
+bool cpu_keeps(DType dtype, const LossOptions& options);
 #ifdef LOGITLESS_WITH_CUDA
+bool cuda_keeps(DType dtype, const LossOptions& options);
 // Returns nullptr without a usable driver, and the reason. Each device answers for itself.
 const Backend* cuda_backend(Status* status);
 #endif
@@ -70,6 +73,8 @@ const Backend* webgpu_backend(Status* status);
 
 // Returns the backend for a device type, or nullptr and the reason in `status`.
 const Backend* find_backend(DeviceType type, Status* status);
+// Returns whether Backward uses what Forward keeps on such a device, which need not be there.
+bool keeps(DeviceType type, DType dtype, const LossOptions& options);
 
 inline constexpr int most_scaled = 4;  // a call takes at most so many vectors
 Status scale_values(std::span<const TensorView> values, const TensorView& factor,

@@ -432,4 +432,11 @@ int32_t logitless_plan_run(const logitless_plan* plan, const logitless_plan_argu
 
 void logitless_plan_destroy(logitless_plan* plan) { delete plan; }
 
+int32_t logitless_keeps(int32_t device_type, int32_t dtype, const logitless_loss_options* options) {
+  LossOptions o;
+  const bool known = dtype == LOGITLESS_F32 || dtype == LOGITLESS_F16 || dtype == LOGITLESS_BF16;
+  return known && from_c(options, &o).ok() &&
+         keeps(static_cast<DeviceType>(device_type), static_cast<DType>(dtype), o);
+}
+
 }  // this ends extern "C"

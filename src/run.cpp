@@ -34,6 +34,23 @@ const Backend* find_backend(DeviceType type, Status* status) {
   return nullptr;
 }
 
+bool keeps(DeviceType type, DType dtype, const LossOptions& options) {
+  switch (type) {
+    case DeviceType::cpu:
+      return cpu_keeps(dtype, options);
+#ifdef LOGITLESS_WITH_CUDA
+    case DeviceType::cuda:
+      return cuda_keeps(dtype, options);
+#endif
+#ifdef LOGITLESS_WITH_WEBGPU
+    case DeviceType::webgpu:  // logits, of which everything is made
+      return true;
+#endif
+    default:
+      return false;
+  }
+}
+
 namespace {
 
 Status check(const Call& call, const Backend** backend) {

@@ -161,6 +161,7 @@ _plan_run = library.logitless_plan_run
 _plan_destroy = library.logitless_plan_destroy
 _scale_each = library.logitless_scale_each
 _kept_size = library.logitless_kept_size
+_keeps = library.logitless_keeps
 
 
 class Options(NamedTuple):
@@ -458,6 +459,11 @@ def kept_size(
     return KeptSize(
         kept.columns, (shape[0], shape[1]), (rows_shape[0], rows_shape[1]), kept.bytes, kept.key
     )
+
+
+def keeps(device_type: int, dtype: int, options: Options) -> bool:
+    """Whether Backward uses what a linear Forward keeps, of any sizes."""
+    return bool(_keeps(device_type, dtype, byref(_options_struct(options))))
 
 
 def follow_threads(threads: int) -> None:

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <limits>
 
+#include "src/backend.h"
 #include "src/cpu/ops.h"
 #include "src/cpu/plan.h"
 #include "src/cpu/row_kernels.h"
@@ -670,9 +671,7 @@ void load_states(const Call& call, const Tokens& tokens, RowState* states) {
 }  // namespace
 
 int64_t columns_kept(const Call& call) {
-  if (call.input.dtype == DType::f16) return 0;
-  const bool rounded = call.input.dtype != DType::f32;
-  return rounded && call.options.softcap > 0 ? 0 : kept_columns(call);
+  return cpu_keeps(call.input.dtype, call.options) ? kept_columns(call) : 0;
 }
 
 LinearShape shape_of(const Call& call) {
@@ -738,3 +737,8 @@ Status run_linear(const Call& call, const LinearPlan& plan, const Workspace& wor
 }
 
 }  // namespace logitless::cpu
+
+// A rounded exponential tells the slope of a softcap too coarsely.
+bool logitless::cpu_keeps(DType dtype, const LossOptions& options) {
+  return dtype == DType::f32 || (dtype == DType::bf16 && options.softcap == 0);
+}

@@ -82,8 +82,7 @@ struct LinearPlan {
 };
 
 // Returns how many columns of the vocabulary a call keeps, or reads because its Forward kept them:
-// a multiple of vocab_tile, or all. It keeps none on a shard, and in 16 bits none under a softcap,
-// whose slope a rounded exponential tells too coarsely.
+// a multiple of vocab_tile, or all.
 int64_t columns_kept(const Call& call);
 
 // Returns what the planner sees of a linear op.

@@ -221,6 +221,20 @@ TEST(KeptSize, RefusesWhatKeepsNothing) {
                "op.kind is Softmax; allowed: LinearCrossEntropyForward, LinearDivergenceForward");
 }
 
+TEST(Keeps, NothingOfWhatIsNotKnown) {
+  EXPECT_EQ(logitless_keeps(LOGITLESS_CPU, LOGITLESS_F32, nullptr), 1);
+  EXPECT_EQ(logitless_keeps(LOGITLESS_REFERENCE, LOGITLESS_F32, nullptr), 0);
+  for (const int32_t device : {-1, 4, INT32_MAX}) {
+    EXPECT_EQ(logitless_keeps(device, LOGITLESS_F32, nullptr), 0);
+  }
+  for (const int32_t dtype : {-1, int32_t{LOGITLESS_I32}, int32_t{LOGITLESS_I64}, 5}) {
+    EXPECT_EQ(logitless_keeps(LOGITLESS_CPU, dtype, nullptr), 0);
+  }
+  logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
+  options.struct_size = 3;
+  EXPECT_EQ(logitless_keeps(LOGITLESS_CPU, LOGITLESS_F32, &options), 0);
+}
+
 // A message has a name where there is one: of a device, of an op.
 TEST(Messages, NameDevicesAndOps) {
   Scaling s;

@@ -94,6 +94,33 @@ TEST_P(KeptState, HasTheSizeOfItsFormula) {
   }
 }
 
+// What is kept becomes NaN behind Forward, and so do the gradients if Backward uses it: that is
+// where logitless_keeps says so.
+TEST_P(KeptState, ServesWhereTheLibrarySaysSo) {
+  for (const float softcap : {0.0f, 5.0f}) {
+    for (const float smoothing : {0.0f, 0.1f}) {
+      Case c = plain(50, 421);
+      c.ignored = 0;
+      c.options.softcap = softcap;
+      c.options.label_smoothing = smoothing;
+      c.options.z_loss = softcap / 100;
+      Steps steps(device_, c, 0);
+      ASSERT_TRUE(keep(&steps));
+      Field nothing;
+      nothing.bits.assign(steps.kept.bytes, garbage);
+      write_bits(steps.problem.op.kept, nothing);
+      const std::vector<double>& grad = backward(steps).fields.at("grad_input").value;
+      const bool used = std::any_of(grad.begin(), grad.end(), [](double x) { return x != x; });
+      logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
+      options.softcap = softcap;
+      options.label_smoothing = smoothing;
+      options.z_loss = c.options.z_loss;
+      const auto type = static_cast<int32_t>(device_.execution().device.type);
+      EXPECT_EQ(logitless_keeps(type, static_cast<int32_t>(dtype_), &options), used) << describe(c);
+    }
+  }
+}
+
 // Kept state is for a loss without reduction and an upstream gradient of each token. Here it serves
 // every kind of row: usual ones, ones beyond the exponent's range, with a bias and without.
 TEST_P(KeptState, ServesRowsNearAndFar) {

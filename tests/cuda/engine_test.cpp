@@ -177,6 +177,36 @@ TEST(CudaEngine, AShareThatIsKeptEndsWithATile) {
   }
 }
 
+// Every engine lays out what is kept where logitless_keeps says so.
+TEST(CudaEngine, KeptStateServesWhereTheLibrarySaysSo) {
+  Head head(1001);
+  std::vector<char> kept(64), rows(64);
+  for (const Engine* engine : {&hopper(), &toy_engine(), &portable()}) {
+    const Engine* const engines[] = {engine, &portable()};
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      for (const float softcap : {0.0f, 30.0f}) {
+        for (const float smoothing : {0.0f, 0.1f}) {
+          LinearCrossEntropyForward op = head.op;
+          op.input.dtype = op.weight.dtype = dtype;
+          op.options.softcap = softcap;
+          op.options.label_smoothing = smoothing;
+          op.kept = view(kept.data(), dtype, {16 * 64, 64});
+          op.kept_rows = view(rows.data(), DType::f32, {3, 8});
+          logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
+          options.softcap = softcap;
+          options.label_smoothing = smoothing;
+          const bool keeps =
+              logitless_keeps(LOGITLESS_CUDA, static_cast<int32_t>(dtype), &options) != 0;
+          const DeviceInfo device{.major = 9, .multiprocessors = 132};
+          EXPECT_EQ(make_call(engines, op, device).call.shape.kept_columns, keeps ? 1001 : 0)
+              << engine->name() << ", dtype " << static_cast<int>(dtype) << ", softcap " << softcap
+              << ", smoothing " << smoothing;
+        }
+      }
+    }
+  }
+}
+
 // The library's own list has Hopper's on Hopper, the portable one last and everywhere.
 TEST(CudaEngine, TheLibrarysListEndsWithOneThatServesEveryCall) {
   EXPECT_STREQ(engines().back()->name(), "portable");

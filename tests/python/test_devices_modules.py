@@ -554,6 +554,15 @@ def compiled_heads_have_the_same_bits(mesh: Any) -> None:
 
 @processes(2)
 def dynamic_sizes_compile_once(mesh: Any) -> None:
+    compiles_once(mesh)
+
+
+@processes(2)
+def dynamic_sizes_of_local_tokens_compile_once(mesh: Any) -> None:
+    compiles_once(mesh, sequence_dim=0, local_tokens=True, weight=torch.linspace(0.5, 1.5, 20))
+
+
+def compiles_once(mesh: Any, **options: Any) -> None:
     import torch._dynamo.testing
 
     _, w, _, _ = problem(20)
@@ -562,11 +571,11 @@ def dynamic_sizes_compile_once(mesh: Any) -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def loss(x: Tensor, w: Tensor, t: Tensor) -> Any:
-        return linear_cross_entropy(x, w, t, group=name)
+        return linear_cross_entropy(x, w, t, group=name, **options)
 
     compiled = torch.compile(loss, fullgraph=True, backend=counter, dynamic=True)
     first = 0
-    for tokens in (3, 4, 7, 9):
+    for tokens in (3, 4, 7, 9, 1100):
         generator = ranks.generator(tokens)
         x = torch.randn(tokens, HIDDEN, generator=generator, requires_grad=True)
         t = torch.randint(20, (tokens,), generator=generator)

@@ -363,6 +363,36 @@ def test_where_nothing_is_kept(device: str, ran: list[Ran]) -> None:
     assert ran[-1].kept
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_the_library_says_where_something_is_kept(
+    device: str, ran: list[Ran], dtype: torch.dtype, compiles: bool
+) -> None:
+    x, w, _, t = problem((4, 80), 700, 16, dtype, device)
+
+    def call(x: Tensor, w: Tensor, t: Tensor, softcap: float, smoothing: float) -> Tensor:
+        return per_token(x, w, t, softcap=softcap, label_smoothing=smoothing)
+
+    # Dynamo makes symbols of numbers that change.
+    function = compiled(call, []) if compiles else call
+    for softcap, smoothing in itertools.product((0.0, 30.0, 40.0), (0.0, 0.1)):
+        ran.clear()
+        function(x, w, t, softcap, smoothing)
+        options = Options(softcap=softcap, label_smoothing=smoothing)
+        kind, code = _device.DEVICES[device], _device.DTYPES[dtype]
+        assert ran[0].kept == _abi.keeps(kind, code, options)
+
+
+def test_the_library_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    real = _abi.keeps
+    monkeypatch.setattr(_abi, "keeps", lambda *a: asked.append(a) or real(*a))
+    for tokens in (100, 200, 300):
+        x, w, _, t = problem((tokens,), 700, 16)
+        per_token(x, w, t, z_loss=0.012345)
+    assert len(asked) == 1
+
+
 class OfAStream:
     """A tensor of a CUDA device, on a machine that has none."""
 

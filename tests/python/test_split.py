@@ -80,6 +80,23 @@ def test_a_split_of_one_process_in_a_compiled_function() -> None:
     assert compiled(*GIVEN).equal(of(*GIVEN))
 
 
+def test_a_tree_of_a_symbol_is_that_of_its_number() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from logitless.torch._split.sums import tree_sum
+
+    traced = make_fx(tree_sum, tracing_mode="symbolic")(torch.zeros(100))
+    for size in (0, 1, 2, 3, 5, 8, 1023, 1024, 1025, 4097, 1_100_000):
+        values = torch.randn(size)
+        total = values
+        while len(total) > 1:
+            total = torch.cat((total, total.new_zeros(len(total) % 2)))
+            total = total[::2] + total[1::2]
+        assert total.sum().equal(tree_sum(values))
+        assert total.sum().equal(traced(values))
+        assert not tree_sum(values)._is_view()
+
+
 def test_help_shows_no_private_parameter() -> None:
     for module in (logitless.torch, logitless.jax, logitless.numpy):
         for name, function in vars(module).items():

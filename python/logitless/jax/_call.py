@@ -51,14 +51,13 @@ def output_of(call: Call, name: str, tokens: tuple[int, ...]) -> Tensor:
 
 def kept_of(call: Call, input: Array, weight: Array) -> list[Tensor]:
     """What Forward keeps for Backward, by a closed formula: one program may run on any platform,
-    for none of which anything is planned yet. `memory` would bound it by what is."""
+    for none of which anything is planned yet. `memory` would bound it by what is. It is nothing
+    where the CPU would have no use for it."""
     tokens, vocab = math.prod(input.shape[:-1]), weight.shape[0]
     dtype = np.dtype(input.dtype)
-    if call.memory is not None or (dtype != _F32 and call.options.softcap):
-        return []
-    if dtype == np.float16:  # of which the CPU keeps nothing
-        return []
     code = DTYPES.get(dtype.name, -1)
+    if call.memory is not None or not _abi.keeps(_abi.CPU, code, call.options):
+        return []
     bytes = _abi.whole_kept(tokens, vocab, code)
     shape, rows_shape = _abi.kept_formula(tokens, vocab, code, bytes)
     if not shape[0]:

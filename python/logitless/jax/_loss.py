@@ -133,28 +133,27 @@ def _as_given(primal: Array, gradient: Array) -> Array:
 
 _differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
-# Programs with the second are lowered for devices that are known.
-loss_p, linear_loss_p = Primitive("logitless_loss"), Primitive("logitless_linear_loss")
+loss_p = Primitive("logitless_loss")
 
 
 def loss(call: Call, operands: Sequence[Array]) -> dict[str, Array]:
     """The outputs by name. Tokens have one dimension, of a linear loss any number."""
-    primitive = linear_loss_p if call.linear else loss_p
-    return dict(zip(call.outputs, primitive.bind(*operands, call=call)))
+    lowered = _partition.FOR_DEVICES if call.linear else None
+    return dict(zip(call.outputs, loss_p.bind(*operands, call=call, lowered=lowered)))
 
 
-def _outputs(*operands: Array, call: Call) -> list[Array]:
+def _outputs(*operands: Array, call: Call, **_: Any) -> list[Array]:
     made = _forward(call, dict(zip(call.names, operands)))
     return [made[name] for name in call.outputs]
 
 
-def _abstract(*avals: Any, call: Call) -> Any:
+def _abstract(*avals: Any, call: Call, **_: Any) -> Any:
     like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     made = jax.eval_shape(functools.partial(_outputs, call=call), *like)
     return [jax.core.ShapedArray(output.shape, output.dtype) for output in made]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, **_: Any) -> Any:
     given = dict(zip(call.names, zip(primals, tangents)))
     moving = {name: t for name, (_, t) in given.items() if type(t) is not ad.Zero}
     moving.pop("target", None)
@@ -210,11 +209,12 @@ def _one_call(call: Call, given: dict[str, tuple[Array, int | None]]) -> bool:
     return not number or _TINY <= number <= 1 / _TINY
 
 
-def _batched(operands: Sequence[Array], dims: Sequence[int | None], *, call: Call) -> Any:
+def _batched(
+    operands: Sequence[Array], dims: Sequence[int | None], *, call: Call, **more: Any
+) -> Any:
     given = dict(zip(call.names, zip(operands, dims)))
     if not _one_call(call, given):
-        primitive = linear_loss_p if call.linear else loss_p
-        return one_after_another(primitive, operands, dims, call=call)
+        return one_after_another(loss_p, operands, dims, call=call, **more)
     size = next(x.shape[d] for x, d in given.values() if d is not None)
     flat = {}
     for name, (x, d) in given.items():
@@ -237,11 +237,9 @@ def _batched(operands: Sequence[Array], dims: Sequence[int | None], *, call: Cal
     return [made[name] for name in call.outputs], [0] * len(call.outputs)
 
 
-for _primitive in (loss_p, linear_loss_p):
-    _primitive.multiple_results = True
-    _primitive.def_impl(functools.partial(evaluate, _primitive))
-    _primitive.def_abstract_eval(_abstract)
-    mlir.register_lowering(_primitive, mlir.lower_fun(_outputs))
-    ad.primitive_jvps[_primitive] = _jvp
-    batching.primitive_batchers[_primitive] = _batched
-_partition.needs_devices(linear_loss_p)
+loss_p.multiple_results = True
+loss_p.def_impl(functools.partial(evaluate, loss_p))
+loss_p.def_abstract_eval(_abstract)
+mlir.register_lowering(loss_p, mlir.lower_fun(_outputs))
+ad.primitive_jvps[loss_p] = _jvp
+batching.primitive_batchers[loss_p] = _batched

@@ -35,8 +35,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import dispatch
-from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -68,6 +66,17 @@ _ROWS: dict[str, tuple[str, ...]] = {  # what follows the tokens
 }
 
 
+def _partitioned_call() -> Any:
+    call = custom_partitioning(lambda x: x)
+    call.def_partition(lambda *_: None, sharding_rule="->")
+    return jax.make_jaxpr(call)(jax.ShapeDtypeStruct((), _F32))
+
+
+# JAX lowers a program without saying on which devices it will run, but for one that has such a call
+# in it, or among the parameters of a primitive.
+FOR_DEVICES = _partitioned_call()
+
+
 class Op(NamedTuple):
     """One op of the core on the whole arrays."""
 
@@ -77,6 +86,7 @@ class Op(NamedTuple):
     options: Options
     memory: int | None
     tokens: tuple[int, ...]  # the target's shape
+    lowered: Any = FOR_DEVICES
 
     @property
     def keeps(self) -> bool:
@@ -366,13 +376,23 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
 
 
 def _axes(name: str, mesh: Any, argument: Any) -> dict[str, tuple[str, ...]]:
-    """The mesh axes over which an array's factors are split."""
-    (spec, *_) = parse_flatten_op_sharding(argument.sharding._hlo_sharding, mesh)
+    """The mesh axes over which an array's factors are split: along these a device's part begins
+    elsewhere."""
+    of = factors(name, len(argument.shape))
+    # Every split divides these dimensions, which need not be the array's.
+    parts = argument.sharding.devices_indices_map((mesh.size,) * len(of))
     found = {}
-    for factor, entry in zip(factors(name, len(argument.shape)), spec):
-        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    for i, factor in enumerate(of):
+        first = [parts[device][i].start or 0 for device in mesh.devices.flat]
+        begins = np.reshape(first, mesh.devices.shape)
+        steps = {
+            axis: begins.take(1, axis=a).flat[0]
+            for a, axis in enumerate(mesh.axis_names)
+            if begins.shape[a] > 1
+        }
+        axes = sorted((axis for axis in steps if steps[axis]), key=lambda axis: -steps[axis])
         if axes and _may_be_split(factor):
-            found[factor] = axes
+            found[factor] = tuple(axes)
     return found
 
 
@@ -381,7 +401,8 @@ def _split(mesh: Any, op: Op, input: Any, weight: Any, parts: int) -> Split:
     state of at most so many parts of the vocabulary."""
     vocab = weight.shape[0]
     if mesh.empty:  # nothing is known of the arrays' axes
-        mesh = Mesh(np.array(input.sharding._device_assignment), ("devices",))
+        devices = list(input.sharding.devices_indices_map((1,) * len(input.shape)))
+        mesh = Mesh(np.array(devices), ("devices",))
         return Split(mesh, {}, op, vocab)
     axes = _axes("input", mesh, input)
     columns = _axes("weight", mesh, weight).get("v", ())
@@ -481,7 +502,7 @@ def _abstract(*avals: Any, op: Op) -> Any:
         if name != _PARTS
     }
     params = op.flat()._replace(names=tuple(flat))._asdict()
-    del params["tokens"]
+    del params["tokens"], params["lowered"]
     _run.abstract(*flat.values(), **params)
     return [_typed(result, op, avals) for result in op.made()]
 
@@ -537,14 +558,3 @@ def _batched(operands: Sequence[Array], dims: Sequence[int | None], *, op: Op) -
 
 
 batching.primitive_batchers[linear_p] = _batched
-
-
-def needs_devices(primitive: Primitive) -> None:
-    """Without this JAX lowers a program without saying on which devices it will run, and a call is
-    opaque to its partitioner."""
-    known = getattr(dispatch, "prim_requires_devices_during_lowering", None)
-    if known is not None:
-        known.add(primitive)
-
-
-needs_devices(linear_p)

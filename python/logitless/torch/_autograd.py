@@ -37,11 +37,10 @@ class Asked(NamedTuple):
     constants: Constants
 
 
-def asked_of(
-    grads: Sequence[Tensor | None], options: Options, constants: Constants, row_state: Tensor,
-    entropy: Tensor | None,
-) -> Asked:  # fmt: skip
-    """`grads` are those of the outputs in their order."""
+def asked_of(grads: Sequence[Tensor | None], options: Options, *saved: Any) -> Asked:
+    """`grads` are those of the outputs in their order; `saved` are the constants, row_state and the
+    entropy."""
+    constants, (row_state, entropy) = Constants(*saved[:-2]), saved[-2:]
     grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = grads[:5]
     if grad_logprob is not None:
         weighted = constants.token_weight is not None or constants.vocab_weight is not None
@@ -229,13 +228,20 @@ def once(anchors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> An
     return tuple(None if g is None else next(rest) for g in grads)
 
 
-def refuse_main_grad(ctx: Any) -> None:
-    """Under create_graph: what is added to main_grad is outside the graph and cannot be marked."""
-    if ctx.call.main_grad is not None and ctx.needs_input_grad[1]:
-        raise not_supported(
+def first_order(ctx: Any, gradients: Any, upstream: Sequence[Tensor | None]) -> Any:
+    """What `gradients` makes of the upstream ones, marked under create_graph. The first tensors
+    that the context has saved are those that have gradients."""
+    if not torch.is_grad_enabled():
+        return gradients(ctx, *upstream)
+    call = getattr(ctx, "call", None)  # an op has none, and no main_grad
+    if call is not None and call.main_grad is not None and ctx.needs_input_grad[1]:
+        raise not_supported(  # what is added is outside the graph and cannot be marked
             'grad_accumulation="main_grad" adds outside the graph; allowed: backward without '
             "create_graph"
         )
+    with torch.no_grad():
+        grads = gradients(ctx, *upstream)
+    return once((*ctx.saved_tensors[:3], *upstream), grads)
 
 
 def scaled(grads: Sequence[Tensor | None], factor: Tensor) -> None:
@@ -286,12 +292,7 @@ class FusedLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
-        if not torch.is_grad_enabled():
-            return *FusedLoss._hand_out(ctx, factor), None
-        refuse_main_grad(ctx)
-        with torch.no_grad():
-            grads = FusedLoss._hand_out(ctx, factor)
-        return *once((*ctx.saved_tensors[:3], factor), grads), None
+        return *first_order(ctx, FusedLoss._hand_out, (factor,)), None
 
     @staticmethod
     def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
@@ -355,12 +356,7 @@ class Loss(Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
-        if not torch.is_grad_enabled():
-            return *Loss._gradients(ctx, *upstream), None
-        refuse_main_grad(ctx)
-        with torch.no_grad():
-            grads = Loss._gradients(ctx, *upstream)
-        return *once((*ctx.saved_tensors[:3], *upstream), grads), None
+        return *first_order(ctx, Loss._gradients, upstream), None
 
     @staticmethod
     def _gradients(ctx: Any, *upstream: Tensor | None) -> Sequence[Tensor | None]:
@@ -409,13 +405,9 @@ def recompute(
     main_grad = call.main_grad if ctx.needs_input_grad[1] else None
     saved = ctx.saved_tensors
     input, weight, bias = saved[:3]
-    constants = Constants(*saved[3 : _SAVED - 2])
-    row_state, entropy = saved[_SAVED - 2 : _SAVED]
     if call.in_place:
         torch.autograd.graph.increment_version(input)
-    asked = asked_of(
-        (*upstream, None, None, None, None), call.options, constants, row_state, entropy
-    )
+    asked = asked_of(upstream, call.options, *saved[3:_SAVED])
     grads = _run.backward(
         cast(input, call.dtype),
         None if weight is None else cast(weight, call.dtype),

@@ -81,15 +81,31 @@ def hooked() -> bool:
     return _top_hooks is None or _top_hooks(True) is not None
 
 
+# The options of a token's loss. The others, some of which may be symbols, say nothing about kept
+# state.
+_NUMBERS = slice(
+    Options._fields.index("label_smoothing"), Options._fields.index("temperature") + 1
+)  # fmt: skip
+
+
 def serves(dtype: torch.dtype, device: str, options: Options) -> bool:
-    """Whether a Backward of the whole vocabulary uses what is kept, as far as options decide."""
-    if dtype is torch.float32:
-        return device != "cuda" or not (options.softcap and options.label_smoothing)
-    if dtype is torch.float16:
-        return device == "cuda" and not options.softcap
-    if dtype is torch.bfloat16 and not options.softcap:
-        return True
-    return dtype is torch.bfloat16 and device == "cuda" and not options.label_smoothing
+    """Whether Backward uses what is kept of any sizes, by the library's own answer."""
+    numbers = tuple(options)[_NUMBERS]
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar  # torch.compile has it
+
+        numbers = tuple([guard_scalar(x) for x in numbers])
+    return library_keeps(dtype, device, numbers)
+
+
+def library_keeps(dtype: torch.dtype, device: str, numbers: tuple[Any, ...]) -> bool:
+    return _library_keeps(dtype, device, numbers)
+
+
+@functools.lru_cache(_device.MOST_SHAPES)
+def _library_keeps(dtype: torch.dtype, device: str, numbers: tuple[Any, ...]) -> bool:
+    options = Options(_abi.REDUCTION_NONE, -100, *numbers)
+    return _abi.keeps(DEVICES.get(device, -1), DTYPES.get(dtype, -1), options)
 
 
 def room_of(memory: int | None, kept: int) -> int | None:

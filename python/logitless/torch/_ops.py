@@ -28,9 +28,9 @@ from logitless.torch._autograd import (
     asked_of,
     cast,
     cast_bias,
+    first_order,
     held_dtype,
     of_columns,
-    once,
 )
 from logitless.torch._device import DTYPES
 from logitless.torch._kept import Keep, Kept, State
@@ -246,14 +246,12 @@ def _rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
 
 def _gradients(ctx: Any, upstream: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     saved = ctx.saved_tensors
-    inputs, (row_state, entropy, *kept) = saved[:_FIRST_OPTION], saved[_FIRST_OPTION:]
+    inputs, kept = saved[:_FIRST_OPTION], saved[_FIRST_OPTION + 2 :]
     given = [grad if ctx.wanted & bit else None for grad, bit in zip(upstream, _run.OUTPUTS)]
     if not of_columns(given):
         kept = [None, None]
     *_, options, memory = split_arguments((*inputs, *ctx.arguments))
-    upstream, options, constants = asked_of(
-        given, options, Constants(*inputs[3:]), row_state, entropy
-    )
+    upstream, options, constants = asked_of(given, options, *saved[3 : _FIRST_OPTION + 2])
     needs = sum(bit for bit, need in zip(_run.OF_TENSORS, ctx.needs_input_grad) if need)
     made: Sequence[Tensor | None] = torch.ops.logitless.backward(
         *arguments((*inputs[:3], *constants), options, memory, needs, *upstream, *kept)
@@ -262,22 +260,17 @@ def _gradients(ctx: Any, upstream: Sequence[Tensor | None]) -> Sequence[Tensor |
 
 
 def _fused_gradients(ctx: Any, upstream: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    factor, saved = upstream[0], ctx.saved_tensors
-    if factor is None:
+    if upstream[0] is None:
         return None, None, None
-    if not torch.is_grad_enabled():
-        return _multiplied(ctx, saved[3:], factor)
-    with torch.no_grad():
-        grads = _multiplied(ctx, saved[3:], factor)
-    marked: Sequence[Tensor | None] = once((*saved[:3], factor), grads)
-    return marked
+    grads: Sequence[Tensor | None] = first_order(ctx, _multiplied, upstream[:1])
+    return grads
 
 
-def _multiplied(ctx: Any, grads: Any, factor: Tensor) -> list[Tensor | None]:
+def _multiplied(ctx: Any, factor: Tensor) -> list[Tensor | None]:
     """In f32: a factor rounded to 16 bits would be an error in every element."""
     return [
         (grad.float() * factor).to(dtype) if need else None
-        for grad, dtype, need in zip(grads, ctx.dtypes, ctx.needs_input_grad)
+        for grad, dtype, need in zip(ctx.saved_tensors[3:], ctx.dtypes, ctx.needs_input_grad)
     ]
 
 
@@ -349,6 +342,7 @@ def hooked() -> bool:
 # torch.compiler.assume_constant_result says the same, but imports the compiler.
 hooked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _kept.planned_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_kept.library_keeps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def loss(

@@ -130,7 +130,7 @@ def _forward_then_backward(
     if kept is not None:
         of_f16 = kept.columns.dtype is torch.float16
         kept = kept._replace(consume=_kept.consumes(of_f16, entropy is not None))
-    asked = asked_of(upstream, options, constants, row_state, entropy)
+    asked = asked_of(upstream, options, *constants, row_state, entropy)
     _run.backward(
         input, weight, bias, asked.constants, asked.options, call.memory, asked.upstream, dtypes,
         kept=kept, launcher=planner.launch,

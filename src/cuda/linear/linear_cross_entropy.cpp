@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 
+#include "src/backend.h"
 #include "src/cuda/linear/linear_cross_entropy.h"
 #include "src/cuda/linear/search.h"
 #include "src/cuda/ops.h"
@@ -35,9 +36,10 @@ constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
 void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
   call->kept.columns = columns;
   LinearShape& s = call->shape;
+  if (!cuda_keeps(s.dtype, op.options)) return;
   // f16 keeps codes, of which nothing but dz can be made; and E makes no gradient of the entropy.
   const bool forms = op.grad_entropy || s.dtype == DType::f16;
-  if (forms && call->map.capped) return;  // E holds the softcap's slope too, and log p is lost
+  if (op.grad_entropy && call->map.capped) return;  // E holds the slope too, and log p is lost
   s.kept_columns = columns;
   if (columns > 0) s.kernels.kept = forms && s.gradients() ? Origin::dz_by_rows : Origin::e;
 }
@@ -253,3 +255,9 @@ LinearPasses linear_passes(const Call& op, const LinearDecisions& decided,
 }
 
 }  // namespace logitless::cuda
+
+// f16 keeps codes of logits, which tell the slope of a softcap too coarsely near the cap. Of other
+// dtypes E has the slope, but not those of the smoothing's term, one for each element.
+bool logitless::cuda_keeps(DType dtype, const LossOptions& options) {
+  return options.softcap == 0 || (dtype != DType::f16 && options.label_smoothing == 0);
+}

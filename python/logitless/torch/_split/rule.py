@@ -34,7 +34,7 @@ from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import argument, not_supported, wrong_device
 from logitless.torch import _autograd, _kept, _ops, _run
-from logitless.torch._autograd import Call, asked_of, cast, cast_bias, once, taken
+from logitless.torch._autograd import Call, asked_of, cast, cast_bias, first_order, taken
 from logitless.torch._device import allows_tf32
 from logitless.torch._run import Constants
 from logitless.torch._split import blocks, combine, exchange, ranks, shards, sums
@@ -137,11 +137,7 @@ class ShardedLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
-        if not torch.is_grad_enabled():
-            return *ShardedLoss._gradients(ctx, *upstream), None, None
-        with torch.no_grad():
-            grads = ShardedLoss._gradients(ctx, *upstream)
-        return *once((*ctx.saved_tensors[:3], *upstream), grads), None, None
+        return *first_order(ctx, ShardedLoss._gradients, upstream), None, None
 
     @staticmethod
     def _gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -156,9 +152,7 @@ class ShardedLoss(Function):
             grads = _whole_upstream(upstream, call.wanted, constants, options, shard, ctx.whole)
             constants = constants._replace(normalizer=None)
             options = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
-        given, options, constants = asked_of(
-            (*grads, None, None, None, None), options, constants, row_state, entropy
-        )
+        given, options, constants = asked_of(grads, options, *constants, row_state, entropy)
         w, b = shards.columns(shard, cast(weight, call.dtype), cast_bias(bias, call.dtype))
         if rows is None:
             rows = cast(input, call.dtype).reshape(-1, input.shape[-1])

@@ -40,31 +40,31 @@ def tree_of(carries: Carries) -> Tensor:
     return total
 
 
+_BLOCK = 1024
+
+
 def tree_sum(values: Tensor) -> Tensor:
     """[] of [N] in a fixed order, whose error grows like log N: that of torch.sum follows the
-    number of threads. An op, because the order would tie a compiled graph to N."""
-    op: Any = torch.ops.logitless.tree_sum
-    total: Tensor = op(values)
-    return total
+    number of threads. Zeros make the tree a whole one."""
+    size: Any = values.shape[0]
+    if isinstance(size, int):
+        return _halved(_lengthened(values, 1 << max(size - 1, 0).bit_length())).clone()
+    # A symbol's tree has as many levels as 2^30 values, so that one graph serves every N.
+    for _ in range(3):
+        blocks = values.shape[0] // _BLOCK + 2  # 0 and 1 would be other graphs
+        values = _halved(_lengthened(values, blocks * _BLOCK).view(blocks, _BLOCK))
+    return values[0] + values[1]
 
 
-def _tree_sum(values: Tensor) -> Tensor:
-    if values.shape[0] < 2:
-        return values.sum()  # an op's result is no view of what it is given
-    while values.shape[0] > 1:
-        if values.shape[0] % 2:
-            values = torch.cat((values, values.new_zeros(1)))
-        values = values[::2] + values[1::2]
-    return values[0].clone()
+def _lengthened(values: Tensor, size: Any) -> Tensor:
+    return torch.cat((values, values.new_zeros(size - values.shape[0])))
 
 
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "FRAGMENT")
-_library.define("tree_sum(Tensor values) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("tree_sum", _tree_sum, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "logitless::tree_sum", lambda values: values.new_empty(()), lib=_library
-)
+def _halved(values: Tensor) -> Tensor:
+    """[...] of [..., 2^k]: neighbours are added, and the sums of neighbours."""
+    while values.shape[-1] > 1:
+        values = values[..., ::2] + values[..., 1::2]
+    return values[..., 0]
 
 
 class Tokens(NamedTuple):
