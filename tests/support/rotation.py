@@ -42,9 +42,10 @@ def rotate(config: pytest.Config, items: list[pytest.Item]) -> None:
         return
     chosen = part([item.nodeid for item in items], int(seed))
     counted = len(chosen), len(items)
-    config.stash[COUNTED] = counted
     if hasattr(config, "workeroutput"):  # one of pytest-xdist's processes; each collects everything
         config.workeroutput["rotation"] = counted
+    else:
+        config.stash[COUNTED] = counted
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
 
