@@ -74,7 +74,7 @@ Part part_of(DivergenceKind kind, double beta, const Column& c) {
       return {of_p + beta * of_q, sizes, sizes};
     }
     case DivergenceKind::skew_kl:
-      return {of_q, std::fabs(of_q), (1 - beta) * c.p * std::fabs(1 - share(c.q, c.m))};
+      return {of_q, std::fabs(of_q), (1 - beta) * c.p * std::fabs(share((1 - beta) * (c.p - c.q), c.m))};
     case DivergenceKind::tv:
       break;
   }
@@ -92,7 +92,7 @@ Estimate slope_of(DivergenceKind kind, double beta, const Column& c) {
       return {c.log_p_m, error * beta * share(c.q, c.m) + 4 * u32 * std::fabs(c.log_p_m)};
     case DivergenceKind::skew_kl: {
       if (beta == 1) return {};
-      const double f = 1 - share(c.q, c.m);
+      const double f = share((1 - beta) * (c.p - c.q), c.m);
       return {f, error * (1 - beta) * share(c.p, c.m) * share(c.q, c.m) + 4 * u32 * std::fabs(f)};
     }
     case DivergenceKind::tv:

@@ -10,6 +10,7 @@
 
 #include "gtest/gtest.h"
 #include "tests/support/judge.h"
+#include "tests/support/rotation.h"
 #include "tests/support/shards.h"
 
 namespace logitless::conformance {
@@ -236,6 +237,32 @@ TEST(Harness, MissingAndUnexpectedFieldsFail) {
 }
 
 // Every 16-bit value survives the round trip, and doubles round to nearest, ties to even.
+TEST(Harness, ThreeCommitsRunEveryCaseOnce) {
+  CasesByTest all = {{"All/Edges.Alone", {""}}, {"All/Edges.Few", {"/a", "/b", "/c"}}};
+  for (int i = 0; i < 64; ++i) all["All/Edges.Swept"].push_back("/cpu_" + std::to_string(i));
+  for (const size_t first : {size_t{0}, size_t{944}}) {
+    std::map<std::string, int> runs;
+    for (size_t seed = first; seed < first + 3; ++seed) {
+      const CasesByTest chosen = third_of(all, seed);
+      EXPECT_GE(chosen.at("All/Edges.Swept").size(), 21u);
+      for (const auto& [test, cases] : chosen) {
+        for (const std::string& c : cases) ++runs[test + c];
+      }
+    }
+    EXPECT_EQ(runs.size(), count(all));
+    for (const auto& [name, times] : runs)
+      EXPECT_EQ(times, name.starts_with("All/Edges.Swept") ? 1 : 3) << name;
+  }
+}
+
+TEST(Harness, TakesWhatGoogletestsFilterTakes) {
+  const std::string name = "All/Edges.OneColumn/cpu_forward_f32";
+  for (const char* filter : {"*", "*/Edges.*", "*x*:*_f32", "-*_f16", "*/Edges.*-*_f16:*_bf16"})
+    EXPECT_TRUE(takes(filter, name)) << filter;
+  for (const char* filter : {"Edges.*", "*_f3", "-*_f32", "*/Edges.*-*_f16:*/Edges.One*"})
+    EXPECT_FALSE(takes(filter, name)) << filter;
+}
+
 TEST(Harness, NarrowFloats) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (uint32_t bits = 0; bits < 65536; ++bits) {

@@ -20,6 +20,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import logitless.torch  # noqa: E402, F401
+import rotation  # noqa: E402
 from logitless.torch import _run  # noqa: E402
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=40)
@@ -38,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A file's tests stay together, because what they share is made once and then thrown away."""
+    rotation.rotate(config, items)
     seed = config.getoption("--shuffle")
     if seed is None:
         return
@@ -52,7 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for tests in every for item in tests]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    rotation.node_down(node)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    rotation.report(terminalreporter)
     seed = terminalreporter.config.getoption("--shuffle")
     if seed is not None:
         terminalreporter.write_line(f"in the order of --shuffle={seed}")

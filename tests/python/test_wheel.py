@@ -62,7 +62,7 @@ def settings(folder: str, defined: dict[str, str]) -> list[str]:
 
 
 def build(command: list[str | pathlib.Path], **environment: str) -> subprocess.CompletedProcess:
-    cache = {"CCACHE_BASEDIR": str(ROOT), **os.environ}
+    cache = {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1", **os.environ}
     environment = {**cache, "PYTHON": sys.executable, **environment}
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 

@@ -2,7 +2,6 @@
 // The suite's test programs share this: tests parameterized by backend, op and input dtype.
 #pragma once
 
-#include <cstdlib>
 #include <span>
 #include <string>
 #include <tuple>
@@ -11,6 +10,7 @@
 #include "cases.h"
 #include "device.h"
 #include "gtest/gtest.h"
+#include "rotation.h"
 
 namespace logitless::conformance {
 
@@ -34,36 +34,6 @@ inline constexpr OpKind kAllOps[] = {OpKind::softmax,
                                      OpKind::divergence_forward,
                                      OpKind::divergence_backward,
                                      OpKind::divergence_forward_backward};
-inline bool is_set(const char* variable) {
-  const char* value = std::getenv(variable);
-  return value != nullptr && std::string(value) == "1";
-}
-// Returns whether everything runs everywhere, however long it takes.
-inline bool full() { return is_set("LOGITLESS_TEST_FULL"); }
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define LOGITLESS_SANITIZED 1
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(LOGITLESS_SANITIZED)
-inline constexpr bool kSanitized = true;
-#else
-inline constexpr bool kSanitized = false;
-#endif
-// Returns whether only a seeded eighth of the cases runs, because each takes many times as long.
-inline bool eighth() { return !full() && (kSanitized || is_set("LOGITLESS_TEST_EIGHTH")); }
-
-// Returns what moves a part of the cases on from one commit to the next (scripts/test sets it).
-inline size_t rotation() {
-  const char* value = std::getenv("LOGITLESS_TEST_SEED");
-  return value == nullptr ? 0 : std::strtoull(value, nullptr, 10);
-}
-// Returns whether one of a case's runs is in its part: every run where all are, else a third, which
-// differs from one case to the next, so that each run is one of some case's.
-inline bool in_third(size_t run, size_t which_case) {
-  return !eighth() || (run + which_case + rotation()) % 3 == 0;
-}
-
 inline std::vector<DType> inputs() { return {DType::f32, DType::f16, DType::bf16}; }
 // Tests whose every case is many runs take these.
 inline std::vector<DType> few_inputs() {

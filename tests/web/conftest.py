@@ -15,6 +15,8 @@ import raw
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 from serving import serve
 
+import rotation
+
 # --enable-unsafe-webgpu alone gives an adapter without a GPU.
 CHROMIUM = ["--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 CHROMIUM += ["--disable-component-update", "--disable-sync", "--enable-unsafe-webgpu"]
@@ -55,6 +57,14 @@ globalThis.problem = (N, D, V, {ignored = 0, half = false} = {}) => {
 globalThis.upload = (logitless, {shapes, ...arrays}) => Object.fromEntries(
   Object.entries(arrays).map(([name, data]) => [name, logitless.tensor(data, shapes[name])]));
 """
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rotation.rotate(config, items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    rotation.report(terminalreporter)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+// The main of test programs that need no device: under a sanitizer their cases rotate.
+#include "gtest/gtest.h"
+#include "tests/support/rotation.h"
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  if (logitless::conformance::eighth()) logitless::conformance::rotate_cases();
+  return RUN_ALL_TESTS();
+}
