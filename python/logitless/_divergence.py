@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         acceptance: A | None = None
         logprob: A | None = None
 
-    class KeptOptions(TypedDict, Generic[A], total=False):
+    class ModuleOptions(TypedDict, Generic[A], total=False):
         """The options that a module keeps, beside the kind and the reduction."""
 
         beta: float
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         empty_mean: _call.EmptyMean
         memory: int | str | None
 
-    class DivergenceOptions(KeptOptions[A], total=False):
+    class DivergenceOptions(ModuleOptions[A], total=False):
         """The options of linear_divergence in every binding."""
 
         kind: Kind

@@ -618,7 +618,8 @@ def test_one_compiled_graph_serves_every_number_of_tokens(device: str, ran: list
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_under_autocast(device: str, reduction: str) -> None:
     h = heads(device)
-    call = lambda x, w: linear_divergence(x, w, *h[2:4], reduction=reduction).sum()  # noqa: E731
+    teacher = (h.teacher_input, h.teacher_weight)
+    call = lambda x, w: linear_divergence(x, w, *teacher, reduction=reduction).sum()  # noqa: E731
     results = []
     for run in (call, Counter().compile(call)):
         with torch.autocast(device, BF16):
@@ -626,6 +627,17 @@ def test_compiled_under_autocast(device: str, reduction: str) -> None:
         results.append([loss, *torch.autograd.grad(loss, h.leaves[:2])])
     for a, b in zip(*results):
         assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_trace_has_gradients(reduction: Any) -> None:
+    h = heads()
+    call = lambda x, w: linear_divergence(x, w, *h[2:4], reduction=reduction)  # noqa: E731
+    traced = torch.jit.trace(call, (h.input, h.weight), check_trace=False)
+    results = [torch.autograd.grad(f(*h[:2]).sum(), h.leaves[:2]) for f in (call, traced)]
+    for grad, e in zip(*results):
+        close(grad, e)
 
 
 def op_arguments(h: Heads, reduction: int, wanted: int) -> tuple[Any, ...]:

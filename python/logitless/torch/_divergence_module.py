@@ -14,8 +14,7 @@ from logitless.torch._modules import Options
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from logitless import _divergence
-    from logitless._divergence import Kind, Names
+    from logitless._divergence import Kind, ModuleOptions, Names
 
 R = TypeVar("R")
 
@@ -33,13 +32,13 @@ class LinearDivergenceLoss(Options, Generic[R]):
         @overload
         def __init__(
             self: LinearDivergenceLoss[Tensor], kind: Kind = ..., reduction: Reduction = ..., *,
-            return_statistics: tuple[()] = ..., **options: Unpack[_divergence.KeptOptions[Tensor]],
+            return_statistics: tuple[()] = ..., **options: Unpack[ModuleOptions[Tensor]],
         ) -> None: ...  # fmt: skip
         @overload
         def __init__(
             self: LinearDivergenceLoss[tuple[Tensor, DivergenceStatistics]], kind: Kind = ...,
             reduction: Reduction = ..., *, return_statistics: Names,
-            **options: Unpack[_divergence.KeptOptions[Tensor]],
+            **options: Unpack[ModuleOptions[Tensor]],
         ) -> None: ...  # fmt: skip
         def __init__(self, *args: Any, **options: Any) -> None: ...
 
