@@ -10,7 +10,7 @@ import pathlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, byref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from logitless._errors import LogitlessError, argument, error_of, in_arguments, invalid
 
@@ -32,7 +32,11 @@ INPUT_LOGITS, INPUT_PROBABILITIES = range(2)
     LINEAR_CROSS_ENTROPY_BACKWARD,
     LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD,
     COMBINE,
-) = range(8)
+    LINEAR_DIVERGENCE_FORWARD,
+    LINEAR_DIVERGENCE_BACKWARD,
+    LINEAR_DIVERGENCE_FORWARD_BACKWARD,
+) = range(11)
+FORWARD_KL, REVERSE_KL, JSD, SKEW_KL, TV = range(5)
 
 TENSORS = (
     "logits", "probabilities", "input", "weight", "bias", "target", "loss", "token_weight",
@@ -47,6 +51,11 @@ MORE_TENSORS = (
     "shard_row_reference", "shard_row_log_sum", "shard_target_logit", "shard_entropy",
     "shard_argmax", "shard_weighted_logit_sum", "shard_sum_p_squared", "shard_mean_logit",
     "max_logprob", "shard_max_logprob",
+)  # fmt: skip
+# Then came the options of a divergence, and these.
+DIVERGENCE_TENSORS = (
+    "teacher_input", "teacher_weight", "teacher_bias", "teacher_logits", "teacher_temperature",
+    "teacher_entropy", "acceptance",
 )  # fmt: skip
 
 
@@ -79,6 +88,14 @@ class LossOptions(_Sized):
     ]  # fmt: skip
 
 
+class DivergenceOptions(_Sized):
+    _fields_ = [
+        ("struct_size", u32), ("kind", i32), ("beta", f32), ("label_weight", f32),
+        ("teacher_logit_scale", f32), ("teacher_softcap", f32), ("teacher_temperature", f32),
+        ("reserved", i32),
+    ]  # fmt: skip
+
+
 class Op(_Sized):
     _fields_ = [
         ("struct_size", u32), ("kind", i32), ("options", POINTER(LossOptions)),
@@ -86,6 +103,8 @@ class Op(_Sized):
         *((name, POINTER(Tensor)) for name in TENSORS),
         ("kept_key", u64), ("consume_kept", i32), ("reserved_2", i32),
         *((name, POINTER(Tensor)) for name in MORE_TENSORS),
+        ("divergence", POINTER(DivergenceOptions)),
+        *((name, POINTER(Tensor)) for name in DIVERGENCE_TENSORS),
     ]  # fmt: skip
 
 
@@ -185,6 +204,29 @@ class Options(NamedTuple):
         return not (self.reduction or self.label_smoothing or self.z_loss)
 
 
+class Divergence(NamedTuple):
+    """The options of LinearDivergence ops as plain values: those of Options that they have, and
+    those of DivergenceOptions. It stands wherever Options do."""
+
+    reduction: int = REDUCTION_MEAN
+    ignore_index: int = -100
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    temperature: float = 1.0
+    empty_mean: int = EMPTY_MEAN_ZERO
+    normalizer: float = 0.0
+    allow_tf32: bool = False
+    kind: int = FORWARD_KL
+    beta: float = 0.5
+    label_weight: float = 0.0
+    teacher_logit_scale: float = 1.0
+    teacher_softcap: float = 0.0
+    teacher_temperature: float = 1.0
+
+
+AnyOptions: TypeAlias = Options | Divergence
+
+
 class View(NamedTuple):
     """A tensor's name, dtype and geometry; its address is given when the call runs."""
 
@@ -255,7 +297,11 @@ def check_ignore_index(value: object) -> None:
 
 
 F32_RANGE = "0, or 1.4e-45 to 3.4e+38 in size (float32)"
-_NUMBERS = {name: kind for name, kind, *_ in LossOptions._fields_ if kind in (f32, f64)}
+_NUMBERS = {
+    name: kind
+    for name, kind, *_ in (*LossOptions._fields_, *DivergenceOptions._fields_)
+    if kind in (f32, f64)
+}
 
 
 def _check_number(name: str, value: object) -> None:
@@ -273,25 +319,24 @@ def _check_number(name: str, value: object) -> None:
         raise invalid(f"{name} is {value}; allowed: {F32_RANGE}")
 
 
-def _options_struct(options: Options) -> LossOptions:
+_OF_DIVERGENCE = {name for name, *_ in DivergenceOptions._fields_}
+
+
+def check_options(options: AnyOptions) -> None:
     for name, value in zip(options._fields, options):
         _check_number(name, value)
     check_ignore_index(options.ignore_index)
-    return LossOptions(
-        reduction=options.reduction,
-        ignore_index=options.ignore_index,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        logit_scale=options.logit_scale,
-        softcap=options.softcap,
-        temperature=options.temperature,
-        empty_mean=options.empty_mean,
-        probability_floor=1e-9,
-        allow_tf32=options.allow_tf32,
-        normalizer=options.normalizer,
-        vocab_start=options.vocab_start,
-        vocab_total=options.vocab_total,
-    )
+
+
+def _options_struct(options: AnyOptions) -> LossOptions:
+    check_options(options)
+    given = {name: v for name, v in options._asdict().items() if name not in _OF_DIVERGENCE}
+    return LossOptions(probability_floor=1e-9, **given)
+
+
+def _divergence_struct(options: Divergence) -> DivergenceOptions:
+    given = {name: v for name, v in options._asdict().items() if name in _OF_DIVERGENCE}
+    return DivergenceOptions(**given)
 
 
 class _Call:
@@ -299,13 +344,16 @@ class _Call:
     tensors."""
 
     def __init__(
-        self, kind: int, views: Sequence[View], options: Options | None, device: tuple[int, int],
-        fields: Mapping[str, int],
+        self, kind: int, views: Sequence[View], options: AnyOptions | None,
+        device: tuple[int, int], fields: Mapping[str, int],
     ) -> None:  # fmt: skip
         self.op = Op(kind=kind, **fields)
         if options is not None:
             self.options = _options_struct(options)
             self.op.options = ctypes.pointer(self.options)
+        if isinstance(options, Divergence):
+            self.divergence = _divergence_struct(options)
+            self.op.divergence = ctypes.pointer(self.divergence)
         self.tensors = []
         for view in views:
             tensor = Tensor(
@@ -369,10 +417,10 @@ class Plan:
     """
 
     def __init__(
-        self, kind: int, views: Sequence[View], options: Options | None, device: tuple[int, int],
-        *, accumulate: bool = False, kept_key: int = 0, consume_kept: bool = False,
-        memory: int | None = None, room: int | None = None, most: int = 0,
-        kept: KeptSize | None = None, addresses: Sequence[int] = (),
+        self, kind: int, views: Sequence[View], options: AnyOptions | None,
+        device: tuple[int, int], *, accumulate: bool = False, kept_key: int = 0,
+        consume_kept: bool = False, memory: int | None = None, room: int | None = None,
+        most: int = 0, kept: KeptSize | None = None, addresses: Sequence[int] = (),
     ) -> None:  # fmt: skip
         for view in views:
             if len(view.shape) > 2:
@@ -445,10 +493,13 @@ class Plan:
 
 
 def kept_size(
-    views: Sequence[View], options: Options, device: tuple[int, int], bytes: int
+    views: Sequence[View], options: AnyOptions, device: tuple[int, int], bytes: int
 ) -> KeptSize:
     """What a linear Forward of these inputs keeps in so many bytes."""
-    call = _Call(LINEAR_CROSS_ENTROPY_FORWARD, views, options, device, {})
+    kind = LINEAR_CROSS_ENTROPY_FORWARD
+    if isinstance(options, Divergence):
+        kind = LINEAR_DIVERGENCE_FORWARD
+    call = _Call(kind, views, options, device, {})
     kept = Kept()
     code = _kept_size(
         byref(call.op), byref(call.execution), u64(bytes), byref(kept), byref(call.status)

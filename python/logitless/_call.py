@@ -66,7 +66,7 @@ EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
 IGNORE_INDEX = Options().ignore_index
 
 
-def _one_of(name: str, value: Any, allowed: Mapping[str, int]) -> int:
+def one_of(name: str, value: Any, allowed: Mapping[str, int]) -> int:
     code = allowed.get(value) if isinstance(value, str) else None
     if code is None:
         raise invalid(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
@@ -80,14 +80,14 @@ def options_of(
     """The options but for the normalizer. None stands for the default ignore_index, as in
     torch.nn.functional.linear_cross_entropy, and for no softcap, as in models' configurations."""
     return Options(
-        _one_of("reduction", reduction, REDUCTIONS),
+        one_of("reduction", reduction, REDUCTIONS),
         IGNORE_INDEX if ignore_index is None else ignore_index,
         label_smoothing,
         z_loss,
         logit_scale,
         0.0 if softcap is None else softcap,
         temperature,
-        _one_of("empty_mean", empty_mean, EMPTY_MEANS),
+        one_of("empty_mean", empty_mean, EMPTY_MEANS),
     )
 
 

@@ -5,7 +5,7 @@ docs/semantics.md."""
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from logitless._errors import invalid, wrong_dtype
@@ -66,19 +66,19 @@ else:
     )
 
 
-def names_of(names: Any) -> tuple[str, ...]:
+def names_of(names: Any, table: Mapping[str, Statistic] = STATISTICS) -> tuple[str, ...]:
     """The statistics asked for, each once, in the table's order."""
     if isinstance(names, str):
         names = (names,)
-    allowed = ", ".join(map(repr, STATISTICS))
+    allowed = ", ".join(map(repr, table))
     if not isinstance(names, (tuple, list, set, frozenset)):
         raise wrong_dtype(
             f"return_statistics is {names!r}; allowed: {allowed}, or a tuple of these"
         )
     for name in names:
-        if not isinstance(name, str) or name not in STATISTICS:
+        if not isinstance(name, str) or name not in table:
             raise invalid(f"return_statistics is {name!r}; allowed: {allowed}")
-    return tuple(name for name in STATISTICS if name in names)
+    return tuple(name for name in table if name in names)
 
 
 def names_where(field: str) -> Sequence[str]:

@@ -13,8 +13,8 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("logitless.numpy needs NumPy 1.24 or newer: pip install numpy") from error
 
-from logitless import _abi, _statistics
-from logitless._abi import Options, Plan, View, parse_memory
+from logitless import _abi, _divergence, _statistics
+from logitless._abi import AnyOptions, Plan, View, parse_memory
 from logitless._arrays import as_f32, check_unmasked, with_cast
 from logitless._call import EmptyMean, Reduction, check_shift, is_flat, options_of
 from logitless._errors import (
@@ -41,18 +41,22 @@ _DTYPES = {
 }
 
 Statistics: TypeAlias = _statistics.Statistics[Array]
+DivergenceStatistics: TypeAlias = _divergence.DivergenceStatistics[Array]
 Loss: TypeAlias = np.float32 | Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from logitless import _call
+    from logitless._divergence import Kind
+    from logitless._divergence import Names as DivergenceNames
     from logitless._statistics import StatisticName
 
     Names: TypeAlias = StatisticName | Sequence[StatisticName]
     LossOptions: TypeAlias = _call.LossOptions[Array]
     LinearOptions: TypeAlias = _call.LinearOptions[Array]
     LogprobOptions: TypeAlias = _call.LogprobOptions[Array]
+    DivergenceOptions: TypeAlias = _divergence.DivergenceOptions[Array]
 
 
 class Gradients(NamedTuple):
@@ -90,7 +94,7 @@ def _view(name: str, array: Array) -> tuple[View, Array]:
 
 
 def _run(
-    kind: int, arrays: dict[str, Array | None], options: Options | None, memory: int | None,
+    kind: int, arrays: dict[str, Array | None], options: AnyOptions | None, memory: int | None,
     most: int = 0,
 ) -> None:  # fmt: skip
     pairs = [_view(name, array) for name, array in arrays.items() if array is not None]
@@ -115,24 +119,40 @@ def _integer(name: str, value: Any) -> int:
     return int(value)
 
 
+def _target(value: Any, rows: Array, what: str) -> Array:
+    """Class indices in the shape of `rows` [..., D], which the caller calls `what`, less its last
+    dimension."""
+    target = _array("target", value)
+    if target.dtype.kind == "f":
+        raise not_supported(
+            f"target is {target.dtype}: soft targets and top-k log-probabilities are not "
+            "supported; allowed: class indices, int64 or int32"
+        )
+    if target.dtype.name not in ("int32", "int64"):
+        way = "; use .astype(np.int64)" if target.dtype.kind in "iu" else ""
+        raise wrong_dtype(f"target is {target.dtype}; allowed: int32, int64{way}")
+    if rows.ndim == 0 or target.shape != rows.shape[:-1]:
+        raise wrong_shape(
+            f"target has shape {target.shape}; allowed: {rows.shape[:-1]}, the shape of {what} "
+            "without its last dimension"
+        )
+    return target
+
+
+def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
+    """[N], of an array in the shape of the tokens; goes with the target."""
+    held = as_f32("token_weight", value)
+    if held.shape != shape:
+        raise wrong_shape(f"token_weight has shape {held.shape}; allowed: {shape}")
+    return (_moved(held, shift, 1.0) if shift else held).reshape(-1)
+
+
 class _Call:
     """One loss: the flattened inputs, the options, and the outputs as they are made."""
 
     def __init__(self, rows: Array, target: Array, what: str, options: dict[str, Any]) -> None:
-        rows, target = _array(what, rows), _array("target", target)
-        if target.dtype.kind == "f":
-            raise not_supported(
-                f"target is {target.dtype}: soft targets and top-k log-probabilities are not "
-                "supported; allowed: class indices, int64 or int32"
-            )
-        if target.dtype.name not in ("int32", "int64"):
-            way = "; use .astype(np.int64)" if target.dtype.kind in "iu" else ""
-            raise wrong_dtype(f"target is {target.dtype}; allowed: int32, int64{way}")
-        if rows.ndim == 0 or target.shape != rows.shape[:-1]:
-            raise wrong_shape(
-                f"target has shape {target.shape}; allowed: {rows.shape[:-1]}, the shape of {what} "
-                "without its last dimension"
-            )
+        rows = _array(what, rows)
+        target = _target(target, rows, what)
         self.shape = target.shape
         constants = {name: options.pop(name) for name in ("token_weight", "weight")}
         normalizer, names = options.pop("normalizer"), options.pop("return_statistics")
@@ -151,17 +171,11 @@ class _Call:
             self.options = self.options._replace(temperature=1.0)
         self.options = self.options._replace(normalizer=number)
         self.constants: dict[str, Array | None] = {"target": self.target}
-        for name, key in (("token_weight", "token_weight"), ("weight", "vocab_weight")):
-            value = constants[name]
-            if value is not None:
-                value = as_f32(name, value)
-                if name == "token_weight":
-                    if value.shape != self.shape:
-                        raise wrong_shape(
-                            f"token_weight has shape {value.shape}; allowed: {self.shape}"
-                        )
-                    value = (_moved(value, shift, 1.0) if shift else value).reshape(-1)
-                self.constants[key] = value
+        if constants["token_weight"] is not None:
+            weight = _token_weight(constants["token_weight"], self.shape, shift)
+            self.constants["token_weight"] = weight
+        if constants["weight"] is not None:
+            self.constants["vocab_weight"] = as_f32("weight", constants["weight"])
         if normalizer is not None and number == 0:
             self.constants["normalizer"] = np.zeros((), np.float32)
         self.constants["temperature"] = temperatures
@@ -224,9 +238,11 @@ def _moved(values: Array, shift: int, rest: float) -> Array:
     return moved
 
 
-def _temperature(value: Array, shape: tuple[int, ...], shift: int) -> Array:
+def _temperature(
+    value: Array, shape: tuple[int, ...], shift: int, name: str = "temperature"
+) -> Array:
     """[N], of an array in the target's shape, [N] or broadcastable to it; goes with the target."""
-    held = as_f32("temperature", value)
+    held = as_f32(name, value)
     flat = is_flat(held.shape, shape)
     held = held.reshape(shape) if flat else np.broadcast_to(held, shape)
     return (_moved(held, shift, 1.0) if shift else held).reshape(-1)
@@ -336,6 +352,152 @@ def linear_logprob(
         return_statistics=("logprob", "entropy") if entropy else "logprob",
     )  # fmt: skip
     return (made.logprob, made.entropy) if entropy else made.logprob
+
+
+class _Divergence:
+    """One divergence: the inputs by the core's names, flattened, and the options."""
+
+    def __init__(
+        self, input: Any, linear_weight: Any, target: Any, shift: Any, normalizer: Any,
+        token_weight: Any, options: _abi.Divergence, heads: dict[str, Any],
+    ) -> None:  # fmt: skip
+        rows, weight = _array("input", input), _array("linear_weight", linear_weight)
+        if rows.ndim == 0:
+            raise wrong_shape("input has shape (); allowed: [..., D]")
+        if weight.ndim != 2:
+            raise wrong_shape(f"linear_weight has shape {weight.shape}; allowed: [V, D]")
+        self.shape, self.shift = rows.shape[:-1], _integer("shift", shift)
+        _divergence.check_shift_has_target(self.shift, target)
+        tokens = int(np.prod(self.shape))
+        self.arrays: dict[str, Array | None] = {
+            "input": rows.reshape(tokens, rows.shape[-1]), "weight": weight,
+        }  # fmt: skip
+        for name, value in heads.items():
+            if value is not None:
+                self.arrays[name] = self._of_head(name, _array(argument(name), value))
+        if target is not None:
+            target = _target(target, rows, "input")
+            if self.shift:
+                check_shift(self.shift, target.shape)
+                target = _shifted(target, self.shift, options.ignore_index)
+            self.arrays["target"] = target.reshape(-1)
+        if token_weight is not None:
+            self.arrays["token_weight"] = _token_weight(token_weight, self.shape, self.shift)
+        changed: dict[str, Any] = {"normalizer": _normalizer(normalizer)}
+        for name in ("temperature", "teacher_temperature"):
+            value = getattr(options, name)
+            if isinstance(value, np.ndarray):
+                self.arrays[name] = _temperature(value, self.shape, self.shift, name)
+                changed[name] = 1.0
+        if normalizer is not None and changed["normalizer"] == 0:
+            self.arrays["normalizer"] = np.zeros((), np.float32)
+        self.options = options._replace(**changed)
+
+    def _of_head(self, name: str, value: Array) -> Array:
+        if name not in ("teacher_input", "teacher_logits"):
+            return value
+        if value.ndim == 0 or value.shape[:-1] != self.shape:
+            last = "V" if name == "teacher_logits" else "D"
+            allowed = ", ".join((*map(str, self.shape), last))
+            raise wrong_shape(
+                f"{name} has shape {value.shape}; allowed: ({allowed}), the tokens of input"
+            )
+        return value.reshape(int(np.prod(self.shape)), value.shape[-1])
+
+    def outputs(self, names: Sequence[str]) -> dict[str, Array]:
+        none = self.options.reduction == _abi.REDUCTION_NONE
+        tokens = int(np.prod(self.shape))
+        made: dict[str, Array] = {"loss": np.empty(tokens if none else (), np.float32)}
+        return made | {name: np.empty(tokens, np.float32) for name in names}
+
+    def gradients(self) -> dict[str, Array | None]:
+        if self.options.reduction == _abi.REDUCTION_NONE:
+            raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
+        of = (self.arrays.get(name) for name in ("input", "weight", "bias"))
+        names = ("grad_input", "grad_weight", "grad_bias")
+        return {n: None if a is None else np.empty(a.shape, a.dtype) for n, a in zip(names, of)}
+
+    def run(self, kind: int, made: dict[str, Any], memory: int | None) -> None:
+        """Errors name a target as the caller has it."""
+        rows, weight = self.arrays["input"], self.arrays["weight"]
+        assert rows is not None and weight is not None
+        (tokens, hidden), vocab = rows.shape, weight.shape[0]
+        most = 4 * (2 * tokens * vocab + tokens * hidden + vocab * hidden)
+        try:
+            _run(kind, self.arrays | made, self.options, memory, most)
+        except LogitlessError as error:
+            error.args = (with_cast(placed(str(error), self.shape, self.shift)),)
+            raise
+
+
+@overload
+def linear_divergence(  # type: ignore[overload-overlap]  # () asks for nothing
+    input: Array, linear_weight: Array, teacher_input: Array | None = ...,
+    teacher_weight: Array | None = ..., *, return_statistics: tuple[()] = ...,
+    return_gradients: Literal[False] = ..., **options: Unpack[DivergenceOptions],
+) -> Loss: ...  # fmt: skip
+@overload
+def linear_divergence(
+    input: Array, linear_weight: Array, teacher_input: Array | None = ...,
+    teacher_weight: Array | None = ..., *, return_statistics: DivergenceNames,
+    return_gradients: Literal[False] = ..., **options: Unpack[DivergenceOptions],
+) -> tuple[Loss, DivergenceStatistics]: ...  # fmt: skip
+@overload
+def linear_divergence(  # type: ignore[overload-overlap]  # () asks for nothing
+    input: Array, linear_weight: Array, teacher_input: Array | None = ...,
+    teacher_weight: Array | None = ..., *, return_statistics: tuple[()] = ...,
+    return_gradients: Literal[True], **options: Unpack[DivergenceOptions],
+) -> tuple[Loss, Gradients]: ...  # fmt: skip
+@overload
+def linear_divergence(
+    input: Array, linear_weight: Array, teacher_input: Array | None = ...,
+    teacher_weight: Array | None = ..., *, return_statistics: DivergenceNames,
+    return_gradients: Literal[True], **options: Unpack[DivergenceOptions],
+) -> tuple[tuple[Loss, DivergenceStatistics], Gradients]: ...  # fmt: skip
+def linear_divergence(
+    input: Array, linear_weight: Array, teacher_input: Array | None = None,
+    teacher_weight: Array | None = None, *, kind: Kind = "forward_kl", beta: float = 0.5,
+    target: Array | None = None, label_weight: float = 0.0, ignore_index: int | None = -100,
+    shift: bool | int = False, temperature: float | Array = 1.0,
+    teacher_temperature: float | Array | None = None, logit_scale: float = 1.0,
+    softcap: float | None = 0.0, linear_bias: Array | None = None,
+    teacher_logit_scale: float = 1.0, teacher_softcap: float | None = 0.0,
+    teacher_bias: Array | None = None, teacher_logits: Array | None = None,
+    token_weight: Array | None = None, reduction: Reduction = "mean",
+    normalizer: float | Array | None = None, empty_mean: EmptyMean = "zero",
+    memory: int | str | None = None, return_statistics: Any = (), return_gradients: bool = False,
+) -> Any:  # fmt: skip
+    """How far the student's head is from the teacher's, without either's logits: as in
+    logitless.torch, with the formulas of docs/semantics.md, "Divergences of two heads". With
+    `return_gradients` (mean, sum) the pair (result, Gradients) of the student's arrays."""
+    names = _divergence.names_of(return_statistics)
+    options = _divergence.options_of(
+        kind, beta, label_weight, reduction, ignore_index, logit_scale, softcap, temperature,
+        teacher_logit_scale, teacher_softcap, teacher_temperature, empty_mean,
+    )  # fmt: skip
+    heads = {
+        "bias": linear_bias, "teacher_input": teacher_input, "teacher_weight": teacher_weight,
+        "teacher_bias": teacher_bias, "teacher_logits": teacher_logits,
+    }  # fmt: skip
+    call = _Divergence(
+        input, linear_weight, target, shift, normalizer, token_weight, options, heads
+    )
+    made = call.outputs(names)
+    grads = call.gradients() if return_gradients else {}
+    op = _abi.LINEAR_DIVERGENCE_FORWARD
+    if return_gradients:
+        op = _abi.LINEAR_DIVERGENCE_FORWARD_BACKWARD
+    call.run(op, made | grads, parse_memory(memory))
+    none = call.options.reduction == _abi.REDUCTION_NONE
+    result: Any = made["loss"].reshape(call.shape) if none else made["loss"][()]
+    if names:
+        shaped = {name: made[name].reshape(call.shape) for name in names}
+        result = (result, _divergence.DivergenceStatistics(**shaped))
+    if not return_gradients:
+        return result
+    grad_input: Any = grads["grad_input"]
+    rest: Any = (grads["grad_weight"], grads["grad_bias"])
+    return result, Gradients(grad_input.reshape(np.shape(input)), *rest)
 
 
 @overload

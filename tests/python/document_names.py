@@ -50,6 +50,14 @@ def torch_tensors() -> Names:
     }  # fmt: skip
 
 
+def a_teacher() -> Names:
+    import torch
+
+    wider = 2 * D
+    teacher = torch.nn.Linear(wider, V, bias=False)
+    return {**torch_tensors(), "teacher_hidden": torch.randn(B, T, wider), "teacher_head": teacher}
+
+
 def a_head() -> Names:
     """Sizes, and states and labels to call it with."""
     tensors = torch_tensors()
@@ -201,6 +209,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
     "docs/python.md": [
         ("from logitless.torch import linear_cross_entropy", torch_tensors),
         ("set_default_memory(", a_trainer),
+        ("import linear_divergence", a_teacher),
         ("LinearCrossEntropyHead(hidden, vocab)", a_head),
         ("from logitless.jax import linear_cross_entropy", jax_arrays),
         ("import logitless.numpy", numpy_arrays),

@@ -18,6 +18,7 @@ STRUCTS = {
     "logitless_status": _abi.Status,
     "logitless_tensor": _abi.Tensor,
     "logitless_loss_options": _abi.LossOptions,
+    "logitless_divergence_options": _abi.DivergenceOptions,
     "logitless_op": _abi.Op,
     "logitless_execution": _abi.Execution,
     "logitless_workspace_size": _abi.WorkspaceSize,
@@ -29,7 +30,9 @@ ENUMS = (
     "F32 F16 BF16 I32 I64 CPU CUDA WEBGPU REFERENCE REDUCTION_NONE REDUCTION_SUM REDUCTION_MEAN "
     "EMPTY_MEAN_ZERO EMPTY_MEAN_NAN INPUT_LOGITS INPUT_PROBABILITIES SOFTMAX CROSS_ENTROPY_FORWARD "
     "CROSS_ENTROPY_BACKWARD CROSS_ENTROPY_FORWARD_BACKWARD LINEAR_CROSS_ENTROPY_FORWARD "
-    "LINEAR_CROSS_ENTROPY_BACKWARD LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD COMBINE"
+    "LINEAR_CROSS_ENTROPY_BACKWARD LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD COMBINE "
+    "LINEAR_DIVERGENCE_FORWARD LINEAR_DIVERGENCE_BACKWARD LINEAR_DIVERGENCE_FORWARD_BACKWARD "
+    "FORWARD_KL REVERSE_KL JSD SKEW_KL TV"
 ).split()
 
 
@@ -109,17 +112,27 @@ def test_every_struct_and_field_of_the_header_is_here() -> None:
         assert fields == [field for field, *_ in STRUCTS[name]._fields_], name
 
 
-def test_loss_options_defaults_are_the_cores(tmp_path: pathlib.Path) -> None:
-    names = [field for field, *_ in _abi.LossOptions._fields_]
+@pytest.mark.parametrize(
+    ("struct", "ours"),
+    [
+        ("loss_options", _abi._options_struct(_abi.Options())),
+        ("loss_options", _abi._options_struct(_abi.Divergence())),
+        ("divergence_options", _abi._divergence_struct(_abi.Divergence())),
+    ],
+    ids=["loss", "loss of a divergence", "divergence"],
+)
+def test_options_defaults_are_the_cores(
+    tmp_path: pathlib.Path, struct: str, ours: ctypes.Structure
+) -> None:
+    names = [field for field, *_ in ours._fields_]
     source = tmp_path / "defaults.c"
     prints = "".join(f'printf("{n} %.17g\\n", (double)o.{n});' for n in names)
     source.write_text(
         f'#include <stdio.h>\n#include "{HEADER}"\nint main(void) {{'
-        f"logitless_loss_options o = LOGITLESS_LOSS_OPTIONS_INIT;{prints}}}\n"
+        f"logitless_{struct} o = LOGITLESS_{struct.upper()}_INIT;{prints}}}\n"
     )
     subprocess.run(["cc", "-std=c11", "-o", tmp_path / "defaults", source], check=True)
     out = subprocess.run([tmp_path / "defaults"], check=True, capture_output=True, text=True).stdout
-    ours = _abi._options_struct(_abi.Options())
     for line in out.splitlines():
         name, value = line.split()
         assert getattr(ours, name) == float(value), name

@@ -33,12 +33,16 @@ ROLES: dict[str, Any] = {
     "tokens": np.ones(TOKENS, np.float32),
     "normalizer": np.array(3.0, np.float32),
 }
+TEACHERS = "teacher's "  # roles of a second head, which is as the first
+ROLES |= {f"{TEACHERS}{role}": ROLES[role] for role in ("input", "head", "bias")}
 ROLE_OF = {
     "input": "input", "_input": "input", "e": "input", "hidden": "input", "logits": "logits",
     "linear_weight": "head", "lin_weight": "head", "c": "head", "vocab_weights": "head",
     "lm_head": "head", "linear_bias": "bias", "hidden_states": "input", "input_ids": "target",
     "index": "target",
     "bias": "bias", "target": "target", "targets": "target", "labels": "target",
+    "teacher_input": "teacher's input", "teacher_weight": "teacher's head",
+    "teacher_bias": "teacher's bias",
     "ce_weight": "classes", "token_weight": "tokens", "normalizer": "normalizer",
 }  # fmt: skip
 # In these functions of another library `weight` is the head.
@@ -50,6 +54,8 @@ OPTIONS = frozenset(
     "lse_square_scale return_z_loss accum_dtype use_token_scaling return_token_accuracy "
     "return_predicted_tokens return_lse filter_eps accum_e_fp32 accum_c_fp32 filter_e_grad "
     "filter_c_grad impl vocab_parallel_options dist_process_group ce_impl ce_mode "
+    "kind beta label_weight teacher_temperature teacher_logit_scale teacher_softcap "
+    "teacher_logits "  # in the place of the teacher's head
     "chunk_mem_const group axis_name upstream tp_group "
     "sequence_parallel chunks logit_scale_multiply logit_scale_divide logit_softcapping "
     "options".split()
@@ -68,6 +74,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         "integrations.liger.module": liger.LigerFusedLinearCrossEntropyLoss().forward,
         "torch.CrossEntropyLoss": logitless.torch.CrossEntropyLoss().forward,
         "torch.LinearCrossEntropyLoss": logitless.torch.LinearCrossEntropyLoss().forward,
+        "torch.LinearDivergenceLoss": logitless.torch.LinearDivergenceLoss().forward,
         "torch.LinearCrossEntropyHead": logitless.torch.LinearCrossEntropyHead(
             HIDDEN, VOCAB
         ).forward,
@@ -108,6 +115,7 @@ def tensors(name: str) -> dict[str, str]:
 def wrong(role: str, alone: bool) -> Iterator[tuple[str, Any]]:
     """What is wrong with a tensor, and that tensor. `alone`: nothing else gives its shape."""
     right = ROLES[role]
+    role = role.removeprefix(TEACHERS)
     # The tensors are as wide as they are; else the other operand is named.
     if role in ("input", "logits"):
         if not alone:

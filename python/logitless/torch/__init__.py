@@ -8,6 +8,8 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("logitless.torch needs PyTorch 2.8 or newer: pip install torch") from error
 
+from logitless.torch._divergence import DivergenceStatistics, linear_divergence
+from logitless.torch._divergence_module import LinearDivergenceLoss
 from logitless.torch._functions import (
     Statistics,
     cross_entropy,
@@ -27,14 +29,17 @@ from logitless.torch._split.given import Split
 
 __all__ = [
     "CrossEntropyLoss",
+    "DivergenceStatistics",
     "LinearCrossEntropyHead",
     "LinearCrossEntropyLoss",
+    "LinearDivergenceLoss",
     "Split",
     "Statistics",
     "cross_entropy",
     "cross_entropy_",
     "default_memory",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_logprob",
     "set_default_memory",
     "softmax_",

@@ -66,7 +66,7 @@ class Kept(NamedTuple):
     state: State
     consume: bool = False
 
-    def key(self, inputs: Sequence[View], options: Options, device: tuple[int, int]) -> int:
+    def key(self, inputs: Sequence[View], options: _abi.AnyOptions, device: tuple[int, int]) -> int:
         """Forward's, or that of a Forward of the same shape and options."""
         if self.state.key:
             return self.state.key

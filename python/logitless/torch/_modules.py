@@ -47,7 +47,33 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-class _Loss(torch.nn.Module, Generic[R]):
+class Options(torch.nn.Module):
+    """A module that has options and no parameters; those that are tensors are buffers."""
+
+    def hold_temperature(self, name: str, value: float | Tensor | None) -> None:
+        if isinstance(value, Tensor):  # it moves with the module, and is no parameter
+            self.register_buffer(name, value, persistent=False)
+        else:
+            setattr(self, name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Class weights and temperatures follow the module's device, not its dtype (0.7 is not a
+        bf16 number), and keep their values where parameters are made empty. Those of the meta
+        device have none: they are NaN until someone writes them, and so is the loss."""
+        held = dict(self._buffers)
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in held.items():
+            now = self._buffers[name]
+            if before is None or now is None:
+                continue
+            if not before.is_meta:
+                self._buffers[name] = before.to(now.device)
+            elif not now.is_meta:
+                self._buffers[name] = torch.full_like(now, float("nan"), dtype=before.dtype)
+        return moved
+
+
+class _Loss(Options, Generic[R]):
     """The options that both losses have. R is what a call gives: a Tensor, or with statistics
     (Tensor, Statistics)."""
 
@@ -77,31 +103,12 @@ class _Loss(torch.nn.Module, Generic[R]):
         self.z_loss = z_loss
         self.logit_scale = logit_scale
         self.softcap = softcap
-        if isinstance(temperature, Tensor):  # it moves with the module, and is no parameter
-            self.register_buffer("temperature", temperature, persistent=False)
-        else:
-            self.temperature = temperature
+        self.hold_temperature("temperature", temperature)
         self.return_statistics = tuple(return_statistics)
         self.empty_mean = empty_mean
 
     def _check_weight(self, weight: Any) -> None:
         check_tensor("weight", weight)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Class weights and temperatures follow the module's device, not its dtype (0.7 is not a
-        bf16 number), and keep their values where parameters are made empty. Those of the meta
-        device have none: they are NaN until someone writes them, and so is the loss."""
-        held = dict(self._buffers)
-        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in held.items():
-            now = self._buffers[name]
-            if before is None or now is None:
-                continue
-            if not before.is_meta:
-                self._buffers[name] = before.to(now.device)
-            elif not now.is_meta:
-                self._buffers[name] = torch.full_like(now, float("nan"), dtype=before.dtype)
-        return moved
 
     def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
         """With another temperature, for one call."""

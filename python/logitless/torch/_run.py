@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from logitless import _abi
-from logitless._abi import Options
+from logitless._abi import AnyOptions, Options
 from logitless._errors import argument, wrong_device, wrong_dtype
 from logitless._statistics import STATISTICS as TABLE
 from logitless._statistics import names_where
@@ -126,7 +126,7 @@ def view(name: str, tensor: Tensor, where: torch.device | None = None) -> _abi.V
 
 
 def make_plan(
-    kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
+    kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: AnyOptions | None,
     row_state: Tensor | None, memory: int | None, accumulate: bool, addresses: Sequence[int],
     keep: Keep | None = None, kept: Kept | None = None, where: torch.device | None = None,
 ) -> _abi.Plan:  # fmt: skip
@@ -142,16 +142,17 @@ def make_plan(
         views += (
             view("row_reference", row_state[0], where), view("row_log_sum", row_state[1], where),
         )  # fmt: skip
-    # All logits and all gradients in f32 take so much, which no plan passes.
+    # All logits of a head or of two and all gradients in f32 take so much, which no plan passes.
     most = 0
     if linear and weight is not None and first.dim() == 2 and weight.dim() == 2:
         (tokens, hidden), vocab = first.shape, weight.shape[0]
-        most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
+        heads = 2 if kind >= _abi.LINEAR_DIVERGENCE_FORWARD else 1
+        most = 4 * (heads * tokens * vocab + tokens * hidden + vocab * hidden)
     device = (views[0].device_type, views[0].device_index)
     how: dict[str, Any] = {"most": most, "accumulate": accumulate, "memory": memory}
     inputs = views[: sum(tensor is not None for tensor in tensors[: len(INPUTS)])]
     if keep is not None:
-        assert options is not None
+        assert isinstance(options, Options)
         forward = _kept.Forward(views, addresses, inputs, options, device, memory)
         _kept.check_memory(forward, keep)
     if kept is not None:
@@ -188,7 +189,7 @@ def _new_scratch() -> tuple[Any, int]:
 
 
 def launch(
-    kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
+    kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: AnyOptions | None,
     memory: int | None, asked: object, row_state: Tensor | None = None, accumulate: bool = False,
     keep: Keep | None = None, kept: Kept | None = None,
 ) -> Kept | None:  # fmt: skip

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Divergences of two heads: the names of their kinds and statistics, and a caller's options as the
+core takes them, once for every binding. The formulas are those of docs/semantics.md."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+from logitless import _abi, _call, _statistics
+from logitless._abi import Divergence
+from logitless._errors import invalid
+from logitless._statistics import Statistic
+
+A = TypeVar("A")
+
+Kind: TypeAlias = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "tv"]
+KINDS = {
+    "forward_kl": _abi.FORWARD_KL,
+    "reverse_kl": _abi.REVERSE_KL,
+    "jsd": _abi.JSD,
+    "skew_kl": _abi.SKEW_KL,
+    "tv": _abi.TV,
+}
+MIXTURES = (_abi.JSD, _abi.SKEW_KL)  # these alone read beta
+
+STATISTICS = {
+    "entropy": Statistic("-sum p log p, of the student"),
+    "teacher_entropy": Statistic("-sum q log q, of the teacher"),
+    "acceptance": Statistic("sum min(p, q): how often a draft of the student's is taken"),
+    "logprob": Statistic("log p of the target, at most 0"),
+}
+
+StatisticName: TypeAlias = Literal["entropy", "teacher_entropy", "acceptance", "logprob"]
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TypedDict
+
+    Names: TypeAlias = StatisticName | Sequence[StatisticName]
+
+    class DivergenceStatistics(NamedTuple, Generic[A]):
+        entropy: A | None = None
+        teacher_entropy: A | None = None
+        acceptance: A | None = None
+        logprob: A | None = None
+
+    class ModuleOptions(TypedDict, Generic[A], total=False):
+        """The options that a module keeps, beside the kind and the reduction."""
+
+        beta: float
+        label_weight: float
+        ignore_index: int | None
+        shift: bool | int
+        temperature: float | A
+        teacher_temperature: float | A | None
+        logit_scale: float
+        softcap: float | None
+        teacher_logit_scale: float
+        teacher_softcap: float | None
+        empty_mean: _call.EmptyMean
+        memory: int | str | None
+
+    class DivergenceOptions(ModuleOptions[A], total=False):
+        """The options of linear_divergence in every binding."""
+
+        kind: Kind
+        target: A | None
+        linear_bias: A | None
+        teacher_bias: A | None
+        teacher_logits: A | None
+        token_weight: A | None
+        reduction: _call.Reduction
+        normalizer: float | A | None
+
+else:
+    # Python 3.10 has no NamedTuple of a type variable.
+    DivergenceStatistics = collections.namedtuple(
+        "DivergenceStatistics", STATISTICS, defaults=(None,) * len(STATISTICS), module=__name__
+    )
+    DivergenceStatistics.__class_getitem__ = classmethod(lambda cls, _: cls)
+    DivergenceStatistics.__doc__ = (
+        "Statistics of every token, in the shape of the tokens; None where not asked for. They "
+        "have no gradient.\n\n"
+    ) + "\n".join(f"{name}: {s.formula}" for name, s in STATISTICS.items())
+
+
+def names_of(names: Any) -> tuple[str, ...]:
+    """The statistics asked for, each once, in the table's order."""
+    return _statistics.names_of(names, STATISTICS) if names else ()
+
+
+def options_of(
+    kind: Any, beta: Any, label_weight: Any, reduction: Any, ignore_index: Any, logit_scale: Any,
+    softcap: Any, temperature: Any, teacher_logit_scale: Any, teacher_softcap: Any,
+    teacher_temperature: Any, empty_mean: Any,
+) -> Divergence:  # fmt: skip
+    """The options but for the normalizer. Beside kinds that do not read it, beta is not looked at,
+    and does not tell one call from another. None stands for what it does in _call.options_of, and
+    of the teacher's temperature for the student's."""
+    code = _call.one_of("kind", kind, KINDS)
+    return Divergence(
+        reduction=_call.one_of("reduction", reduction, _call.REDUCTIONS),
+        ignore_index=_call.IGNORE_INDEX if ignore_index is None else ignore_index,
+        logit_scale=logit_scale,
+        softcap=0.0 if softcap is None else softcap,
+        temperature=temperature,
+        empty_mean=_call.one_of("empty_mean", empty_mean, _call.EMPTY_MEANS),
+        kind=code,
+        beta=beta if code in MIXTURES else 0.5,
+        label_weight=label_weight,
+        teacher_logit_scale=teacher_logit_scale,
+        teacher_softcap=0.0 if teacher_softcap is None else teacher_softcap,
+        teacher_temperature=temperature if teacher_temperature is None else teacher_temperature,
+    )
+
+
+def check_shift_has_target(shift: int, target: object) -> None:
+    if shift and target is None:
+        raise invalid("target is missing; shift needs it")

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear_divergence: the function a user calls. The formulas are docs/semantics.md, "Divergences of
+two heads"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+import torch
+from torch import Tensor
+
+from logitless import _abi, _divergence
+from logitless._abi import Divergence, parse_memory
+from logitless._divergence import check_shift_has_target, names_of, options_of
+from logitless._errors import (
+    LogitlessError,
+    argument,
+    not_supported,
+    renames,
+    wrong_device,
+    wrong_shape,
+)
+from logitless.torch import _divergence_ops, _memory
+from logitless.torch._checks import (
+    check_bias,
+    check_matrix,
+    check_rows,
+    check_target,
+    check_tensor,
+)
+from logitless.torch._divergence_run import BITS, Inputs
+from logitless.torch._functions import (
+    _autocast_dtype,
+    _in_callers_words,
+    _normalizer,
+    _shifted,
+    _temperature,
+    _token_weight,
+)
+from logitless.torch._route import dispatches
+from logitless.torch._run import replaced
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from logitless._call import EmptyMean, Reduction
+    from logitless._divergence import Kind, Names
+
+    class DivergenceOptions(_divergence.DivergenceOptions[Tensor], total=False):
+        group: None
+
+
+DivergenceStatistics: TypeAlias = _divergence.DivergenceStatistics[Tensor]
+
+
+@overload
+def linear_divergence(  # type: ignore[overload-overlap]  # () asks for nothing
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor | None = ...,
+    teacher_weight: Tensor | None = ..., *, return_statistics: tuple[()] = ...,
+    **options: Unpack[DivergenceOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_divergence(
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor | None = ...,
+    teacher_weight: Tensor | None = ..., *, return_statistics: Names,
+    **options: Unpack[DivergenceOptions],
+) -> tuple[Tensor, DivergenceStatistics]: ...  # fmt: skip
+def linear_divergence(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
+    *,
+    kind: Kind = "forward_kl",
+    beta: float = 0.5,
+    target: Tensor | None = None,
+    label_weight: float = 0.0,
+    ignore_index: int | None = -100,
+    shift: bool | int = False,
+    temperature: float | Tensor = 1.0,
+    teacher_temperature: float | Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = 0.0,
+    linear_bias: Tensor | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = 0.0,
+    teacher_bias: Tensor | None = None,
+    teacher_logits: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    normalizer: float | Tensor | None = None,
+    empty_mean: EmptyMean = "zero",
+    memory: int | str | None = None,
+    return_statistics: Any = (),
+    group: None = None,
+) -> Any:
+    """How far the student's head is from the teacher's, over the whole vocabulary, without either's
+    logits: for distillation, between the distributions p = softmax(input @ linear_weight.T +
+    linear_bias) and q = softmax(teacher_input @ teacher_weight.T + teacher_bias).
+
+        "forward_kl"   sum q log(q/p)
+        "reverse_kl"   sum p log(p/q)
+        "jsd"          beta sum q log(q/m) + (1 - beta) sum p log(p/m),  m = (1 - beta) p + beta q
+        "skew_kl"      sum q log(q/m)
+        "tv"           1/2 sum |p - q|
+
+    The loss of a token is token_weight (divergence + label_weight (lse - z of its target)), in f32,
+    never multiplied by a temperature's square; formulas, edges and bounds are those of
+    docs/semantics.md, "Divergences of two heads".
+
+    input [..., D], linear_weight [V, D], linear_bias [V], teacher_input [..., Dt], teacher_weight
+    [V, Dt], teacher_bias [V], all of one dtype, f32, f16 or bf16 (a bias may be f32); or
+    teacher_logits [..., V] of any of these, in the place of the teacher's head. target [...] of
+    class indices, token_weight [...] f32. Leading dimensions are those of `input`. Each head has
+    its logit_scale, softcap and temperature, numbers but the last, which may be a tensor [...], [N]
+    or broadcastable to [...]; a teacher_temperature of None is `temperature`.
+
+    Gradients go to input, linear_weight and linear_bias. The teacher has none, whether or not its
+    tensors require one, so that one weight may serve both heads. `beta` is read by "jsd" and
+    "skew_kl" alone.
+
+    target: optional. Where it is ignore_index nothing of the token is read, and a mean does not
+    count it; without a target all tokens count. label_weight other than 0, "logprob" and `shift`
+    need one. `shift`: position i is given the target of i + shift with that label's token_weight
+    and temperatures; the last `shift` positions have none and do not count. reduction, normalizer,
+    empty_mean and memory are linear_cross_entropy's. `return_statistics`: names of
+    DivergenceStatistics; the result is then (loss, DivergenceStatistics). `group`: None; a
+    vocabulary over ranks is not supported yet.
+
+    Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError, whose message
+    names the argument, its value and what is allowed.
+    """
+    if group is not None:
+        raise not_supported(
+            f"group is a {type(group).__name__}; allowed: None (linear_divergence has the whole "
+            "vocabulary on one device; linear_cross_entropy splits it over ranks)"
+        )
+    check_rows("input", input, "[..., D]")
+    check_matrix("linear_weight", linear_weight)
+    if linear_bias is not None:
+        check_bias(linear_bias, linear_weight)
+    shift = int(shift)
+    check_shift_has_target(shift, target)
+    if target is not None:
+        check_target(input, target, "input")
+    names = names_of(return_statistics)
+    options = options_of(
+        kind, beta, label_weight, reduction, ignore_index, logit_scale, softcap, temperature,
+        teacher_logit_scale, teacher_softcap, teacher_temperature, empty_mean,
+    )  # fmt: skip
+    teacher = _teacher(input, teacher_input, teacher_weight, teacher_bias, teacher_logits)
+    bound = _memory.default() if memory is None else parse_memory(memory)
+    inputs, options = _of_tokens(
+        (input, linear_weight, linear_bias), teacher, target, token_weight, normalizer, options,
+        shift, teacher_temperature is None,
+    )  # fmt: skip
+    wanted = BITS["loss"] + sum([BITS[name] for name in names])
+    try:
+        _check_meta(inputs)
+        plain = not dispatches(*inputs)
+        if plain:
+            _check(inputs, options)
+        loss, *statistics = _divergence_ops.divergence(
+            inputs, options, bound, wanted, _autocast_dtype(input), plain
+        )
+    except LogitlessError as error:
+        error.args = (_in_callers_words(error, input.shape[:-1], shift, None, memory is None),)
+        raise
+    if not names:
+        return loss
+    made = dict(zip(names, statistics))
+    return loss, _divergence.DivergenceStatistics(*[made.get(n) for n in _divergence.STATISTICS])
+
+
+_TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_logits")
+
+
+def _teacher(input: Tensor, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Without gradients. Which of them go together the core says."""
+    for name, value in zip(_TEACHER, given):
+        if value is None:
+            continue
+        check_tensor(name, value)
+        if name == "teacher_weight":
+            check_matrix(name, value)
+        elif name == "teacher_bias":
+            if value.dim() != 1:
+                raise wrong_shape(f"teacher_bias has shape {tuple(value.shape)}; allowed: [V]")
+        elif value.shape[:-1] != input.shape[:-1] or not value.dim():
+            rows, last = tuple(input.shape[:-1]), "V" if name == "teacher_logits" else "D"
+            raise wrong_shape(
+                f"{name} has shape {tuple(value.shape)}; allowed: {(*rows, last)}, the tokens of "
+                "input".replace("'", "")
+            )
+    return tuple([None if value is None else value.detach() for value in given])
+
+
+_teacher_temperature = renames({"temperature": "teacher_temperature"})(_temperature)
+
+
+def _of_tokens(
+    student: tuple[Tensor, Tensor, Tensor | None], teacher: tuple[Tensor | None, ...],
+    target: Tensor | None, token_weight: Tensor | None, normalizer: float | Tensor | None,
+    options: Divergence, shift: int, one_temperature: bool,
+) -> tuple[Inputs, Divergence]:  # fmt: skip
+    """The tensors of a call, those of labels moved by `shift`, and the options with what of the
+    others is a number."""
+    tokens = student[0].shape[:-1]
+    if target is not None and shift:
+        target = _shifted(target, shift, options.ignore_index)
+    number, temperatures = _temperature(options.temperature, tokens, shift)
+    teacher_number, teacher_temperatures = number, temperatures
+    if not one_temperature:
+        teacher_number, teacher_temperatures = _teacher_temperature(
+            options.teacher_temperature, tokens, shift
+        )
+    by, by_tensor = _normalizer(normalizer, student[0].device)
+    weights = None if token_weight is None else _token_weight(token_weight, tokens, shift)
+    options = replaced(
+        options, temperature=number, teacher_temperature=teacher_number, normalizer=by
+    )
+    of_tokens = (target, weights, by_tensor, temperatures)
+    tensors: list[Any] = [*student, *of_tokens, *teacher, teacher_temperatures]
+    return Inputs(*tensors), options
+
+
+def _check(inputs: Inputs, options: Divergence) -> None:
+    """What the dispatcher would say in its own words."""
+    _abi.check_options(options)
+    for name, t in zip(Inputs._fields, inputs):
+        if t is not None and t.layout is not torch.strided:
+            raise wrong_device(f"{argument(name)} has layout {t.layout}; allowed: dense tensors")
+
+
+def _check_meta(inputs: Inputs) -> None:
+    """The dispatcher would take its kernel for meta tensors if one of them is on that device."""
+    where = inputs.input.device
+    for name, t in zip(Inputs._fields, inputs):
+        if t is not None and t.is_meta != inputs.input.is_meta:
+            raise wrong_device(
+                f"{argument(name)} is on {t.device}; allowed: {where}, the device of input"
+            )

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C calls of a divergence on torch tensors, below autograd, as _run.py has them of a loss; and
+what is kept for Backward in a `memory`: dz of all columns, or nothing."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless import _abi
+from logitless._abi import Divergence, KeptSize, View
+from logitless._divergence import STATISTICS
+from logitless._errors import LogitlessError
+from logitless.torch import _device, _kept, _run
+from logitless.torch._autograd import cast, cast_bias
+from logitless.torch._device import DEVICES, DTYPES
+from logitless.torch._kept import FRESH, Keep, Kept, State
+
+# A call is asked for these, as bits: outputs in their order, the gradients that may follow, that
+# they are made with the loss, that Forward keeps dz, and that no graph is traced, so that gradients
+# that wait are the call's alone.
+OUTPUTS = ("loss", *STATISTICS)
+BITS = {name: 1 << place for place, name in enumerate(OUTPUTS)}
+OF_INPUT, OF_WEIGHT, OF_BIAS, FUSED, KEEP, PLAIN = (1 << (len(OUTPUTS) + i) for i in range(6))
+OF_TENSORS = (OF_INPUT, OF_WEIGHT, OF_BIAS)
+
+Dtypes = tuple[torch.dtype | None, ...]
+
+
+class Inputs(NamedTuple):
+    """By the core's names. The teacher's have no gradient, as all behind the bias."""
+
+    input: Tensor  # [..., D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+    target: Tensor | None = None  # [...]
+    token_weight: Tensor | None = None  # [...] f32
+    normalizer: Tensor | None = None  # [] f32 or i64
+    temperature: Tensor | None = None  # [N] f32
+    teacher_input: Tensor | None = None  # [..., Dt]
+    teacher_weight: Tensor | None = None  # [V, Dt]
+    teacher_bias: Tensor | None = None  # [V]
+    teacher_logits: Tensor | None = None  # [..., V]
+    teacher_temperature: Tensor | None = None  # [N] f32
+
+    def tokens(self) -> int:
+        return math.prod(self.input.shape[:-1])
+
+    def in_dtype(self, dtype: torch.dtype | None) -> Inputs:
+        """Both heads in the dtype of autocast. Teacher's logits are read as they are."""
+        if dtype is None:
+            return self
+        teacher = [
+            t if t is None else cast(t, dtype) for t in (self.teacher_input, self.teacher_weight)
+        ]
+        made: list[Any] = [cast(t, dtype) for t in self[:2]]
+        made += [cast_bias(self.bias, dtype), *self[3:7]]
+        made += [*teacher, cast_bias(self.teacher_bias, dtype), *self[10:]]
+        return Inputs(*made)
+
+    def flat(self) -> Inputs:
+        """[N, ...], as the core takes them."""
+        made: list[Any] = [_flat(name, t) for name, t in zip(self._fields, self)]
+        return Inputs(*made)
+
+
+_ROWS = ("input", "teacher_input", "teacher_logits")
+_TOKENS = ("target", "token_weight", "temperature", "teacher_temperature")
+
+
+def _flat(name: str, tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    if name in _ROWS and tensor.dim() != 2:
+        return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    return tensor.reshape(-1) if name in _TOKENS and tensor.dim() != 1 else tensor
+
+
+def gradients_of(wanted: int, of: Sequence[Tensor | None]) -> Dtypes:
+    """The dtypes of the gradients that are wanted of input, weight and bias."""
+    return tuple(None if t is None or not wanted & b else t.dtype for t, b in zip(of, OF_TENSORS))
+
+
+def _launch(
+    kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Divergence,
+    memory: int | None, kept: Kept | None = None,
+) -> None:  # fmt: skip
+    """_run.launch, which knows by itself of the first tensors alone what decides about a plan."""
+    asked = [
+        None if t is None else (t.dtype, t.device, t.shape, t.stride())
+        for t in tensors[len(_run.INPUTS) :]
+    ]
+    state = None if kept is None else kept.state
+    _run.launch(
+        kind, names, tensors, options, memory, (tuple(asked), state), None, False, None, kept
+    )
+
+
+def _outputs(inputs: Inputs, options: Divergence, wanted: int) -> list[Tensor | None]:
+    """The loss [...] or [] and the statistics [...] that are wanted."""
+    shape = inputs.input.shape[:-1]
+    whole = options.reduction != _abi.REDUCTION_NONE
+    return [
+        inputs.input.new_empty(() if name == "loss" and whole else shape, dtype=torch.float32)
+        if wanted & bit
+        else None
+        for name, bit in BITS.items()
+    ]
+
+
+def _as_given(outputs: Sequence[Tensor | None], options: Divergence) -> list[Tensor | None]:
+    """[N] of those of tokens."""
+    none = options.reduction == _abi.REDUCTION_NONE
+    return [
+        t if t is None or (place == 0 and not none) else t.reshape(-1)
+        for place, t in enumerate(outputs)
+    ]
+
+
+_FORWARD = (*Inputs._fields, *OUTPUTS, "kept", "kept_rows")
+_GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
+
+
+def forward(
+    inputs: Inputs, options: Divergence, memory: int | None, wanted: int, dtype: torch.dtype | None,
+    kept: tuple[Tensor, Tensor] | None = None,
+) -> list[Tensor | None]:  # fmt: skip
+    """The outputs in their order; `kept` and `kept_rows` are written where they are given.
+    `wanted`: where gradients may follow, a `memory` that their Backward cannot keep to is refused
+    here."""
+    outputs = _outputs(inputs, options, wanted)
+    given = inputs.in_dtype(dtype).flat()
+    followed = gradients_of(wanted, inputs[:3])
+    if kept is None and memory is not None and memory >= 0 and any(followed):
+        _check_memory(given, options, memory, wanted, followed)
+    if kept is not None and memory is not None:
+        memory = _left(memory, sum(t.numel() * t.element_size() for t in kept))
+    tensors = (*given, *_as_given(outputs, options), *(kept or (None, None)))
+    _launch(_abi.LINEAR_DIVERGENCE_FORWARD, _FORWARD, tensors, options, memory)
+    return outputs
+
+
+def _left(memory: int, kept: int) -> int:
+    """What is left for a workspace, of a `memory` or of an _abi.Room, which is below 0."""
+    return memory - kept if memory >= 0 else min(memory + kept, -1)
+
+
+def _made(given: Inputs, dtypes: Dtypes) -> list[Tensor | None]:
+    return [
+        None if t is None or dtype is None else _run._grad_of(t, dtype)
+        for t, dtype in zip(given[:3], dtypes)
+    ]
+
+
+def _shaped(grads: list[Tensor | None], like: Tensor) -> list[Tensor | None]:
+    if grads[0] is not None and like.dim() != 2:
+        grads[0] = grads[0].view(like.shape)
+    return grads
+
+
+def forward_backward(
+    inputs: Inputs, options: Divergence, memory: int | None, wanted: int, dtype: torch.dtype | None,
+    dtypes: Dtypes,
+) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
+    """The outputs, and the gradients of `dtypes` for an upstream gradient of 1."""
+    outputs = _outputs(inputs, options, wanted)
+    given = inputs.in_dtype(dtype).flat()
+    grads = _made(given, dtypes)
+    names = (*Inputs._fields, *OUTPUTS, *_GRADIENTS)
+    tensors = (*given, *_as_given(outputs, options), *grads)
+    _launch(_abi.LINEAR_DIVERGENCE_FORWARD_BACKWARD, names, tensors, options, memory)
+    return outputs, _shaped(grads, inputs.input)
+
+
+def backward(
+    inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None,
+    grad_loss: Tensor, dtypes: Dtypes, kept: tuple[Tensor, Tensor] | None = None,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients, of what was kept (then without a teacher) or of both heads' logits."""
+    given = inputs.in_dtype(dtype).flat()
+    grads = _made(given, dtypes)
+    upstream = grad_loss.resolve_neg()
+    if options.reduction == _abi.REDUCTION_NONE:
+        upstream = upstream.reshape(-1)
+    names: tuple[str, ...] = (*Inputs._fields, "grad_loss", *_GRADIENTS)
+    tensors: tuple[Tensor | None, ...] = (*given, upstream, *grads)
+    state = None
+    if kept is not None:
+        bytes = sum(t.numel() * t.element_size() for t in kept)
+        room = _kept.room_of(memory, bytes)
+        state = Kept(*kept, State(_key(given, options), room))
+        names, tensors = (*names, "kept", "kept_rows"), (*tensors, *kept)
+    _launch(_abi.LINEAR_DIVERGENCE_BACKWARD, names, tensors, options, memory, state)
+    return _shaped(grads, inputs.input)
+
+
+def _with_tf32(options: Divergence, input: Tensor) -> Divergence:
+    tf32 = input.is_cuda and input.dtype is torch.float32 and _device.allows_tf32()
+    return options._replace(allow_tf32=tf32)
+
+
+def _views(given: Inputs) -> tuple[View, ...]:
+    return tuple(_run.view(name, t) for name, t in zip(given._fields, given) if t is not None)
+
+
+def _key(given: Inputs, options: Divergence) -> int:
+    """The key of what a Forward of this student has kept. No teacher enters it, but a Forward has
+    one: logits that lie nowhere stand for it."""
+    first = _run.view("input", given.input)
+    shape = (given.input.shape[0], given.weight.shape[0])
+    teacher = first._replace(name="teacher_logits", shape=shape, stride=(shape[1], 1))
+    views = [v for v in _views(given) if not v.name.startswith("teacher")]
+    return _key_of((*views, teacher), _with_tf32(options, given.input))
+
+
+@functools.lru_cache(_device.MOST_SHAPES)
+def _key_of(views: tuple[View, ...], options: Divergence) -> int:
+    return _whole(views, options).key
+
+
+def _whole(views: Sequence[View], options: Divergence) -> KeptSize:
+    """Everything that a Forward of these inputs can keep."""
+    first, vocab = views[0], views[1].shape[0]
+    device = (first.device_type, first.device_index)
+    bytes = _abi.whole_kept(first.shape[0], vocab, first.dtype)
+    return _abi.kept_size(views, options, device, bytes)
+
+
+def _plans(
+    views: tuple[View, ...], addresses: Sequence[int], options: Divergence, wanted: int,
+    dtypes: Dtypes, kept: KeptSize | None,
+) -> tuple[_abi.Plan, _abi.Plan]:  # fmt: skip
+    """Forward's, and that of the Backward that may follow it."""
+    of_divergence: Any = options
+    device = (views[0].device_type, views[0].device_index)
+    forward = _kept.Forward(views, addresses, views, of_divergence, device, None)
+    state = () if kept is None else _kept.views(kept, views[0])
+    made = _kept._outputs(forward, [name for name, bit in BITS.items() if wanted & bit])
+    (grad_loss,) = _kept._outputs(forward, ("grad_loss",))
+    if options.reduction != _abi.REDUCTION_NONE:
+        made[0], grad_loss = (v._replace(shape=(), stride=()) for v in (made[0], grad_loss))
+    backward = forward
+    if kept is not None:  # Backward is then given no teacher
+        own = [not view.name.startswith("teacher") for view in views]
+        backward = forward._replace(
+            inputs=[v for v, stays in zip(views, own) if stays],
+            addresses=[a for a, stays in zip(addresses, own) if stays],
+        )
+    gradients = _kept._gradients(forward, Keep(dtypes))
+    return (
+        forward.plan(_abi.LINEAR_DIVERGENCE_FORWARD, (*made, *state), {}),
+        backward.plan(
+            _abi.LINEAR_DIVERGENCE_BACKWARD, (grad_loss, *gradients, *state), {},
+            kept_key=0 if kept is None else kept.key,
+        ),
+    )  # fmt: skip
+
+
+def _check_memory(
+    given: Inputs, options: Divergence, memory: int, wanted: int, dtypes: Dtypes
+) -> None:
+    addresses: tuple[int, ...] = ()
+    if given.input.is_cuda:  # whose plans depend on how tensors are aligned
+        addresses = tuple(FRESH + (t.data_ptr() & 15) for t in given if t is not None)
+    options = _with_tf32(options, given.input)
+    least, recommended = _bounds(_views(given), addresses, options, wanted, dtypes)
+    if memory < least:
+        raise _abi.too_small(memory, least, recommended)
+
+
+@functools.lru_cache(_device.MOST_SHAPES)
+def _bounds(
+    views: tuple[View, ...], addresses: tuple[int, ...], options: Divergence, wanted: int,
+    dtypes: Dtypes,
+) -> tuple[int, int]:  # fmt: skip
+    plans = _plans(views, addresses, options, wanted, dtypes, None)
+    return max(plan.minimum for plan in plans), max(plan.recommended for plan in plans)
+
+
+def fits(
+    given: tuple[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]], ...],
+    options: tuple[Any, ...], device: str, index: int, memory: int, wanted: int,
+    dtype: torch.dtype | None,
+) -> bool:  # fmt: skip
+    """Whether `memory` holds dz of all columns beside the larger workspace of Forward and Backward,
+    of tensors that may lie anywhere; `given` are the inputs: name, dtype, shape, strides."""
+    if device not in DEVICES:
+        return False
+    like = {
+        name: torch.empty_strided(shape, stride, dtype=of, device="meta")
+        for name, of, shape, stride in given
+    }
+    inputs = Inputs(**like)
+    dtypes = gradients_of(wanted, inputs[:3])
+    flat = inputs.in_dtype(dtype).flat()
+    where = torch.device(device, index)
+    if flat.input.dtype not in DTYPES:
+        return False
+    try:
+        views = tuple(
+            _run.view(name, t, where) for name, t in zip(flat._fields, flat) if t is not None
+        )
+        return _fits(views, Divergence(*options), abs(memory), wanted, dtypes)
+    except LogitlessError:  # the call itself says what is wrong
+        return False
+
+
+@functools.lru_cache(_device.MOST_SHAPES)
+def _fits(
+    views: tuple[View, ...], options: Divergence, memory: int, wanted: int, dtypes: Dtypes
+) -> bool:
+    size = _whole(views, options)
+    if not size.columns or size.bytes >= memory:
+        return False
+    plans = _plans(views, (), options, wanted, dtypes, size)
+    return size.bytes + max(plan.minimum for plan in plans) <= memory
+
+
+# What torch.compiler.assume_constant_result says, which imports the compiler.
+fits._dynamo_marked_constant = True  # type: ignore[attr-defined]
