@@ -167,26 +167,23 @@ bool may_be_number(const LogitMap& map, float temperature) {
   return !(map.softcap > 0) || (normal(map.softcap / t) && normal(t / map.softcap));
 }
 
-// Returns the least temperature of a token, or that of the call.
-float read_temperatures(const Call& call, Tokens* tokens) {
-  tokens->temperature = call.temperature;
-  if (!call.temperature) return call.options.temperature;
-  const LogitMap map = logit_map(call.options);
+// Returns the least temperature of a token, or that of the head's options.
+float read_temperatures(const TensorView& view, const LossOptions& options, const Tokens& tokens,
+                        const TensorView& fault, Temperatures* read) {
+  read->view = view;
+  if (!view) return options.temperature;
+  const LogitMap map = logit_map(options);
   float least = HUGE_VALF;
-  for (int64_t k = 0; k < tokens->valid; ++k) {
-    const float t = f32_at(call.temperature, tokens->row[k]);
+  for (int64_t k = 0; k < tokens.valid; ++k) {
+    const float t = f32_at(view, tokens.row[k]);
     if (may_be_number(map, t)) {
       least = std::min(least, t);
     } else {
-      tokens->bad_temperature = true;
+      read->is_bad = true;
     }
   }
-  if (tokens->bad_temperature && call.fault) *call.fault.as<int32_t>() |= 4;
+  if (read->is_bad && fault) *fault.as<int32_t>() |= 4;
   return least == HUGE_VALF ? 1 : least;
-}
-
-void write_f32(const TensorView& view, int64_t i, float value) {
-  view.as<float>()[i * view.stride[0]] = value;
 }
 
 void write_index(const TensorView& view, int64_t i, int64_t value) {
@@ -251,15 +248,16 @@ Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tok
   tokens->empty_mean = tokens->normalizer == 0;
   tokens->loss_scale = static_cast<float>(1 / tokens->normalizer);
   if (!call.forward) leave_out_inactive(call, tokens);
-  const float temperature = read_temperatures(call, tokens);
+  const float temperature =
+      read_temperatures(call.temperature, o, *tokens, call.fault, &tokens->temperature);
   if (call.gradients) scale_gradients(call, vocab, temperature, tokens);
   return {};
 }
 
-LogitMap map_of(const LogitMap& map, const Tokens& tokens, int64_t k) {
-  if (!tokens.temperature) return map;
-  float temperature = f32_at(tokens.temperature, tokens.row[k]);
-  if (tokens.bad_temperature && !may_be_number(map, temperature)) {
+LogitMap map_of(const LogitMap& map, const Temperatures& given, int64_t row) {
+  if (!given.view) return map;
+  float temperature = f32_at(given.view, row);
+  if (given.is_bad && !may_be_number(map, temperature)) {
     temperature = std::numeric_limits<float>::quiet_NaN();
   }
   LogitMap own = map;
