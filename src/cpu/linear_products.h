@@ -17,7 +17,7 @@ namespace logitless::cpu {
 
 // Each row of kept_rows says by one of these what the kept columns hold; 0 says that they hold
 // nothing any more.
-inline constexpr float logits_layout = 1, exponentials_layout = 2;
+inline constexpr float logits_layout = 1, exponentials_layout = 2, divergence_layout = 3;
 
 Source source_of(const TensorView& view, const int64_t* row_index);
 float element_as_f32(const TensorView& view, int64_t index);

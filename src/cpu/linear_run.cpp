@@ -309,25 +309,29 @@ void load_states(const Call& call, const Tokens& tokens, RowState* states) {
 }  // namespace
 
 int64_t columns_kept(const Call& call) {
+  if (call.diverges) return kept_columns(call);
   if (call.input.dtype == DType::f16) return 0;
   const bool rounded = call.input.dtype != DType::f32;
   return rounded && call.options.softcap > 0 ? 0 : kept_columns(call);
 }
 
 LinearShape shape_of(const Call& call) {
+  const int64_t kept = call.gradients ? columns_kept(call) : 0;
   return {.tokens = call.tokens(),
           .vocab = call.vocab(),
           .hidden = call.hidden(),
+          .teacher_hidden = call.teacher_is_head() ? call.teacher_input.shape[1] : 0,
           .dtype = call.input.dtype,
-          .forward = !call.state_given(),
+          .diverges = call.diverges,
+          .forward = call.diverges ? kept == 0 : !call.state_given(),
           .grad_input = static_cast<bool>(call.grad_input),
           .grad_weight = static_cast<bool>(call.grad_weight),
           .grad_bias = static_cast<bool>(call.grad_bias),
           .direct_grad_weight = !call.grad_weight || (call.grad_weight.dtype == DType::f32 &&
                                                       call.grad_weight.stride[1] == 1),
-          .bias = static_cast<bool>(call.bias),
+          .bias = call.bias || call.teacher_bias,
           .class_weight = static_cast<bool>(call.vocab_weight),
-          .kept = call.gradients ? columns_kept(call) : 0,
+          .kept = kept,
           .places = places(call),
           .sums = call.sums()};
 }

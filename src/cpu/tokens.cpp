@@ -49,7 +49,19 @@ Status collect(const Call& call, int64_t vocab, Tokens* tokens) {
   const LossOptions& o = call.options;
   const int64_t whole = vocabulary_of(o, vocab);
   const int64_t start = o.vocab_total > 0 ? o.vocab_start : 0;
+  const auto count = [&](int64_t i, int64_t target) {
+    const int64_t k = tokens->valid++;
+    const bool here = target >= start && target < start + vocab;
+    tokens->row[k] = i;
+    tokens->target[k] = here ? target - start : -1;
+    tokens->target_weight[k] = call.vocab_weight ? f32_at(call.vocab_weight, target) : 1;
+    tokens->token_weight[k] = call.token_weight ? f32_at(call.token_weight, i) : 1;
+  };
   for (int64_t i = 0; i < tokens->total; ++i) {
+    if (!call.target) {
+      count(i, -1);
+      continue;
+    }
     const int64_t target = int_at(call.target, i);
     if (target == o.ignore_index) continue;
     if (target < 0 || target >= whole) {
@@ -59,12 +71,7 @@ Status collect(const Call& call, int64_t vocab, Tokens* tokens) {
                    static_cast<long long>(i), static_cast<long long>(target),
                    static_cast<long long>(whole - 1), static_cast<long long>(o.ignore_index));
     }
-    const int64_t k = tokens->valid++;
-    const bool here = target >= start && target < start + vocab;
-    tokens->row[k] = i;
-    tokens->target[k] = here ? target - start : -1;
-    tokens->target_weight[k] = call.vocab_weight ? f32_at(call.vocab_weight, target) : 1;
-    tokens->token_weight[k] = call.token_weight ? f32_at(call.token_weight, i) : 1;
+    count(i, target);
   }
   return {};
 }
@@ -235,7 +242,7 @@ uint64_t tokens_bytes(int64_t tokens, bool with_places) {
 
 Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tokens) {
   *tokens = {};
-  tokens->total = call.target.shape[0];
+  tokens->total = call.tokens();
   place_arrays(memory, tokens->total, places(call), tokens);
   Status status = collect(call, vocab, tokens);
   if (!status.ok()) return status;
@@ -250,6 +257,10 @@ Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tok
   if (!call.forward) leave_out_inactive(call, tokens);
   const float temperature =
       read_temperatures(call.temperature, o, *tokens, call.fault, &tokens->temperature);
+  if (call.teacher_temperature) {
+    read_temperatures(call.teacher_temperature, call.teacher_options(), *tokens, call.fault,
+                      &tokens->teacher_temperature);
+  }
   if (call.gradients) scale_gradients(call, vocab, temperature, tokens);
   return {};
 }

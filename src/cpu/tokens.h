@@ -35,7 +35,7 @@ struct Tokens {
   int64_t total = 0;       // it is N
   int64_t valid = 0;       // so many tokens count, and in Backward are active
   int64_t* row = nullptr;  // [valid]  it has the tokens' indices, ascending
-  // [valid]  it is the column in the views, or -1 if another shard has it
+  // [valid]  it is the column in the views, or -1 if another shard has it or there is no target
   int64_t* target = nullptr;
   float* target_weight = nullptr;  // [valid]  it is c_t
   float* token_weight = nullptr;   // [valid]  it is a_i
@@ -47,7 +47,7 @@ struct Tokens {
   float inv_gradient_scale = 1;  // it is 0 where gradient_scale is 0
   float loss_scale = 1;          // it is 1 / normalizer for mean, 1 for sum
   double normalizer = 1;         // the mean divides by it
-  Temperatures temperature{};
+  Temperatures temperature{}, teacher_temperature{};
   bool empty_mean = false;  // the reduction is mean and the normalizer exactly 0
 };
 
