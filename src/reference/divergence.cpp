@@ -53,6 +53,10 @@ Column column_of(double beta, const Row& student, const Row& teacher, size_t j) 
 struct Part {
   double value, rounded, slope;
 };
+// An error of d grows with e^d in what is made of it; one this large says nothing any more.
+double grown(double error) { return error * std::exp(std::min(2 * error, 20.0)); }
+// Beside a subnormal p or q, m may be 0.
+double share(double p, double m) { return m == 0 ? 0 : p / m; }
 // p log(p/q), where 0 log 0 is 0.
 double information(double p, double log_ratio) { return p == 0 ? 0 : p * log_ratio; }
 
@@ -70,7 +74,7 @@ Part part_of(DivergenceKind kind, double beta, const Column& c) {
       return {of_p + beta * of_q, sizes, sizes};
     }
     case DivergenceKind::skew_kl:
-      return {of_q, std::fabs(of_q), c.m == 0 ? 0 : (1 - beta) * c.p * std::fabs(1 - c.q / c.m)};
+      return {of_q, std::fabs(of_q), (1 - beta) * c.p * std::fabs(1 - share(c.q, c.m))};
     case DivergenceKind::tv:
       break;
   }
@@ -80,15 +84,16 @@ Part part_of(DivergenceKind kind, double beta, const Column& c) {
 // f_j, of which dz_j = scale p_j (f_j - sum_k p_k f_k), and its error.
 Estimate slope_of(DivergenceKind kind, double beta, const Column& c) {
   if (c.p == 0) return {};
-  const double error = c.d_error * std::exp(2 * c.d_error);
+  const double error = grown(c.d_error);
   switch (kind) {
     case DivergenceKind::reverse_kl:
       return {c.d, error + 4 * u32 * std::fabs(c.d)};
     case DivergenceKind::jsd:
-      return {c.log_p_m, error * beta * c.q / c.m + 4 * u32 * std::fabs(c.log_p_m)};
+      return {c.log_p_m, error * beta * share(c.q, c.m) + 4 * u32 * std::fabs(c.log_p_m)};
     case DivergenceKind::skew_kl: {
-      const double f = 1 - c.q / c.m;
-      return {f, error * (1 - beta) * c.p * c.q / (c.m * c.m) + 4 * u32 * std::fabs(f)};
+      if (beta == 1) return {};
+      const double f = 1 - share(c.q, c.m);
+      return {f, error * (1 - beta) * share(c.p, c.m) * share(c.q, c.m) + 4 * u32 * std::fabs(f)};
     }
     case DivergenceKind::tv:
       return {c.d > 0 ? 0.5 : c.d < 0 ? -0.5 : 0.0, std::fabs(c.d) <= c.d_error ? 1.0 : 0.0};
@@ -113,7 +118,7 @@ double mixture_of(const DivergenceOptions& o) {
 std::vector<Estimate> forward_dz(const std::vector<Column>& columns) {
   std::vector<Estimate> dz;
   for (const Column& c : columns) {
-    dz.push_back({c.p - c.q, (c.p + c.q) * c.d_error * std::exp(2 * c.d_error) + 2 * tiny32});
+    dz.push_back({c.p - c.q, (c.p + c.q) * grown(c.d_error) + 2 * tiny32});
   }
   return dz;
 }
@@ -135,8 +140,8 @@ std::vector<Estimate> centered_dz(DivergenceKind kind, double beta, const Row& s
   if (!std::isfinite(mean)) mean = nan_value;
   double mean_error = 4 * u32 * (log_v + 3) * size;
   for (size_t j = 0; bounds && j < columns.size(); ++j) {
-    mean_error += columns[j].p * f[j].error +
-                  student.probability_error[j] * std::fabs(f[j].value - mean);
+    mean_error +=
+        columns[j].p * f[j].error + student.probability_error[j] * std::fabs(f[j].value - mean);
   }
   std::vector<Estimate> dz;
   for (size_t j = 0; j < columns.size(); ++j) {
@@ -197,8 +202,7 @@ DivergenceRow divergence_row(const DivergenceOptions& options, const Row& studen
     const double relative = c.p_relative + c.q_relative;
     const double far = std::isfinite(c.d) ? std::fabs(c.d) : 0;
     row.divergence.error += part.slope * c.d_error + (c.p + c.q) * c.d_error * c.d_error +
-                            8 * u32 * (std::fabs(c.p - c.q) + part.rounded) +
-                            tiny32 * (4 + far);
+                            8 * u32 * (std::fabs(c.p - c.q) + part.rounded) + tiny32 * (4 + far);
     if (kind == DivergenceKind::tv || std::fabs(c.d) > 1) row.divergence.error += term * relative;
     row.acceptance.error += std::min(c.p, c.q) * (relative + 4 * u32) + tiny32;
   }
@@ -247,7 +251,8 @@ RowGradient divergence_gradient(const Call& call, const Tokens& tokens, const To
       const double p = student.probability[j];
       dz.value += label_weight * (p - (is_target ? 1 : 0));
       magnitude += label_weight * (p + (is_target ? 1 : 0));
-      if (!student.probability_error.empty()) dz.error += label_weight * student.probability_error[j];
+      if (!student.probability_error.empty())
+        dz.error += label_weight * student.probability_error[j];
     }
     magnitude *= std::fabs(upstream);
     dz.value *= upstream;

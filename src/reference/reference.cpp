@@ -130,8 +130,8 @@ class Evaluation {
   Tokens tokens_;
   std::vector<double> weight_, bias_;  // [V, D] [V]
   std::optional<TeacherHead> teacher_;
-  Shards shards_;                      // only Combine has them
-  std::vector<Estimate> token_loss_;   // [N]  it is 0 where ignored
+  Shards shards_;                     // only Combine has them
+  std::vector<Estimate> token_loss_;  // [N]  it is 0 where ignored
   // [D] of the token at hand, [V, D] and [V]; each sums a gradient
   Sum grad_input_, grad_weight_, grad_bias_;
 };

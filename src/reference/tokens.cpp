@@ -161,7 +161,8 @@ Status read_tokens(const Call& call, Tokens* tokens) {
     if (token.active) ++tokens->active;
     token.temperature = usable_temperature(call.options, temperature[i]);
     if (call.diverges) {
-      token.teacher_temperature = usable_temperature(call.teacher_options(), teacher_temperature[i]);
+      token.teacher_temperature =
+          usable_temperature(call.teacher_options(), teacher_temperature[i]);
     }
     if (token.active && (std::isnan(token.temperature) || std::isnan(token.teacher_temperature))) {
       tokens->bad_temperature = true;
