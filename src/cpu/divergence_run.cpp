@@ -208,9 +208,11 @@ void DivergenceRun::write_statistics(int64_t n, const DivergenceSums& row) const
   if (call_.acceptance) write_f32(call_.acceptance, i, row.acceptance);
   if (call_.logprob) write_f32(call_.logprob, i, state.logprob());
   if (!call_.kept) return;
-  // |dz| is at most 2 (D + 2), and 2 with the label's term.
+  // |dz| of reverse_kl is at most 2 (D + 2), that of the others 2; the label's term adds its
+  // weight.
+  const double far = terms_.kind == DivergenceKind::reverse_kl ? row.value : 0;
   const LogitMap map = map_of(n);
-  const double most = 2 * (row.value + 2 + terms_.label_weight) *
+  const double most = (2 * (far + 2) + terms_.label_weight) *
                       std::fabs(static_cast<double>(map.scale) / map.temperature);
   const bool is_usual = std::isfinite(most) && most > 0;
   *kept_row(*tokens_, k) = {

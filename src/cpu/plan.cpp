@@ -117,7 +117,8 @@ void place_rows_of_two(const LinearShape& shape, LinearPlan& p, Layout& whole) {
   p.losses_at = whole.take(shape.forward ? shape.tokens * 4 : 0);
   p.states_at = whole.take(shape.forward ? 2 * chunk * sizeof(RowState) : 0);
   p.gradients_at = whole.take(chunk * sizeof(DivergenceRow));
-  p.sums_at = whole.take(shape.forward ? p.vocab_tiles * chunk * sizeof(DivergenceSums) : 0);
+  const int64_t sums = shape.forward ? bytes_of({p.vocab_tiles, chunk, sizeof(DivergenceSums)}) : 0;
+  p.sums_at = whole.take(sums);
 }
 
 // Says where everything lies: first what the threads share, then, from lanes_at on, what each lane
@@ -146,8 +147,10 @@ void place(const LinearShape& shape, LinearPlan& p) {
   const uint64_t forward_at = whole.at;
   if (p.stored) p.input_along_at = whole.take(along);
   p.teacher_along_at =
-      whole.take(shape.teacher_hidden > 0 ? p.engine.a_bytes(chunk, shape.teacher_hidden) : 0);
-  p.blocks_at = whole.take(shape.forward ? heads * p.vocab_tiles * chunk * sizeof(BlockState) : 0);
+      whole.take(shape.forward ? p.engine.a_bytes(chunk, shape.teacher_hidden) : 0);
+  const int64_t blocks =
+      shape.forward ? bytes_of({heads, p.vocab_tiles, chunk, sizeof(BlockState)}) : 0;
+  p.blocks_at = whole.take(blocks);
   p.rare_blocks_at = whole.take(rare ? p.vocab_tiles * chunk * sizeof(RareBlock) : 0);
   const uint64_t forward_end = whole.back_to(forward_at);
   p.slots_at = whole.take(shape.grad_input ? bytes_of({p.slots, chunk, p.padded_hidden_b, 4}) : 0);
