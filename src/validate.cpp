@@ -4,8 +4,6 @@
 // pointers.
 #include "src/validate.h"
 
-#include <string>
-
 #include "src/kept.h"
 #include "src/message.h"
 #include "src/rules.h"
@@ -18,9 +16,10 @@ Status unknown_device(int32_t type) {
 }
 
 Status unknown_op(int32_t kind) {
-  std::string names;
-  for (int32_t k = 0; k < kinds; ++k) names += std::string(k > 0 ? ", " : "") + name_of_op(k);
-  return error(StatusCode::unknown_enum, "op.kind is %d; allowed: %s", kind, names.c_str());
+  return error(StatusCode::unknown_enum,
+               "op.kind is %d; allowed: Softmax, Combine, and CrossEntropy, LinearCrossEntropy and "
+               "LinearDivergence with Forward, Backward or ForwardBackward",
+               kind);
 }
 
 Status validate(const Execution& execution) {

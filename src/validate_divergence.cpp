@@ -40,12 +40,6 @@ Status check_unused_options(const Call& call) {
     return error(StatusCode::invalid_argument, "%s is %g; %s allows: 0", name,
                  unsigned_nan(static_cast<double>(value)), call.op_name());
   }
-  if (o.vocab_total != 0 || o.vocab_start != 0) {
-    return error(StatusCode::not_supported,
-                 "vocab_total is %lld and vocab_start %lld; %s allows: 0, the whole vocabulary",
-                 static_cast<long long>(o.vocab_total), static_cast<long long>(o.vocab_start),
-                 call.op_name());
-  }
   return {};
 }
 

@@ -194,6 +194,12 @@ Status check_shard_fields(const Call& call) {
     return error(StatusCode::invalid_argument,
                  "anchor is given on the whole vocabulary; allowed: a shard of it (vocab_total)");
   }
+  if (call.diverges) {
+    return error(StatusCode::not_supported,
+                 "vocab_total is %lld and V %lld; %s allows: the whole vocabulary",
+                 static_cast<long long>(call.vocab_total()), static_cast<long long>(call.vocab()),
+                 call.op_name());
+  }
   if (call.forward && call.gradients) {
     return error(StatusCode::not_supported,
                  "vocab_total is %lld and V %lld: %s does not run on a shard of the vocabulary; "

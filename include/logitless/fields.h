@@ -64,7 +64,7 @@ concept DivergenceOp = requires(Op op) { op.teacher; };
 template <class Op>
 concept CombiningOp = requires(Op op) { op.shard_row_reference; };
 
-// These are parts of the listing below: what Combine reads of shards, and the statistics.
+// These are parts of the listing below: what Combine reads of shards, a teacher, and statistics.
 template <class Op, class C, class F>
 constexpr void for_each_shard_tensor(Op& op, C& c, F& f) {
   constexpr Access read = Access::read;
@@ -77,6 +77,24 @@ constexpr void for_each_shard_tensor(Op& op, C& c, F& f) {
   f("shard_sum_p_squared", read, op.shard_sum_p_squared, c.shard_sum_p_squared);
   f("shard_mean_logit", read, op.shard_mean_logit, c.shard_mean_logit);
   f("shard_max_logprob", read, op.shard_max_logprob, c.shard_max_logprob);
+}
+template <class Teacher, class C, class F>
+constexpr void for_each_teacher_tensor(Teacher& teacher, C& c, F& f) {
+  constexpr Access read = Access::read;
+  f("teacher_input", read, teacher.input, c.teacher_input);
+  f("teacher_weight", read, teacher.weight, c.teacher_weight);
+  f("teacher_bias", read, teacher.bias, c.teacher_bias);
+  f("teacher_logits", read, teacher.logits, c.teacher_logits);
+  f("teacher_temperature", read, teacher.temperature, c.teacher_temperature);
+}
+template <class Statistics, class C, class F>
+  requires std::is_same_v<std::remove_const_t<Statistics>, DivergenceStatistics>
+constexpr void for_each_statistic(Statistics& statistics, C& c, F& f) {
+  constexpr Access write = Access::write;
+  f("entropy", write, statistics.entropy, c.entropy);
+  f("teacher_entropy", write, statistics.teacher_entropy, c.teacher_entropy);
+  f("acceptance", write, statistics.acceptance, c.acceptance);
+  f("logprob", write, statistics.logprob, c.logprob);
 }
 template <class Statistics, class C, class F>
 constexpr void for_each_statistic(Statistics& statistics, C& c, F& f) {
@@ -110,13 +128,7 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   }
   if constexpr (std::is_same_v<T, Softmax>)
     f("probabilities", write, op.probabilities, c.probabilities);
-  if constexpr (DivergenceOp<T>) {
-    f("teacher_input", read, op.teacher.input, c.teacher_input);
-    f("teacher_weight", read, op.teacher.weight, c.teacher_weight);
-    f("teacher_bias", read, op.teacher.bias, c.teacher_bias);
-    f("teacher_logits", read, op.teacher.logits, c.teacher_logits);
-    f("teacher_temperature", read, op.teacher.temperature, c.teacher_temperature);
-  }
+  if constexpr (DivergenceOp<T>) for_each_teacher_tensor(op.teacher, c, f);
   if constexpr (LossOp<T>) {
     f("target", read, op.target, c.target);
     f("token_weight", read, op.weights.token, c.token_weight);
@@ -126,14 +138,7 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   }
   if constexpr (ForwardOp<T>) {
     f("loss", write, op.loss, c.loss);
-    if constexpr (DivergenceOp<T>) {
-      f("entropy", write, op.statistics.entropy, c.entropy);
-      f("teacher_entropy", write, op.statistics.teacher_entropy, c.teacher_entropy);
-      f("acceptance", write, op.statistics.acceptance, c.acceptance);
-      f("logprob", write, op.statistics.logprob, c.logprob);
-    } else {
-      for_each_statistic(op.statistics, c, f);
-    }
+    for_each_statistic(op.statistics, c, f);
   }
   if constexpr (AnchoredOp<T>) f("anchor", read, op.anchor, c.anchor);
   if constexpr (KeepingOp<T>) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cfloat>
+#include <cmath>
 #include <ostream>
 
 #include "subject.h"
@@ -33,6 +34,7 @@ Change on_options(std::function<void(LossOptions&)> how) {
   return [=](Subject& s) {
     if (s.options == nullptr) return false;
     how(*s.options);
+    if (s.diverges()) s.options->label_smoothing = s.options->z_loss = 0;
     if (s.options->temperature != 1) s.drop({"temperature"});
     return true;
   };
@@ -207,9 +209,9 @@ const Accept kAccepts[] = {
        s["temperature"].as<float>()[1] = 0;
        return true;
      }},
-    {"f16", dtypes({"input", "weight", "bias", "logits"}, DType::f16)},
-    {"bf16", dtypes({"input", "weight", "bias", "logits"}, DType::bf16)},
-    {"f16 with a bias in f32", dtypes({"input", "weight"}, DType::f16)},
+    {"f16", dtypes({"input", "weight", "bias", "logits", "teacher_input", "teacher_weight", "teacher_bias"}, DType::f16)},
+    {"bf16", dtypes({"input", "weight", "bias", "logits", "teacher_input", "teacher_weight", "teacher_bias"}, DType::bf16)},
+    {"f16 with a bias in f32", dtypes({"input", "weight", "teacher_input", "teacher_weight"}, DType::f16)},
     {"gradients f16",
      dtypes({"grad_input", "grad_weight", "grad_bias", "grad_logits"}, DType::f16)},
     {"probabilities bf16", dtypes({"probabilities"}, DType::bf16)},
@@ -241,6 +243,35 @@ const Accept kAccepts[] = {
        s.drop({"row_reference", "row_log_sum", "grad_entropy", "entropy"});
        return true;
      }},
+    {"a teacher's logits", [](Subject& s) { return s.give_teacher_logits(); }},
+    {"a teacher's logits in bf16",
+     [](Subject& s) {
+       if (!s.give_teacher_logits()) return false;
+       s["teacher_logits"].dtype = DType::bf16;
+       return true;
+     }},
+    {"a divergence of no label",
+     [](Subject& s) {
+       if (!s.diverges()) return false;
+       s.divergence->label_weight = 0;
+       s.drop({"target", "logprob"});
+       return true;
+     }},
+    {"a beta that nobody reads",
+     [](Subject& s) {
+       if (!s.diverges()) return false;
+       s.divergence->beta = NAN;
+       return true;
+     }},
+    {"kept state without the teacher",
+     [](Subject& s) {
+       if (!s.diverges() || s.forward() || s.execution.device.type == DeviceType::reference) {
+         return false;
+       }
+       s.drop({"teacher_input", "teacher_weight", "teacher_bias"});
+       return true;
+     },
+     true},
     {"addresses of odd elements",
      [](Subject& s) {
        for (auto& [name, view] : s.views) view->byte_offset = size_of(view->dtype);
@@ -249,8 +280,8 @@ const Accept kAccepts[] = {
     {"kept state", [](Subject& s) { return s.has("kept"); }, true},
     {"kept state that is consumed",
      [](Subject& s) { return s.consume != nullptr && (*s.consume = true); }, true},
-    {"kept state in bf16", dtypes({"input", "weight", "bias", "kept"}, DType::bf16), true},
-    {"kept state in f16", dtypes({"input", "weight", "bias", "kept"}, DType::f16), true},
+    {"kept state in bf16", dtypes({"input", "weight", "bias", "kept", "teacher_input", "teacher_weight", "teacher_bias"}, DType::bf16), true},
+    {"kept state in f16", dtypes({"input", "weight", "bias", "kept", "teacher_input", "teacher_weight", "teacher_bias"}, DType::f16), true},
     {"kept state of no token",
      [](Subject& s) {
        s.make_empty();

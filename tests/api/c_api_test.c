@@ -298,9 +298,9 @@ static void test_nulls(void) {
   CHECK(logitless_workspace(NULL, NULL, NULL, NULL) == LOGITLESS_INVALID_ARGUMENT);
   CHECK(logitless_run(NULL, NULL, NULL, &status) == LOGITLESS_INVALID_ARGUMENT);
   CHECK(status.code == LOGITLESS_INVALID_ARGUMENT && strstr(status.message, "op is NULL") != NULL);
-  for (int32_t kind = -1; kind <= 8; ++kind) {
+  for (int32_t kind = -1; kind <= 11; ++kind) {
     const int32_t expected =
-        kind < 0 || kind > 7 ? LOGITLESS_UNKNOWN_ENUM : LOGITLESS_INVALID_ARGUMENT;
+        kind < 0 || kind > 10 ? LOGITLESS_UNKNOWN_ENUM : LOGITLESS_INVALID_ARGUMENT;
     empty.kind = kind;
     CHECK(logitless_run(&empty, NULL, NULL, &status) == expected);
     CHECK(logitless_run(&empty, NULL, NULL, NULL) == expected);
@@ -454,6 +454,47 @@ static void test_statistics_and_temperatures(int32_t device) {
   g_what = "";
 }
 
+/* The student's p is [1/4, 3/4] in both rows, the teacher's q [1/2, 1/2]. */
+static void test_divergence(int32_t device) {
+  logitless_divergence_options options = LOGITLESS_DIVERGENCE_OPTIONS_INIT;
+  float teacher[4] = {2, 2, -1, -1}, acceptance[2], entropy[2];
+  logitless_tensor logits = view(teacher, LOGITLESS_F32, 2, 2, 2);
+  logitless_tensor each[2] = {view(acceptance, LOGITLESS_F32, 1, 2, 0),
+                              view(entropy, LOGITLESS_F32, 1, 2, 0)};
+  const float loss[] = {0.5f * logf(4.0f / 3), 0.75f * logf(1.5f) - 0.25f * logf(2)};
+  const float first[] = {-0.25f, 0.25f}; /* grad_weight of forward_kl: sum of p - q, input 1 */
+  g_what = "divergences";
+  for (int32_t kind = LOGITLESS_FORWARD_KL; kind <= LOGITLESS_REVERSE_KL; ++kind) {
+    set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD, device);
+    g_op.value.kind = LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD;
+    g_op.value.target = NULL;
+    g_op.value.teacher_logits = &logits;
+    g_op.value.acceptance = &each[0];
+    g_op.value.teacher_entropy = &each[1];
+    options.kind = kind;
+    g_op.value.divergence = kind == LOGITLESS_FORWARD_KL ? NULL : &options;
+    CHECK(ask() == LOGITLESS_OK);
+    CHECK(run() == LOGITLESS_OK);
+    CHECK(g_status.value.message[0] == 0);
+    CHECK(fabsf(g_loss_value - loss[kind]) < 1e-6f);
+    for (int i = 0; i < 2; ++i) {
+      CHECK(fabsf(acceptance[i] - 0.75f) < 1e-6f && fabsf(entropy[i] - logf(2)) < 1e-6f);
+    }
+    if (kind == LOGITLESS_FORWARD_KL) expect_values(g_gradient, first, 2);
+  }
+  options.kind = 5;
+  CHECK(run() == LOGITLESS_UNKNOWN_ENUM);
+  options.kind = LOGITLESS_FORWARD_KL;
+  options.reserved = 1;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "divergence.reserved") != NULL);
+  set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD, device);
+  g_op.value.divergence = &options;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "divergence is set") != NULL);
+  g_what = "";
+}
+
 /* Each of two shards has one column: logits [0, log 3] of both tokens. */
 static void test_combine(int32_t device) {
   const float log3 = logf(3), loss = 0.5f * logf(16.0f / 3), lse[] = {logf(4), logf(4)};
@@ -503,6 +544,8 @@ int main(void) {
   test_every_op(LOGITLESS_CPU);
   test_statistics_and_temperatures(LOGITLESS_REFERENCE);
   test_statistics_and_temperatures(LOGITLESS_CPU);
+  test_divergence(LOGITLESS_REFERENCE);
+  test_divergence(LOGITLESS_CPU);
   test_combine(LOGITLESS_REFERENCE);
   test_combine(LOGITLESS_CPU);
   if (g_failures == 0) printf("every check passed\n");

@@ -217,7 +217,8 @@ TEST(KeptSize, RefusesWhatKeepsNothing) {
   logitless_kept size = LOGITLESS_KEPT_INIT;
   logitless_status status = LOGITLESS_STATUS_INIT;
   EXPECT_EQ(logitless_kept_size(&softmax, nullptr, 0, &size, &status), LOGITLESS_INVALID_ARGUMENT);
-  EXPECT_STREQ(status.message, "op.kind is Softmax; allowed: LinearCrossEntropyForward");
+  EXPECT_STREQ(status.message,
+               "op.kind is Softmax; allowed: LinearCrossEntropyForward, LinearDivergenceForward");
 }
 
 // A message has a name where there is one: of a device, of an op.
@@ -231,14 +232,13 @@ TEST(Messages, NameDevicesAndOps) {
   s.factor.dtype = LOGITLESS_BF16;
   EXPECT_EQ(logitless_scale(&s.values, &s.factor, nullptr, &status), LOGITLESS_WRONG_DTYPE);
   EXPECT_STREQ(status.message, "factor is bf16; allowed: f32");
-  for (int32_t kind : {-1, 8, 99}) {
+  for (int32_t kind : {-1, 11, 99}) {
     logitless_op op = LOGITLESS_OP_INIT(kind);
     EXPECT_EQ(logitless_run(&op, nullptr, nullptr, &status), LOGITLESS_UNKNOWN_ENUM);
     EXPECT_EQ(std::string(status.message),
               "op.kind is " + std::to_string(kind) +
-                  "; allowed: Softmax, CrossEntropyForward, CrossEntropyBackward, "
-                  "CrossEntropyForwardBackward, LinearCrossEntropyForward, "
-                  "LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward, Combine");
+                  "; allowed: Softmax, Combine, and CrossEntropy, LinearCrossEntropy and "
+                  "LinearDivergence with Forward, Backward or ForwardBackward");
   }
   logitless_op op = LOGITLESS_OP_INIT(LOGITLESS_COMBINE);
   op.consume_kept = 1;

@@ -38,6 +38,25 @@ inline Mistake option(T LossOptions::* member, T value) {
   };
 }
 
+// One of DivergenceOptions; a label_weight of 0 leaves the target to be missed by others.
+template <class T>
+inline Mistake divergence(T DivergenceOptions::* member, T value) {
+  return [=](Subject& s) {
+    if (!s.diverges()) return false;
+    s.divergence->*member = value;
+    return true;
+  };
+}
+inline Mistake diverging(std::function<bool(Subject&)> how) {
+  return [=](Subject& s) { return s.diverges() && how(s); };
+}
+inline Mistake mixing(float beta) {
+  return diverging([=](Subject& s) {
+    s.divergence->kind = DivergenceKind::skew_kl, s.divergence->beta = beta;
+    return true;
+  });
+}
+
 inline Mistake map(float logit_scale, float softcap, float temperature) {
   return [=](Subject& s) {
     if (s.options == nullptr) return false;
@@ -240,18 +259,103 @@ inline const Reject kOpRejects[] = {
     {"kept_rows alone", missing({"kept"}), invalid_argument, "kept"},
     {"kept without the row state",
      [](Subject& s) {
-       return s.has("kept") && !s.forward() && missing({"row_reference", "row_log_sum"})(s);
+       return s.has("kept") && missing({"row_reference", "row_log_sum"})(s) && !s.forward();
      },
      invalid_argument, "row_reference"},
     {"kept of another Forward",
-     [](Subject& s) { return s.consume != nullptr && (s.key_error = 1) > 0; }, invalid_argument,
-     "kept_key"},
+     [](Subject& s) { return s.gradients() && s.has("kept") && (s.key_error = 1) > 0; },
+     invalid_argument, "kept_key"},
     {"consuming what is not kept",
      [](Subject& s) {
        s.drop({"kept", "kept_rows"});
        return s.consume != nullptr && (*s.consume = true);
      },
      invalid_argument, "consume_kept"},
+};
+
+// This table is about divergences alone.
+inline const Reject kDivergenceRejects[] = {
+    {"unknown kind", divergence(&DivergenceOptions::kind, DivergenceKind(5)), unknown_enum, "kind"},
+    {"negative kind", divergence(&DivergenceOptions::kind, DivergenceKind(-1)), unknown_enum,
+     "kind"},
+    {"beta above 1", mixing(1.01f), invalid_argument, "beta"},
+    {"beta below 0", mixing(-0.01f), invalid_argument, "beta"},
+    {"beta NaN", mixing(kNaN), invalid_argument, "beta"},
+    {"label_weight negative", divergence(&DivergenceOptions::label_weight, -0.5f), invalid_argument,
+     "label_weight"},
+    {"label_weight inf", divergence(&DivergenceOptions::label_weight, kInf), invalid_argument,
+     "label_weight"},
+    {"teacher_logit_scale NaN", divergence(&DivergenceOptions::teacher_logit_scale, kNaN),
+     invalid_argument, "teacher_logit_scale"},
+    {"teacher_softcap negative", divergence(&DivergenceOptions::teacher_softcap, -1.f),
+     invalid_argument, "teacher_softcap"},
+    {"teacher_softcap subnormal", divergence(&DivergenceOptions::teacher_softcap, kSubnormal),
+     invalid_argument, "teacher_softcap"},
+    {"teacher_temperature 0", divergence(&DivergenceOptions::teacher_temperature, 0.f),
+     invalid_argument, "teacher_temperature"},
+    {"teacher_temperature twice", divergence(&DivergenceOptions::teacher_temperature, 2.f),
+     invalid_argument, "teacher_temperature"},
+    {"a teacher's slope beyond f32", diverging([](Subject& s) {
+       s.drop({"teacher_temperature"});
+       s.divergence->teacher_logit_scale = 1e20f, s.divergence->teacher_temperature = 1e-20f;
+       return true;
+     }),
+     invalid_argument, "of the teacher"},
+    {"a smoothed divergence", diverging(option(&LossOptions::label_smoothing, 0.1f)),
+     invalid_argument, "label_smoothing"},
+    {"a divergence with a z_loss", diverging(option(&LossOptions::z_loss, 0.1f)), invalid_argument,
+     "z_loss"},
+    {"a divergence of a shard", diverging(option(&LossOptions::vocab_total, int64_t{16})),
+     not_supported, "vocab_total"},
+    {"teacher_input alone", missing({"teacher_weight"}), invalid_argument, "teacher_weight"},
+    {"teacher_weight alone", missing({"teacher_input"}), invalid_argument, "teacher_input"},
+    {"no teacher", diverging([](Subject& s) {
+       s.drop({"kept", "kept_rows"});
+       return missing({"teacher_input", "teacher_weight", "teacher_bias"})(s);
+     }),
+     invalid_argument, "teacher_logits"},
+    {"teacher_bias alone", missing({"teacher_input", "teacher_weight"}), invalid_argument,
+     "teacher_bias"},
+    {"two teachers",
+     diverging([](Subject& s) { return bool(s["teacher_logits"] = s.teacher_logits); }),
+     invalid_argument, "teacher_logits"},
+    {"teacher_logits with a bias", diverging([](Subject& s) {
+       const TensorView bias = s["teacher_bias"];
+       s.give_teacher_logits();
+       return bool(s["teacher_bias"] = bias);
+     }),
+     invalid_argument, "teacher_bias"},
+    {"V of teacher_weight", change("teacher_weight", [](TensorView& v) { v.shape[0] = 4; }),
+     wrong_shape, "teacher_weight"},
+    {"V of teacher_weight names weight",
+     change("teacher_weight", [](TensorView& v) { v.shape[0] = 6; }), wrong_shape, "weight"},
+    {"D of teacher_weight", change("teacher_weight", [](TensorView& v) { v.shape[1] = 3; }),
+     wrong_shape, "teacher_weight"},
+    {"N of teacher_input", change("teacher_input", [](TensorView& v) { v.shape[0] = 2; }),
+     wrong_shape, "teacher_input"},
+    {"D = 0 of the teacher", diverging([](Subject& s) {
+       s["teacher_input"].shape[1] = s["teacher_weight"].shape[1] = 0;
+       return true;
+     }),
+     invalid_argument, "teacher_input"},
+    {"V of teacher_logits", diverging([](Subject& s) {
+       return s.give_teacher_logits() && (s["teacher_logits"].shape[1] = 4) > 0;
+     }),
+     wrong_shape, "teacher_logits"},
+    {"teacher_input of another dtype", dtype("teacher_input", DType::bf16), wrong_dtype,
+     "teacher_input"},
+    {"teacher_weight of another dtype", dtype("teacher_weight", DType::f16), wrong_dtype,
+     "teacher_weight"},
+    {"teacher_bias f16 with f32", dtype("teacher_bias", DType::f16), wrong_dtype, "teacher_bias"},
+    {"kept of some columns of a divergence", diverging([](Subject& s) {
+       if (!s.has("kept")) return false;
+       s["weight"].shape[0] = 64 * 5, s["weight"].stride[0] = 0;
+       s["kept"].shape[0] = 64 * 3;
+       s.drop({"bias", "grad_bias", "grad_weight", "teacher_bias"});
+       s["teacher_weight"].shape[0] = 64 * 5, s["teacher_weight"].stride[0] = 0;
+       return true;
+     }),
+     wrong_shape, "kept"},
 };
 
 // This table is about shapes, dtypes, shards and probabilities: what fields must be to each other.
@@ -264,7 +368,11 @@ inline const Reject kFieldRejects[] = {
     {"D = 0 and N = 0", change("input", [](TensorView& v) { v.shape = {0, 0}; }), invalid_argument,
      "input"},
     {"D of weight", change("weight", [](TensorView& v) { v.shape[1] = 3; }), wrong_shape, "weight"},
-    {"N of input", change("input", [](TensorView& v) { v.shape[0] = 2; }), wrong_shape, "target"},
+    {"N of input",
+     [](Subject& s) {
+       return !s.diverges() && change("input", [](TensorView& v) { v.shape[0] = 2; })(s);
+     },
+     wrong_shape, "target"},
     {"V of weight", change("weight", [](TensorView& v) { v.shape[0] = 4; }), wrong_shape, "bias"},
     {"loss [] of none",
      [](Subject& s) {
@@ -442,7 +550,7 @@ inline const Reject kFieldRejects[] = {
      "anchor"},
     {"ForwardBackward on a shard",
      [](Subject& s) {
-       if (!s.forward() || !s.gradients()) return false;
+       if (!s.forward() || !s.gradients() || s.diverges()) return false;
        s.drop({"loss", "vocab_weight"});
        s.options->vocab_total = 16;
        return true;

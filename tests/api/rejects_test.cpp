@@ -90,6 +90,8 @@ std::string row_name(const ::testing::TestParamInfo<Reject>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Op, RejectTable, ::testing::ValuesIn(kOpRejects), row_name);
+INSTANTIATE_TEST_SUITE_P(Divergences, RejectTable, ::testing::ValuesIn(kDivergenceRejects),
+                         row_name);
 INSTANTIATE_TEST_SUITE_P(Fields, RejectTable, ::testing::ValuesIn(kFieldRejects), row_name);
 INSTANTIATE_TEST_SUITE_P(Memory, RejectTable, ::testing::ValuesIn(kMemoryRejects), row_name);
 
@@ -101,7 +103,8 @@ void break_every_field(StatusCode code, Seen seen,
     for (const auto& [name, view] : whole.views) {
       with_subject(whole.kind, whole.execution.device.type, [&, field = name](Subject& s) {
         SCOPED_TRACE(describe(s) + ", " + field);
-        if (!s[field]) s.make_shard();  // which alone is given it
+        // A shard alone is given an anchor.
+        if (!s[field] && !s.make_shard()) s.give_teacher_logits();
         if (!how(s, field)) return;
         ++made;
         expect_reject(s, code, field, seen);
@@ -114,7 +117,7 @@ void break_every_field(StatusCode code, Seen seen,
 // These views say what N, V, D and P are; if they have another size, it is others that do not fit.
 bool sets_sizes(const Subject& s, const std::string& name) {
   if (s.combines()) return name == "target" || name == "shard_row_reference";
-  return name == "logits" || name == "input" || name == "weight";
+  return name == "logits" || name == "input" || name == "weight" || name == "teacher_input";
 }
 
 int64_t contiguous_bytes(const TensorView& v) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A subject is a call to break: any of the eight ops with every field given and accepted by every
+// A subject is a call to break: any op with every field given and accepted by every
 // backend, whose memory it owns. Reject and accept tables change one thing of it.
 //   N = 3, V = 5, D = 4, P = 2, f32, mean with a given normalizer
 #pragma once
@@ -35,12 +35,14 @@ struct Subject {
   int32_t kind = -1;
   std::map<std::string, TensorView*> views;  // they are every field of the op
   std::map<std::string, Access> access;
-  LossOptions* options = nullptr;  // Softmax has none (nullptr)
-  bool* accumulate = nullptr;      // only linear ops with gradients have it
-  bool* consume = nullptr;         // only a linear Backward has it
-  TensorView* rank = nullptr;      // Combine has none to be given
-  uint64_t key_error = 0;          // it is added to the right kept_key
-  TensorView anchor{};             // only a shard is given it
+  LossOptions* options = nullptr;           // Softmax has none (nullptr)
+  bool* accumulate = nullptr;               // only linear ops with gradients have it
+  bool* consume = nullptr;                  // only a linear Backward has it
+  TensorView* rank = nullptr;               // Combine has none to be given
+  uint64_t key_error = 0;                   // it is added to the right kept_key
+  TensorView anchor{};                      // only a shard is given it
+  TensorView teacher_logits{};              // they are given in the place of a teacher's head
+  DivergenceOptions* divergence = nullptr;  // only divergences have them
   Execution execution{};
   Workspace workspace{};
   WorkspaceSize size{};  // `workspace` asked for it, for the unbroken op
@@ -56,6 +58,7 @@ struct Subject {
   bool linear() const { return has("input"); }
   bool combines() const { return has("shard_row_reference"); }
   bool by_the_rules_alone() const { return execution.device.type == DeviceType::cuda; }
+  bool diverges() const { return divergence != nullptr; }
   bool forward() const { return has("loss"); }
   bool gradients() const { return has("grad_loss"); }
   bool written(const std::string& name) const { return access.at(name) != Access::read; }
@@ -74,12 +77,19 @@ struct Subject {
   // Cuts the op to what remains legal on a shard [4, 4 + V) of a vocabulary of 16; returns false
   // where the op cannot be one.
   bool make_shard() {
-    if (options == nullptr || (forward() && gradients()) || combines()) return false;
+    if (options == nullptr || (forward() && gradients()) || combines() || diverges()) return false;
     options->vocab_start = 4;
     options->vocab_total = 16;
     drop({"loss", "rank", "kept", "kept_rows"});
     if (has("anchor")) (*this)["anchor"] = anchor;
     (*this)["vocab_weight"].shape[0] = 16;
+    return true;
+  }
+  // Gives the teacher's logits in the place of its head.
+  bool give_teacher_logits() {
+    if (!diverges()) return false;
+    drop({"teacher_input", "teacher_weight", "teacher_bias"});
+    (*this)["teacher_logits"] = teacher_logits;
     return true;
   }
   // Cuts the op to what remains legal with probabilities as input; returns false where the op
@@ -95,7 +105,8 @@ struct Subject {
   void drop_statistics() {
     drop({"lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
           "weighted_logit_sum", "logprob", "rank", "sum_p_squared", "mean_logit", "max_logprob",
-          "grad_lse", "grad_target_logit", "grad_entropy", "kept", "kept_rows"});
+          "teacher_entropy", "acceptance", "grad_lse", "grad_target_logit", "grad_entropy", "kept",
+          "kept_rows"});
   }
   // Leaves a forward op nothing to write but this and its gradients; returns false where it is
   // none, or has no such field.
@@ -129,10 +140,13 @@ inline TensorView subject_view(const std::string& name) {
     }
     return false;
   };
-  if (is({"logits", "probabilities", "grad_logits"})) return matrix_view(nullptr, DType::f32, n, v);
-  if (is({"input", "grad_input"})) return matrix_view(nullptr, DType::f32, n, d);
-  if (is({"weight", "grad_weight"})) return matrix_view(nullptr, DType::f32, v, d);
-  if (is({"bias", "vocab_weight", "grad_bias"})) return vector_view(nullptr, DType::f32, v);
+  if (is({"logits", "probabilities", "grad_logits", "teacher_logits"}))
+    return matrix_view(nullptr, DType::f32, n, v);
+  if (is({"input", "grad_input", "teacher_input"})) return matrix_view(nullptr, DType::f32, n, d);
+  if (is({"weight", "grad_weight", "teacher_weight"}))
+    return matrix_view(nullptr, DType::f32, v, d);
+  if (is({"bias", "vocab_weight", "grad_bias", "teacher_bias"}))
+    return vector_view(nullptr, DType::f32, v);
   if (is({"loss", "grad_loss", "normalizer"})) return scalar_view(nullptr, DType::f32);
   if (is({"target", "argmax", "rank"})) return vector_view(nullptr, DType::i64, n);
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
@@ -196,21 +210,28 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   s->execution.device.type = device;
   if constexpr (LossOp<Op>) s->options = &op.options;
   if constexpr (LinearOp<Op> && GradientOp<Op>) s->accumulate = &op.accumulate_grad_weight;
-  if constexpr (KeepingOp<Op> && GradientOp<Op>) s->consume = &op.consume_kept;
+  if constexpr (ConsumingOp<Op>) s->consume = &op.consume_kept;
+  if constexpr (DivergenceOp<Op>) {
+    s->divergence = &op.divergence;
+    op.divergence.label_weight = 0.5f;  // so that the target is needed
+  }
   if constexpr (CombiningOp<Op>) op.options.vocab_total = Subject::v, s->rank = &op.statistics.rank;
   logitless_op unused{};
   for_each_tensor(op, unused,
                   [&](const char* name, Access access, TensorView& view, const logitless_tensor*) {
-                    if (CombiningOp<Op> && std::string(name) == "rank") return;  // there is none
+                    const std::string field = name;
+                    if (CombiningOp<Op> && field == "rank") return;           // there is none
+                    if (DivergenceOp<Op> && field == "vocab_weight") return;  // there is none
                     view = subject_view(name);
                     if (device == DeviceType::cuda) view.device.type = device;
                     s->views[name] = &view;
                     s->access[name] = access;
-                    const size_t room = std::string(name) == "kept" ? 64 * 64 * 4 : Memory::room;
+                    const size_t room = field == "kept" ? 64 * 64 * 4 : Memory::room;
                     s->memory[name] = std::make_unique<Memory>(room);
                     view.data = s->memory[name]->data();
                     fill_subject(view, access, static_cast<char*>(view.data));
                   });
+  if (s->has("teacher_logits")) std::swap(s->teacher_logits, (*s)["teacher_logits"]);
   if (s->has("anchor")) std::swap(s->anchor, (*s)["anchor"]);
   Subject* raw = s.get();
   s->ask_workspace = [&op, raw](WorkspaceSize* size) {
@@ -246,12 +267,15 @@ void with_subject(int32_t kind, DeviceType device, F&& f) {
   use(LinearCrossEntropyBackward{});
   use(LinearCrossEntropyForwardBackward{});
   use(Combine{});
+  use(LinearDivergenceForward{});
+  use(LinearDivergenceBackward{});
+  use(LinearDivergenceForwardBackward{});
 }
 
-// Calls f for each of the eight ops on each backend that runs on any machine.
+// Calls f for each op on each backend that runs on any machine.
 template <class F>
 void for_each_subject(F&& f) {
-  for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_COMBINE; ++kind) {
+  for (int32_t kind = LOGITLESS_SOFTMAX; kind < kinds; ++kind) {
     for (DeviceType device : {DeviceType::cpu, DeviceType::reference}) {
       with_subject(kind, device, f);
     }
@@ -262,7 +286,7 @@ void for_each_subject(F&& f) {
 template <class F>
 void for_each_judged_subject(F&& f) {
   for_each_subject(f);
-  for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_COMBINE; ++kind) {
+  for (int32_t kind = LOGITLESS_SOFTMAX; kind < kinds; ++kind) {
     with_subject(kind, DeviceType::cuda, f);
   }
 }

@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the contract promises of divergences beyond the table of cases: equal heads, heads that are
+// near, what is 0 or infinite, rows that are not read, and kept state.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+#include "tests/support/gather.h"
+#include "tests/support/judge.h"
+#include "tests/support/suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+using Both = LinearDivergenceForwardBackward;
+using Forward = LinearDivergenceForward;
+using Backward = LinearDivergenceBackward;
+
+constexpr DivergenceKind kKinds[] = {DivergenceKind::forward_kl, DivergenceKind::reverse_kl,
+                                     DivergenceKind::jsd, DivergenceKind::skew_kl,
+                                     DivergenceKind::tv};
+constexpr double kInf = std::numeric_limits<double>::infinity();
+const double kNan = std::nan("");
+
+class Divergences : public ConformanceTest {
+ protected:
+  Case plain(Shape shape, DivergenceKind kind) const {
+    Case c{.op = op_, .shape = shape, .dtype = dtype_, .statistics = true, .logprob = true};
+    c.options.reduction = Reduction::none;
+    c.divergence.kind = kind;
+    return c;
+  }
+  // Runs the op, and expects what the reference has.
+  template <class Op>
+  Outcome judged(const Problem<Op>& p, const std::string& what, Memory memory) const {
+    Outcome got = execute(device_, p.op, p.pool, {.memory = memory});
+    const Comparison result = compare(expected(device_, p.op, p.model), got);
+    EXPECT_TRUE(result.ok()) << what << "\n" << result.report;
+    return got;
+  }
+  template <class Op>
+  Outcome judged(const Problem<Op>& p, const std::string& what) const {
+    judged(p, what + ", least memory", Memory::minimum);
+    return judged(p, what, Memory::recommended);
+  }
+};
+
+std::string name_of(DivergenceKind kind) {
+  constexpr const char* names[] = {"forward_kl", "reverse_kl", "jsd", "skew_kl", "tv"};
+  return names[static_cast<int>(kind)];
+}
+
+void set(const TensorView& view, const std::function<double(int64_t, double)>& value_of) {
+  std::vector<double> values = read(view);
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = value_of(static_cast<int64_t>(i), values[i]);
+  }
+  write(view, values);
+}
+void set_row(const TensorView& view, int64_t row, double value) {
+  const int64_t columns = view.shape[1];
+  set(view, [&](int64_t i, double old) { return i / columns == row ? value : old; });
+}
+
+TEST_P(Divergences, EqualHeadsGiveExactlyZero) {
+  for (const DivergenceKind kind : kKinds) {
+    for (const Shape& shape : {Shape{9, 19, 37}, Shape{70, 40, 1030}, Shape{3, 5, 1}}) {
+      Case c = plain(shape, kind);
+      c.equal = c.bias = c.teacher_bias = true;
+      Problem<Both> p = build<Both>(c);
+      p.op.teacher.bias = p.op.bias;
+      const Outcome got = judged(p, name_of(kind));
+      for (const char* name : {"loss", "grad_input", "grad_weight", "grad_bias"}) {
+        for (const double x : got.fields.at(name).value) {
+          ASSERT_EQ(x, 0) << name_of(kind) << " " << name;
+        }
+      }
+    }
+  }
+}
+
+// A student that is very near its teacher still has a gradient, where logits of 16 bits leave none.
+TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
+  for (const DivergenceKind kind : {DivergenceKind::forward_kl, DivergenceKind::reverse_kl,
+                                    DivergenceKind::jsd, DivergenceKind::skew_kl}) {
+    Case c = plain({48, 128, 2000}, kind);
+    c.near = true;
+    const Problem<Both> p = build<Both>(c);
+    const reference::Result want = expected(device_, p.op, p.model);
+    const Outcome got = execute(device_, p.op, p.pool);
+    ASSERT_TRUE(got.status.ok()) << got.status.message();
+    for (const char* name : {"grad_input", "grad_weight"}) {
+      const std::vector<double>& exact = want.outputs.at(name).value;
+      const std::vector<double>& made = got.fields.at(name).value;
+      double error = 0, size = 0;
+      for (size_t k = 0; k < exact.size(); ++k) {
+        error += (made[k] - exact[k]) * (made[k] - exact[k]);
+        size += exact[k] * exact[k];
+      }
+      EXPECT_LT(std::sqrt(error / size), dtype_ == DType::f32 ? 5e-5 : 5e-3)
+          << name_of(kind) << " " << name << " of a divergence of "
+          << got.fields.at("loss").value[0];
+    }
+  }
+}
+
+// A bias of -inf makes a probability 0: in the student alone, the teacher alone, or both.
+TEST_P(Divergences, ColumnsThatAreMasked) {
+  for (const DivergenceKind kind : kKinds) {
+    for (const int masked : {1, 2, 3}) {
+      for (const float beta : {0.0f, 0.5f, 1.0f}) {
+        Case c = plain({7, 19, 83}, kind);
+        c.divergence.beta = beta;
+        c.bias = c.teacher_bias = true;
+        Problem<Both> p = build<Both>(c);
+        const auto mask = [](int64_t j, double x) { return j % 9 == 4 ? -kInf : x; };
+        if (masked & 1) set(p.op.bias, mask);
+        if (masked & 2) set(p.op.teacher.bias, mask);
+        set(p.op.target, [](int64_t i, double) { return static_cast<double>(9 * i); });
+        judged(p, name_of(kind) + " masked " + std::to_string(masked));
+      }
+    }
+  }
+}
+
+TEST_P(Divergences, WhatIsNotFiniteStaysInItsRow) {
+  constexpr int64_t row = 4;
+  for (const DivergenceKind kind : kKinds) {
+    const Case c = plain({9, 19, 130}, kind);
+    Problem<Both> p = build<Both>(c);
+    const Outcome before = judged(p, name_of(kind));
+    for (const bool of_teacher : {false, true}) {
+      const TensorView& view = of_teacher ? p.op.teacher.input : p.op.input;
+      const std::vector<double> old = read(view);
+      for (const double value : {kNan, kInf}) {
+        set_row(view, row, value);
+        const Outcome after = judged(p, name_of(kind) + " of a row that is not finite");
+        EXPECT_TRUE(std::isnan(after.fields.at("loss").value[row]));
+        for (int64_t i = 0; i < c.shape.tokens; ++i) {
+          if (i == row) continue;
+          EXPECT_EQ(after.fields.at("loss").value[i], before.fields.at("loss").value[i]);
+        }
+      }
+      write(view, old);
+    }
+  }
+}
+
+TEST_P(Divergences, IgnoredRowsAreNotRead) {
+  for (const DivergenceKind kind : kKinds) {
+    Case c = plain({37, 19, 130}, kind);
+    c.ignored = 0.4;
+    c.token_weight = true;
+    Problem<Both> p = build<Both>(c);
+    const Outcome before = judged(p, name_of(kind));
+    const std::vector<double> target = read(p.op.target);
+    for (int64_t i = 0; i < c.shape.tokens; ++i) {
+      if (target[i] != -100) continue;
+      set_row(p.op.input, i, kNan);
+      set_row(p.op.teacher.input, i, kInf);
+    }
+    EXPECT_EQ(differing_bits(before.fields, judged(p, "ignored rows of NaN").fields), "");
+  }
+}
+
+TEST_P(Divergences, InactiveRowsAreNotRead) {
+  for (const DivergenceKind kind : kKinds) {
+    Case c = plain({37, 19, 130}, kind);
+    c.inactive = 0.4;
+    c.grad_loss = true;
+    Problem<Backward> p = build<Backward>(c);
+    const Outcome before = judged(p, name_of(kind));
+    const std::vector<double> weight = read(p.op.weights.token);
+    for (int64_t i = 0; i < c.shape.tokens; ++i) {
+      if (weight[i] == 0) set_row(p.op.input, i, kNan);
+    }
+    EXPECT_EQ(differing_bits(before.fields, judged(p, "inactive rows of NaN").fields), "");
+  }
+}
+
+// At the ends of beta a mixture is one of the two heads.
+TEST_P(Divergences, EndsOfBeta) {
+  const auto run = [&](DivergenceKind kind, float beta) {
+    Case c = plain({33, 24, 300}, kind);
+    c.divergence.beta = beta;
+    const Problem<Both> p = build<Both>(c);
+    return execute(device_, p.op, p.pool).fields;
+  };
+  using enum DivergenceKind;
+  EXPECT_EQ(differing_bits(run(forward_kl, 0.5f), run(jsd, 0)), "");
+  EXPECT_EQ(differing_bits(run(forward_kl, 0.5f), run(skew_kl, 0)), "");
+  EXPECT_EQ(differing_bits(run(reverse_kl, 0.5f), run(jsd, 1)), "");
+  const Fields none = run(skew_kl, 1);
+  for (const char* name : {"loss", "grad_input", "grad_weight"}) {
+    for (const double x : none.at(name).value) ASSERT_EQ(x, 0) << name;
+  }
+}
+
+// Forward alone has the bits of both together.
+TEST_P(Divergences, ForwardHasTheBitsOfBoth) {
+  for (const DivergenceKind kind : kKinds) {
+    Case c = plain({33, 24, 1030}, kind);
+    c.ignored = 0.2;
+    const Problem<Both> both = build<Both>(c);
+    const Problem<Forward> forward = build<Forward>(c);
+    const Fields whole = execute(device_, both.op, both.pool).fields;
+    for (const auto& [name, field] : execute(device_, forward.op, forward.pool).fields) {
+      EXPECT_EQ(field.bits, whole.at(name).bits) << name_of(kind) << " " << name;
+    }
+  }
+}
+
+TEST_P(Divergences, OfATokenDoNotDependOnItsBatch) {
+  for (const DivergenceKind kind : kKinds) {
+    const Case c = plain({70, 33, 1030}, kind);
+    if (!device_.batch_invariant(c)) return;
+    const Problem<Forward> p = build<Forward>(c);
+    const Fields whole = execute(device_, p.op, p.pool).fields;
+    for (const std::vector<int64_t>& rows :
+         {std::vector<int64_t>{0}, {69}, {3, 2, 1}, {5, 5, 9, 60, 61, 62, 63, 64, 65}}) {
+      const Problem<Forward> part = gather(p, rows);
+      for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+        for (const auto& [name, field] :
+             execute(device_, part.op, part.pool, {.memory = memory}).fields) {
+          for (size_t k = 0; k < rows.size(); ++k) {
+            EXPECT_EQ(std::memcmp(&field.bits[k * 4], &whole.at(name).bits[rows[k] * 4], 4), 0)
+                << name_of(kind) << " " << name << " of token " << rows[k];
+          }
+        }
+      }
+    }
+  }
+}
+
+// A Forward that keeps dz, and the Backward that follows it.
+struct Keeping {
+  Problem<Backward> p;
+  Forward forward;
+  Kept kept;
+
+  Keeping(const TestDevice& device, const Case& c) : p(build<Backward>(c)) {
+    forward = {.input = p.op.input,
+               .weight = p.op.weight,
+               .bias = p.op.bias,
+               .teacher = p.op.teacher,
+               .target = p.op.target,
+               .options = p.op.options,
+               .divergence = p.op.divergence,
+               .weights = p.op.weights};
+    Forward asked = forward;
+    place(asked, device.tensors());
+    const Status status = kept_size(asked, device.execution(), UINT64_MAX, &kept);
+    EXPECT_TRUE(status.ok()) << status.message();
+    forward.loss = p.pool.reserve(DType::f32, {c.shape.tokens});
+    forward.kept = p.pool.reserve(c.dtype, {kept.shape[0], kept.shape[1]});
+    forward.kept_rows = p.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
+  }
+  // Hands what Forward wrote to Backward, which then has no teacher.
+  void take(const Outcome& outcome) {
+    p.op.kept = forward.kept, p.op.kept_rows = forward.kept_rows, p.op.kept_key = kept.key;
+    write_bits(p.op.kept, outcome.kept.at("kept"));
+    write_bits(p.op.kept_rows, outcome.kept.at("kept_rows"));
+  }
+  Backward without_teacher() const {
+    Backward op = p.op;
+    op.teacher = {};
+    return op;
+  }
+};
+
+TEST_P(Divergences, KeptStateServesAnyBackward) {
+  if (std::string("reference") == device_.name()) return;  // it keeps nothing
+  for (const DivergenceKind kind : kKinds) {
+    for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+      Case c = plain({70, 24, 421}, kind);
+      c.ignored = 0.2, c.inactive = 0.3;
+      c.bias = c.token_weight = c.grad_loss = c.fault = true;
+      c.options.softcap = kind == DivergenceKind::jsd ? 4 : 0;
+      c.divergence.label_weight = 0.3f;
+      Keeping k(device_, c);
+      const Outcome kept = execute(device_, k.forward, k.p.pool, {.memory = memory});
+      ASSERT_TRUE(kept.status.ok()) << kept.status.message();
+      for (const std::string& violation : kept.violations) ADD_FAILURE() << violation;
+      k.take(kept);
+      const reference::Result want = expected(device_, k.p.op, k.p.model);
+      for (const int use : {1, 2}) {
+        const Outcome got = execute(device_, k.without_teacher(), k.p.pool,
+                                    {.memory = memory, .fill = std::byte{0xFF}});
+        const Comparison result = compare(want, got);
+        EXPECT_TRUE(result.ok()) << name_of(kind) << " use " << use << "\n" << result.report;
+        EXPECT_EQ(got.kept.at("kept").bits, kept.kept.at("kept").bits);
+      }
+      // Another Backward has other tokens without a gradient.
+      set(k.p.op.grad_loss, [](int64_t i, double x) { return i % 3 == 0 ? 0 : x - 0.5; });
+      const Comparison other = compare(expected(device_, k.p.op, k.p.model),
+                                       execute(device_, k.without_teacher(), k.p.pool));
+      EXPECT_TRUE(other.ok()) << name_of(kind) << " other tokens\n" << other.report;
+    }
+  }
+}
+
+// A row of NaN shows in Backward where it is active, and only there.
+TEST_P(Divergences, KeptStateOfARowOfNaN) {
+  if (std::string("reference") == device_.name()) return;
+  Case c = plain({20, 24, 131}, DivergenceKind::reverse_kl);
+  c.grad_loss = true;
+  Keeping k(device_, c);
+  set_row(k.p.op.input, 7, kNan);
+  k.take(execute(device_, k.forward, k.p.pool));
+  for (const double upstream : {0.0, 1.5}) {
+    set(k.p.op.grad_loss, [&](int64_t i, double x) { return i == 7 ? upstream : x; });
+    const Outcome got = execute(device_, k.without_teacher(), k.p.pool);
+    const Comparison result = compare(expected(device_, k.p.op, k.p.model), got);
+    EXPECT_TRUE(result.ok()) << upstream << "\n" << result.report;
+    EXPECT_EQ(std::isnan(got.fields.at("grad_weight").value[0]), upstream != 0);
+  }
+}
+
+// Rows that no Forward has written give NaN and a fault.
+TEST_P(Divergences, KeptStateOfNobody) {
+  if (std::string("reference") == device_.name()) return;
+  for (const double garbage : {0.0, 1.0, kNan}) {
+    Case c = plain({20, 24, 131}, DivergenceKind::forward_kl);
+    c.fault = true;
+    Keeping k(device_, c);
+    k.take(execute(device_, k.forward, k.p.pool));
+    set(k.p.op.kept_rows, [&](int64_t i, double x) { return i / 8 == 5 ? garbage : x; });
+    const Outcome got = execute(device_, k.without_teacher(), k.p.pool);
+    ASSERT_TRUE(got.status.ok()) << got.status.message();
+    EXPECT_EQ(got.fault & 2, 2) << garbage;
+    const std::vector<double>& grad = got.fields.at("grad_input").value;
+    for (int64_t i = 0; i < 20 * 24; ++i) EXPECT_EQ(std::isnan(grad[i]), i / 24 == 5) << i;
+  }
+}
+
+constexpr OpKind kBoth[] = {OpKind::divergence_forward_backward};
+LOGITLESS_CONFORMANCE_SUITE_OF(Divergences, kBoth, inputs());
+
+}  // namespace
+}  // namespace logitless::conformance
