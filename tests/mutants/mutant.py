@@ -37,7 +37,7 @@ TESTS: dict[str, list[str]] = {
         of_cpu("nonfinite", LINEAR),
         of_cpu("invariants", LINEAR),
     ],
-    "divergences": [of_cpu("conformance", "linear_divergence", TABLE)],
+    "divergences": [of_cpu("conformance", "divergence", TABLE)],
     "divergence-edges": [of_cpu("divergence", "")],
     "linear-bf16": [of_cpu("conformance", LINEAR, TABLE, "_bf16")],
     "edges": [of_cpu("edges", LINEAR)],
