@@ -4,7 +4,6 @@
 #include "src/backend.h"
 
 #include "src/cpu/dispatch.h"
-#include "src/cpu/divergence.h"
 #include "src/cpu/ops.h"
 #include "src/cpu/plan.h"
 #include "src/cpu/thread_pool.h"
@@ -16,26 +15,22 @@ struct CpuBackend final : Backend {
   CpuBackend() { cpu::initialize_dispatch(); }
   const char* name() const override { return "cpu"; }
   Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const override {
-    if (call.diverges) return cpu::divergence_workspace(call, given, size);
     if (call.linear) return cpu::linear_workspace(call, given, size);
     if (call.combines) return cpu::combine_workspace(call, size);
     return call.loss_op ? cpu::logits_loss_workspace(call, size)
                         : cpu::softmax_workspace(call, size);
   }
   Status decide(const Call& call, uint64_t bytes, Decisions* decided) const override {
-    if (call.diverges) {
-      decided->set(cpu::divergence_plan(call, bytes));
-      return {};
-    }
     if (call.linear) decided->set(cpu::linear_plan(call, bytes));
     return {};
   }
   Status run(const Call& call, const Decisions& decided,
              const Workspace& workspace) const override {
-    if (call.diverges) {
-      return cpu::run_divergence(call, decided.get<cpu::DivergencePlan>(), workspace);
+    if (call.linear) {
+      const auto& plan = decided.get<cpu::LinearPlan>();
+      return call.diverges ? cpu::run_divergence(call, plan, workspace)
+                           : cpu::run_linear(call, plan, workspace);
     }
-    if (call.linear) return cpu::run_linear(call, decided.get<cpu::LinearPlan>(), workspace);
     if (call.combines) return cpu::run_combine(call, workspace);
     return call.loss_op ? cpu::run_logits_loss(call, workspace) : cpu::run_softmax(call, workspace);
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU has four families of ops.
+// The CPU has five families of ops.
 #pragma once
 
 #include "src/call.h"
@@ -14,11 +14,14 @@ Status run_softmax(const Call& call, const Workspace& workspace);
 Status logits_loss_workspace(const Call& call, WorkspaceSize* size);
 Status run_logits_loss(const Call& call, const Workspace& workspace);
 
-// linear_run.cpp defines these three.
+// linear_run.cpp defines these three. The first two serve the ops of two heads too.
 struct LinearPlan;
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size);
 LinearPlan linear_plan(const Call& call, uint64_t bytes);
 Status run_linear(const Call& call, const LinearPlan& plan, const Workspace& workspace);
+
+// divergence_run.cpp defines this one.
+Status run_divergence(const Call& call, const LinearPlan& plan, const Workspace& workspace);
 
 // combine.cpp defines these two.
 Status combine_workspace(const Call& call, WorkspaceSize* size);

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <utility>
 
+#include "src/cpu/divergence_kernels.h"
 #include "src/cpu/row_kernels.h"
 #include "src/cpu/tokens.h"
 #include "src/rounding.h"
@@ -110,6 +111,16 @@ double expected_time(const LinearShape& shape, const LinearPlan& p, Crew crew) {
                       (4 + again) * rates.pass / static_cast<double>(p.token_chunk));
 }
 
+// Places what a row of two heads needs: losses of all tokens, the rest of a chunk.
+void place_rows_of_two(const LinearShape& shape, LinearPlan& p, Layout& whole) {
+  const int64_t chunk = p.token_chunk;
+  p.losses_at = whole.take(shape.forward ? shape.tokens * 4 : 0);
+  p.states_at = whole.take(shape.forward ? 2 * chunk * sizeof(RowState) : 0);
+  p.gradients_at = whole.take(chunk * sizeof(DivergenceRow));
+  const int64_t sums = shape.forward ? bytes_of({p.vocab_tiles, chunk, sizeof(DivergenceSums)}) : 0;
+  p.sums_at = whole.take(sums);
+}
+
 // Says where everything lies: first what the threads share, then, from lanes_at on, what each lane
 // has.
 void place(const LinearShape& shape, LinearPlan& p) {
@@ -117,10 +128,15 @@ void place(const LinearShape& shape, LinearPlan& p) {
   const bool rare = shape.sums.has(RareBlock::kinds);
   Layout whole;
   p.tokens_at = whole.take(tokens_bytes(shape.tokens, shape.places));
-  p.states_at = whole.take(shape.tokens * sizeof(RowState));
-  p.rare_at = whole.take(rare ? shape.tokens * sizeof(RareStatistics) : 0);
-  p.gradients_at = whole.take(shape.gradients() ? chunk * sizeof(RowGradient) : 0);
-  p.logits_at = whole.take(p.stored ? bytes_of({p.vocab_tiles, chunk, vocab_tile, 4}) : 0);
+  if (shape.diverges) {
+    place_rows_of_two(shape, p, whole);
+  } else {
+    p.states_at = whole.take(shape.tokens * sizeof(RowState));
+    p.rare_at = whole.take(rare ? shape.tokens * sizeof(RareStatistics) : 0);
+    p.gradients_at = whole.take(shape.gradients() ? chunk * sizeof(RowGradient) : 0);
+  }
+  const int64_t heads = shape.diverges ? 2 : 1;
+  p.logits_at = whole.take(p.stored ? bytes_of({heads, p.vocab_tiles, chunk, vocab_tile, 4}) : 0);
   // The input is packed with k along the tokens for grad_weight, and with k along the hidden axis
   // for the logits.
   const int64_t across = shape.grad_weight ? p.engine.b_bytes(shape.hidden, chunk) : 0;
@@ -130,7 +146,11 @@ void place(const LinearShape& shape, LinearPlan& p) {
   // The forward pass is over when the slots are first written, so they may take its memory.
   const uint64_t forward_at = whole.at;
   if (p.stored) p.input_along_at = whole.take(along);
-  p.blocks_at = whole.take(shape.forward ? p.vocab_tiles * chunk * sizeof(BlockState) : 0);
+  p.teacher_along_at =
+      whole.take(shape.forward ? p.engine.a_bytes(chunk, shape.teacher_hidden) : 0);
+  const int64_t blocks =
+      shape.forward ? bytes_of({heads, p.vocab_tiles, chunk, sizeof(BlockState)}) : 0;
+  p.blocks_at = whole.take(blocks);
   p.rare_blocks_at = whole.take(rare ? p.vocab_tiles * chunk * sizeof(RareBlock) : 0);
   const uint64_t forward_end = whole.back_to(forward_at);
   p.slots_at = whole.take(shape.grad_input ? bytes_of({p.slots, chunk, p.padded_hidden_b, 4}) : 0);
@@ -166,10 +186,11 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   const int64_t tokens = std::max<int64_t>(shape.tokens, 1);
   p.chunks = (tokens + choice.token_chunk - 1) / choice.token_chunk;
   p.token_chunk = round_up((tokens + p.chunks - 1) / p.chunks, p.engine.token_multiple());
-  p.depth_block =
-      std::min(shape.hidden, shape.tokens <= few_tokens ? few_tokens_depth : many_tokens_depth);
+  p.depth_block = std::min(std::max(shape.hidden, shape.teacher_hidden),
+                           shape.tokens <= few_tokens ? few_tokens_depth : many_tokens_depth);
   p.vocab_tiles = (shape.vocab + vocab_tile - 1) / vocab_tile;
   p.padded_hidden_a = p.engine.padded_k(shape.hidden);
+  p.padded_teacher = p.engine.padded_k(shape.teacher_hidden);
   p.padded_hidden_b = p.engine.b_panels(shape.hidden) * p.engine.b_columns;
   p.weight_sum = shape.grad_weight && !shape.direct_grad_weight && p.chunks > 1;
   const int64_t slot = bytes_of({p.token_chunk, p.padded_hidden_b, 4});
@@ -194,7 +215,9 @@ void for_each_plan(const LinearShape& shape, const Use& use) {
     const int64_t previous = std::exchange(chunks, (tokens + step - 1) / step);
     if (chunks == previous) continue;  // this number of tokens gives the same chunk again
     for (const bool stored : {true, false}) {
-      if (stored && !(shape.gradients() && shape.forward)) continue;
+      // The rows of two heads are gone through again where each has its lse.
+      const bool must_store = shape.diverges && shape.forward;
+      if (stored ? !must_store && !(shape.gradients() && shape.forward) : must_store) continue;
       for (const Crew crew : crews) {
         const LinearPlan p = make_plan(shape, {step, stored, crew});
         const bool recomputed = shape.gradients() && !stored && !shape.all_kept();
@@ -207,7 +230,7 @@ void for_each_plan(const LinearShape& shape, const Use& use) {
 }
 
 uint64_t default_limit(const LinearShape& shape, const LinearPlan& p) {
-  if (!shape.gradients()) return loss_only_bytes;
+  if (!shape.gradients() && !shape.diverges) return loss_only_bytes;
   const uint64_t sum = p.weight_sum ? uint64_t(shape.vocab) * shape.hidden * 4 : 0;
   return uint64_t(shape.tokens) * shape.vocab * 2 + default_extra + sum;
 }
@@ -230,7 +253,7 @@ LinearPlan default_plan(const LinearShape& shape) {
 LinearPlan plan_linear(const LinearShape& shape, uint64_t bytes, int64_t threads) {
   LinearPlan p = default_plan(shape);
   if (p.bytes > bytes) {
-    const int64_t least_chunk = std::min(smallest_chunk, p.token_chunk);
+    const int64_t least_chunk = shape.diverges ? 1 : std::min(smallest_chunk, p.token_chunk);
     LinearPlan best, least = p;
     for_each_plan(shape, [&](const LinearPlan& other) {
       if (other.token_chunk < least_chunk) return;

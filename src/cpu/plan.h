@@ -30,8 +30,10 @@ inline constexpr int64_t target_group = 32;
 
 struct LinearShape {
   int64_t tokens = 0, vocab = 0, hidden = 0;
+  int64_t teacher_hidden = 0;  // 0 where no head makes a teacher's logits
   DType dtype = DType::f32;
-  bool forward = true;  // lse is computed; false only where Backward was given the row state
+  bool diverges = false;  // there are logits of two heads
+  bool forward = true;    // lse is computed; false only where Backward was given the row state
   bool grad_input = false;
   bool grad_weight = false;
   bool grad_bias = false;
@@ -47,8 +49,8 @@ struct LinearShape {
   std::optional<Engine> engine{};
   bool all_kept() const { return kept > 0 && kept == vocab; }
   // Returns false where no product makes logits. In 16 bits one does, because a row may lie too far
-  // for its kept state, and is made again.
-  bool makes_logits() const { return forward || !all_kept() || dtype != DType::f32; }
+  // for its kept state, and is made again; of two heads none does, whose kept state is whole.
+  bool makes_logits() const { return forward || !all_kept() || (dtype != DType::f32 && !diverges); }
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
 };
 
@@ -68,11 +70,14 @@ struct LinearPlan {
   double cost = 0;
   int64_t padded_hidden_a = 0;  // it is the depth of the logits product
   int64_t padded_hidden_b = 0;  // it is the columns of the gradient products, in whole panels
+  int64_t padded_teacher = 0;   // it is the depth of the teacher's logits product
 
   // These are byte offsets into the workspace, in order; every one is a multiple of 64.
   uint64_t tokens_at = 0, states_at = 0, gradients_at = 0, blocks_at = 0, logits_at = 0,
            input_along_at = 0, input_across_at = 0, slots_at = 0, weight_sum_at = 0,
            bias_sum_at = 0, rare_at = 0, rare_blocks_at = 0, lanes_at = 0;
+  // Of two heads the arrays of logits and of blocks have the teacher's behind the student's.
+  uint64_t teacher_along_at = 0, losses_at = 0, sums_at = 0;
   uint64_t lane_bytes = 0;
   uint64_t bytes = 0;  // the whole workspace has so many, with `lanes` lanes
 

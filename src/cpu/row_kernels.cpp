@@ -324,16 +324,20 @@ void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
   HWY_DYNAMIC_DISPATCH(gradient_block_on_target)(map, g, z, class_weight, count, draw);
 }
 
-float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight) {
-  const double log_p = (z - g.reference) - g.log_sum;
-  const double dz =
-      dz_of_target(g, std::exp(log_p), std::expm1(log_p), log_p + g.entropy_value, class_weight);
+double slope_at(const LogitMap& map, float z) {
   double slope = static_cast<double>(map.scale) / map.temperature;
   if (map.softcap > 0) {
     const double t = static_cast<double>(z) * map.temperature / map.softcap;
     slope *= (1 - t) * (1 + t);
   }
-  return static_cast<float>(dz * slope);
+  return slope;
+}
+
+float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight) {
+  const double log_p = (z - g.reference) - g.log_sum;
+  const double dz =
+      dz_of_target(g, std::exp(log_p), std::expm1(log_p), log_p + g.entropy_value, class_weight);
+  return static_cast<float>(dz * slope_at(map, z));
 }
 
 void load_as_f32(const void* source, DType dtype, int64_t count, float* destination) {

@@ -64,6 +64,9 @@ void store_exponentials(const float* z, float reference, int64_t count, uint16_t
 void exponentials_gradient(const LogitMap& map, const RowGradient& g, const float* exponentials,
                            float reference, const float* class_weight, int64_t count, float* draw);
 
+// Returns dz/draw at a column.
+double slope_at(const LogitMap& map, float z);
+
 // Returns draw at the target's column, onehot included.
 float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight);
 

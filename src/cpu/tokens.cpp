@@ -49,7 +49,19 @@ Status collect(const Call& call, int64_t vocab, Tokens* tokens) {
   const LossOptions& o = call.options;
   const int64_t whole = vocabulary_of(o, vocab);
   const int64_t start = o.vocab_total > 0 ? o.vocab_start : 0;
+  const auto count = [&](int64_t i, int64_t target) {
+    const int64_t k = tokens->valid++;
+    const bool here = target >= start && target < start + vocab;
+    tokens->row[k] = i;
+    tokens->target[k] = here ? target - start : -1;
+    tokens->target_weight[k] = call.vocab_weight ? f32_at(call.vocab_weight, target) : 1;
+    tokens->token_weight[k] = call.token_weight ? f32_at(call.token_weight, i) : 1;
+  };
   for (int64_t i = 0; i < tokens->total; ++i) {
+    if (!call.target) {
+      count(i, -1);
+      continue;
+    }
     const int64_t target = int_at(call.target, i);
     if (target == o.ignore_index) continue;
     if (target < 0 || target >= whole) {
@@ -59,12 +71,7 @@ Status collect(const Call& call, int64_t vocab, Tokens* tokens) {
                    static_cast<long long>(i), static_cast<long long>(target),
                    static_cast<long long>(whole - 1), static_cast<long long>(o.ignore_index));
     }
-    const int64_t k = tokens->valid++;
-    const bool here = target >= start && target < start + vocab;
-    tokens->row[k] = i;
-    tokens->target[k] = here ? target - start : -1;
-    tokens->target_weight[k] = call.vocab_weight ? f32_at(call.vocab_weight, target) : 1;
-    tokens->token_weight[k] = call.token_weight ? f32_at(call.token_weight, i) : 1;
+    count(i, target);
   }
   return {};
 }
@@ -167,26 +174,23 @@ bool may_be_number(const LogitMap& map, float temperature) {
   return !(map.softcap > 0) || (normal(map.softcap / t) && normal(t / map.softcap));
 }
 
-// Returns the least temperature of a token, or that of the call.
-float read_temperatures(const Call& call, Tokens* tokens) {
-  tokens->temperature = call.temperature;
-  if (!call.temperature) return call.options.temperature;
-  const LogitMap map = logit_map(call.options);
+// Returns the least temperature of a token, or that of the head's options.
+float read_temperatures(const TensorView& view, const LossOptions& options, const Tokens& tokens,
+                        const TensorView& fault, Temperatures* read) {
+  read->view = view;
+  if (!view) return options.temperature;
+  const LogitMap map = logit_map(options);
   float least = HUGE_VALF;
-  for (int64_t k = 0; k < tokens->valid; ++k) {
-    const float t = f32_at(call.temperature, tokens->row[k]);
+  for (int64_t k = 0; k < tokens.valid; ++k) {
+    const float t = f32_at(view, tokens.row[k]);
     if (may_be_number(map, t)) {
       least = std::min(least, t);
     } else {
-      tokens->bad_temperature = true;
+      read->is_bad = true;
     }
   }
-  if (tokens->bad_temperature && call.fault) *call.fault.as<int32_t>() |= 4;
+  if (read->is_bad && fault) *fault.as<int32_t>() |= 4;
   return least == HUGE_VALF ? 1 : least;
-}
-
-void write_f32(const TensorView& view, int64_t i, float value) {
-  view.as<float>()[i * view.stride[0]] = value;
 }
 
 void write_index(const TensorView& view, int64_t i, int64_t value) {
@@ -238,7 +242,7 @@ uint64_t tokens_bytes(int64_t tokens, bool with_places) {
 
 Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tokens) {
   *tokens = {};
-  tokens->total = call.target.shape[0];
+  tokens->total = call.tokens();
   place_arrays(memory, tokens->total, places(call), tokens);
   Status status = collect(call, vocab, tokens);
   if (!status.ok()) return status;
@@ -251,15 +255,20 @@ Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tok
   tokens->empty_mean = tokens->normalizer == 0;
   tokens->loss_scale = static_cast<float>(1 / tokens->normalizer);
   if (!call.forward) leave_out_inactive(call, tokens);
-  const float temperature = read_temperatures(call, tokens);
+  const float temperature =
+      read_temperatures(call.temperature, o, *tokens, call.fault, &tokens->temperature);
+  if (call.teacher_temperature) {
+    read_temperatures(call.teacher_temperature, call.teacher_options(), *tokens, call.fault,
+                      &tokens->teacher_temperature);
+  }
   if (call.gradients) scale_gradients(call, vocab, temperature, tokens);
   return {};
 }
 
-LogitMap map_of(const LogitMap& map, const Tokens& tokens, int64_t k) {
-  if (!tokens.temperature) return map;
-  float temperature = f32_at(tokens.temperature, tokens.row[k]);
-  if (tokens.bad_temperature && !may_be_number(map, temperature)) {
+LogitMap map_of(const LogitMap& map, const Temperatures& given, int64_t row) {
+  if (!given.view) return map;
+  float temperature = f32_at(given.view, row);
+  if (given.is_bad && !may_be_number(map, temperature)) {
     temperature = std::numeric_limits<float>::quiet_NaN();
   }
   LogitMap own = map;

@@ -15,10 +15,19 @@ constexpr uint64_t padded(uint64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // Returns element i of an f32 (or i32/i64) vector view with any stride.
 inline float f32_at(const TensorView& v, int64_t i) { return v.as<const float>()[i * v.stride[0]]; }
+inline void write_f32(const TensorView& v, int64_t i, float value) {
+  v.as<float>()[i * v.stride[0]] = value;
+}
 inline int64_t int_at(const TensorView& v, int64_t i) {
   return v.dtype == DType::i64 ? v.as<const int64_t>()[i * v.stride[0]]
                                : v.as<const int32_t>()[i * v.stride[0]];
 }
+
+// The temperatures of a head, where each token has its own.
+struct Temperatures {
+  TensorView view{};    // [N]  where it is absent the call's number serves
+  bool is_bad = false;  // some token here has a temperature that a number may not be
+};
 
 // Tokens live in the workspace; arrays are [N] long, and their first `valid` entries are used.
 // Backward leaves out tokens without a gradient once the normalizer has counted them.
@@ -26,7 +35,7 @@ struct Tokens {
   int64_t total = 0;       // it is N
   int64_t valid = 0;       // so many tokens count, and in Backward are active
   int64_t* row = nullptr;  // [valid]  it has the tokens' indices, ascending
-  // [valid]  it is the column in the views, or -1 if another shard has it
+  // [valid]  it is the column in the views, or -1 if another shard has it or there is no target
   int64_t* target = nullptr;
   float* target_weight = nullptr;  // [valid]  it is c_t
   float* token_weight = nullptr;   // [valid]  it is a_i
@@ -38,14 +47,16 @@ struct Tokens {
   float inv_gradient_scale = 1;  // it is 0 where gradient_scale is 0
   float loss_scale = 1;          // it is 1 / normalizer for mean, 1 for sum
   double normalizer = 1;         // the mean divides by it
-  TensorView temperature{};      // [N]  where it is absent the call's number serves
-  bool bad_temperature = false;  // some token here has a temperature that a number may not be
-  bool empty_mean = false;       // the reduction is mean and the normalizer exactly 0
+  Temperatures temperature{}, teacher_temperature{};
+  bool empty_mean = false;  // the reduction is mean and the normalizer exactly 0
 };
 
-// Returns the map of compacted token k, all NaN where its temperature may be no number's; `map` is
-// the call's.
-LogitMap map_of(const LogitMap& map, const Tokens& tokens, int64_t k);
+// Returns the map of a token, all NaN where its temperature may be no number's; `map` is the
+// call's.
+LogitMap map_of(const LogitMap& map, const Temperatures& temperature, int64_t row);
+inline LogitMap map_of(const LogitMap& map, const Tokens& tokens, int64_t k) {
+  return tokens.temperature.view ? map_of(map, tokens.temperature, tokens.row[k]) : map;
+}
 
 // Backward finds what Forward kept of a token by its place.
 inline bool places(const Call& call) { return !call.forward && call.kept; }
@@ -66,6 +77,18 @@ void write_tokens(const Call& call, const Tokens& tokens, const RowState* states
 // Writes the loss alone, from the compacted tokens' own losses [valid].
 void write_losses(const Tokens& tokens, const float* losses, const TensorView& loss,
                   const LossOptions& options);
+
+// Calls f(i) for every token that is not among the compacted ones.
+template <class F>
+void for_each_other(const Tokens& tokens, const F& f) {
+  for (int64_t i = 0, next = 0; i < tokens.total; ++i) {
+    if (next < tokens.valid && tokens.row[next] == i) {
+      ++next;
+    } else {
+      f(i);
+    }
+  }
+}
 
 // Returns the first compacted index whose token is `row` or a later one.
 inline int64_t first_at_or_after(const Tokens& tokens, int64_t row) {

@@ -98,7 +98,8 @@ TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
         error += (made[k] - exact[k]) * (made[k] - exact[k]);
         size += exact[k] * exact[k];
       }
-      EXPECT_LT(std::sqrt(error / size), dtype_ == DType::f32 ? 5e-5 : 5e-3)
+      // Sums of 128 products, one after the other in f32, alone come to 6e-5.
+      EXPECT_LT(std::sqrt(error / size), dtype_ == DType::f32 ? 1.5e-4 : 5e-3)
           << name_of(kind) << " " << name << " of a divergence of "
           << got.fields.at("loss").value[0];
     }

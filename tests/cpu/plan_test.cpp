@@ -198,6 +198,63 @@ TEST(Plan, AShareThatIsKeptSavesTimeAndNoMemory) {
   }
 }
 
+// Returns the shape of a divergence with this teacher; without gradients it is a Forward.
+LinearShape of_two_heads(LinearShape shape, int64_t teacher_hidden) {
+  shape.diverges = true;
+  shape.teacher_hidden = teacher_hidden;
+  return shape;
+}
+
+const LinearShape pairs[] = {
+    of_two_heads(training(1024, 768, 50257), 768),
+    of_two_heads(training(1024, 768, 50257, DType::bf16), 2048),
+    of_two_heads(training(256, 4096, 128256), 0),
+    of_two_heads(training(5, 16, 3000), 16),
+    of_two_heads(training(513, 33, 200), 64),
+};
+
+TEST(Plan, TwoHeadsUseEveryWorkspaceWithTheSameDivisionForAnyThreads) {
+  for (LinearShape shape : pairs) {
+    for (const bool gradients : {true, false}) {
+      shape.grad_input = shape.grad_weight = gradients;
+      const uint64_t minimum = plan_linear(shape, 0, 1).bytes;
+      const uint64_t most = recommended_plan(shape, 8).bytes;
+      for (uint64_t bytes = minimum; bytes <= 2 * most; bytes += (most / 37 + 63) / 64 * 64) {
+        const LinearPlan one = plan_linear(shape, bytes, 1);
+        for (const int64_t threads : {2, 3, 64}) {
+          const LinearPlan plan = plan_linear(shape, bytes, threads);
+          ASSERT_LE(plan.bytes, bytes);
+          ASSERT_TRUE(plan.stored);
+          EXPECT_EQ(plan.token_chunk, one.token_chunk);
+          EXPECT_EQ(plan.slots, one.slots);
+        }
+      }
+    }
+  }
+}
+
+TEST(Plan, TwoHeadsNeedTheLogitsOfAFewTokens) {
+  for (const LinearShape& shape : pairs) {
+    const LinearPlan least = plan_linear(shape, 0, 1);
+    EXPECT_LE(least.token_chunk, std::max<int64_t>(8, least.engine.token_multiple()));
+    const uint64_t logits = uint64_t(2 * least.token_chunk * least.vocab_tiles * vocab_tile) * 4;
+    EXPECT_LE(least.bytes, logits + logits / 8 + 2 * MiB);
+    EXPECT_LE(recommended_plan(shape, 8).bytes,
+              uint64_t(shape.tokens) * shape.vocab * 2 + 16 * MiB);
+  }
+}
+
+TEST(Plan, KeptStateOfTwoHeadsMakesNoLogits) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const LinearShape shape = of_two_heads(later(training(1024, 768, 50257, dtype), 50257), 768);
+    const LinearPlan plan = recommended_plan(shape, 8);
+    EXPECT_FALSE(plan.stored);
+    EXPECT_EQ(plan.tile_at, plan.along_vocab_at);
+    EXPECT_EQ(plan.input_along_at, plan.blocks_at);
+    EXPECT_LE(plan.bytes, 32 * MiB);
+  }
+}
+
 TEST(Plan, NothingToDoHasAPlan) {
   for (LinearShape shape : {training(0, 64, 0), training(0, 64, 3000)}) {
     for (const bool grad_input : {false, true}) {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mutants: bugs that some test must catch, and which tests are asked."""
 
-from mutants import combine, kernels, linear, logits, overlap, plans, token_options, tokens
+from mutants import combine, divergences, kernels, linear, logits, overlap, plans, token_options, tokens
 from mutants.mutant import TESTS, Edit, Mutant
 
 MUTANTS = [
@@ -10,6 +10,7 @@ MUTANTS = [
     *kernels.MUTANTS,
     *logits.MUTANTS,
     *linear.MUTANTS,
+    *divergences.MUTANTS,
     *combine.MUTANTS,
     *overlap.MUTANTS,
     *plans.MUTANTS,

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear ops and kept state: src/cpu/{linear_run,plan}.*, the row kernel of kept exponentials."""
+"""The linear ops and kept state: src/cpu/{linear_run,linear_products,plan}.*, the row kernel of kept exponentials."""
 
 from mutants.mutant import mutant
 
 RUN, PLAN = "src/cpu/linear_run.cpp", "src/cpu/plan.cpp"
 HEADER, ROW = "src/cpu/plan.h", "src/cpu/row-inl.h"
+PRODUCTS, PASSES = "src/cpu/linear_products.cpp", "src/cpu/linear_products.h"
 
 ROUND_ROW = (
     "uint16_t narrow[vocab_tile];\n"
@@ -26,7 +27,7 @@ MUTANTS = [
         "      if (tile + 1 == plan_.vocab_tiles && width > 1) row[width - 1] = 0;",
         "linear",
     ),
-    mutant("linear, last row: no gradient", RUN, "      if (n >= count_) {", "      if (n >= count_ - (count_ > 1)) {", "linear"),
+    mutant("linear, last row: no gradient", PASSES, "      if (n0 + r < count_) {", "      if (n0 + r < count_ - (count_ > 1)) {", "linear"),
     mutant(
         "linear, last row: not in the last chunk", RUN,
         "const int64_t count = std::min(plan.token_chunk, tokens.valid - first);",
@@ -35,24 +36,24 @@ MUTANTS = [
         "linear",
     ),
     mutant(
-        "linear, last k: not in the logits", RUN, "std::min(plan_.depth_block, hidden - k),",
+        "linear, last k: not in the logits", PRODUCTS, "std::min(plan_.depth_block, hidden - k),",
         "std::min(plan_.depth_block,\n"
         "                                   hidden - k - (hidden > 1 && k + plan_.depth_block >= hidden)),",
         "linear",
     ),
     mutant(
-        "linear, last k: not in grad_input", RUN,
+        "linear, last k: not in grad_input", PRODUCTS,
         "                    .k = engine.padded_k(width),\n                    .c = slot + column,",
         "                    .k = engine.padded_k(width) - engine.k_multiple,\n                    .c = slot + column,",
         "linear",
     ),
     mutant(
-        "linear, last k: not in grad_weight", RUN,
+        "linear, last k: not in grad_weight", PRODUCTS,
         "                    .k = padded_count_,\n", "                    .k = padded_count_ - engine.k_multiple,\n",
         "linear",
     ),
     mutant(
-        "linear, 32-bit offset of output rows", RUN,
+        "linear, 32-bit offset of output rows", PRODUCTS,
         "char* row = to.as<char>() + (row0 + r) * to.stride[0] * size;",
         "char* row = to.as<char>() + static_cast<int32_t>((row0 + r) * to.stride[0] * size);", "offsets",
     ),
@@ -74,8 +75,8 @@ MUTANTS = [
     ),
     mutant(
         "linear, smoothing without class weights in the gradient", RUN,
-        "  const float* class_weight = call_.vocab_weight ? lane.class_weight : nullptr;\n  float* bias_sum",
-        "  const float* class_weight = nullptr;\n  float* bias_sum", "linear",
+        "  const float* class_weight = call_.vocab_weight ? lane.class_weight : nullptr;\n  const bool rounded",
+        "  const float* class_weight = nullptr;\n  const bool rounded", "linear",
     ),
     mutant(
         "linear, class weights: of the shard's first columns", RUN,
@@ -87,50 +88,48 @@ MUTANTS = [
         "load_vector(call_.bias, 0, width, lane.bias);", "linear",
     ),
     mutant(
-        "linear, ignored: their grad_input is not zeroed", RUN,
-        "        store_rows(nullptr, 0, 0, n, 1, 0, hidden, call_.grad_input);\n", "", "linear",
+        "linear, ignored: their grad_input is not zeroed", PRODUCTS,
+        "store_rows(nullptr, 0, 0, n, 1, 0, hidden, call_.grad_input);", "", "linear",
     ),
     mutant(
-        "linear, ignored: compaction of the input alone", RUN,
+        "linear, ignored: compaction of the input alone", PRODUCTS,
         "store_rows(sum, 0, tokens_->gradient_scale, tokens_->row[first_ + n], 1, 0, hidden,",
         "store_rows(sum, 0, tokens_->gradient_scale, first_ + n, 1, 0, hidden,", "linear",
     ),
     mutant(
-        "linear, ignored: their input is read", RUN,
-        "  const Source source = source_of(call_.input, tokens_->row + first_);",
-        "  const Source source = source_of(call_.input, nullptr);", "linear",
+        "linear, ignored: their input is read", PRODUCTS,
+        "source_of(input, tokens_->row + first_);", "source_of(input, nullptr);", "linear",
     ),
     mutant(
-        "linear, NaN: rows that pad a chunk are not zero", RUN,
-        "        std::fill(row, row + vocab_tile, 0.0f);\n        continue;",
-        "        continue;", "determinism",
+        "linear, NaN: rows that pad a chunk are not zero", PASSES,
+        "      } else {\n        std::fill(row, row + vocab_tile, 0.0f);\n      }", "      }", "determinism",
     ),
     mutant(
-        "linear, NaN: columns that pad a tile are not zero", RUN,
-        "      std::fill(row + width, row + vocab_tile, 0.0f);\n      const int64_t target", "      const int64_t target",
+        "linear, NaN: columns that pad a tile are not zero", PASSES,
+        "        std::fill(row + width, row + vocab_tile, 0.0f);\n", "",
         "determinism-bf16",
     ),
     mutant(
-        "linear, accumulate: the first chunk overwrites", RUN,
+        "linear, accumulate: the first chunk overwrites", PRODUCTS,
         "const bool overwrite = first_chunk && !call_.accumulate;", "const bool overwrite = first_chunk;", "linear",
     ),
     mutant(
-        "linear, accumulate: every chunk overwrites", RUN,
+        "linear, accumulate: every chunk overwrites", PRODUCTS,
         "const bool overwrite = first_chunk && !call_.accumulate;", "const bool overwrite = !call_.accumulate;",
         "linear",
     ),
     mutant(
-        "linear, accumulate: a summed grad_weight overwrites", RUN,
+        "linear, accumulate: a summed grad_weight overwrites", PRODUCTS,
         "                 hidden, call_.grad_weight, call_.accumulate);", "                 hidden, call_.grad_weight, false);",
         "linear",
     ),
     mutant(
-        "linear, accumulate: grad_bias is overwritten", RUN,
+        "linear, accumulate: grad_bias is overwritten", PRODUCTS,
         "add_scaled(sum, 1, tokens.gradient_scale, vocab, 1, false, column.as<float>(),",
         "add_scaled(sum, 1, tokens.gradient_scale, vocab, 1, true, column.as<float>(),", "linear",
     ),
     mutant(
-        "linear, accumulate: without a token it writes zeros", RUN,
+        "linear, accumulate: without a token it writes zeros", PRODUCTS,
         "(plan_.weight_sum || !any_chunk) && !(call_.accumulate && !any_chunk)) {",
         "(plan_.weight_sum || !any_chunk)) {", "edges",
     ),
@@ -144,11 +143,11 @@ MUTANTS = [
         "linear",
     ),
     mutant(
-        "linear, slots: the last is left out", RUN, "for (int64_t slot = 1; slot < plan_.slots; ++slot) {",
+        "linear, slots: the last is left out", PRODUCTS, "for (int64_t slot = 1; slot < plan_.slots; ++slot) {",
         "for (int64_t slot = 1; slot + 1 < plan_.slots; ++slot) {", "linear",
     ),
     mutant(
-        "linear, slots: a tile between two is left out", RUN, "end = (slot + 1) * plan_.vocab_tiles / plan_.slots;",
+        "linear, slots: a tile between two is left out", PASSES, "end = (slot + 1) * plan_.vocab_tiles / plan_.slots;",
         "end = (slot + 1) * plan_.vocab_tiles / plan_.slots - (slot == 0 && plan_.slots > 1);", "linear",
     ),
     mutant(
@@ -176,20 +175,19 @@ MUTANTS = [
         "if (p.lanes_at + 2 * p.lane_bytes > default_limit(shape, p)) return;", "plan",
     ),
     mutant(
-        "linear, threads: grad_bias is summed by each part", RUN,
-        "form_gradient(tile, lane, tile_rows(tile, lane), call_.grad_bias && part == 0);",
-        "form_gradient(tile, lane, tile_rows(tile, lane), bool(call_.grad_bias));", "determinism",
+        "linear, threads: grad_bias is summed by each part", PASSES,
+        "rows_of(tile, lane, part == 0), call_.grad_bias && part == 0);",
+        "rows_of(tile, lane, part == 0), bool(call_.grad_bias));", "determinism",
     ),
     mutant(
-        "linear, batch: a row's blocks are added in an order of its own", RUN,
-        "        row.add(blocks[block], tile * vocab_tile, wants_.sums,\n"
-        "                wants_.rare() ? &rare_blocks[block] : nullptr);",
-        "        const int64_t t = (tile + n) % plan_.vocab_tiles;\n"
-        "        row.add(blocks[t * plan_.token_chunk + n + 0 * block], t * vocab_tile, wants_.sums);\n"
-        "        row.sum = static_cast<float>(row.sum);  // sums in double hide the order", "invariance",
+        "linear, batch: a row's blocks are added in an order of its own", PRODUCTS,
+        "    row.add(blocks[block], tile * vocab_tile, wants, rare != nullptr ? &rare[block] : nullptr);",
+        "    const int64_t t = (tile + n) % plan_.vocab_tiles;\n"
+        "    row.add(blocks[t * plan_.token_chunk + n + 0 * block], t * vocab_tile, wants, rare);\n"
+        "    row.sum = static_cast<float>(row.sum);  // sums in double hide the order", "invariance",
     ),
     mutant(
-        "linear, common factor: missing in grad_bias", RUN,
+        "linear, common factor: missing in grad_bias", PRODUCTS,
         "    store_rows(sum, 1, tokens.gradient_scale, 0, vocab, 0, 1, column);",
         "    store_rows(sum, 1, 1, 0, vocab, 0, 1, column);", "linear",
     ),
@@ -214,10 +212,10 @@ MUTANTS = [
         "  whole.at_least(forward_at);\n", "linear workspace",
     ),
     mutant(
-        "kept: every chunk begins at the first row", RUN, "return {data + first_ * stride, stride,", "return {data, stride,", "kept",
+        "kept: every chunk begins at the first row", PRODUCTS, "return {data + first_ * stride, stride,", "return {data, stride,", "kept",
     ),
     mutant(
-        "kept: the last tile as wide as the others", RUN,
+        "kept: the last tile as wide as the others", PRODUCTS,
         "std::min(vocab_tile, round_up(kept_ - first, kept_block)) * size;", "vocab_tile * size;", "kept",
     ),
     mutant(
@@ -226,7 +224,7 @@ MUTANTS = [
     ),
     mutant(
         "kept: the workspace has no room for rows to be made again", HEADER,
-        "forward || !all_kept() || dtype != DType::f32;", "forward || !all_kept();", "kept plan",
+        "|| (dtype != DType::f32 && !diverges);", ";", "kept plan",
     ),
     mutant("kept: exponentials beyond the range", RUN, "most_below = 60,", "most_below = 600,", "kept"),
     mutant(
@@ -250,7 +248,7 @@ MUTANTS = [
         "    if (call_.fault) *call_.fault.as<int32_t>() |= 2;\n", "", "kept",
     ),
     mutant(
-        "kept, inactive: rows lie one after the other", RUN,
+        "kept, inactive: rows lie one after the other", PASSES,
         "return data + (place != nullptr ? place[n] : n) * stride;",
         "return data + (place != nullptr ? place[0] + n : n) * stride;", "kept",
     ),

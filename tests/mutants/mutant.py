@@ -37,6 +37,8 @@ TESTS: dict[str, list[str]] = {
         of_cpu("nonfinite", LINEAR),
         of_cpu("invariants", LINEAR),
     ],
+    "divergences": [of_cpu("conformance", "divergence", TABLE)],
+    "divergence-edges": [of_cpu("divergence", "")],
     "linear-bf16": [of_cpu("conformance", LINEAR, TABLE, "_bf16")],
     "edges": [of_cpu("edges", LINEAR)],
     "nonfinite": [of_cpu("nonfinite", LINEAR)],

@@ -9,12 +9,12 @@ COMBINE = "include/logitless/combine.h"
 MUTANTS = [
     mutant(
         "temperatures: a bad one sets no fault", TOKENS,
-        "if (tokens->bad_temperature && call.fault) *call.fault.as<int32_t>() |= 4;",
-        "if (tokens->bad_temperature && call.fault) *call.fault.as<int32_t>() |= 0;", "temperatures",
+        "if (read->is_bad && fault) *fault.as<int32_t>() |= 4;",
+        "if (read->is_bad && fault) *fault.as<int32_t>() |= 0;", "temperatures",
     ),
     mutant(
-        "temperatures: the fault word forgets what it held", TOKENS, "*call.fault.as<int32_t>() |= 4;",
-        "*call.fault.as<int32_t>() = 4;", "temperatures",
+        "temperatures: the fault word forgets what it held", TOKENS, "*fault.as<int32_t>() |= 4;",
+        "*fault.as<int32_t>() = 4;", "temperatures",
     ),
     mutant(
         "temperatures: the slope is not looked at", TOKENS, "(scale != 0 && !normal(scale / t))",

@@ -183,13 +183,13 @@ MUTANTS = [
         "logprob: a NaN becomes 0", STATE, "return x > 0 ? 0 : x;", "return x < 0 ? x : 0;", "tokens",
     ),
     mutant(
-        "temperatures: at the compacted index", TOKENS,
-        "f32_at(tokens.temperature, tokens.row[k]);", "f32_at(tokens.temperature, k);", BOTH,
+        "temperatures: at the compacted index", HEADER,
+        "map_of(map, tokens.temperature, tokens.row[k])", "map_of(map, tokens.temperature, k)", BOTH,
     ),
     mutant(
         "temperatures: a bad one is used as it is", TOKENS,
-        "if (tokens.bad_temperature && !may_be_number(map, temperature)) {",
-        "if (tokens.bad_temperature && tokens.total < 0) {", "tokens",
+        "if (given.is_bad && !may_be_number(map, temperature)) {",
+        "if (given.is_bad && row < 0) {", "tokens",
     ),
     mutant(
         "temperatures: the common factor as for none", TOKENS, "  o.temperature = temperature;\n", "", "tokens",

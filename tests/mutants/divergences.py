@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Divergences of two heads: src/cpu/divergence_{run,kernels}.cpp."""
+
+from mutants.mutant import mutant
+
+RUN, KERNELS = "src/cpu/divergence_run.cpp", "src/cpu/divergence_kernels.cpp"
+
+MUTANTS = [
+    mutant(
+        "divergences, mean of f: the last tile is left out", RUN, "mean += wants_.mean ? block.mean : 0;",
+        "mean += wants_.mean && tile + 1 < plan_.vocab_tiles ? block.mean : 0;", "divergences",
+    ),
+    mutant(
+        "divergences, teacher: the student's map", RUN, "head == student ? map_of(n) : teacher_map_of(n)", "map_of(n)",
+        "divergences",
+    ),
+    mutant(
+        "divergences, teacher's temperature: at the compacted index", RUN,
+        "tokens_->teacher_temperature, tokens_->row[first_ + n]", "tokens_->teacher_temperature, first_ + n",
+        "divergences",
+    ),
+    mutant(
+        "divergences, given logits: rows one after the other", RUN, "{tokens_->row + first_ + n, nullptr,",
+        "{tokens_->row + n, nullptr,", "divergences",
+    ),
+    mutant(
+        "divergences, forward_kl: an infinite distance of nothing", KERNELS,
+        "hn::IfThenZeroElse(hn::Eq(q, zero), hn::Mul(q, distance))", "hn::Mul(q, distance)", "divergence-edges",
+    ),
+    mutant(
+        "divergences, mixture: one logarithm near 1", KERNELS, "return log_of(d, u, hn::IfThenElse(less, w, more));",
+        "return log_of(d, u, hn::Sub(u, hn::Set(d, 1.0f)));", "kernels",
+    ),
+    mutant(
+        "divergences, mixture: e of the wrong side", KERNELS, "log_of_mixture(d, b.beta, b.rest, above, x)",
+        "log_of_mixture(d, b.beta, b.rest, hn::Not(above), x)", "kernels",
+    ),
+    mutant(
+        "divergences, label: no onehot", KERNELS,
+        "if (terms.label_weight == 0 || target < 0 || target >= count) return;",
+        "if (terms.label_weight >= 0 || target < 0 || target >= count) return;", "divergences",
+    ),
+    mutant(
+        "divergences, upstream: its mantissa is lost", RUN, "{std::ldexp(1.0f, power - 1), 2 * last}",
+        "{std::ldexp(1.0f, power - 1), 1}", "divergences",
+    ),
+]  # fmt: skip
