@@ -11,12 +11,16 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int most_threads = 256;
-// So many blocks share a multiprocessor; mixtures take more registers, other maps of logits too.
-template <DivergenceKind kKind, bool kPlain>
+// So many blocks share a multiprocessor; mixtures and other maps of logits take more registers, as
+// does dz of the pass that sums.
+template <DivergenceKind kKind, bool kPlain, bool kTogether>
 constexpr int blocks_of() {
   if (!kPlain) return 2;
-  return kKind == DivergenceKind::jsd || kKind == DivergenceKind::skew_kl ? 3 : 4;
+  const bool mixes = kKind == DivergenceKind::jsd || kKind == DivergenceKind::skew_kl;
+  return mixes || kTogether ? 3 : 4;
 }
+template <DivergenceKind kKind, bool kDz>
+constexpr bool makes_dz_together = kDz && kKind == DivergenceKind::forward_kl;
 
 // A thread's maximum, and its sum relative to that.
 struct RunningSum {
@@ -143,9 +147,10 @@ __device__ DivergenceState state_of(const RowPair<kPlain>& row) {
 }
 
 template <DivergenceKind kKind, bool kPlain, bool kDz>
-__global__ void __launch_bounds__(most_threads, blocks_of<kKind, kPlain>())
+__global__ void __launch_bounds__(most_threads,
+                                  blocks_of<kKind, kPlain, makes_dz_together<kKind, kDz>>())
     rows_kernel(const __grid_constant__ DivergenceRows a) {
-  constexpr bool kTogether = kDz && kKind == DivergenceKind::forward_kl;
+  constexpr bool kTogether = makes_dz_together<kKind, kDz>;
   const int row = static_cast<int>(blockIdx.x);
   const int64_t k = a.chunk.first + row;
   if (row >= a.chunk.rows || !is_valid(a.chunk, row)) {
