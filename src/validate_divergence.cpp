@@ -34,8 +34,8 @@ bool reads_beta(DivergenceKind kind) {
 // A divergence has no use for these options of a loss.
 Status check_unused_options(const Call& call) {
   const LossOptions& o = call.options;
-  for (const auto& [name, value] : {std::pair{"label_smoothing", o.label_smoothing},
-                                    std::pair{"z_loss", o.z_loss}}) {
+  for (const auto& [name, value] :
+       {std::pair{"label_smoothing", o.label_smoothing}, std::pair{"z_loss", o.z_loss}}) {
     if (value == 0) continue;
     return error(StatusCode::invalid_argument, "%s is %g; %s allows: 0", name,
                  unsigned_nan(static_cast<double>(value)), call.op_name());
@@ -112,9 +112,9 @@ Status check_teacher(const Call& call) {
                  call.op_name());
   }
   if (call.target) return {};
-  const char* needs = call.divergence.label_weight != 0     ? "label_weight"
-                      : call.forward && call.logprob ? "logprob"
-                                                     : nullptr;
+  const char* needs = call.divergence.label_weight != 0 ? "label_weight"
+                      : call.forward && call.logprob    ? "logprob"
+                                                        : nullptr;
   if (needs == nullptr) return {};
   return error(StatusCode::invalid_argument, "target is missing; %s needs it", needs);
 }
@@ -141,10 +141,11 @@ Status check_teacher_sizes(const Call& call) {
   constexpr int64_t most = int64_t{1} << 56;
   const int64_t d = call.teacher_weight ? call.teacher_input.shape[1] : 1;
   if (call.tokens() <= most / d && call.vocab() <= most / d) return {};
-  return error(StatusCode::invalid_argument,
-               "teacher_weight: N = %lld, V = %lld, D = %lld; allowed: no product of two above 2^56",
-               static_cast<long long>(call.tokens()), static_cast<long long>(call.vocab()),
-               static_cast<long long>(d));
+  return error(
+      StatusCode::invalid_argument,
+      "teacher_weight: N = %lld, V = %lld, D = %lld; allowed: no product of two above 2^56",
+      static_cast<long long>(call.tokens()), static_cast<long long>(call.vocab()),
+      static_cast<long long>(d));
 }
 
 }  // namespace logitless

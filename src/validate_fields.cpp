@@ -19,18 +19,18 @@ enum DTypes : uint32_t {  // each dtype has one bit
 };
 
 enum class Shape {
-  token_vocab,   // [N, V]
-  token_hidden,  // [N, D]
-  vocab_hidden,  // [V, D]
-  token,         // [N]
-  vocab,         // [V]
-  vocab_total,   // it is [V], or [vocab_total] on a shard
-  reduced,       // it is [N] where the reduction is none, else [] or [1]
-  scalar,        // [] or [1]
-  one,           // [1]
-  kept,          // [blocks * N to 64, 64]
-  kept_rows,     // [N, 8]
-  shard_token,   // [P, N]
+  token_vocab,           // [N, V]
+  token_hidden,          // [N, D]
+  vocab_hidden,          // [V, D]
+  token,                 // [N]
+  vocab,                 // [V]
+  vocab_total,           // it is [V], or [vocab_total] on a shard
+  reduced,               // it is [N] where the reduction is none, else [] or [1]
+  scalar,                // [] or [1]
+  one,                   // [1]
+  kept,                  // [blocks * N to 64, 64]
+  kept_rows,             // [N, 8]
+  shard_token,           // [P, N]
   teacher_hidden,        // [N, Dt]
   vocab_teacher_hidden,  // [V, Dt]
 };

@@ -163,8 +163,8 @@ typedef struct logitless_op {
   /* LinearDivergence ops have these. NULL takes LOGITLESS_DIVERGENCE_OPTIONS_INIT */
   const logitless_divergence_options* divergence;
   const logitless_tensor *teacher_input, *teacher_weight, *teacher_bias; /* [N,Dt] [V,Dt] [V] */
-  const logitless_tensor* teacher_logits;      /* [N,V] in place of these three */
-  const logitless_tensor* teacher_temperature; /* [N] f32 */
+  const logitless_tensor* teacher_logits;               /* [N,V] in place of these three */
+  const logitless_tensor* teacher_temperature;          /* [N] f32 */
   const logitless_tensor *teacher_entropy, *acceptance; /* [N] [N] */
 } logitless_op;
 

@@ -229,18 +229,18 @@ struct LinearDivergenceForward {
 };
 
 struct LinearDivergenceBackward {
-  TensorView input{};   // [N, D]
-  TensorView weight{};  // [V, D]
-  TensorView bias{};    // [V]
-  Teacher teacher{};    // it may be absent beside `kept`
-  TensorView target{};  // [N]  i32 or i64; optional
-  TensorView grad_loss{};     // [N] where the reduction is none, else []; it is 1 by default
-  TensorView kept{};          // Forward wrote it; it comes with kept_rows
-  TensorView kept_rows{};     // [N, 8]  f32
-  uint64_t kept_key = 0;      // kept_size() said it of that Forward
-  TensorView grad_input{};    // [N, D]
-  TensorView grad_weight{};   // [V, D]
-  TensorView grad_bias{};     // [V]
+  TensorView input{};        // [N, D]
+  TensorView weight{};       // [V, D]
+  TensorView bias{};         // [V]
+  Teacher teacher{};         // it may be absent beside `kept`
+  TensorView target{};       // [N]  i32 or i64; optional
+  TensorView grad_loss{};    // [N] where the reduction is none, else []; it is 1 by default
+  TensorView kept{};         // Forward wrote it; it comes with kept_rows
+  TensorView kept_rows{};    // [N, 8]  f32
+  uint64_t kept_key = 0;     // kept_size() said it of that Forward
+  TensorView grad_input{};   // [N, D]
+  TensorView grad_weight{};  // [V, D]
+  TensorView grad_bias{};    // [V]
   bool accumulate_grad_weight = false;  // it adds to grad_weight and grad_bias, which must be f32
   LossOptions options{};
   DivergenceOptions divergence{};

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The eight ops are written here from docs/semantics.md: a token at a time, its row of logits, its
+// The ops are written here from docs/semantics.md: a token at a time, its row of logits, its
 // loss and statistics, and what its gradient adds to grad_input, grad_weight and grad_bias. They
 // use double, plain loops and O(V) memory beside the outputs.
 #include "src/reference/reference.h"
 
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <utility>
 
+#include "src/message.h"
+#include "src/reference/divergence.h"
 #include "src/reference/numbers.h"
 #include "src/reference/row.h"
 #include "src/reference/statistics.h"
@@ -40,6 +43,11 @@ class Evaluation {
   Result run() {
     result_.status = read_tokens(call_, &tokens_);
     if (!result_.status.ok()) return std::move(result_);
+    if (call_.diverges && !call_.teacher_weight && !call_.teacher_logits) {
+      result_.status = error(StatusCode::not_supported,
+                             "teacher_weight is missing; reference keeps nothing and needs it");
+      return std::move(result_);
+    }
     if (tokens_.bad_temperature && !call_.combines) result_.fault |= 4;
     prepare();
     for (int64_t i = 0; i < call_.tokens(); ++i) {
@@ -49,6 +57,8 @@ class Evaluation {
         evaluate_probabilities(token, i);
       } else if (call_.combines) {
         evaluate_shards(token, i);
+      } else if (call_.diverges) {
+        evaluate_divergence(token, i);
       } else {
         evaluate_row(token, i);
       }
@@ -92,6 +102,10 @@ class Evaluation {
   void evaluate_row(const Token& token, int64_t i);
   void evaluate_probabilities(const Token& token, int64_t i);
   void evaluate_shards(const Token& token, int64_t i);
+  void evaluate_divergence(const Token& token, int64_t i);
+  bool wants_gradient() const {
+    return call_.grad_logits || call_.grad_input || call_.grad_weight || call_.grad_bias;
+  }
   template <class Of>
   void write_statistics(const Of& of, Made<Of> Statistic::* made, int64_t i) {
     for (const Statistic& statistic : statistics()) {
@@ -115,8 +129,9 @@ class Evaluation {
   Result result_;
   Tokens tokens_;
   std::vector<double> weight_, bias_;  // [V, D] [V]
-  Shards shards_;                      // only Combine has them
-  std::vector<Estimate> token_loss_;   // [N]  it is 0 where ignored
+  std::optional<TeacherHead> teacher_;
+  Shards shards_;                     // only Combine has them
+  std::vector<Estimate> token_loss_;  // [N]  it is 0 where ignored
   // [D] of the token at hand, [V, D] and [V]; each sums a gradient
   Sum grad_input_, grad_weight_, grad_bias_;
 };
@@ -128,6 +143,10 @@ void Evaluation::prepare() {
     create(statistic.name, call_[statistic.name], statistic.is_index() ? -1 : 0);
     if (statistic.is_index()) output(statistic.name)->accepted.assign(call_.tokens(), {-1});
   }
+  if (call_.diverges && call_.forward) {
+    create("teacher_entropy", call_.teacher_entropy, 0);
+    create("acceptance", call_.acceptance, 0);
+  }
   create("grad_logits", call_.grad_logits, 0);
   create("grad_input", call_.grad_input, 0);
   create("grad_weight", call_.grad_weight, 0);
@@ -135,6 +154,7 @@ void Evaluation::prepare() {
   token_loss_.assign(call_.tokens(), {});
   if (call_.combines) shards_ = read_shards(call_);
   if (!call_.linear) return;
+  if (call_.diverges) teacher_.emplace(call_);
   weight_ = read(call_.weight);
   if (call_.bias) bias_ = read(call_.bias);
   if (call_.grad_weight) grad_weight_.resize(element_count(call_.grad_weight));
@@ -145,9 +165,7 @@ void Evaluation::evaluate_row(const Token& token, int64_t i) {
   const Row row = make_row({call_, weight_, bias_, model_, with_bounds_}, token, i);
   if (call_.loss) token_loss_[i] = row_loss(call_, tokens_, token, row);
   write_statistics(RowOf{call_, tokens_, token, row}, &Statistic::of_row, i);
-  if (call_.grad_logits || call_.grad_input || call_.grad_weight || call_.grad_bias) {
-    add_gradient(row_gradient(call_, tokens_, token, row), i);
-  }
+  if (wants_gradient()) add_gradient(row_gradient(call_, tokens_, token, row), i);
 }
 
 void Evaluation::evaluate_probabilities(const Token& token, int64_t i) {
@@ -160,6 +178,20 @@ void Evaluation::evaluate_shards(const Token& token, int64_t i) {
   const WholeRow row = combine(shards_, i);
   if (call_.loss) token_loss_[i] = combined_loss(call_, tokens_, token, row);
   write_statistics(row, &Statistic::of_shards, i);
+}
+
+void Evaluation::evaluate_divergence(const Token& token, int64_t i) {
+  const Row student = make_row({call_, weight_, bias_, model_, with_bounds_}, token, i);
+  const Row teacher = teacher_->row(token, i, model_, with_bounds_);
+  const DivergenceRow row = divergence_row(call_.divergence, student, teacher);
+  if (call_.loss) token_loss_[i] = divergence_loss(call_, token, student, row);
+  set(output("entropy"), i, {student.entropy, student.entropy_error});
+  set(output("teacher_entropy"), i, {teacher.entropy, teacher.entropy_error});
+  set(output("acceptance"), i, row.acceptance);
+  if (call_.logprob) set(output("logprob"), i, target_logprob(token, student));
+  if (wants_gradient()) {
+    add_gradient(divergence_gradient(call_, tokens_, token, student, row), i);
+  }
 }
 
 void Evaluation::add_gradient(const RowGradient& gradient, int64_t i) {

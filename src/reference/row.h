@@ -53,6 +53,8 @@ Row make_row(const RowSource& source, const Token& token, int64_t i);
 // Makes what a row of plain logits needs, with the rest at its defaults, for Softmax.
 Row softmax_row(std::vector<double> logits, bool with_bounds);
 
+// Returns the loss times the token's weight. A device may take it for 0 below 2^-126.
+Estimate weighted(const Estimate& loss, const Token& token);
 Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, const Row& row);
 // These serve input_kind = probabilities; `p` is the row as given.
 Estimate probability_loss(const Call& call, const Tokens& tokens, const Token& token,
@@ -64,6 +66,11 @@ struct RowGradient {
   std::vector<double> error;      // [V]  it is draw's error
   std::vector<double> magnitude;  // [V]  it is M, the sum of the magnitudes of draw's summands
   double stored_scale = 0;        // a stored 16-bit dz may be multiplied with so much
+
+  explicit RowGradient(size_t columns) : value(columns), error(columns), magnitude(columns) {}
+  // Takes dz of column j through the map from raw to z.
+  void set(const LossOptions& options, const Row& row, size_t j, const Estimate& dz,
+           double dz_magnitude);
 };
 RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& token,
                          const Row& row);

@@ -36,13 +36,6 @@ Factors factors_of(const Call& call, const Tokens& tokens, const Token& token) {
   return factors;
 }
 
-// Returns the loss times the token's weight. A device may take it for 0 below 2^-126.
-Estimate weighted(const Estimate& loss, const Token& token) {
-  const double value = token.token_weight * loss.value;
-  return {value, std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(value) +
-                     (value != 0 ? tiny32 : 0)};
-}
-
 // This is dz of one column, its error and the magnitudes of its summands: first those of the loss,
 // then the statistics'.
 struct Derivative {
@@ -94,6 +87,12 @@ void add_statistics(const Token& token, bool is_target, const Row& row, size_t j
 }
 
 }  // namespace
+
+Estimate weighted(const Estimate& loss, const Token& token) {
+  const double value = token.token_weight * loss.value;
+  return {value, std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(value) +
+                     (value != 0 ? tiny32 : 0)};
+}
 
 Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, const Row& row) {
   const Factors f = factors_of(call, tokens, token);
@@ -155,36 +154,37 @@ Estimate combined_loss(const Call& call, const Tokens& tokens, const Token& toke
   return weighted(loss, token);
 }
 
+void RowGradient::set(const LossOptions& options, const Row& row, size_t j, const Estimate& dz,
+                      double dz_magnitude) {
+  const double slope = std::fabs(row.slope[j]);
+  value[j] = dz.value * row.slope[j];
+  magnitude[j] = dz_magnitude * slope;
+  if (row.logit_error.empty()) return;
+  error[j] = slope * dz.error;
+  if (options.softcap > 0) {
+    const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / row.temperature;
+    const double cap_error = row.temperature * row.logit_error[j] / options.softcap;
+    error[j] +=
+        dz_magnitude * (4 * u32 * steepest + 2 * std::fabs(row.saturation[j]) * slope * cap_error);
+  }
+}
+
 RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& token,
                          const Row& row) {
-  const LossOptions& options = call.options;
   const Factors f = factors_of(call, tokens, token);
   const double upstream = token.upstream * token.token_weight;
   const size_t columns = row.z.size();
   const bool rounded = call.kept && call.kept.dtype != DType::f32;
   const double log_error = rounded ? unit_roundoff(call.kept.dtype) : 0;
-  RowGradient gradient;
-  gradient.value.resize(columns);
-  gradient.error.resize(columns);
-  gradient.magnitude.resize(columns);
+  RowGradient gradient(columns);
   for (size_t j = 0; j < columns; ++j) {
     const bool is_target = static_cast<int64_t>(j) == token.column;
     Derivative d;
     add_loss(f, upstream, tokens.class_weight[j], is_target, row, j, &d);
     add_statistics(token, is_target, row, j, log_error, &d);
     const double magnitude = d.loss_magnitude + d.statistics_magnitude;
-    const double slope = std::fabs(row.slope[j]);
-    gradient.value[j] = d.value * row.slope[j];
-    gradient.magnitude[j] = magnitude * slope;
-    if (row.logit_error.empty()) continue;
     d.error += 4 * u32 * magnitude + tokens.normalizer_error * d.loss_magnitude;
-    gradient.error[j] = slope * d.error;
-    if (options.softcap > 0) {
-      const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / row.temperature;
-      const double cap_error = row.temperature * row.logit_error[j] / options.softcap;
-      gradient.error[j] +=
-          magnitude * (4 * u32 * steepest + 2 * std::fabs(row.saturation[j]) * slope * cap_error);
-    }
+    gradient.set(call.options, row, j, {d.value, d.error}, magnitude);
   }
   gradient.stored_scale =
       (tokens.upstream_scale +
@@ -214,10 +214,7 @@ Estimate probability_loss(const Call& call, const Tokens& tokens, const Token& t
 RowGradient probability_gradient(const Call& call, const Tokens& tokens, const Token& token,
                                  const std::vector<double>& p) {
   const Factors f = factors_of(call, tokens, token);
-  RowGradient gradient;
-  gradient.value.assign(p.size(), 0.0);
-  gradient.error.assign(p.size(), 0.0);
-  gradient.magnitude.assign(p.size(), 0.0);
+  RowGradient gradient(p.size());
   for (size_t j = 0; j < p.size(); ++j) {
     const bool is_target = static_cast<int64_t>(j) == token.column;
     const double q = (is_target ? f.onehot : 0) + f.smoothing * tokens.class_weight[j];

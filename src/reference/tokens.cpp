@@ -18,6 +18,11 @@ constexpr double u32 = 0x1p-24;
 
 Status read_targets(const Call& call, Tokens* tokens) {
   const LossOptions& options = call.options;
+  if (!call.target) {  // LinearDivergence has none where no label is asked for
+    tokens->token.assign(call.tokens(), {.counts = true});
+    tokens->counted = call.tokens();
+    return {};
+  }
   const std::vector<int64_t> target = read_indices(call.target);
   tokens->token.assign(target.size(), {});
   for (size_t i = 0; i < target.size(); ++i) {
@@ -129,6 +134,8 @@ Status read_tokens(const Call& call, Tokens* tokens) {
   }
   const auto token_weight = per_token(call.token_weight, n, 1);
   const auto temperature = per_token(call.temperature, n, call.options.temperature);
+  const auto teacher_temperature =
+      per_token(call.teacher_temperature, n, call.divergence.teacher_temperature);
   const auto grad_lse = per_token(call.grad_lse, n, 0);
   const auto grad_target_logit = per_token(call.grad_target_logit, n, 0);
   const auto grad_entropy = per_token(call.grad_entropy, n, 0);
@@ -153,7 +160,13 @@ Status read_tokens(const Call& call, Tokens* tokens) {
     token.active = is_active(call, upstream[i], token);
     if (token.active) ++tokens->active;
     token.temperature = usable_temperature(call.options, temperature[i]);
-    if (token.active && std::isnan(token.temperature)) tokens->bad_temperature = true;
+    if (call.diverges) {
+      token.teacher_temperature =
+          usable_temperature(call.teacher_options(), teacher_temperature[i]);
+    }
+    if (token.active && (std::isnan(token.temperature) || std::isnan(token.teacher_temperature))) {
+      tokens->bad_temperature = true;
+    }
     const double steep = std::fabs(static_cast<double>(call.options.logit_scale));
     tokens->steepest = std::max(tokens->steepest, steep / token.temperature);
     for (const double g :

@@ -17,6 +17,7 @@ struct Token {
   double token_weight = 1;  // it is a_i
   double upstream = 1;      // it is g_i
   double temperature = 1;   // it is NaN where the one given is none
+  double teacher_temperature = 1;  // the same; LinearDivergence has it
   double grad_lse = 0, grad_target_logit = 0, grad_entropy = 0;
   // These are as Forward wrote them, where the op has them.
   double row_reference = 0, row_log_sum = 0, entropy = 0;

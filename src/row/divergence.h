@@ -36,8 +36,8 @@ struct TwoHeads {
 };
 
 // z and t are the heads' logits; `apart` is lse_z - lse_t, formed of the rows' two numbers each.
-LOGITLESS_HOST_DEVICE inline TwoHeads two_heads(float z, float t, float log_p, float log_q,
-                                                float p, float q, float apart) {
+LOGITLESS_HOST_DEVICE inline TwoHeads two_heads(float z, float t, float log_p, float log_q, float p,
+                                                float q, float apart) {
   const bool is_there = !(p == 0 && q == 0);
   return {p, q, log_p, log_q, is_there ? (z - t) - apart : 0.0f, is_there};
 }

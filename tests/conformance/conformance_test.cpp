@@ -45,10 +45,18 @@ TEST_P(Conformance, EveryInstructionSet) {
   device_.force_instruction_set("");
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Conformance,
-                         testing::Combine(testing::ValuesIn(device_names()),
-                                          testing::ValuesIn(kOps), testing::ValuesIn(inputs())),
-                         parameter_name);
+std::vector<Parameter> all_of_them() {
+  std::vector<Parameter> all;
+  for (const std::string& name : device_names()) {
+    for (const OpKind op : kAllOps) {
+      if (diverges(op) && name == "webgpu") continue;  // it has none
+      for (const DType dtype : inputs()) all.emplace_back(name, op, dtype);
+    }
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Conformance, testing::ValuesIn(all_of_them()), parameter_name);
 
 }  // namespace
 }  // namespace logitless::conformance

@@ -29,17 +29,29 @@ enum Group : uint32_t {
   kSavedState = 1 << 18,
   kOverlap = 1 << 19,
   kMoreStatistics = 1 << 20,
+  kKind = 1 << 21,
+  kTeacher = 1 << 22,
+  kLabel = 1 << 23,
+  kTeacherMap = 1 << 24,
+  kTeacherTemperature = 1 << 25,
 };
 
 bool any_loss(OpKind op, DType) { return has_loss(op); }
 bool linear(OpKind op, DType) { return is_linear(op); }
 bool linear_16(OpKind op, DType dtype) { return is_linear(op) && dtype != DType::f32; }
 bool given_logits(OpKind op, DType) { return has_loss(op) && !is_linear(op); }
+bool cross_entropy(OpKind op, DType) { return has_loss(op) && !diverges(op); }
+bool divergence(OpKind op, DType) { return diverges(op); }
+bool divergence_16(OpKind op, DType dtype) { return diverges(op) && dtype != DType::f32; }
 bool forward(OpKind op, DType) { return has_forward(op); }
+bool token_forward(OpKind op, DType) { return has_forward(op) && !diverges(op); }
 bool gradient(OpKind op, DType) { return has_gradient(op); }
 bool linear_gradient(OpKind op, DType) { return is_linear(op) && has_gradient(op); }
 bool logits_gradient(OpKind op, DType) { return !is_linear(op) && has_gradient(op); }
 bool backward(OpKind op, DType) { return op == OpKind::backward || op == OpKind::linear_backward; }
+bool any_backward(OpKind op, DType dtype) {
+  return backward(op, dtype) || op == OpKind::divergence_backward;
+}
 bool sharded(OpKind op, DType dtype) {
   return backward(op, dtype) || op == OpKind::forward || op == OpKind::linear_forward;
 }
@@ -53,9 +65,9 @@ const std::vector<Feature> kFeatures{
     {"ignore_index_in_vocabulary", kIgnoreIndex, any_loss, [](Case& c) { c.options.ignore_index = 3; c.ignored = 0.3; }},
     {"ignore_index_beyond_32_bits", kIgnoreIndex | kTargetDtype, any_loss, [](Case& c) { c.options.ignore_index = int64_t{1} << 40; c.ignored = 0.3; }},
     {"outside_ignored", kOutside, any_loss, [](Case& c) { c.options.out_of_range = OutOfRange::ignore; c.outside = 0.3; }},
-    {"smoothing", kSmoothing, any_loss, [](Case& c) { c.options.label_smoothing = 0.1f; }},
-    {"smoothing_one", kSmoothing, any_loss, [](Case& c) { c.options.label_smoothing = 1; }},
-    {"z_loss", kZLoss, any_loss, [](Case& c) { c.options.z_loss = 0.01f; }},
+    {"smoothing", kSmoothing, cross_entropy, [](Case& c) { c.options.label_smoothing = 0.1f; }},
+    {"smoothing_one", kSmoothing, cross_entropy, [](Case& c) { c.options.label_smoothing = 1; }},
+    {"z_loss", kZLoss, cross_entropy, [](Case& c) { c.options.z_loss = 0.01f; }},
     {"scale", kScale, any_loss, [](Case& c) { c.options.logit_scale = 0.3f; }},
     {"scale_negative", kScale, any_loss, [](Case& c) { c.options.logit_scale = -1.7f; }},
     {"softcap", kSoftcap, any_loss, [](Case& c) { c.options.softcap = 2.5f; }},
@@ -71,9 +83,9 @@ const std::vector<Feature> kFeatures{
      [](Case& c) { c.options.input_kind = InputKind::probabilities; }},
     {"target_i32", kTargetDtype, any_loss, [](Case& c) { c.target = DType::i32; }},
     {"token_weight", 0, any_loss, [](Case& c) { c.token_weight = true; }},
-    {"vocab_weight", 0, any_loss, [](Case& c) { c.vocab_weight = true; }},
+    {"vocab_weight", 0, cross_entropy, [](Case& c) { c.vocab_weight = true; }},
     {"statistics", kStatistics, forward, [](Case& c) { c.statistics = true; }},
-    {"statistics_i32", kStatistics, forward, [](Case& c) { c.statistics = true; c.argmax = DType::i32; }},
+    {"statistics_i32", kStatistics, token_forward, [](Case& c) { c.statistics = true; c.argmax = DType::i32; }},
     {"fault", 0, any_loss, [](Case& c) { c.fault = true; }},
     {"grad_loss", 0, gradient, [](Case& c) { c.grad_loss = true; }},
     {"saved_state", kSavedState, backward, [](Case& c) { c.saved_state = true; }},
@@ -111,12 +123,32 @@ const std::vector<Feature> kFeatures{
     {"large", kData, any, [](Case& c) { c.data = Data::large; }},
     {"temperature_each", kTemperature, any_loss, [](Case& c) { c.temperatures = true; }},
     {"logprob", kMoreStatistics, forward, [](Case& c) { c.logprob = true; }},
-    {"rank", kMoreStatistics, forward, [](Case& c) { c.rank = true; }},
-    {"sum_p_squared", kMoreStatistics, forward, [](Case& c) { c.sum_p_squared = true; }},
-    {"mean_logit", kMoreStatistics, forward, [](Case& c) { c.mean_logit = true; }},
-    {"max_logprob", kMoreStatistics, forward, [](Case& c) { c.max_logprob = true; }},
-    {"more_statistics", kMoreStatistics, forward, [](Case& c) { c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true; c.argmax = DType::i32; }},
-    {"inactive", 0, backward, [](Case& c) { c.inactive = 0.4; }},
+    {"rank", kMoreStatistics, token_forward, [](Case& c) { c.rank = true; }},
+    {"sum_p_squared", kMoreStatistics, token_forward, [](Case& c) { c.sum_p_squared = true; }},
+    {"mean_logit", kMoreStatistics, token_forward, [](Case& c) { c.mean_logit = true; }},
+    {"max_logprob", kMoreStatistics, token_forward, [](Case& c) { c.max_logprob = true; }},
+    {"more_statistics", kMoreStatistics, token_forward, [](Case& c) { c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true; c.argmax = DType::i32; }},
+    {"inactive", 0, any_backward, [](Case& c) { c.inactive = 0.4; }},
+    {"reverse_kl", kKind, divergence, [](Case& c) { c.divergence.kind = DivergenceKind::reverse_kl; }},
+    {"jsd", kKind, divergence, [](Case& c) { c.divergence.kind = DivergenceKind::jsd; }},
+    {"jsd_less", kKind, divergence, [](Case& c) { c.divergence.kind = DivergenceKind::jsd; c.divergence.beta = 0.1f; }},
+    {"jsd_0", kKind, divergence, [](Case& c) { c.divergence.kind = DivergenceKind::jsd; c.divergence.beta = 0; }},
+    {"jsd_1", kKind, divergence, [](Case& c) { c.divergence.kind = DivergenceKind::jsd; c.divergence.beta = 1; }},
+    {"skew_kl", kKind, divergence, [](Case& c) { c.divergence.kind = DivergenceKind::skew_kl; c.divergence.beta = 0.3f; }},
+    {"skew_kl_1", kKind, divergence, [](Case& c) { c.divergence.kind = DivergenceKind::skew_kl; c.divergence.beta = 1; }},
+    {"tv", kKind, divergence, [](Case& c) { c.divergence.kind = DivergenceKind::tv; }},
+    {"label_weight", kLabel, divergence, [](Case& c) { c.divergence.label_weight = 0.7f; }},
+    {"no_target", kLabel | kMoreStatistics | kOutside | kIgnoreIndex | kTargetDtype, divergence, [](Case& c) { c.no_target = true; }},
+    {"teacher_logits", kTeacher, divergence, [](Case& c) { c.teacher_logits = true; }},
+    {"teacher_bias", kTeacher, divergence, [](Case& c) { c.teacher_bias = true; }},
+    {"teacher_of_another_width", kTeacher, divergence, [](Case& c) { c.teacher_hidden = 29; }},
+    {"teacher_near", kTeacher, divergence, [](Case& c) { c.near = true; }},
+    {"teacher_equal", kTeacher, divergence, [](Case& c) { c.equal = true; }},
+    {"teacher_bias_16", kTeacher, divergence_16, [](Case& c) { c.teacher_bias = true; c.bias_dtype = c.dtype; }},
+    {"teacher_scale", kTeacherMap, divergence, [](Case& c) { c.divergence.teacher_logit_scale = -0.6f; }},
+    {"teacher_softcap", kTeacherMap, divergence, [](Case& c) { c.divergence.teacher_softcap = 3; }},
+    {"teacher_temperature", kTeacherTemperature, divergence, [](Case& c) { c.divergence.teacher_temperature = 1.7f; }},
+    {"teacher_temperature_each", kTeacherTemperature, divergence, [](Case& c) { c.teacher_temperatures = true; }},
 };
 // clang-format on
 
@@ -129,7 +161,10 @@ const char* name_of(OpKind op) {
                                            "forward_backward",
                                            "linear_forward",
                                            "linear_backward",
-                                           "linear_forward_backward"};
+                                           "linear_forward_backward",
+                                           "divergence_forward",
+                                           "divergence_backward",
+                                           "divergence_forward_backward"};
   return kNames[static_cast<int>(op)];
 }
 
@@ -140,12 +175,14 @@ const char* name_of(DType dtype) {
 
 bool is_linear(OpKind op) { return op >= OpKind::linear_forward; }
 bool has_loss(OpKind op) { return op != OpKind::softmax; }
+bool diverges(OpKind op) { return op >= OpKind::divergence_forward; }
 bool has_forward(OpKind op) {
-  return op == OpKind::forward || op == OpKind::forward_backward || op == OpKind::linear_forward ||
-         op == OpKind::linear_forward_backward;
+  return has_loss(op) && op != OpKind::backward && op != OpKind::linear_backward &&
+         op != OpKind::divergence_backward;
 }
 bool has_gradient(OpKind op) {
-  return has_loss(op) && op != OpKind::forward && op != OpKind::linear_forward;
+  return has_loss(op) && op != OpKind::forward && op != OpKind::linear_forward &&
+         op != OpKind::divergence_forward;
 }
 
 std::string describe(const Case& c) {
@@ -154,8 +191,10 @@ std::string describe(const Case& c) {
                                                "transposed", "broadcast", "unaligned"};
   return std::string(name_of(c.op)) + " " + name_of(c.dtype) +
          " N=" + std::to_string(c.shape.tokens) + " D=" + std::to_string(c.shape.hidden) +
-         " V=" + std::to_string(c.shape.vocab) + " " + kData[static_cast<int>(c.data)] + " " +
-         kPlacement[static_cast<int>(c.placement)];
+         " V=" + std::to_string(c.shape.vocab) + " " +
+         (diverges(c.op) ? "kind " + std::to_string(static_cast<int>(c.divergence.kind)) + " "
+                         : "") +
+         kData[static_cast<int>(c.data)] + " " + kPlacement[static_cast<int>(c.placement)];
 }
 
 const std::vector<Feature>& features() { return kFeatures; }

@@ -19,11 +19,14 @@ enum class OpKind {
   linear_forward,
   linear_backward,
   linear_forward_backward,
+  divergence_forward,
+  divergence_backward,
+  divergence_forward_backward,
 };
 const char* name_of(OpKind op);
 const char* name_of(DType dtype);
 
-// Calls f with an op of the kind's type.
+// Calls f with an op of the kind's type, of those of a cross-entropy.
 template <class F>
 decltype(auto) with_op(OpKind kind, F&& f) {
   switch (kind) {
@@ -39,10 +42,24 @@ decltype(auto) with_op(OpKind kind, F&& f) {
       return f(LinearCrossEntropyForward{});
     case OpKind::linear_backward:
       return f(LinearCrossEntropyBackward{});
-    case OpKind::linear_forward_backward:
+    default:
       break;
   }
   return f(LinearCrossEntropyForwardBackward{});
+}
+// The same of every kind, for tests that know of no field by name.
+template <class F>
+decltype(auto) with_any_op(OpKind kind, F&& f) {
+  switch (kind) {
+    case OpKind::divergence_forward:
+      return f(LinearDivergenceForward{});
+    case OpKind::divergence_backward:
+      return f(LinearDivergenceBackward{});
+    case OpKind::divergence_forward_backward:
+      return f(LinearDivergenceForwardBackward{});
+    default:
+      return with_op(kind, f);
+  }
 }
 
 struct Shape {
@@ -95,11 +112,18 @@ struct Case {
   bool grad_loss = false, grad_lse = false, grad_target_logit = false, grad_entropy = false;
   bool saved_state = false;  // Backward is given what Forward wrote
   bool accumulate = false, in_place = false;
+  // Divergences have these. A teacher is a head whose D is the student's or teacher_hidden; one
+  // that is near has the student's weight but for a little noise.
+  DivergenceOptions divergence{};
+  int64_t teacher_hidden = 0;
+  bool teacher_logits = false, teacher_bias = false, teacher_temperatures = false;
+  bool near = false, equal = false, no_target = false;
   uint64_t seed = 1;
 };
 std::string describe(const Case& c);
 
 bool is_linear(OpKind op);
+bool diverges(OpKind op);
 bool has_loss(OpKind op);     // every op with a target has one
 bool has_forward(OpKind op);  // such an op writes loss and statistics
 bool has_gradient(OpKind op);

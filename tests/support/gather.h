@@ -13,7 +13,8 @@ namespace logitless::conformance {
 template <class Op>
 bool per_token(const Op& op, std::string_view name) {
   for (const std::string_view other :
-       {"weight", "bias", "vocab_weight", "normalizer", "grad_weight", "grad_bias", "fault"}) {
+       {"weight", "bias", "vocab_weight", "normalizer", "grad_weight", "grad_bias", "fault",
+        "teacher_weight", "teacher_bias"}) {
     if (name == other) return false;
   }
   if constexpr (LossOp<Op>) {

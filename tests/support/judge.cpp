@@ -16,14 +16,14 @@ Comparison judge_rows(const TestDevice& device, const std::vector<Row>& rows) {
 }  // namespace
 
 Outcome run_case(const TestDevice& device, const Case& c, const RunPlan& plan) {
-  return with_op(c.op, [&](auto op) {
+  return with_any_op(c.op, [&](auto op) {
     const auto problem = build<decltype(op)>(c);
     return execute(device, problem.op, problem.pool, plan);
   });
 }
 
 WorkspaceSize workspace_of(const TestDevice& device, const Case& c, const Executor* executor) {
-  return with_op(c.op, [&](auto op) {
+  return with_any_op(c.op, [&](auto op) {
     auto problem = build<decltype(op)>(c);
     place(problem.op, device.tensors());
     Execution execution = device.execution();
@@ -37,7 +37,7 @@ WorkspaceSize workspace_of(const TestDevice& device, const Case& c, const Execut
 
 Comparison judge_sizes(const TestDevice& device, const Case& c,
                        const std::vector<uint64_t>& sizes) {
-  return with_op(c.op, [&](auto op) {
+  return with_any_op(c.op, [&](auto op) {
     using Op = decltype(op);
     const Problem<Op> problem = build<Op>(c);
     const reference::Result want = expected(device, problem.op, problem.model);
@@ -52,7 +52,7 @@ Comparison judge_sizes(const TestDevice& device, const Case& c,
 }
 
 Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan) {
-  return with_op(c.op, [&](auto op) {
+  return with_any_op(c.op, [&](auto op) {
     using Op = decltype(op);
     const Problem<Op> problem = build<Op>(c);
     return compare(expected(device, problem.op, problem.model),
@@ -77,14 +77,26 @@ Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part pa
 }
 
 void apply_everything(Case& c) {
-  c.options.label_smoothing = 0.1f;
-  c.options.z_loss = 1e-3f;
+  if (diverges(c.op)) {
+    c.divergence = {.kind = static_cast<DivergenceKind>((c.seed + c.shape.vocab) % 5),
+                    .beta = 0.4f,
+                    .label_weight = 0.6f,
+                    .teacher_logit_scale = 0.9f,
+                    .teacher_softcap = 15,
+                    .teacher_temperature = 1.2f};
+    c.teacher_bias = true;
+    c.teacher_hidden = c.shape.hidden + 3;
+  } else {
+    c.options.label_smoothing = 0.1f;
+    c.options.z_loss = 1e-3f;
+    c.vocab_weight = true;
+  }
   c.options.logit_scale = 0.8f;
   c.options.softcap = 20;
   c.options.temperature = 1.3f;
   c.options.out_of_range = OutOfRange::ignore;
   c.ignored = c.outside = 0.15;
-  c.token_weight = c.vocab_weight = c.statistics = c.grad_loss = true;
+  c.token_weight = c.statistics = c.grad_loss = true;
   c.bias = true;
   c.bias_dtype = c.dtype;
   c.grad_lse = c.grad_target_logit = c.grad_entropy = c.saved_state = true;
@@ -110,6 +122,9 @@ std::vector<Row> shape_rows(OpKind op, DType dtype, Part part) {
       c.grad_weight = kGradients[seed / 5 % 5];
       c.options.reduction = kReductions[seed / 7 % 3];
       c.statistics = seed % 3 == 0;
+      c.divergence.kind = static_cast<DivergenceKind>(seed / 2 % 5);
+      c.near = seed % 4 == 0;
+      c.no_target = !everything && seed % 5 == 0;
       if (everything) {
         apply_everything(c);
         c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true;

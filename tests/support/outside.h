@@ -40,7 +40,7 @@ template <class Op>
 std::vector<size_t> tokens_outside(const Op& op) {
   std::vector<size_t> tokens;
   if constexpr (LossOp<Op>) {
-    if (op.options.out_of_range != OutOfRange::error) return tokens;
+    if (op.options.out_of_range != OutOfRange::error || !op.target) return tokens;
     const int64_t vocab = op.options.vocab_total ? op.options.vocab_total : vocab_of(op);
     const std::vector<int64_t> target = read_integers(op.target);
     for (size_t i = 0; i < target.size(); ++i) {

@@ -103,8 +103,8 @@ class Builder {
     return put(DType::f32, {size}, std::move(values));
   }
   // They lie between 0.4 and 2.2.
-  TensorView temperatures(int64_t size) {
-    std::vector<double> values = normals(size, c_.seed * 31 + 29);
+  TensorView temperatures(int64_t size, uint64_t salt = 29) {
+    std::vector<double> values = normals(size, c_.seed * 31 + salt);
     for (double& x : values) x = 1.3 + 0.9 * std::tanh(x);
     return put(DType::f32, {size}, std::move(values));
   }
@@ -134,20 +134,62 @@ class Builder {
     p_.op.weight = p_.pool.add(c_.dtype, {vocab, hidden}, values_.weight,
                                layout_of(placement, {vocab, hidden}, Role::input));
     if (c_.bias) p_.op.bias = put(c_.bias_dtype, {vocab}, normals(vocab, c_.seed + 3));
+    if constexpr (DivergenceOp<Op>) add_teacher(placement);
+  }
+
+  void add_teacher(Placement placement) {
+    const auto [tokens, hidden, vocab] = c_.shape;
+    Teacher& teacher = p_.op.teacher;
+    p_.op.divergence = c_.divergence;
+    if (c_.teacher_temperatures) {
+      p_.op.divergence.teacher_temperature = 1;
+      teacher.temperature = temperatures(tokens, 37);
+    }
+    if (c_.teacher_logits) {
+      teacher.logits = matrix(c_.dtype, tokens, vocab, normals(tokens * vocab, c_.seed + 43, 2));
+      return;
+    }
+    const bool same = c_.near || c_.equal;
+    const int64_t width = c_.teacher_hidden == 0 || same ? hidden : c_.teacher_hidden;
+    std::vector<double> input = values_.input, weight = values_.weight;
+    if (!same && c_.data != Data::constant) {
+      const double scale = c_.data == Data::large ? 1000 : 1;
+      input = normals(tokens * width, c_.seed + 41, scale);
+      weight = normals(vocab * width, c_.seed + 42, 2 / std::sqrt(static_cast<double>(width)));
+    } else if (!same) {
+      input.assign(tokens * width, 0.4);
+      weight.resize(vocab * width);
+      for (int64_t j = 0; j < vocab * width; ++j) {
+        weight[j] = 0.2 + 0.002 * static_cast<double>(j / width % 5);
+      }
+    } else if (c_.near) {
+      const std::vector<double> noise = normals(vocab * hidden, c_.seed + 42, 1e-2);
+      for (size_t j = 0; j < weight.size(); ++j) weight[j] *= 1 + noise[j];
+    }
+    teacher.input = matrix(c_.dtype, tokens, width, input);
+    teacher.weight = p_.pool.add(c_.dtype, {vocab, width}, weight,
+                                 layout_of(placement, {vocab, width}, Role::input));
+    if (c_.teacher_bias) teacher.bias = put(c_.bias_dtype, {vocab}, normals(vocab, c_.seed + 44));
   }
 
   void add_loss() {
     p_.op.options = c_.options;
     const int64_t tokens = c_.shape.tokens;
     const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
-    p_.op.target = put(c_.target, {tokens}, values_.target);
+    if (!DivergenceOp<Op> || !c_.no_target) {
+      p_.op.target = put(c_.target, {tokens}, values_.target);
+    }
     if (c_.token_weight || c_.inactive > 0) p_.op.weights.token = upstream(tokens, 0.5, 1, 11);
     if (c_.temperatures) p_.op.weights.temperature = temperatures(tokens);
     if (c_.vocab_weight) p_.op.weights.vocab = put(DType::f32, {vocab}, class_weights(vocab));
     if (c_.normalizer == NormalizerKind::f32) p_.op.weights.normalizer = put(DType::f32, {}, {6.4});
     if (c_.normalizer == NormalizerKind::i64) p_.op.weights.normalizer = put(DType::i64, {1}, {7});
     if (c_.fault) p_.op.fault = p_.pool.add(DType::i32, {1}, {0});
-    if constexpr (ForwardOp<Op>) add_forward_outputs();
+    if constexpr (DivergenceOp<Op> && ForwardOp<Op>) {
+      add_divergence_outputs();
+    } else if constexpr (ForwardOp<Op>) {
+      add_forward_outputs();
+    }
     if constexpr (GradientOp<Op>) {
       if (c_.grad_loss)
         p_.op.grad_loss =
@@ -166,6 +208,17 @@ class Builder {
     std::vector<double> weights = normals(vocab, c_.seed + 13, 0.4, 1);
     for (int64_t j = 0; j < vocab; ++j) weights[j] = j % 6 == 5 ? 0 : std::fabs(weights[j]);
     return weights;
+  }
+
+  void add_divergence_outputs() {
+    const std::vector<int64_t> shape{c_.shape.tokens};
+    DivergenceStatistics& s = p_.op.statistics;
+    p_.op.loss = output(DType::f32, reduced());
+    if (c_.logprob && !c_.no_target) s.logprob = output(DType::f32, shape);
+    if (!c_.statistics) return;
+    s.entropy = output(DType::f32, shape);
+    s.teacher_entropy = output(DType::f32, shape);
+    s.acceptance = output(DType::f32, shape);
   }
 
   void add_forward_outputs() {

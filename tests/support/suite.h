@@ -24,6 +24,16 @@ inline constexpr OpKind kOps[] = {OpKind::softmax,
 inline constexpr OpKind kLossOps[] = {OpKind::forward,          OpKind::backward,
                                       OpKind::forward_backward, OpKind::linear_forward,
                                       OpKind::linear_backward,  OpKind::linear_forward_backward};
+inline constexpr OpKind kAllOps[] = {OpKind::softmax,
+                                     OpKind::forward,
+                                     OpKind::backward,
+                                     OpKind::forward_backward,
+                                     OpKind::linear_forward,
+                                     OpKind::linear_backward,
+                                     OpKind::linear_forward_backward,
+                                     OpKind::divergence_forward,
+                                     OpKind::divergence_backward,
+                                     OpKind::divergence_forward_backward};
 inline bool is_set(const char* variable) {
   const char* value = std::getenv(variable);
   return value != nullptr && std::string(value) == "1";
@@ -76,6 +86,7 @@ inline std::vector<Parameter> parameters(std::span<const OpKind> ops,
   for (const std::string& name : device_names()) {
     const bool one = !full() && (kSanitized || name == "reference");
     for (const OpKind op : ops) {
+      if (diverges(op) && name == "webgpu") continue;  // it has none
       const size_t chosen = static_cast<size_t>(op) % dtypes.size();
       for (size_t i = 0; i < dtypes.size(); ++i) {
         if (!one || i == chosen) all.emplace_back(name, op, dtypes[i]);

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// A token's divergence, its statistics and gradient, from the rows of both heads ("Divergences of
+// two heads" of docs/semantics.md).
+#pragma once
+
+#include "src/reference/row.h"
+
+namespace logitless::reference {
+
+// The teacher as an op of its own, whose rows make_row makes.
+struct TeacherHead {
+  explicit TeacherHead(const Call& call);
+  Row row(const Token& token, int64_t i, const BoundModel& model, bool with_bounds) const;
+
+ private:
+  Call call_;
+  std::vector<double> weight_, bias_;  // [V, Dt] [V]
+};
+
+// D and what its gradient is made of.
+struct DivergenceRow {
+  Estimate divergence, acceptance;
+  std::vector<Estimate> dz;  // [V]  of D alone
+};
+DivergenceRow divergence_row(const DivergenceOptions& options, const Row& student,
+                             const Row& teacher);
+
+Estimate divergence_loss(const Call& call, const Token& token, const Row& student,
+                         const DivergenceRow& row);
+RowGradient divergence_gradient(const Call& call, const Tokens& tokens, const Token& token,
+                                const Row& student, const DivergenceRow& row);
+// log p_t of the student.
+Estimate target_logprob(const Token& token, const Row& student);
+
+}  // namespace logitless::reference
