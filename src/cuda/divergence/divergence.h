@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// LinearDivergence ops on CUDA.
+// LinearDivergence ops on every CUDA device: cuBLASLt makes the products, kernels of the rows what
+// lies between them (docs/kernels/divergence.md).
 #pragma once
 
 #include "src/backend.h"
@@ -7,9 +8,24 @@
 
 namespace logitless::cuda {
 
-struct DivergencePlan {
-  int64_t unused = 0;
+// How the gradients come to be.
+enum class DivergenceWay : int32_t {
+  none,       // there are none; a Forward may keep dz
+  whole,      // dz of all tokens is there before either product is made: four products
+  chunks,     // dz of a chunk of tokens at a time, grad_weight summed in f32: four products
+  columns,    // states of all tokens first, then dz of some columns at a time: six products
+  from_kept,  // a Forward has kept dz: two products
 };
+const char* name_of(DivergenceWay way);
+
+struct DivergencePlan {
+  DivergenceWay way = DivergenceWay::none;
+  int64_t chunk = 0;    // logits of so many tokens are there at a time
+  int64_t columns = 0;  // and dz of so many columns, where not of all
+  uint64_t bytes = 0;
+  double seconds = 0;  // it is predicted
+};
+
 Status divergence_workspace(const Call& call, const DeviceInfo& device, uint64_t given,
                             WorkspaceSize* size);
 // Plans a call in so many bytes of workspace, the minimum or more.

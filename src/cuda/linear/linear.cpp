@@ -108,6 +108,16 @@ LinearMemory place(const Engine& engine, const LinearCall& call, const LinearPla
   return m;
 }
 
+Status check_linear_extents(std::initializer_list<int64_t> extents) {
+  constexpr int64_t most = (int64_t{1} << 31) - 65536;
+  for (const int64_t extent : extents) {
+    if (extent <= most) continue;
+    return error(StatusCode::not_supported, "cuda: an extent is %lld; allowed: up to %lld",
+                 static_cast<long long>(extent), static_cast<long long>(most));
+  }
+  return {};
+}
+
 Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                     int64_t column) {
   if (call.shape.copies_weight) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
 
 #include "src/cuda/linear/arrays.h"
 #include "src/cuda/linear/plan.h"
@@ -145,6 +146,9 @@ void copy_weight_tail(const LinearWork& work);
 void gather_input(const LinearWork& work, bool clears, bool beside);
 // Writes the bias and the class weights in f32, with so many zeros behind them.
 void column_terms(const LinearWork& work, int64_t padding);
+
+// Rows and columns are counted in 32 bits on the device; offsets are not.
+Status check_linear_extents(std::initializer_list<int64_t> extents);
 
 // Returns the weight from row `column` on, as a product reads it.
 Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

@@ -15,23 +15,6 @@
 #include "src/row/map.h"
 
 namespace logitless::cuda {
-namespace {
-
-// A product reads rows (or columns) of whole 16 bytes that lie multiples of 16 bytes apart. The
-// address is not looked at, because the workspace may be asked for before there is one.
-bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
-  const int64_t size = size_of(v.dtype);
-  const bool along = v.stride[1] == 1 || columns == 1, across = v.stride[0] == 1 || rows == 1;
-  const int64_t stride = along ? v.stride[0] : v.stride[1];
-  const int64_t length = along ? columns : rows;
-  return (along || across) && stride >= length && stride * size % 16 == 0 &&
-         length * size % 16 == 0;
-}
-
-// Rows and columns are counted in 32 bits on the device; offsets are not.
-constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
-
-}  // namespace
 
 void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
   call->kept.columns = columns;
@@ -85,7 +68,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
   s.targets_only = call.targets_only();
   made.anchor = call.anchor;
   s.smoothing = call.options.label_smoothing > 0;
-  s.copies_weight = !serves_product(call.weight, s.vocab, s.hidden);
+  s.copies_weight = !serves_product(call.weight);
   s.maps = made.in.makes_maps;
   s.screens_gradients = made.in.screens_gradients();
   s.sums = sums_of(call);
@@ -106,9 +89,8 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
     s.grad_weight_f32 = call.grad_weight.dtype == DType::f32;
     // The matrix library writes rows, in f32 or the inputs' own dtype.
     const TensorView& out = call.grad_weight;
-    s.kernels.direct_grad_weight =
-        !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) && out.stride[1] == 1 &&
-                 serves_product(out, s.vocab, s.hidden));
+    s.kernels.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
+                                            out.stride[1] == 1 && serves_product(out));
   }
   s.kernels.kept = call.forward ? Origin::e : Origin::again_dz;
   if (call.kept && s.tokens > 0) {
@@ -195,14 +177,12 @@ LinearPasses two_passes(const LinearDecisions& decided, const LinearShape& shape
 
 Status linear_workspace(const Call& call, const DeviceInfo& device, uint64_t given,
                         WorkspaceSize* size) {
-  const Status status = find_matrix_library();
-  if (!status.ok()) return status;
-  for (const int64_t extent : {call.input.shape[0], call.weight.shape[0], call.weight.shape[1]}) {
-    if (extent > most_extent) {
-      return error(StatusCode::not_supported, "cuda: an extent is %lld; allowed: up to %lld",
-                   static_cast<long long>(extent), static_cast<long long>(most_extent));
-    }
+  Status status = find_matrix_library();
+  if (status.ok()) {
+    status =
+        check_linear_extents({call.input.shape[0], call.weight.shape[0], call.weight.shape[1]});
   }
+  if (!status.ok()) return status;
   // The best engine may not be able to use an alignment that is not known yet, so the sizes do for
   // either kind.
   Call asked = call;

@@ -347,6 +347,15 @@ void multiply(const Product& p, const DeviceInfo& device, void* library_memory, 
   }
 }
 
+bool serves_product(const TensorView& v) {
+  const int64_t size = size_of(v.dtype), rows = v.shape[0], columns = v.shape[1];
+  const bool along = v.stride[1] == 1 || columns == 1, across = v.stride[0] == 1 || rows == 1;
+  const int64_t stride = along ? v.stride[0] : v.stride[1];
+  const int64_t length = along ? columns : rows;
+  return (along || across) && stride >= length && stride * size % 16 == 0 &&
+         length * size % 16 == 0;
+}
+
 Status find_matrix_library() {
   Library* library;
   return find_library(&library);

@@ -40,6 +40,11 @@ constexpr int64_t matrix_library_bytes = 4 << 20;
 void multiply(const Product& product, const DeviceInfo& device, void* library_memory,
               Stream* stream);
 
+// Returns whether a product reads, or writes, a matrix where it lies: its rows (or columns) are
+// whole 16 bytes, multiples of 16 bytes apart. The address is not looked at, because the workspace
+// may be asked for before there is one.
+bool serves_product(const TensorView& matrix);
+
 // Returns backend_unavailable with the names tried, if there is none.
 Status find_matrix_library();
 // Creates the device's handle, which loads the library's kernels lazily.

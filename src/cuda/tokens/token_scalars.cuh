@@ -47,7 +47,7 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
                             .upstream = all.upstream,
                             .of_statistics = in.statistics_gradients,
                             .statistic = all.statistics,
-                            .weight = all.weights,
+                            .weight = all.weights * (1 + double{in.beyond}),
                             .lift = in.lift};
   const bool common = options.reduction != Reduction::none && present(in.grad_loss);
   const float grad_loss = common ? load(in.grad_loss) : 1;

@@ -74,10 +74,11 @@ struct OwnTokens {
 template <class T>
 __device__ void read_targets(const TensorView& view, int64_t total, int b,
                              int64_t (&target)[rounds]) {
+  const int64_t end = present(view) ? total : 0;
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
     const int64_t i = token_of(b, r);
-    target[r] = i < total ? *address<const T>(view, i) : 0;
+    target[r] = i < end ? *address<const T>(view, i) : 0;
   }
 }
 __device__ OwnTokens read_tokens(const TokenInput& in, const Tokens& t, int b) {
@@ -101,13 +102,14 @@ template <class T, class F>
 __device__ void for_targets_of(const TensorView& view, int total, int64_t ignored, F&& use) {
   const T* at = address<const T>(view, threadIdx.x);
   const int64_t step = threads * view.stride[0];
+  const bool given = present(view);
 #pragma unroll 1
   for (int block = 0; block * threads < total; block += rounds) {
     int64_t target[rounds];
 #pragma unroll
     for (int r = 0; r < rounds; ++r, at += step) {
       const bool exists = (block + r) * threads + static_cast<int>(threadIdx.x) < total;
-      target[r] = exists ? *at : ignored;
+      target[r] = !exists ? ignored : given ? *at : 0;
     }
 #pragma unroll
     for (int r = 0; r < rounds; ++r) use(block + r, target[r]);
@@ -312,7 +314,7 @@ __device__ void count_and_compact(const TokenInput& in, const Tokens& t, const T
   __shared__ int places[warps_per_block], counted_before[warps_per_block];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t i = int64_t{b} * threads + threadIdx.x;
-  const int64_t target = i < t.total ? load_int(in.target, i) : 0;
+  const int64_t target = i < t.total ? target_of(in, i) : 0;
   const TokenKind kind =
       i < t.total ? kind_of_token(in, t.inactive, i, target) : TokenKind::ignored;
   int before = 0, all = 0, counted = 0;
@@ -383,7 +385,7 @@ __global__ void __launch_bounds__(256)
     screen_kernel(const __grid_constant__ TokenInput in, Tokens t) {
   const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (i >= t.total) return;
-  const bool counts = kind_of_target(in, load_int(in.target, i)) == TokenKind::counts;
+  const bool counts = kind_of_target(in, target_of(in, i)) == TokenKind::counts;
   const bool inactive = counts && in.skips_inactive && has_no_gradient(in, i);
   if (t.inactive != nullptr) t.inactive[i] = inactive;
   if (t.map == nullptr) return;
@@ -489,12 +491,13 @@ __global__ void __launch_bounds__(256) clear_rows(Tokens t, TensorView gradient)
 
 }  // namespace
 
+void screen_tokens(const TokenInput& input, const Tokens& tokens, Stream* stream) {
+  stream->launch("screen_tokens", screen_kernel, blocks_for(tokens.total, 256), 256, input, tokens);
+}
+
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
                     Stream* stream) {
-  if (tokens.inactive != nullptr || tokens.map != nullptr) {
-    stream->launch("screen_tokens", screen_kernel, blocks_for(tokens.total, 256), 256, input,
-                   tokens);
-  }
+  if (tokens.inactive != nullptr || tokens.map != nullptr) screen_tokens(input, tokens, stream);
   if (tokens.total <= one_launch_tokens) {
     const unsigned blocks = blocks_for(tokens.total, threads) + 1;
     return stream->launch("prepare_tokens", prepare_kernel, blocks, threads, input, tokens,

@@ -20,6 +20,12 @@ __device__ inline TokenKind kind_of_target(const TokenInput& in, int64_t target)
   return in.options.out_of_range == OutOfRange::ignore ? TokenKind::ignored : TokenKind::outside;
 }
 
+// Returns the target of token i. Where there are none every token counts, as if it were column 0
+// (token_input leaves no other to ignore).
+__device__ inline int64_t target_of(const TokenInput& in, int64_t i) {
+  return present(in.target) ? load_int(in.target, i) : 0;
+}
+
 // Returns whether the token counts and has no gradient. Without `inactive` [N] all tokens have one
 // or none does.
 __device__ inline bool is_inactive(const TokenInput& in, const uint8_t* inactive, int64_t i) {

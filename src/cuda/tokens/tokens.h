@@ -25,6 +25,8 @@ struct TokenInput {
   // A dz of f16 is stored times this, so that small ones keep their bits: the largest usual dz
   // comes to 64 of 65504.
   float lift = 1;
+  // A dz may be 1 + beyond times as large as the token's weight says.
+  float beyond = 0;
   // Returns whether some tokens may have a gradient and others none.
   constexpr bool screens_gradients() const {
     return skips_inactive && (per_row_upstream || token_weight || statistics_gradients);
@@ -56,6 +58,10 @@ inline TokenOutputs token_outputs(const Call& call) {
   if (!call.forward) return {};
   return {call.loss, call.statistics()};
 }
+
+// Finds which tokens have no gradient, and makes each token's map, where there are these arrays.
+// prepare_tokens begins with it; a second head has maps of its own.
+void screen_tokens(const TokenInput& input, const Tokens& tokens, Stream* stream);
 
 // Enqueues the whole preparation: one launch for up to one_launch_tokens, else two. It also checks
 // the targets' range, which may set `fault`, and writes the outputs of tokens that do not count: 0,
@@ -90,6 +96,7 @@ inline TokenInput token_input(const Call& call) {
   in.grad_entropy = call.grad_entropy;
   in.statistics_gradients = call.grad_lse || call.grad_target_logit || call.grad_entropy;
   in.skips_inactive = call.gradients && !call.forward;
+  if (!call.target) in.options.ignore_index = -1;
   return in;
 }
 

@@ -30,6 +30,12 @@ class PortableEngine final : public Engine {
            const DeviceInfo& device, Stream* stream) const override;
 };
 
+// Predicts a matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
+// multiprocessors, or what its operands and result take to move. With `sums` the result is f32 and
+// read too. cuBLASLt splits the depth, where it may, if a tenth of the multiprocessors would idle.
+double product_time(const LinearShape& shape, const DeviceSpeed& speed, int64_t rows,
+                    int64_t columns, int64_t depth, bool sums, bool may_split = false);
+
 // Returns how many bytes the block of logits has.
 inline int64_t block_bytes(const LinearPlan& p) {
   return p.block_rows * p.block_columns * static_cast<int64_t>(sizeof(float));

@@ -16,26 +16,6 @@ constexpr int64_t least_chunk = 128;
 // next multiple of 8.
 constexpr int64_t extra_rows = 16;
 
-// Predicts a matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
-// multiprocessors, or what its operands and result take to move. With `sums` the result is f32 and
-// read too. cuBLASLt splits the depth, where it may, if a tenth of the multiprocessors would idle.
-double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
-                    int64_t depth, bool sums, bool may_split = false) {
-  const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
-  const double element = static_cast<double>(size_of(s.dtype));
-  const double r = static_cast<double>(rows), c = static_cast<double>(columns),
-               d = static_cast<double>(depth);
-  const double tiles = static_cast<double>(divide_up(rows, 128) * divide_up(columns, 256));
-  const double full = tiles / speed.multiprocessors;
-  const bool splits = may_split && full < 0.9 * std::ceil(full);
-  const double waves = splits ? full : std::ceil(full);
-  const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
-  const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
-  // A result that is read and written in f32 has traffic that no arithmetic hides.
-  const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
-  return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
-}
-
 // Returns whether the depth of grad_input's product of so many rows can be split: the block of
 // logits holds the sums of the parts, which take a result's size. Where logits are made too, their
 // pass decides how large the block is.
@@ -124,6 +104,23 @@ void each_of_kept(const LinearShape& s, LinearPlan p,
 }
 
 }  // namespace
+
+double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
+                    int64_t depth, bool sums, bool may_split) {
+  const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
+  const double element = static_cast<double>(size_of(s.dtype));
+  const double r = static_cast<double>(rows), c = static_cast<double>(columns),
+               d = static_cast<double>(depth);
+  const double tiles = static_cast<double>(divide_up(rows, 128) * divide_up(columns, 256));
+  const double full = tiles / speed.multiprocessors;
+  const bool splits = may_split && full < 0.9 * std::ceil(full);
+  const double waves = splits ? full : std::ceil(full);
+  const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
+  const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
+  // A result that is read and written in f32 has traffic that no arithmetic hides.
+  const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
+  return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
+}
 
 double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                                const Step& step) const {

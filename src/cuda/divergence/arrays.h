@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// These are the device arrays of a divergence as its kernels take them.
+#pragma once
+
+#include "logitless/ops.h"
+#include "src/cuda/linear/arrays.h"
+#include "src/cuda/tokens/tokens.h"
+
+namespace logitless::cuda {
+
+// A head's logits of a chunk of tokens, raw: made here, or the caller's.
+struct HeadLogits {
+  const float* made = nullptr;  // [rows, pitch]  a multiple of 16 bytes apart; null: `given`
+  int64_t pitch = 0;
+  TensorView given{};  // [N, V]  by token
+  TensorView bias{};   // [V]
+  MapFactors map{};
+  const TokenMap* maps = nullptr;  // [N]  there where each token has a map of its own
+  bool plain() const { return made != nullptr && !bias && map.identity && maps == nullptr; }
+};
+
+// dz of a row needs this: both states, lse - lse' of these, and the mean that is subtracted.
+struct DivergenceState {
+  float reference, log_sum;
+  float teacher_reference, teacher_log_sum;
+  float apart, mean;
+};
+
+// Where dz goes, times the student's slope; zeros go where no token has a row.
+struct DivergencePanel {
+  char* data = nullptr;  // [rows, pitch]  null where no dz is made
+  int64_t pitch = 0;
+  DType dtype = DType::f32;
+  // Kept for another call: rows are by token, each times `lift` and nothing else; a row that is not
+  // finite becomes zeros, and is marked.
+  float* kept_rows = nullptr;  // [N, 8]
+  float lift = 1, layout = 0;
+};
+
+// A launch over columns [first, first + columns) of a chunk's rows.
+struct DivergenceRows {
+  TokenInput in{};
+  Chunk chunk{};
+  HeadLogits student{}, teacher{};
+  int64_t first = 0;
+  int32_t columns = 0;
+  float beta = 0, label_weight = 0;
+  bool has_target = false, has_outputs = false;
+  float* losses = nullptr;  // [N]  by token; there where the losses are reduced
+  TensorView loss{};        // [N]
+  DivergenceStatistics statistics{};
+  DivergenceState* states = nullptr;  // [N]  compacted; there where dz is made later
+  DivergencePanel dz{};
+};
+
+}  // namespace logitless::cuda

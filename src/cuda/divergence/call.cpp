@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
+#include "src/cuda/divergence/plan.h"
+#include "src/cuda/runtime/blas.h"
+#include "src/row/divergence.h"
+#include "src/row/map.h"
+
+namespace logitless::cuda {
+namespace {
+
+// |dz| of a row is no more than this before the label's term: by the formulas of all kinds but
+// reverse_kl, whose p |d - mean| has no bound, but passes this many nats only where q is no f32.
+float most_dz(DivergenceKind kind) { return kind == DivergenceKind::reverse_kl ? 512 : 2; }
+// And usually no more than this.
+float usual_dz(DivergenceKind kind) { return kind == DivergenceKind::reverse_kl ? 64 : 1; }
+
+// Small dz of f16 keep their bits where they are stored times a power of two.
+float lift_of(const DivergenceOptions& o) {
+  const DivergenceKind kind = effective_kind(o);
+  const float usual = kind == DivergenceKind::reverse_kl ? 64 : 1024;
+  const float most = 32768 / (most_dz(kind) + o.label_weight);
+  return std::exp2(std::floor(std::log2(std::fmin(usual, most))));
+}
+
+LinearCall head_of(const TokenInput& in, const LossOptions& options, const TensorView& input,
+                   const TensorView& weight, const TensorView& bias) {
+  LinearCall head;
+  head.in = in;
+  head.input = input;
+  head.weight = weight;
+  head.bias = bias;
+  head.map = map_factors(logit_map(options));
+  LinearShape& s = head.shape;
+  s.maps = in.makes_maps;
+  if (!weight) return head;
+  s.tokens = input.shape[0];
+  s.vocab = weight.shape[0];
+  s.hidden = weight.shape[1];
+  s.dtype = input.dtype;
+  s.on_cuda_cores = s.dtype == DType::f32 && !options.allow_tf32;
+  s.copies_weight = !serves_product(weight);
+  s.kernels.takes_eights = true;
+  return head;
+}
+
+void add_gradients(const Call& call, LinearCall* head) {
+  LinearShape& s = head->shape;
+  head->grad_input = call.grad_input;
+  head->grad_weight = call.grad_weight;
+  head->grad_bias = call.grad_bias;
+  head->accumulate = call.accumulate;
+  s.grad_input = static_cast<bool>(call.grad_input);
+  s.grad_weight = static_cast<bool>(call.grad_weight);
+  s.grad_bias = static_cast<bool>(call.grad_bias);
+  s.grad_weight_f32 = call.grad_weight.dtype == DType::f32;
+  const TensorView& out = call.grad_weight;
+  s.kernels.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
+                                          out.stride[1] == 1 && serves_product(out));
+}
+
+// Equal heads have logits of equal bits where their products are the same one.
+void copy_both_or_none(DivergenceCall* made) {
+  LinearShape &s = made->student.shape, &t = made->teacher.shape;
+  if (s.hidden != t.hidden) return;
+  s.copies_weight = t.copies_weight = s.copies_weight || t.copies_weight;
+}
+
+void add_kept(const Call& call, DivergenceCall* made) {
+  TokenInput& in = made->student.in;
+  const bool is_half = call.input.dtype == DType::f16;
+  made->kept = call.kept;
+  made->kept_rows = call.kept_rows;
+  made->keeps = call.kept && call.forward;
+  made->from_kept = call.kept && !call.forward;
+  made->alike = !in.per_row_upstream && !in.token_weight && !in.makes_maps;
+  if (call.kept && is_half) made->lift = lift_of(call.divergence);
+  if (!is_half) return;
+  if (made->from_kept) {
+    in.beyond = 8191;  // no row's factor is above 1
+  } else {
+    in.lift = lift_of(call.divergence);
+    in.beyond = usual_dz(effective_kind(call.divergence)) - 1 + call.divergence.label_weight;
+  }
+}
+
+}  // namespace
+
+DivergenceCall make_divergence(const Call& call) {
+  DivergenceCall made;
+  made.options = call.divergence;
+  made.options.kind = effective_kind(call.divergence);
+  made.student = head_of(token_input(call), call.options, call.input, call.weight, call.bias);
+  if (call.gradients) add_gradients(call, &made.student);
+  add_kept(call, &made);
+
+  made.teacher_in = made.student.in;
+  made.teacher_in.options.logit_scale = call.divergence.teacher_logit_scale;
+  made.teacher_in.options.softcap = call.divergence.teacher_softcap;
+  made.teacher_in.options.temperature = call.divergence.teacher_temperature;
+  made.teacher_in.temperature = call.teacher_temperature;
+  const bool needs_teacher = !made.from_kept;
+  made.teacher_in.makes_maps = needs_teacher && call.teacher_temperature;
+  made.teacher =
+      head_of(made.teacher_in, call.teacher_options(), call.teacher_input,
+              needs_teacher ? TensorView(call.teacher_weight) : TensorView{}, call.teacher_bias);
+  if (made.makes_teacher()) copy_both_or_none(&made);
+  if (needs_teacher) made.teacher_logits = call.teacher_logits;
+  if (!call.forward) return made;
+  made.loss = call.loss;
+  made.statistics = {call.entropy, call.teacher_entropy, call.acceptance, call.logprob};
+  // They are written as statistics of other names, which are 0 there too.
+  made.others = {call.loss,
+                 {.lse = call.teacher_entropy,
+                  .target_logit = call.acceptance,
+                  .entropy = call.entropy,
+                  .logprob = call.logprob}};
+  return made;
+}
+
+}  // namespace logitless::cuda

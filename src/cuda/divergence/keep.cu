@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// A Backward makes its gradients of dz that a Forward has kept by token: each row has a factor, 0
+// where the token has no gradient, NaN where nobody has kept its dz.
+#include "src/cuda/divergence/kernels.h"
+#include "src/cuda/linear/linear.cuh"
+#include "src/kept.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int threads = 256;
+
+// Returns the factor of all rows beside their own.
+__device__ float common_factor(const KeptFactors& a) {
+  const TokenScalars& s = *a.tokens.scalars;
+  const float own = a.alike ? s.upstream * a.slope : 1.0f;
+  return s.gradient_scale * own / a.lift;
+}
+
+// Returns the factor of token i, which has a gradient.
+__device__ float own_factor(const KeptFactors& a, int64_t i) {
+  const KeptRow row = reinterpret_cast<const KeptRow*>(a.kept_rows)[i];
+  const bool is_ours = row.layout == a.layout && row.columns == static_cast<float>(a.vocab);
+  if (!is_ours && present(a.in.fault)) atomicOr(address<int>(a.in.fault), 2);
+  if (!is_ours || row.overwritten != 0) return nan_value();
+  if (a.alike) return 1;
+  const float slope = a.tokens.map == nullptr ? a.slope : a.tokens.map[i].slope;
+  const float g =
+      token_gradient(a.in, *a.tokens.scalars, i, 1, token_weight(a.in, i), RowState{}).probability;
+  return g * slope;
+}
+
+__global__ void __launch_bounds__(threads) factors_kernel(const __grid_constant__ KeptFactors a) {
+  const int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x;
+  if (i >= a.tokens.total) return;
+  // 0 times what is infinite or NaN would not be 0, so that a row's own factor has it.
+  const float common = common_factor(a);
+  const bool moves = !isfinite(common);
+  if (i == 0) {
+    TokenScalars s = *a.tokens.scalars;
+    s.valid = static_cast<int32_t>(a.tokens.total);
+    s.gradient_scale = moves ? 1.0f : common;
+    *a.ordered.scalars = s;
+  }
+  float v = 0;
+  if (kind_of_token(a.in, a.tokens.inactive, i, target_of(a.in, i)) == TokenKind::counts) {
+    v = own_factor(a, i) * (moves ? common : 1.0f);
+  }
+  a.ordered.row[i] = static_cast<int32_t>(i);
+  if (a.scales != nullptr) a.scales[i] = v;
+  a.factors[i] = {a.scales != nullptr && v != 0 ? 1.0f : v, 0, 0, 0};
+}
+
+// A warp takes a row.
+template <class T>
+__global__ void __launch_bounds__(threads)
+    gather_kernel(TensorView input, const RowFactors* factors, int64_t rows, int64_t pitch, T* to) {
+  const int64_t row = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
+  if (row >= rows) return;
+  constexpr int width = Pack<T>::width;
+  const bool exists = row < input.shape[0];
+  const float v = exists ? factors[row].scale : 0.0f;
+  const RowReader<T> reader(input, v == 0 ? 0 : row, v == 0 ? 0 : input.shape[1]);
+  for (int64_t j = threadIdx.x % 32 * width; j < pitch; j += 32 * width) {
+    Pack<T> x = v == 0 ? Pack<T>{} : reader(j);
+#pragma unroll
+    for (int n = 0; n < width; ++n) x.x[n] = from_f32<T>(v == 0 ? 0.0f : v * to_f32(x.x[n]));
+    *reinterpret_cast<Pack<T>*>(to + row * pitch + j) = x;
+  }
+}
+
+// A thread takes 16 bytes; what lies behind the columns of `from` is as finite as they are.
+template <class T>
+__global__ void __launch_bounds__(threads)
+    scale_kernel(Panel from, const float* scales, int64_t tokens, Panel to) {
+  constexpr int width = Pack<T>::width;
+  const int64_t row = blockIdx.x;
+  const int64_t j = (int64_t{blockIdx.y} * threads + threadIdx.x) * width;
+  if (j >= to.columns) return;
+  const float v = row < tokens ? scales[row] : 0.0f;
+  Pack<T> x{};
+  if (v != 0) {
+    x = *reinterpret_cast<const Pack<T>*>(reinterpret_cast<const T*>(from.data) + row * from.pitch +
+                                          j);
+  }
+#pragma unroll
+  for (int n = 0; n < width; ++n) {
+    const bool is_there = v != 0 && j + n < to.columns;
+    x.x[n] = from_f32<T>(is_there ? v * to_f32(x.x[n]) : 0.0f);
+  }
+  *reinterpret_cast<Pack<T>*>(reinterpret_cast<T*>(to.data) + row * to.pitch + j) = x;
+}
+
+}  // namespace
+
+void kept_factors(const KeptFactors& arguments, Stream* stream) {
+  stream->launch("kept_factors", factors_kernel, blocks_for(arguments.tokens.total, threads),
+                 threads, arguments);
+}
+
+void gather_scaled(const TensorView& input, const RowFactors* factors, int64_t rows, int64_t pitch,
+                   char* to, Stream* stream) {
+  with_dtype(input.dtype, [&](auto element) {
+    using T = decltype(element);
+    stream->launch("gather_scaled", gather_kernel<T>, blocks_for(rows, threads / 32), threads,
+                   input, factors, rows, pitch, reinterpret_cast<T*>(to));
+  });
+}
+
+void scale_panel(DType dtype, const Panel& from, const float* scales, int64_t tokens, int64_t rows,
+                 const Panel& to, Stream* stream) {
+  with_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    const dim3 blocks(static_cast<unsigned>(rows),
+                      blocks_for(to.columns, int64_t{threads} * Pack<T>::width));
+    stream->launch("scale_panel", scale_kernel<T>, blocks, threads, from, scales, tokens, to);
+  });
+}
+
+}  // namespace logitless::cuda

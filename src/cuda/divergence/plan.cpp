@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which ways there are to make a divergence in so many bytes, and how long each takes.
+#include "src/cuda/divergence/plan.h"
+
+#include <algorithm>
+#include <array>
+
+#include "src/cuda/linear/engines.h"
+#include "src/cuda/linear/plan_time.h"
+#include "src/cuda/linear/portable/engine.h"
+#include "src/cuda/runtime/blas.h"
+
+namespace logitless::cuda {
+namespace {
+
+// Logits of more tokens at a time make no product quicker.
+constexpr std::array<int64_t, 13> chunk_sizes{2048, 1536, 1280, 1024, 896, 768, 640,
+                                              512,  384,  256,  192,  128, 64};
+constexpr std::array<int64_t, 6> widths{16384, 8192, 4096, 2048, 1024, 512};
+
+// Returns how many tokens' input is gathered at a time.
+int64_t input_rows(const DivergenceCall& call, const DivergencePlan& p) {
+  const bool all = p.way != DivergenceWay::none && p.way != DivergenceWay::chunks;
+  return all ? whole_rows(call.student.shape.tokens) : p.chunk;
+}
+
+// Returns how many logits of a head there is room for.
+int64_t logits_of(const DivergenceCall& call, const DivergencePlan& p) {
+  const LinearShape& s = call.student.shape;
+  if (p.way == DivergenceWay::from_kept) return 0;
+  const int64_t chunk = p.chunk * panel_pitch(s.vocab);
+  if (p.way != DivergenceWay::columns) return chunk;
+  return std::max(chunk, whole_rows(s.tokens) * p.columns);
+}
+
+// Returns how many elements of dz there is room for.
+int64_t dz_elements(const DivergenceCall& call, const DivergencePlan& p) {
+  const LinearShape& s = call.student.shape;
+  switch (p.way) {
+    case DivergenceWay::whole:
+      return whole_rows(s.tokens) * panel_pitch(s.vocab);
+    case DivergenceWay::chunks:
+      return p.chunk * panel_pitch(s.vocab);
+    case DivergenceWay::columns:
+      return whole_rows(s.tokens) * p.columns;
+    case DivergenceWay::from_kept:
+      return call.scales_panel() ? whole_rows(s.tokens) * p.columns : 0;
+    default:
+      return 0;
+  }
+}
+// f32 takes the place of the logits, where these are not needed again.
+bool dz_in_place(const DivergenceCall& call, const DivergencePlan& p) {
+  const bool passes = p.way == DivergenceWay::chunks || p.way == DivergenceWay::columns;
+  return passes && call.student.shape.dtype == DType::f32;
+}
+
+void place_head(const LinearCall& call, int64_t rows, Arena* arena, DivergenceHead* head) {
+  const LinearShape& s = call.shape;
+  head->plan.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
+  const int64_t row = head->plan.hidden_pitch * size_of(s.dtype);
+  if (s.copies_weight) head->m.weight = arena->take<char>(s.vocab * row);
+  head->m.input = arena->take<char>(rows * row);
+  head->m.target_logit = arena->take<float>(rows);
+  if (s.maps) head->m.slope = arena->take<float>(rows);
+  head->m.rows_finished = arena->take<int32_t>(1);
+}
+
+void place_gradients(const DivergenceCall& call, const DivergencePlan& p, int64_t panel_columns,
+                     Arena* arena, DivergenceMemory* m) {
+  const LinearShape& s = call.student.shape;
+  DivergenceHead& head = m->student;
+  const int64_t pitch = head.plan.hidden_pitch;
+  const bool by_chunk = p.way == DivergenceWay::chunks;
+  const int64_t rows = by_chunk ? p.chunk : s.tokens;
+  head.plan.token_chunk = rows;
+  head.plan.chunks = by_chunk ? divide_up(s.tokens, p.chunk) : 1;
+  if (s.grad_input && tail_columns(s) > 0) {
+    head.m.weight_tail = arena->take<char>(8 * pitch * size_of(s.dtype));
+  }
+  if (s.grad_input && p.way != DivergenceWay::whole) {
+    head.m.grad_input_sum = arena->take<float>(rows * pitch);
+  }
+  if (sums_grad_weight(s, head.plan)) head.m.grad_weight_sum = arena->take<float>(s.vocab * pitch);
+  if (tail_rows(s) > 0) head.m.weight_tail_sum = arena->take<float>(8 * pitch);
+  if (!s.grad_bias) return;
+  head.m.bias_sum = arena->take<float>(s.vocab);
+  head.m.bias_slabs = arena->take<float>(divide_up(rows, bias_slab_rows) * panel_columns);
+}
+
+}  // namespace
+
+const char* name_of(DivergenceWay way) {
+  constexpr const char* names[] = {"loss only", "whole", "chunks", "columns", "kept"};
+  return names[static_cast<int>(way)];
+}
+
+DivergenceMemory place_divergence(const DivergenceCall& call, const DivergencePlan& p,
+                                  void* workspace) {
+  Arena arena(workspace);
+  const LinearShape& s = call.student.shape;
+  DivergenceMemory m;
+  m.tokens = place_tokens(&arena, s.tokens, {call.student.in.screens_gradients(), s.maps});
+  if (call.teacher_in.makes_maps) m.teacher_maps = arena.take<TokenMap>(s.tokens);
+  if (call.loss && call.student.in.options.reduction != Reduction::none) {
+    m.losses = arena.take<float>(s.tokens);
+  }
+  if (p.way == DivergenceWay::columns) m.states = arena.take<DivergenceState>(s.tokens);
+  char* const library = arena.take<char>(matrix_library_bytes);
+  place_head(call.student, input_rows(call, p), &arena, &m.student);
+  if (call.makes_teacher()) {
+    const bool all = p.way == DivergenceWay::columns;
+    place_head(call.teacher, all ? whole_rows(s.tokens) : p.chunk, &arena, &m.teacher);
+  }
+  m.student.m.library = m.teacher.m.library = library;
+  m.student.m.tokens = m.teacher.m.tokens = m.tokens;
+  m.teacher.m.tokens.map = m.teacher_maps;
+  // Sums of grad_input lie where the logits were, when dz of all tokens is there.
+  const uint64_t start = arena.used();
+  const int64_t logits = logits_of(call, p);
+  if (logits > 0) m.logits = arena.take<float>(logits);
+  if (logits > 0 && call.makes_teacher()) m.teacher_logits = arena.take<float>(logits);
+  const uint64_t end = arena.used();
+  if (p.way == DivergenceWay::whole && s.grad_input) {
+    arena.back_to(start);
+    m.student.m.grad_input_sum = arena.take<float>(s.tokens * m.student.plan.hidden_pitch);
+    arena.at_least(end);
+  }
+  if (dz_in_place(call, p)) {
+    m.dz = reinterpret_cast<char*>(m.logits);
+  } else if (const int64_t elements = dz_elements(call, p)) {
+    m.dz = arena.take<char>(elements * size_of(s.dtype));
+  }
+  if (call.from_kept) {
+    m.ordered = m.tokens;
+    m.ordered.row = arena.take<int32_t>(s.tokens);
+    m.ordered.scalars = arena.take<TokenScalars>(1);
+    m.student.m.factors = arena.take<RowFactors>(s.tokens);
+    if (call.scales_panel()) m.scales = arena.take<float>(s.tokens);
+    m.student.m.tokens = m.ordered;
+  }
+  if (call.gradients()) {
+    const bool some = p.way == DivergenceWay::columns || call.scales_panel();
+    place_gradients(call, p, some ? p.columns : s.vocab, &arena, &m);
+  }
+  m.bytes = arena.used();
+  return m;
+}
+
+namespace {
+
+// Seconds of what a plan does.
+class DivergencePrice {
+ public:
+  DivergencePrice(const DivergenceCall& call, const DivergencePlan& plan, const DeviceSpeed& speed)
+      : call_(call), p_(plan), speed_(speed), s_(call.student.shape) {}
+
+  double seconds() const {
+    const bool by_chunk = p_.way == DivergenceWay::chunks;
+    double sum = 30 * speed_.launch;
+    if (p_.way != DivergenceWay::from_kept) {
+      sum += in_pieces(s_.tokens, p_.chunk, [&](int64_t rows) {
+        const double own = logits(rows, s_.vocab) + passes(rows);
+        return by_chunk ? own + gradients(rows, s_.vocab, true) : own;
+      });
+    }
+    if (p_.way == DivergenceWay::whole) sum += gradients(s_.tokens, s_.vocab, false);
+    if (p_.way == DivergenceWay::columns) {
+      sum += in_pieces(s_.vocab, p_.columns, [&](int64_t columns) {
+        return logits(s_.tokens, columns) + moved(s_.tokens, columns, read() + dz()) +
+               gradients(s_.tokens, columns, false);
+      });
+    }
+    if (p_.way == DivergenceWay::from_kept) {
+      sum += in_pieces(s_.vocab, p_.columns, [&](int64_t columns) {
+        const double scaled = call_.scales_panel() ? moved(s_.tokens, columns, 2 * dz()) : 0;
+        return scaled + gradients(s_.tokens, columns, false);
+      });
+    }
+    return sum;
+  }
+
+ private:
+  double moved(int64_t rows, int64_t columns, double bytes) const {
+    return static_cast<double>(rows) * static_cast<double>(columns) * bytes / speed_.memory +
+           speed_.launch;
+  }
+  double dz() const { return static_cast<double>(size_of(s_.dtype)); }
+  // Bytes of both heads' logits that a pass reads.
+  double read() const {
+    return call_.makes_teacher() ? 8
+                                 : 4.0 + static_cast<double>(size_of(call_.teacher_logits.dtype));
+  }
+  // Both heads' logits, half of whose way to memory no arithmetic hides.
+  double logits(int64_t rows, int64_t columns) const {
+    const auto head = [&](const LinearShape& s) {
+      return product_time(s, speed_, rows, columns, s.hidden, false) + moved(rows, columns, 2);
+    };
+    return head(s_) + (call_.makes_teacher() ? head(call_.teacher.shape) : 0);
+  }
+  // The passes over rows of logits.
+  double passes(int64_t rows) const {
+    const bool makes_dz =
+        p_.way == DivergenceWay::whole || p_.way == DivergenceWay::chunks || call_.keeps;
+    const bool again = makes_dz && call_.options.kind != DivergenceKind::forward_kl;
+    return moved(rows, s_.vocab, (again ? 3 : 2) * read() + (makes_dz ? dz() : 0));
+  }
+  double gradients(int64_t rows, int64_t columns, bool adds) const {
+    double sum = 0;
+    if (s_.grad_input) sum += product_time(s_, speed_, rows, s_.hidden, columns, true);
+    if (s_.grad_weight) sum += product_time(s_, speed_, columns, s_.hidden, rows, adds);
+    if (s_.grad_bias) sum += moved(rows, columns, dz());
+    return sum;
+  }
+
+  const DivergenceCall& call_;
+  const DivergencePlan& p_;
+  const DeviceSpeed& speed_;
+  const LinearShape& s_;
+};
+
+DivergencePlan finished(const DivergenceCall& call, DivergencePlan p, const DeviceSpeed& speed) {
+  p.bytes = place_divergence(call, p, nullptr).bytes;
+  p.seconds = DivergencePrice(call, p, speed).seconds();
+  return p;
+}
+
+// Makes chunks of at most `most` tokens, all of one size.
+int64_t even_chunk(int64_t tokens, int64_t most) {
+  const int64_t some = std::max<int64_t>(tokens, 1);
+  return whole_rows(divide_up(some, divide_up(some, most)));
+}
+
+// Calls consider(plan) with every plan there is.
+template <class F>
+void each_plan(const DivergenceCall& call, const DeviceSpeed& speed, F&& consider) {
+  const LinearShape& s = call.student.shape;
+  const auto use = [&](DivergencePlan p) {
+    p.columns = std::min(p.columns, panel_pitch(s.vocab));
+    consider(finished(call, p, speed));
+  };
+  if (call.from_kept) {
+    if (!call.scales_panel()) return use({.way = DivergenceWay::from_kept, .columns = s.vocab});
+    for (const int64_t width : widths) use({.way = DivergenceWay::from_kept, .columns = width});
+    return;
+  }
+  for (const int64_t most : chunk_sizes) {
+    const int64_t chunk = even_chunk(s.tokens, most);
+    if (!call.gradients()) {
+      use({.way = DivergenceWay::none, .chunk = chunk});
+      continue;
+    }
+    use({.way = DivergenceWay::whole, .chunk = chunk});
+    use({.way = DivergenceWay::chunks, .chunk = chunk});
+  }
+  if (!call.gradients()) return;
+  for (const int64_t width : widths) {
+    const int64_t fitting = whole_rows(s.tokens) * width / panel_pitch(s.vocab) / 8 * 8;
+    const int64_t chunk =
+        even_chunk(s.tokens, std::clamp(fitting, chunk_sizes.back(), chunk_sizes.front()));
+    use({.way = DivergenceWay::columns, .chunk = chunk, .columns = width});
+  }
+}
+
+DeviceSpeed speed_of(const DeviceInfo& device) { return engines().back()->speed(device); }
+
+}  // namespace
+
+DivergencePlan smallest_plan(const DivergenceCall& call, const DeviceInfo& device) {
+  DivergencePlan least;
+  each_plan(call, speed_of(device), [&](const DivergencePlan& p) {
+    const bool smaller =
+        p.bytes < least.bytes || (p.bytes == least.bytes && p.seconds < least.seconds);
+    if (least.bytes == 0 || smaller) least = p;
+  });
+  return least;
+}
+
+DivergencePlan quickest_plan(const DivergenceCall& call, uint64_t bytes, const DeviceInfo& device) {
+  DivergencePlan best;
+  each_plan(call, speed_of(device), [&](const DivergencePlan& p) {
+    if (p.bytes > bytes) return;
+    const bool better =
+        p.seconds < best.seconds || (p.seconds == best.seconds && p.bytes < best.bytes);
+    if (best.bytes == 0 || better) best = p;
+  });
+  return best;
+}
+
+DivergencePlan recommended_plan(const DivergenceCall& call, uint64_t minimum,
+                                const DeviceInfo& device) {
+  // dz of all tokens in 16 bits where a product is made of it, and 1.2 GiB.
+  const LinearShape& s = call.student.shape;
+  const uint64_t dz = call.gradients() ? 2 * static_cast<uint64_t>(s.tokens) * s.vocab : 0;
+  const uint64_t most = std::max(dz + (uint64_t{1229} << 20), minimum);
+  const double best = quickest_plan(call, most, device).seconds;
+  // Less memory is worth a hundredth of the time.
+  DivergencePlan least;
+  each_plan(call, speed_of(device), [&](const DivergencePlan& p) {
+    if (p.bytes > most || p.seconds > 1.01 * best) return;
+    if (least.bytes == 0 || p.bytes < least.bytes) least = p;
+  });
+  return least;
+}
+
+Status divergence_workspace(const Call& call, const DeviceInfo& device, uint64_t given,
+                            WorkspaceSize* size) {
+  Status status = find_matrix_library();
+  const auto extent = [](const TensorView& v, int axis) { return v ? v.shape[axis] : 0; };
+  if (status.ok()) {
+    status = check_linear_extents({call.input.shape[0], call.weight.shape[0], call.weight.shape[1],
+                                   extent(call.teacher_weight, 1)});
+  }
+  if (!status.ok()) return status;
+  const DivergenceCall made = make_divergence(call);
+  *size = {smallest_plan(made, device).bytes, 0, Arena::alignment};
+  if (given >= size->minimum) return {};
+  size->recommended = recommended_plan(made, size->minimum, device).bytes;
+  return {};
+}
+
+DivergencePlan divergence_plan(const Call& call, uint64_t bytes, const DeviceInfo& device) {
+  return quickest_plan(make_divergence(call), bytes, device);
+}
+
+}  // namespace logitless::cuda

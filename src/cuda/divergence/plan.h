@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a divergence is made of: its two heads as the linear ops' products and kernels take them,
+// and where its arrays lie.
+#pragma once
+
+#include "src/cuda/divergence/arrays.h"
+#include "src/cuda/divergence/divergence.h"
+#include "src/cuda/linear/linear.h"
+
+namespace logitless::cuda {
+
+// A call, with what follows from it alone.
+struct DivergenceCall {
+  LinearCall student;
+  LinearCall teacher;         // it has a weight where its logits are made
+  TensorView teacher_logits;  // where they are not
+  TokenInput teacher_in;      // its tokens have maps where each has a temperature
+  TokenOutputs others;        // tokens that do not count get it
+  DivergenceStatistics statistics;
+  TensorView loss;
+  DivergenceOptions options;
+  TensorView kept, kept_rows;
+  bool keeps = false;      // dz goes to `kept`
+  bool from_kept = false;  // dz comes from there
+  bool alike = false;      // every token that has a gradient has the same factor
+  float lift = 1;          // kept dz is stored times this
+  bool makes_teacher() const { return static_cast<bool>(teacher.weight); }
+  bool gradients() const { return student.shape.gradients(); }
+  // Returns whether kept dz is copied times its rows' factors: the input of f16 has no room for
+  // them.
+  bool scales_panel() const { return from_kept && !alike && student.shape.dtype == DType::f16; }
+};
+DivergenceCall make_divergence(const Call& call);
+
+// KeptRow::layout has it: rows of dz by token, each of all columns up to a multiple of 64.
+inline constexpr float kept_dz_by_token = 21;
+
+// What the products and the shared kernels take of a head.
+struct DivergenceHead {
+  LinearPlan plan;
+  LinearMemory m;
+};
+struct DivergenceMemory {
+  Tokens tokens;                      // they are compacted
+  Tokens ordered;                     // each in its own place, for kept dz
+  TokenMap* teacher_maps = nullptr;   // [N]
+  float* losses = nullptr;            // [N]  by token
+  DivergenceState* states = nullptr;  // [N]  compacted
+  DivergenceHead student, teacher;
+  float* logits = nullptr;          // [rows, pitch]
+  float* teacher_logits = nullptr;  // [rows, pitch]
+  char* dz = nullptr;               // [rows, dz_pitch]  it may be `logits`
+  float* scales = nullptr;          // [N]
+  uint64_t bytes = 0;
+};
+// Places the arrays of a plan; without a workspace it counts their bytes.
+DivergenceMemory place_divergence(const DivergenceCall& call, const DivergencePlan& plan,
+                                  void* workspace);
+
+// Rows are read up to a multiple of 8, columns lie up to a multiple of 64.
+inline int64_t whole_rows(int64_t rows) { return round_up(rows, 8); }
+inline int64_t panel_pitch(int64_t columns) { return round_up(columns, 64); }
+
+// Finds the smallest plan, or the quickest one of at most so many bytes.
+DivergencePlan smallest_plan(const DivergenceCall& call, const DeviceInfo& device);
+DivergencePlan quickest_plan(const DivergenceCall& call, uint64_t bytes, const DeviceInfo& device);
+// Returns the smallest plan that is hardly slower than any of the bytes that are recommended.
+DivergencePlan recommended_plan(const DivergenceCall& call, uint64_t minimum,
+                                const DeviceInfo& device);
+
+}  // namespace logitless::cuda

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs a plan of a divergence (docs/kernels/divergence.md). The host never waits and never learns
+// how many tokens count.
+#include <algorithm>
+
+#include "src/cuda/divergence/kernels.h"
+#include "src/cuda/divergence/plan.h"
+#include "src/cuda/linear/portable/products.h"
+
+namespace logitless::cuda {
+namespace {
+
+class DivergenceRun {
+ public:
+  DivergenceRun(const DivergenceCall& call, const DivergencePlan& plan,
+                const DivergenceMemory& memory, const DeviceInfo& device, Stream* stream)
+      : call_(call), p_(plan), m_(memory), device_(device), stream_(stream) {}
+
+  void run() {
+    prepare_tokens(call_.student.in, m_.tokens, call_.others, stream_);
+    if (tokens() == 0) return without_tokens();
+    if (m_.teacher_maps != nullptr) {
+      screen_tokens(call_.teacher_in, m_.teacher.m.tokens, stream_);
+    }
+    copy_weights();
+    if (p_.way == DivergenceWay::from_kept) {
+      gradients_of_kept();
+    } else {
+      from_logits();
+    }
+    write_loss(call_.student.in, m_.tokens, m_.losses, call_.loss, stream_);
+    write_weight_sums();
+  }
+
+ private:
+  const LinearShape& shape() const { return call_.student.shape; }
+  int64_t tokens() const { return shape().tokens; }
+  int64_t vocab() const { return shape().vocab; }
+  int64_t element() const { return size_of(shape().dtype); }
+  Chunk chunk_of(int64_t first, int64_t rows) const {
+    return {m_.student.m.tokens, first, static_cast<int32_t>(rows)};
+  }
+  Chunk all() const { return chunk_of(0, tokens()); }
+
+  // Calls use(work) with what the products and the shared kernels take of a head and a chunk.
+  template <class F>
+  void with_head(const LinearCall& call, DivergenceHead head, const Chunk& chunk, F&& use) const {
+    head.plan.extra_rows = whole_rows(chunk.rows) - chunk.rows;
+    const LinearWork work{call, head.plan, head.m, device_, stream_, chunk};
+    use(work);
+  }
+  template <class F>
+  void with_student(const Chunk& chunk, F&& use) const {
+    with_head(call_.student, m_.student, chunk, use);
+  }
+  template <class F>
+  void with_teacher(Chunk chunk, F&& use) const {
+    if (!call_.makes_teacher()) return;
+    chunk.tokens.map = m_.teacher_maps;
+    with_head(call_.teacher, m_.teacher, chunk, use);
+  }
+
+  void without_tokens() {
+    write_loss(call_.student.in, m_.tokens, m_.losses, call_.loss, stream_);
+    if (call_.gradients()) with_student({m_.tokens}, [](const auto& w) { clear_grad_weight(w); });
+  }
+
+  void copy_weights() {
+    const auto copy = [](const LinearWork& work) {
+      if (work.call.shape.copies_weight) copy_weight(work);
+      if (work.m.weight_tail != nullptr) copy_weight_tail(work);
+    };
+    with_student(all(), copy);
+    with_teacher(all(), copy);
+  }
+
+  static void gather(const LinearWork& work) { gather_input(work, false, false); }
+
+  void from_logits() {
+    const bool gathers_all = p_.way == DivergenceWay::whole || p_.way == DivergenceWay::columns;
+    if (gathers_all) with_student(all(), gather);
+    if (p_.way == DivergenceWay::columns) with_teacher(all(), gather);
+    for (int64_t first = 0; first < tokens(); first += p_.chunk) {
+      const Chunk chunk = chunk_of(first, std::min(p_.chunk, tokens() - first));
+      if (!gathers_all) with_student(chunk, gather);
+      if (p_.way != DivergenceWay::columns) with_teacher(chunk, gather);
+      rows_of(chunk);
+      if (p_.way == DivergenceWay::chunks) {
+        gradients(chunk, panel(0, vocab()), first > 0, true);
+      }
+    }
+    if (p_.way == DivergenceWay::whole) gradients(all(), panel(0, vocab()), false, true);
+    if (p_.way == DivergenceWay::columns) gradients_by_columns();
+  }
+
+  // Makes both heads' logits of rows and columns.
+  void logits(const Chunk& chunk, int64_t first, int64_t columns, int64_t most_columns) {
+    const int64_t pitch = panel_pitch(most_columns), most_rows = std::min(p_.chunk, tokens());
+    HeadProducts::Logits block{.rows = chunk.rows,
+                               .column = first,
+                               .columns = columns,
+                               .most_rows = std::max<int64_t>(most_rows, chunk.rows),
+                               .most_columns = most_columns,
+                               .pitch = pitch};
+    const auto multiply = [&](bool gathered_all, float* to) {
+      return [&, gathered_all, to](const LinearWork& work) {
+        block.row = gathered_all ? chunk.first : 0;
+        block.to = to;
+        HeadProducts(work).logits(block);
+      };
+    };
+    const bool by_columns = p_.way == DivergenceWay::columns;
+    with_student(chunk, multiply(by_columns || p_.way == DivergenceWay::whole, m_.logits));
+    with_teacher(chunk, multiply(by_columns, m_.teacher_logits));
+  }
+
+  // Returns what the kernels of the rows take, for columns [first, first + columns).
+  DivergenceRows rows_call(const Chunk& chunk, int64_t first, int64_t columns,
+                           int64_t most_columns) const {
+    const int64_t pitch = panel_pitch(most_columns);
+    const LinearCall &s = call_.student, &t = call_.teacher;
+    DivergenceRows rows{.in = s.in,
+                        .chunk = chunk,
+                        .student = {.made = m_.logits,
+                                    .pitch = pitch,
+                                    .bias = s.bias,
+                                    .map = s.map,
+                                    .maps = m_.tokens.map},
+                        .teacher = {.made = m_.teacher_logits,
+                                    .pitch = pitch,
+                                    .given = call_.teacher_logits,
+                                    .bias = t.bias,
+                                    .map = t.map,
+                                    .maps = m_.teacher_maps},
+                        .first = first,
+                        .columns = static_cast<int32_t>(columns)};
+    rows.beta = call_.options.beta;
+    rows.label_weight = call_.options.label_weight;
+    rows.has_target = static_cast<bool>(s.in.target);
+    rows.states = m_.states;
+    return rows;
+  }
+
+  // Makes the outputs of a chunk's tokens, and what its gradients are made of.
+  void rows_of(const Chunk& chunk) {
+    logits(chunk, 0, vocab(), vocab());
+    DivergenceRows rows = rows_call(chunk, 0, vocab(), vocab());
+    const DivergenceStatistics& out = call_.statistics;
+    rows.has_outputs =
+        call_.loss || out.entropy || out.teacher_entropy || out.acceptance || out.logprob;
+    rows.losses = m_.losses;
+    rows.loss = call_.loss;
+    rows.statistics = out;
+    if (call_.keeps) {
+      rows.dz = {.data = call_.kept.as<char>(),
+                 .pitch = panel_pitch(vocab()),
+                 .dtype = shape().dtype,
+                 .kept_rows = call_.kept_rows.as<float>(),
+                 .lift = call_.lift,
+                 .layout = kept_dz_by_token};
+    } else if (p_.way == DivergenceWay::whole || p_.way == DivergenceWay::chunks) {
+      const int64_t row = p_.way == DivergenceWay::whole ? chunk.first : 0;
+      rows.dz = dz_panel(panel_pitch(vocab()), row);
+    }
+    divergence_rows(rows, call_.options.kind, whole_rows(chunk.rows), stream_);
+  }
+
+  DivergencePanel dz_panel(int64_t pitch, int64_t row) const {
+    return {.data = m_.dz + row * pitch * element(), .pitch = pitch, .dtype = shape().dtype};
+  }
+  // Returns dz of columns [first, first + columns), as it lies in the workspace.
+  Panel panel(int64_t first, int64_t columns) const {
+    const bool some = p_.way == DivergenceWay::columns || call_.scales_panel();
+    return {m_.dz, panel_pitch(some ? p_.columns : vocab()), first, columns, false};
+  }
+
+  void gradients_by_columns() {
+    for (int64_t first = 0; first < vocab(); first += p_.columns) {
+      const int64_t columns = std::min(p_.columns, vocab() - first);
+      logits(all(), first, columns, p_.columns);
+      DivergenceRows rows = rows_call(all(), first, columns, p_.columns);
+      rows.dz = dz_panel(panel_pitch(p_.columns), 0);
+      divergence_block(rows, call_.options.kind, whole_rows(tokens()), stream_);
+      gradients(all(), panel(first, columns), false, first + columns >= vocab());
+    }
+  }
+
+  void gradients_of_kept() {
+    const LinearCall& s = call_.student;
+    kept_factors({.in = s.in,
+                  .tokens = m_.tokens,
+                  .ordered = m_.ordered,
+                  .factors = m_.student.m.factors,
+                  .scales = m_.scales,
+                  .kept_rows = call_.kept_rows.as<float>(),
+                  .layout = kept_dz_by_token,
+                  .slope = s.map.slope,
+                  .lift = call_.lift,
+                  .vocab = vocab(),
+                  .alike = call_.alike},
+                 stream_);
+    if (s.grad_weight) {
+      gather_scaled(s.input, m_.student.m.factors, whole_rows(tokens()),
+                    m_.student.plan.hidden_pitch, m_.student.m.input, stream_);
+    }
+    const int64_t pitch = panel_pitch(vocab());
+    if (!call_.scales_panel()) {
+      return gradients(all(), {call_.kept.as<char>(), pitch, 0, vocab(), false}, false, true);
+    }
+    for (int64_t first = 0; first < vocab(); first += p_.columns) {
+      const int64_t columns = std::min(p_.columns, vocab() - first);
+      const Panel kept{call_.kept.as<char>() + first * element(), pitch, first, columns, false};
+      scale_panel(shape().dtype, kept, m_.scales, tokens(), whole_rows(tokens()),
+                  panel(first, columns), stream_);
+      gradients(all(), panel(first, columns), false, first + columns >= vocab());
+    }
+  }
+
+  // Makes the gradients of a panel; `adds` to those of the chunks before, and where it has the
+  // `last` columns grad_input is written from its sums.
+  void gradients(const Chunk& chunk, const Panel& dz, bool adds, bool last) {
+    const bool factors = m_.student.m.factors != nullptr;
+    with_student(chunk, [&](const LinearWork& work) {
+      const HeadProducts products(work);
+      if (shape().grad_weight) products.grad_weight(dz, work.m.input, adds);
+      if (shape().grad_bias) add_to_bias(work, dz, factors, !adds);
+      if (!shape().grad_input) return;
+      float* const sums = work.m.grad_input_sum;
+      products.grad_input(dz, 0, chunk.rows, sums, dz.first > 0);
+      if (last) write_grad_input(work, sums, 0, chunk.rows, factors, true);
+    });
+  }
+
+  void write_weight_sums() {
+    const LinearShape& s = shape();
+    if (!call_.gradients()) return;
+    with_student(all(), [&](const LinearWork& work) {
+      const int64_t tail = tail_rows(s);
+      if (sums_grad_weight(s, work.plan)) {
+        write_grad_weight(work, work.m.grad_weight_sum, 0, s.vocab - tail);
+      }
+      if (tail > 0) write_grad_weight(work, work.m.weight_tail_sum, s.vocab - tail, tail);
+      if (s.grad_bias) write_grad_bias(work);
+    });
+  }
+
+  const DivergenceCall& call_;
+  const DivergencePlan& p_;
+  const DivergenceMemory& m_;
+  const DeviceInfo& device_;
+  Stream* stream_;
+};
+
+}  // namespace
+
+Status run_divergence(const Call& call, const DivergencePlan& plan, const Workspace& workspace,
+                      const DeviceInfo& device, Stream* stream) {
+  const DivergenceCall made = make_divergence(call);
+  const DivergenceMemory memory =
+      place_divergence(made, plan, static_cast<char*>(workspace.data) + workspace.byte_offset);
+  DivergenceRun run(made, plan, memory, device, stream);
+  stream->prepare_and_run([&] { run.run(); });
+  return {};
+}
+
+}  // namespace logitless::cuda

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// dz of some columns of every row, with the rows' states known: four columns a thread.
+#include "src/cuda/divergence/kernels.h"
+#include "src/cuda/divergence/row.cuh"
+#include "src/rounding.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int threads = 128;
+
+template <DivergenceKind kKind, bool kPlain>
+__global__ void __launch_bounds__(threads, 8)
+    block_kernel(const __grid_constant__ DivergenceRows a) {
+  const int row = static_cast<int>(blockIdx.x);
+  const int j = static_cast<int>(blockIdx.y * threads + threadIdx.x) * 4;
+  if (j >= (a.columns + 7) / 8 * 8) return;
+  const int64_t k = a.chunk.first + row;
+  if (row >= a.chunk.rows || !is_valid(a.chunk, row)) {
+    const float zeros[4] = {};
+    put_four(a.dz.dtype, zeros, dz_row(a, row), j);
+    return;
+  }
+  const int64_t i = a.chunk.tokens.row[k];
+  const HeadRow<kPlain> student(a, a.student, row, i), teacher(a, a.teacher, row, i);
+  const DivergenceState state = a.states[k];
+  float z[4], t[4];
+  student.map_four(student.raw(j), j, z);
+  teacher.map_four(teacher.raw(j), j, t);
+  TwoHeads c[4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) c[n] = two_heads_of(state, z[n], t[n]);
+  put_dz<kKind, kPlain>(a, make_dz_row(a, row, student), student, j, z, c, state.mean);
+}
+
+}  // namespace
+
+void divergence_block(const DivergenceRows& rows, DivergenceKind kind, int64_t launched,
+                      Stream* stream) {
+  const dim3 blocks(static_cast<unsigned>(launched),
+                    blocks_for(round_up(rows.columns, 8), threads * 4));
+  with_kind(kind, [&](auto constant) {
+    constexpr DivergenceKind kKind = constant();
+    const bool plain = rows.student.plain() && rows.teacher.plain();
+    stream->launch("divergence_block",
+                   plain ? block_kernel<kKind, true> : block_kernel<kKind, false>, blocks, threads,
+                   rows);
+  });
+}
+
+}  // namespace logitless::cuda

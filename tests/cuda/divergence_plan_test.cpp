@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plans of divergences on CUDA are arithmetic that needs no GPU.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "divergence_ops.h"
+#include "src/cuda/divergence/plan.h"
+
+namespace logitless::cuda {
+namespace {
+
+using Both = LinearDivergenceForwardBackward;
+using Back = LinearDivergenceBackward;
+
+constexpr uint64_t MiB = uint64_t{1} << 20;
+const DeviceInfo kH200{.major = 9, .multiprocessors = 132};
+constexpr HeadSizes kLlama{8192, 4096, 128256, 4096, DType::bf16};
+
+std::vector<HeadSizes> heads() {
+  std::vector<HeadSizes> all;
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+    for (HeadSizes s :
+         {kLlama, HeadSizes{20480, 768, 50257, 1024}, HeadSizes{1, 1, 1, 1}, HeadSizes{0, 3, 7, 3},
+          HeadSizes{513, 40, 1025, 8}, HeadSizes{100000, 64, 100, 64}}) {
+      s.dtype = dtype;
+      all.push_back(s);
+    }
+  }
+  return all;
+}
+template <class F>
+void for_calls(F&& use) {
+  for (const HeadSizes& s : heads()) {
+    for (const bool options : {false, true}) {
+      AskedOf asked{.target = options,
+                    .biases = options,
+                    .temperatures = options,
+                    .weights = options,
+                    .given_logits = options,
+                    .statistics = options,
+                    .transposed = options};
+      use(Call(divergence_op<Both>(s, asked)));
+      asked.f32_gradients = true;
+      use(Call(divergence_op<Back>(s, asked)));
+      use(Call(divergence_op<LinearDivergenceForward>(s, asked)));
+      Back kept = divergence_op<Back>(s, asked);
+      if (s.tokens > 0) add_kept(&kept);
+      use(Call(kept));
+    }
+  }
+}
+std::vector<uint64_t> budgets(const DivergenceCall& call) {
+  const uint64_t least = smallest_plan(call, kH200).bytes;
+  const LinearShape& s = call.student.shape;
+  const uint64_t most = least + uint64_t(s.tokens + 64) * (s.vocab + 64) * 4 + 3072 * MiB;
+  std::vector<uint64_t> all;
+  for (uint64_t i = 0; i < 12; ++i) all.push_back(least + (most - least) * i * i / 121);
+  return all;
+}
+
+TEST(DivergencePlan, FitsItsBudgetToTheByte) {
+  for_calls([](const Call& call) {
+    const DivergenceCall made = make_divergence(call);
+    for (const uint64_t bytes : budgets(made)) {
+      const DivergencePlan p = quickest_plan(made, bytes, kH200);
+      EXPECT_LE(p.bytes, bytes);
+      EXPECT_GT(p.bytes, 0u);
+      EXPECT_EQ(p.bytes, place_divergence(made, p, nullptr).bytes);
+    }
+  });
+}
+
+TEST(DivergencePlan, MoreMemoryNeverTakesLonger) {
+  for_calls([](const Call& call) {
+    const DivergenceCall made = make_divergence(call);
+    double before = 1e30;
+    for (const uint64_t bytes : budgets(made)) {
+      const double now = quickest_plan(made, bytes, kH200).seconds;
+      EXPECT_LE(now, before) << bytes;
+      before = now;
+    }
+  });
+}
+
+TEST(DivergencePlan, ALlamasTakesFourProductsInWhatIsRecommended) {
+  for (const DivergenceKind kind : {DivergenceKind::forward_kl, DivergenceKind::jsd}) {
+    const DivergenceCall call = make_divergence(Call(divergence_op<Both>(kLlama, {.kind = kind})));
+    const uint64_t most = 2 * uint64_t(kLlama.tokens) * kLlama.vocab + 1229 * MiB;
+    const DivergencePlan p = recommended_plan(call, 0, kH200);
+    EXPECT_LE(p.bytes, most);
+    EXPECT_EQ(p.way, DivergenceWay::whole);
+    EXPECT_GE(p.chunk, 512);
+    const double products = 4 * 2.0 * 8192 * 4096 * 128256 / 680e12;
+    EXPECT_LT(p.seconds, 1.25 * products) << "chunks of " << p.chunk;
+  }
+}
+
+TEST(DivergencePlan, ALlamasRunsInLittleMemory) {
+  const Both op = divergence_op<Both>(kLlama);
+  const uint64_t sums = 4 * uint64_t(kLlama.tokens) * kLlama.hidden;
+  const DivergencePlan p = smallest_plan(make_divergence(Call(op)), kH200);
+  EXPECT_LE(p.bytes, 256 * MiB + sums);
+  EXPECT_EQ(p.way, DivergenceWay::columns);
+  // A gradient in f32 is added to in place, so that chunks of tokens need nothing of the weight's
+  // size.
+  const Both added = divergence_op<Both>(kLlama, {.f32_gradients = true});
+  const DivergencePlan q = quickest_plan(make_divergence(Call(added)), 512 * MiB, kH200);
+  EXPECT_EQ(q.way, DivergenceWay::chunks);
+}
+
+TEST(DivergencePlan, AFrozenHeadNeedsNoDzOfAllTokens) {
+  const Both op = divergence_op<Both>(kLlama, {.grad_weight = false});
+  const DivergenceCall call = make_divergence(Call(op));
+  EXPECT_EQ(smallest_plan(call, kH200).way, DivergenceWay::chunks);
+}
+
+// A Backward of kept dz needs neither logits nor a teacher.
+TEST(DivergencePlan, KeptDzLeavesTwoProducts) {
+  Back op = divergence_op<Back>(kLlama);
+  add_kept(&op);
+  op.teacher = {};
+  const DivergenceCall call = make_divergence(Call(op));
+  ASSERT_TRUE(call.from_kept);
+  EXPECT_TRUE(call.alike);
+  const DivergencePlan p = smallest_plan(call, kH200);
+  EXPECT_EQ(p.way, DivergenceWay::from_kept);
+  EXPECT_LE(p.bytes, 6 * uint64_t(kLlama.tokens) * kLlama.hidden + 16 * MiB);
+  EXPECT_LT(p.seconds, 1.1 * 2 * 2.0 * 8192 * 4096 * 128256 / 680e12);
+}
+
+// f16 has no room for an input times factors that differ, so that dz is copied times these.
+TEST(DivergencePlan, FactorsThatDifferAreNotMultipliedToAnInputOfF16) {
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+      HeadSizes s = kLlama;
+      s.dtype = dtype;
+      Back op = divergence_op<Back>(s, {.reduction = reduction});
+      add_kept(&op);
+      const bool copies = dtype == DType::f16 && reduction == Reduction::none;
+      EXPECT_EQ(make_divergence(Call(op)).scales_panel(), copies);
+    }
+  }
+}
+
+// Equal heads give exactly 0 where one product makes the logits of both.
+TEST(DivergencePlan, EqualHeadsAreReadAlike) {
+  const DivergenceCall one =
+      make_divergence(Call(divergence_op<Both>({33, 61, 300, 61}, {.transposed = true})));
+  EXPECT_TRUE(one.student.shape.copies_weight && one.teacher.shape.copies_weight);
+  // A transposed weight of whole 16 bytes could be read as it is.
+  const DivergenceCall other =
+      make_divergence(Call(divergence_op<Both>({33, 61, 320, 61}, {.transposed = true})));
+  EXPECT_TRUE(other.student.shape.copies_weight && other.teacher.shape.copies_weight);
+}
+
+// Whatever is in use at once lies apart and inside the workspace.
+TEST(DivergencePlan, ArraysLieApart) {
+  struct Place {
+    const char* name;
+    uint64_t first, end;
+  };
+  char* const base = reinterpret_cast<char*>(int64_t{1} << 40);
+  for_calls([&](const Call& call) {
+    const DivergenceCall made = make_divergence(call);
+    const LinearShape& s = made.student.shape;
+    for (const uint64_t bytes : budgets(made)) {
+      const DivergencePlan p = quickest_plan(made, bytes, kH200);
+      const DivergenceMemory m = place_divergence(made, p, base);
+      std::vector<Place> places;
+      const auto add = [&](const char* name, const void* data, uint64_t size) {
+        if (data == nullptr || size == 0) return;
+        const auto first = static_cast<uint64_t>(static_cast<const char*>(data) - base);
+        places.push_back({name, first, first + size});
+        EXPECT_LE(first + size, p.bytes) << name;
+      };
+      const auto element = static_cast<uint64_t>(size_of(s.dtype));
+      const bool by_chunk = p.way == DivergenceWay::none || p.way == DivergenceWay::chunks;
+      const uint64_t rows = by_chunk ? p.chunk : whole_rows(s.tokens);
+      const uint64_t pitch = m.student.plan.hidden_pitch;
+      const bool by_columns = p.way == DivergenceWay::columns;
+      const uint64_t width = by_columns || made.scales_panel() ? p.columns : panel_pitch(s.vocab);
+      add("tokens", m.tokens.row, s.tokens * 4);
+      add("input", m.student.m.input, rows * pitch * element);
+      add("logits", m.logits, by_columns ? rows * width * 4 : p.chunk * panel_pitch(s.vocab) * 4);
+      add("teacher_logits", m.teacher_logits,
+          by_columns ? rows * width * 4 : p.chunk * panel_pitch(s.vocab) * 4);
+      if (m.dz != reinterpret_cast<char*>(m.logits)) add("dz", m.dz, rows * width * element);
+      if (p.way != DivergenceWay::whole) {
+        const uint64_t sums = p.way == DivergenceWay::chunks ? p.chunk : s.tokens;
+        add("grad_input_sum", m.student.m.grad_input_sum, sums * pitch * 4);
+      }
+      add("grad_weight_sum", m.student.m.grad_weight_sum, s.vocab * pitch * 4);
+      std::sort(places.begin(), places.end(),
+                [](const Place& a, const Place& b) { return a.first < b.first; });
+      for (size_t i = 1; i < places.size(); ++i) {
+        EXPECT_LE(places[i - 1].end, places[i].first)
+            << places[i - 1].name << " and " << places[i].name << ", " << name_of(p.way);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace logitless::cuda

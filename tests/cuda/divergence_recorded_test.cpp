@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// Divergences run on a recorded machine, which runs nothing: a call allocates nothing, keeps CUDA's
+// rules, asks for all that can be refused before its first launch, and makes no product that nobody
+// asks for.
+#include <set>
+#include <string>
+
+#include "divergence_ops.h"
+#include "recorded.h"
+#include "src/cuda/divergence/plan.h"
+#include "tests/support/allocation_count.h"
+
+#include <gtest/gtest.h>
+
+namespace logitless::cuda {
+namespace {
+
+using Both = LinearDivergenceForwardBackward;
+using Forward = LinearDivergenceForward;
+using Back = LinearDivergenceBackward;
+using conformance::allocations;
+
+constexpr RecordedCuda::Device kDevices[] = {{"A100", 8, 0, true, 108, 166912},
+                                             {"H100", 9, 0, true, 132, 232448}};
+constexpr Execution kExecution{.device = {DeviceType::cuda, 0}};
+void* const kMemory = reinterpret_cast<void*>(int64_t{1} << 46);
+
+// A share of 0 is the minimum, 1 what is recommended.
+template <class Op>
+Status run_nowhere(const Op& op, double share) {
+  WorkspaceSize size;
+  const Status status = workspace(op, kExecution, &size);
+  if (!status.ok()) return status;
+  const auto range = static_cast<double>(size.recommended - size.minimum);
+  return run(op, {kMemory, size.minimum + static_cast<uint64_t>(share * range)}, kExecution);
+}
+
+template <class F>
+void for_ops(F&& use) {
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+    for (const HeadSizes s :
+         {HeadSizes{33, 61, 301, 40, dtype}, HeadSizes{2048, 256, 60000, 256, dtype}}) {
+      for (const DivergenceKind kind : {DivergenceKind::forward_kl, DivergenceKind::jsd}) {
+        for (const bool all : {false, true}) {
+          const AskedOf asked{.target = all,
+                              .biases = all,
+                              .temperatures = all,
+                              .weights = all,
+                              .given_logits = all,
+                              .statistics = all,
+                              .transposed = all,
+                              .reduction = all ? Reduction::none : Reduction::mean,
+                              .kind = kind};
+          use(divergence_op<Both>(s, asked));
+          auto forward = divergence_op<Forward>(s, asked);
+          use(forward);
+          add_kept(&forward);
+          use(forward);
+          auto back = divergence_op<Back>(s, asked);
+          use(back);
+          add_kept(&back);
+          back.teacher = {};
+          use(back);
+        }
+      }
+    }
+  }
+}
+
+TEST(DivergenceRecorded, KeepsTheRulesAndAllocatesNothing) {
+  for (const auto& device : kDevices) {
+    RecordedCuda machine({device});
+    for_ops([&](const auto& op) {
+      for (const double share : {0.0, 0.3, 1.0, 3.0}) {
+        WorkspaceSize size;
+        Status status = workspace(op, kExecution, &size);
+        ASSERT_TRUE(status.ok()) << status.message();
+        EXPECT_LE(size.minimum, size.recommended);
+        const int before = machine.launches();
+        const int64_t allocated = allocations();
+        status = run_nowhere(op, share);
+        EXPECT_EQ(allocations(), allocated);
+        EXPECT_TRUE(status.ok()) << status.message();
+        EXPECT_STREQ(machine.fault(), "");
+        EXPECT_GT(machine.launches(), before);
+        EXPECT_EQ(machine.live(), 0);
+      }
+    });
+  }
+}
+
+TEST(DivergenceRecorded, NothingIsAskedForTheFirstTimeAfterALaunch) {
+  const std::set<std::string> launches{
+      "cudaLaunchKernelExC",        "cudaMemcpyAsync",          "cublasLtMatmul",
+      "cublasLtMatrixLayoutCreate", "cublasLtMatmulDescCreate", "cublasLtMatmulDescSetAttribute"};
+  for (const auto& device : kDevices) {
+    for_ops([&](const auto& op) {
+      RecordedCuda machine({device});
+      EXPECT_TRUE(run_nowhere(op, 1).ok());
+      EXPECT_EQ(machine.first_asked_late(launches), "");
+    });
+  }
+}
+
+TEST(DivergenceRecorded, AQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
+  const std::set<std::string> may_fail{"cudaGetDevice",
+                                       "cudaSetDevice",
+                                       "cuCtxGetId",
+                                       "cuCtxGetCurrent",
+                                       "dlsym",
+                                       "dlopen",
+                                       "cublasLtMatmulAlgoCheck",
+                                       "cublasLtMatmulAlgoConfigGetAttribute"};
+  const Both op = divergence_op<Both>({33, 61, 301, 40});
+  for (int n = 1;; ++n) {
+    RecordedCuda machine({kDevices[1]});
+    machine.fail_question(n);
+    const Status status = run_nowhere(op, 1);
+    if (machine.failed() == nullptr) {
+      EXPECT_TRUE(status.ok()) << status.message();
+      EXPECT_GT(n, 8);
+      break;
+    }
+    if (!may_fail.contains(machine.failed())) {
+      EXPECT_FALSE(status.ok()) << machine.failed();
+    }
+    if (!status.ok()) {
+      EXPECT_EQ(machine.launches(), machine.launches_before_failure()) << machine.failed();
+    }
+    machine.fail_question(0);
+    EXPECT_TRUE(run_nowhere(op, 1).ok()) << machine.failed();
+  }
+}
+
+// It counts products.
+struct Products final : RecordedCuda::Listener {
+  int count = 0;
+  void launch(const cudaLaunchConfig_t&, const void*, void**, const Parameter*, int) override {}
+  void copy(void*, const void*, size_t) override {}
+  void encode(const Map&, CUtensorMap*) override {}
+  void* layout(int, uint64_t, uint64_t, int64_t) override { return this; }
+  void* description(int, int) override { return this; }
+  void* preference() override { return this; }
+  void set(void*, int, const void*, size_t) override {}
+  void choose(const Operands&, void*, lt::Algorithm*) override {}
+  void multiply(const Operands&, std::array<const void*, 6>, const lt::Algorithm&, void*,
+                size_t) override {
+    ++count;
+  }
+};
+template <class Op>
+int products_of(RecordedCuda* machine, const Op& op, double share = 1) {
+  Products products;
+  machine->listener = &products;
+  const Status status = run_nowhere(op, share);
+  machine->listener = nullptr;
+  EXPECT_TRUE(status.ok()) << status.message();
+  return products.count;
+}
+
+// All tokens fit one chunk here.
+TEST(DivergenceRecorded, MakesTheProductsThatAreAskedFor) {
+  const HeadSizes s{512, 256, 60000, 128};
+  RecordedCuda machine({kDevices[1]});
+  EXPECT_EQ(products_of(&machine, divergence_op<Forward>(s)), 2);
+  EXPECT_EQ(products_of(&machine, divergence_op<Both>(s)), 4);
+  EXPECT_EQ(products_of(&machine, divergence_op<Back>(s)), 4);
+  EXPECT_EQ(products_of(&machine, divergence_op<Both>(s, {.grad_weight = false})), 3);
+  EXPECT_EQ(products_of(&machine, divergence_op<Both>(s, {.given_logits = true})), 3);
+  Both op = divergence_op<Both>(s);
+  op.grad_input = {};
+  EXPECT_EQ(products_of(&machine, op), 3);
+  Forward forward = divergence_op<Forward>(s);
+  add_kept(&forward);
+  EXPECT_EQ(products_of(&machine, forward), 2);
+  Back back = divergence_op<Back>(s);
+  add_kept(&back);
+  back.teacher = {};
+  EXPECT_EQ(products_of(&machine, back), 2);
+  back.grad_weight = {};
+  EXPECT_EQ(products_of(&machine, back), 1);
+}
+
+// The logits of heads of one depth are one product to the library, and so have equal bits where
+// the heads are equal.
+TEST(DivergenceRecorded, HeadsOfOneDepthHaveOneAlgorithm) {
+  for (const int64_t depth : {256, 128}) {
+    RecordedCuda machine({kDevices[1]});
+    EXPECT_TRUE(run_nowhere(divergence_op<Forward>({512, 256, 60000, depth}), 1).ok());
+    EXPECT_EQ(machine.heuristics(), depth == 256 ? 1 : 2);
+  }
+}
+
+TEST(DivergenceRecorded, NoTokensTakeNoProduct) {
+  RecordedCuda machine({kDevices[1]});
+  const HeadSizes s{0, 64, 300, 64};
+  EXPECT_EQ(products_of(&machine, divergence_op<Forward>(s)), 0);
+  EXPECT_EQ(products_of(&machine, divergence_op<Both>(s)), 0);
+  EXPECT_GT(machine.launches(), 0);
+  EXPECT_STREQ(machine.fault(), "");
+}
+
+}  // namespace
+}  // namespace logitless::cuda
