@@ -74,7 +74,8 @@ Part part_of(DivergenceKind kind, double beta, const Column& c) {
       return {of_p + beta * of_q, sizes, sizes};
     }
     case DivergenceKind::skew_kl:
-      return {of_q, std::fabs(of_q), (1 - beta) * c.p * std::fabs(share((1 - beta) * (c.p - c.q), c.m))};
+      return {of_q, std::fabs(of_q),
+              (1 - beta) * c.p * std::fabs(share((1 - beta) * (c.p - c.q), c.m))};
     case DivergenceKind::tv:
       break;
   }
