@@ -10,10 +10,10 @@
 
 namespace {
 
-std::atomic<int64_t> count{0};
+std::atomic<int64_t> allocated{0};
 
 void* allocate(size_t bytes, size_t alignment) {
-  ++count;
+  ++allocated;
   void* memory = nullptr;
   if (posix_memalign(&memory, alignment, bytes == 0 ? 1 : bytes) != 0) throw std::bad_alloc();
   return memory;
@@ -45,15 +45,15 @@ void* __libc_malloc(size_t bytes);
 void* __libc_calloc(size_t elements, size_t bytes);
 void* __libc_realloc(void* memory, size_t bytes);
 void* malloc(size_t bytes) {
-  ++count;
+  ++allocated;
   return __libc_malloc(bytes);
 }
 void* calloc(size_t elements, size_t bytes) {
-  ++count;
+  ++allocated;
   return __libc_calloc(elements, bytes);
 }
 void* realloc(void* memory, size_t bytes) {
-  ++count;
+  ++allocated;
   return __libc_realloc(memory, bytes);
 }
 }
@@ -62,4 +62,4 @@ bool logitless::conformance::counts_malloc() { return true; }
 bool logitless::conformance::counts_malloc() { return false; }
 #endif
 
-int64_t logitless::conformance::allocations() { return count; }
+int64_t logitless::conformance::allocations() { return allocated; }
