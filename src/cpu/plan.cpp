@@ -160,7 +160,9 @@ void place(const LinearShape& shape, LinearPlan& p) {
   p.lanes_at = whole.at;
 
   Layout lane;
-  const int64_t block = shape.makes_logits() ? p.engine.b_bytes(vocab_tile, p.depth_block) : 0;
+  // Of two heads no tile of logits lies behind it, so that it ends with what is packed.
+  const int64_t packed = shape.diverges ? std::min(shape.vocab, vocab_tile) : vocab_tile;
+  const int64_t block = shape.makes_logits() ? p.engine.b_bytes(packed, p.depth_block) : 0;
   p.weight_block_at = lane.take(block);
   const int64_t targets =
       shape.sums.has(SumKind::above) ? std::min(target_group, chunk) * vocab_tile * 4 : 0;

@@ -242,7 +242,7 @@ uint64_t tokens_bytes(int64_t tokens, bool with_places) {
 
 Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tokens) {
   *tokens = {};
-  tokens->total = call.tokens();
+  tokens->total = call.target ? call.target.shape[0] : call.tokens();
   place_arrays(memory, tokens->total, places(call), tokens);
   Status status = collect(call, vocab, tokens);
   if (!status.ok()) return status;
