@@ -206,6 +206,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
         ("from logitless.jax import linear_cross_entropy", jax_arrays),
         ("logitless.numpy.linear_cross_entropy(", numpy_arrays),
     ],
+    "docs/distillation.md": [("import linear_divergence", a_teacher)],
     "docs/python.md": [
         ("from logitless.torch import linear_cross_entropy", torch_tensors),
         ("set_default_memory(", a_trainer),

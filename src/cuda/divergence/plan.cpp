@@ -28,7 +28,9 @@ int64_t input_rows(const DivergenceCall& call, const DivergencePlan& p) {
 int64_t logits_of(const DivergenceCall& call, const DivergencePlan& p) {
   const LinearShape& s = call.student.shape;
   if (p.way == DivergenceWay::from_kept) return 0;
-  const int64_t chunk = p.chunk * panel_pitch(s.vocab);
+  // Where dz takes their place, a product reads rows behind the last token too.
+  const int64_t rows = p.way == DivergenceWay::none ? std::min(p.chunk, s.tokens) : p.chunk;
+  const int64_t chunk = rows * panel_pitch(s.vocab);
   if (p.way != DivergenceWay::columns) return chunk;
   return std::max(chunk, whole_rows(s.tokens) * p.columns);
 }
