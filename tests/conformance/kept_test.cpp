@@ -109,7 +109,7 @@ TEST_P(KeptState, ServesWhereTheLibrarySaysSo) {
       Field nothing;
       nothing.bits.assign(steps.kept.bytes, garbage);
       write_bits(steps.problem.op.kept, nothing);
-      const std::vector<double>& grad = backward(steps).fields.at("grad_input").value;
+      const std::vector<double> grad = backward(steps).fields.at("grad_input").value;
       const bool used = std::any_of(grad.begin(), grad.end(), [](double x) { return x != x; });
       logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
       options.softcap = softcap;

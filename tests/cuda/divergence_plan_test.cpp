@@ -178,14 +178,15 @@ TEST(DivergencePlan, ArraysLieApart) {
       const auto element = static_cast<uint64_t>(size_of(s.dtype));
       const bool by_chunk = p.way == DivergenceWay::none || p.way == DivergenceWay::chunks;
       const uint64_t rows = by_chunk ? p.chunk : whole_rows(s.tokens);
+      const int64_t chunk = p.way == DivergenceWay::none ? std::min(p.chunk, s.tokens) : p.chunk;
       const uint64_t pitch = m.student.plan.hidden_pitch;
       const bool by_columns = p.way == DivergenceWay::columns;
       const uint64_t width = by_columns || made.scales_panel() ? p.columns : panel_pitch(s.vocab);
       add("tokens", m.tokens.row, s.tokens * 4);
       add("input", m.student.m.input, rows * pitch * element);
-      add("logits", m.logits, by_columns ? rows * width * 4 : p.chunk * panel_pitch(s.vocab) * 4);
+      add("logits", m.logits, by_columns ? rows * width * 4 : chunk * panel_pitch(s.vocab) * 4);
       add("teacher_logits", m.teacher_logits,
-          by_columns ? rows * width * 4 : p.chunk * panel_pitch(s.vocab) * 4);
+          by_columns ? rows * width * 4 : chunk * panel_pitch(s.vocab) * 4);
       if (m.dz != reinterpret_cast<char*>(m.logits)) add("dz", m.dz, rows * width * element);
       if (p.way != DivergenceWay::whole) {
         const uint64_t sums = p.way == DivergenceWay::chunks ? p.chunk : s.tokens;
