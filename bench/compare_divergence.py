@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from compare_later import MIB, burst, left_out
+from compare_later import MIB, left_out, medians, peak
 from dropins import bare, stand_in
 from torch import Tensor
 from torch.nn import functional
@@ -179,7 +178,7 @@ class Contenders:
         try:
             for _ in range(2):
                 train()
-            mib = self._peak(train)
+            mib = peak(self.pair, train) if self.device == "cuda" else 0.0
             value, grad = call().item(), self.pair.input.grad
             assert grad is not None
             error = ((grad.float() - self.exact).norm() / self.exact.norm()).item()
@@ -191,24 +190,8 @@ class Contenders:
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
-    def _peak(self, train: Callable[[], None]) -> float:
-        if self.device != "cuda":
-            return 0
-        self.pair.input.grad = self.pair.weight.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        train()
-        torch.cuda.synchronize()
-        grads = sum(t.numel() * t.element_size() for t in (self.pair.input, self.pair.weight))
-        return (torch.cuda.max_memory_allocated() - before - grads) / MIB
-
     def run(self, rounds: int, seconds: float, head: str) -> None:
-        taken: dict[str, list[float]] = {name: [] for name in self.calls}
-        for i in range(rounds):
-            for name in list(self.calls)[:: 1 if i % 2 == 0 else -1]:
-                taken[name].append(burst(self.calls[name], seconds, self.device))
-        median = {name: statistics.median(times) for name, times in taken.items()}
+        median = medians(self.calls, rounds, seconds, self.device)
         base = median["four cuBLAS products"]
         exact = f"{self.value:.6g}"
         print(f"{head:34s} {'ms':>9s} {'x four':>7s} {'MiB':>7s} {exact:>12s} {'error':>8s}")

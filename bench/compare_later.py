@@ -178,7 +178,18 @@ def burst(call: Callable[[], None], seconds: float, device: str) -> float:
     return (time.perf_counter() - start) * 1e3 / count
 
 
-def peak(head: Head, call: Callable[[], None]) -> float:
+def medians(
+    calls: dict[str, Callable[[], None]], rounds: int, seconds: float, device: str
+) -> dict[str, float]:
+    """Milliseconds of each; all take turns, in an order that turns round every round."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds):
+        for name in list(calls)[:: 1 if i % 2 == 0 else -1]:
+            taken[name].append(burst(calls[name], seconds, device))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def peak(head: Any, call: Callable[[], None]) -> float:
     head.input.grad = head.weight.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -247,11 +258,7 @@ def compare(shape: str, device: str, given: argparse.Namespace) -> None:
         warm.add(name, call)
     for name, call in chosen(peers(head, given.peers), given.only).items():
         warm.add_peer(name, call)
-    taken: dict[str, list[float]] = {name: [] for name in warm.calls}
-    for i in range(given.rounds):
-        for name in list(warm.calls)[:: 1 if i % 2 == 0 else -1]:
-            taken[name].append(burst(warm.calls[name], given.burst, device))
-    median = {name: statistics.median(times) for name, times in taken.items()}
+    median = medians(warm.calls, given.rounds, given.burst, device)
     base = median["three cuBLAS products"]
     print(f"{shape:48s} {'ms':>9s} {'x three':>8s} {'x mean':>7s} {'MiB':>7s} {'off':>8s}")
     for name, ms in median.items():

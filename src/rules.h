@@ -77,8 +77,8 @@ inline bool extent(const TensorView& v, int64_t* bytes) {
 
 // Refuses a dtype or a device that is none.
 Status check_enums(const char* name, const TensorView& view);
-// Refuses what the factors of the map from raw to z may not be; the message begins with `whose`.
-Status check_factors(const char* whose, const LossOptions& options);
+// Refuses what a teacher's map from raw to z may not be.
+Status check_teacher_map(const LossOptions& options);
 
 // These are the rules of validate_fields.cpp and validate_options.cpp; each looks at one thing and
 // relies on those before it in the table of validate.cpp.
@@ -102,6 +102,5 @@ Status check_kept_key(const Call& call);
 Status check_probability_input(const Call& call);
 Status check_divergence_options(const Call& call);
 Status check_teacher(const Call& call);
-Status check_teacher_sizes(const Call& call);
 
 }  // namespace logitless

@@ -139,9 +139,10 @@ Status check_kept_key(const Call& call) {
 namespace {
 
 Status check_empty(const Call& call) {
-  if (call.linear && call.hidden() == 0) {
-    return error(StatusCode::invalid_argument, "input has shape %s; allowed: D >= 1",
-                 shape_text(call.rows()).text);
+  for (const char* name : {"input", "teacher_input"}) {
+    if (!call[name] || call[name].shape[1] > 0) continue;
+    return error(StatusCode::invalid_argument, "%s has shape %s; allowed: D >= 1", name,
+                 shape_text(call[name]).text);
   }
   if (call.combines) {
     if (call.shards() > 0) return {};
@@ -161,14 +162,18 @@ Status check_empty(const Call& call) {
 Status check_dtype_pairs(const Call& call) {
   if (call.linear) {
     const DType dtype = call["input"].dtype;
-    if (call["weight"].dtype != dtype) {
-      return error(StatusCode::wrong_dtype, "weight is %s; allowed: %s, the dtype of input",
-                   name_of(call["weight"].dtype), name_of(dtype));
-    }
-    const TensorView& bias = call["bias"];
-    if (bias && bias.dtype != dtype && bias.dtype != DType::f32) {
-      return error(StatusCode::wrong_dtype, "bias is %s; allowed: f32%s%s", name_of(bias.dtype),
-                   dtype == DType::f32 ? "" : ", ", dtype == DType::f32 ? "" : name_of(dtype));
+    for (const std::string_view name :
+         {"weight", "bias", "teacher_input", "teacher_weight", "teacher_bias"}) {
+      const TensorView& v = call[name];
+      if (!v || v.dtype == dtype) continue;
+      if (!name.ends_with("bias")) {
+        return error(StatusCode::wrong_dtype, "%s is %s; allowed: %s, the dtype of input",
+                     name.data(), name_of(v.dtype), name_of(dtype));
+      }
+      if (v.dtype == DType::f32) continue;
+      return error(StatusCode::wrong_dtype, "%s is %s; allowed: f32%s%s", name.data(),
+                   name_of(v.dtype), dtype == DType::f32 ? "" : ", ",
+                   dtype == DType::f32 ? "" : name_of(dtype));
     }
   }
   for (const char* name : {"argmax", "rank", "shard_argmax"}) {
@@ -199,6 +204,14 @@ Status check_products(const Call& call) {
   const int64_t n = call.tokens(), v = call.vocab_total();
   const int64_t d = call.linear ? call.hidden() : call.combines ? call.shards() : 1;
   const auto fits = [](int64_t a, int64_t b) { return b == 0 || a <= most / b; };
+  const int64_t of_teacher = call.teacher_input ? call.teacher_input.shape[1] : 0;
+  if (!fits(n, of_teacher) || !fits(v, of_teacher)) {
+    return error(StatusCode::invalid_argument,
+                 "teacher_weight: N = %lld, V = %lld, D = %lld; allowed: no product of two above "
+                 "2^56",
+                 static_cast<long long>(n), static_cast<long long>(v),
+                 static_cast<long long>(of_teacher));
+  }
   if (fits(n, v) && fits(n, d) && fits(v, d)) return {};
   return error(StatusCode::invalid_argument,
                "%s: N = %lld, V = %lld, %c = %lld; allowed: no product of two above 2^56",
@@ -234,7 +247,6 @@ constexpr Status (*kRules[])(const Call&) = {
     check_shapes,
     check_dtypes,
     check_dtype_pairs,
-    check_teacher_sizes,
     check_accumulate,
     check_extents,
     check_written_once,

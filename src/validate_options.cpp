@@ -33,6 +33,7 @@ struct RangeRule {
   float LossOptions::* value;
   bool (*ok)(float);
   const char* allowed;
+  bool of_map = false;  // a teacher's options have it too
 };
 // Divisors are normal numbers: a device may flush a subnormal one to zero, and its inverse
 // overflows.
@@ -41,15 +42,23 @@ constexpr RangeRule kRanges[] = {
      "0 to 1"},
     {"z_loss", &LossOptions::z_loss, [](float x) { return x >= 0 && x <= FLT_MAX; },
      "finite, >= 0"},
-    {"logit_scale", &LossOptions::logit_scale, [](float x) { return std::isfinite(x); }, "finite"},
+    {"logit_scale", &LossOptions::logit_scale, [](float x) { return std::isfinite(x); }, "finite",
+     true},
     {"softcap", &LossOptions::softcap,
      [](float x) { return x == 0 || (x >= FLT_MIN && x <= FLT_MAX); },
-     "0 (none), or finite, positive and not subnormal"},
+     "0 (none), or finite, positive and not subnormal", true},
     {"temperature", &LossOptions::temperature, [](float x) { return x >= FLT_MIN && x <= FLT_MAX; },
-     "finite, positive and not subnormal"},
+     "finite, positive and not subnormal", true},
     {"probability_floor", &LossOptions::probability_floor,
      [](float x) { return x >= 0 && x <= FLT_MAX; }, "finite, >= 0"},
 };
+
+Status check_range(const char* prefix, const RangeRule& rule, const LossOptions& options) {
+  const float value = options.*rule.value;
+  if (rule.ok(value)) return {};
+  return error(StatusCode::invalid_argument, "%s%s is %g; allowed: %s", prefix, rule.name,
+               unsigned_nan(static_cast<double>(value)), rule.allowed);
+}
 
 // The factors of z = softcap / temperature tanh(logit_scale / softcap raw), and of its slope, are
 // f32 on every backend. The tanh is often formed from exp of twice its argument.
@@ -70,8 +79,7 @@ constexpr FactorRule kFactors[] = {
      [](const LossOptions& o) { return static_cast<double>(o.temperature) / o.softcap; }, true},
 };
 
-}  // namespace
-
+// The message begins with `whose`.
 Status check_factors(const char* whose, const LossOptions& o) {
   for (const FactorRule& rule : kFactors) {
     if (rule.capped && o.softcap == 0) continue;
@@ -83,6 +91,8 @@ Status check_factors(const char* whose, const LossOptions& o) {
   }
   return {};
 }
+
+}  // namespace
 
 Status check_option_enums(const Call& call) {
   if (!call.loss_op) return {};
@@ -99,13 +109,18 @@ Status check_option_enums(const Call& call) {
 Status check_option_ranges(const Call& call) {
   if (!call.loss_op) return {};
   for (const RangeRule& rule : kRanges) {
-    const float value = call.options.*rule.value;
-    if (!rule.ok(value)) {
-      return error(StatusCode::invalid_argument, "%s is %g; allowed: %s", rule.name,
-                   unsigned_nan(static_cast<double>(value)), rule.allowed);
-    }
+    const Status status = check_range("", rule, call.options);
+    if (!status.ok()) return status;
   }
   return check_factors("", call.options);
+}
+
+Status check_teacher_map(const LossOptions& options) {
+  for (const RangeRule& rule : kRanges) {
+    const Status status = rule.of_map ? check_range("teacher_", rule, options) : Status();
+    if (!status.ok()) return status;
+  }
+  return check_factors("of the teacher, ", options);
 }
 
 // A call has one temperature, or one a token, which a device reads.

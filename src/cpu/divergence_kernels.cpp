@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "src/cpu/targets.h"
+#include "src/row/divergence.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/cpu/divergence_kernels.cpp"
@@ -211,24 +212,6 @@ void sum_means(const BetaVectors& b, const RowVectors& row, const float* z, cons
                      const Vector f = slope_of<kKind>(d, b, hn::Gt(distance, zero), distance);
                      mean = hn::Add(mean, hn::IfThenZeroElse(hn::Eq(p, zero), hn::Mul(p, f)));
                    });
-}
-
-// Calls f with the kind as a constant.
-template <class F>
-void with_kind(DivergenceKind kind, const F& f) {
-  using enum DivergenceKind;
-  switch (kind) {
-    case forward_kl:
-      return f(std::integral_constant<DivergenceKind, forward_kl>());
-    case reverse_kl:
-      return f(std::integral_constant<DivergenceKind, reverse_kl>());
-    case jsd:
-      return f(std::integral_constant<DivergenceKind, jsd>());
-    case skew_kl:
-      return f(std::integral_constant<DivergenceKind, skew_kl>());
-    case tv:
-      return f(std::integral_constant<DivergenceKind, tv>());
-  }
 }
 
 DivergenceSums divergence_block_on_target(const DivergenceTerms& terms, const DivergenceRow& row,

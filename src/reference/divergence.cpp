@@ -215,28 +215,15 @@ DivergenceRow divergence_row(const DivergenceOptions& options, const Row& studen
   return row;
 }
 
-Estimate target_logprob(const Token& token, const Row& student) {
-  const double z = student.z[token.column];
-  const double value = std::min(0.0, (z - student.reference) - student.log_sum);
-  if (std::isnan(student.lse)) return {nan_value, 0};
-  Estimate logprob{value, 0};
-  if (!student.logit_error.empty()) {
-    logprob.error = student.lse_error + student.logit_error[token.column] +
-                    2 * u32 * (std::fabs(z) + std::fabs(value));
-  }
-  return logprob;
-}
-
-Estimate divergence_loss(const Call& call, const Token& token, const Row& student,
-                         const DivergenceRow& row) {
-  const double label_weight = call.divergence.label_weight;
+Estimate divergence_loss(const RowOf& student, const DivergenceRow& row) {
+  const double label_weight = student.call.divergence.label_weight;
   Estimate loss = row.divergence;
   if (label_weight != 0) {
-    const Estimate logprob = target_logprob(token, student);
-    loss.value -= label_weight * logprob.value;
-    loss.error += label_weight * (logprob.error + 2 * u32 * std::fabs(logprob.value));
+    const Estimate label = logprob(student);
+    loss.value -= label_weight * label.value;
+    loss.error += label_weight * (label.error + 2 * u32 * std::fabs(label.value));
   }
-  return weighted(loss, token);
+  return weighted(loss, student.token);
 }
 
 RowGradient divergence_gradient(const Call& call, const Tokens& tokens, const Token& token,

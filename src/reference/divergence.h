@@ -3,7 +3,7 @@
 // two heads" of docs/semantics.md).
 #pragma once
 
-#include "src/reference/row.h"
+#include "src/reference/statistics.h"
 
 namespace logitless::reference {
 
@@ -25,11 +25,8 @@ struct DivergenceRow {
 DivergenceRow divergence_row(const DivergenceOptions& options, const Row& student,
                              const Row& teacher);
 
-Estimate divergence_loss(const Call& call, const Token& token, const Row& student,
-                         const DivergenceRow& row);
+Estimate divergence_loss(const RowOf& student, const DivergenceRow& row);
 RowGradient divergence_gradient(const Call& call, const Tokens& tokens, const Token& token,
                                 const Row& student, const DivergenceRow& row);
-// log p_t of the student.
-Estimate target_logprob(const Token& token, const Row& student);
 
 }  // namespace logitless::reference

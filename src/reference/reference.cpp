@@ -184,11 +184,11 @@ void Evaluation::evaluate_divergence(const Token& token, int64_t i) {
   const Row student = make_row({call_, weight_, bias_, model_, with_bounds_}, token, i);
   const Row teacher = teacher_->row(token, i, model_, with_bounds_);
   const DivergenceRow row = divergence_row(call_.divergence, student, teacher);
-  if (call_.loss) token_loss_[i] = divergence_loss(call_, token, student, row);
-  set(output("entropy"), i, {student.entropy, student.entropy_error});
+  const RowOf of{call_, tokens_, token, student};
+  if (call_.loss) token_loss_[i] = divergence_loss(of, row);
+  write_statistics(of, &Statistic::of_row, i);
   set(output("teacher_entropy"), i, {teacher.entropy, teacher.entropy_error});
   set(output("acceptance"), i, row.acceptance);
-  if (call_.logprob) set(output("logprob"), i, target_logprob(token, student));
   if (wants_gradient()) {
     add_gradient(divergence_gradient(call_, tokens_, token, student, row), i);
   }

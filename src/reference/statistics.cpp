@@ -189,6 +189,8 @@ Estimate weighted_logit_sum(const RowOf& of) {
 }
 Estimate whole_weighted_logit_sum(const WholeRow& whole) { return whole.weighted_logit_sum; }
 
+}  // namespace
+
 Estimate logprob(const RowOf& of) {
   if (of.token.column < 0) return {-kInfinity, 0};
   const Row& row = of.row;
@@ -198,6 +200,8 @@ Estimate logprob(const RowOf& of) {
   return {value, row.lse_error + row.logit_error[of.token.column] + 2 * u32 * std::fabs(z) +
                      2 * u32 * std::fabs(value)};
 }
+namespace {
+
 Estimate whole_logprob(const WholeRow& whole) {
   const double distance = whole.target_logit - whole.reference;
   const double log_p = distance - whole.log_sum.value, value = log_p > 0 ? 0 : log_p;

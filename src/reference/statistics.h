@@ -57,6 +57,7 @@ struct Statistic {
   bool is_index() const { return of_row.index != nullptr; }
 };
 std::span<const Statistic> statistics();
+Estimate logprob(const RowOf& of);
 
 Estimate combined_lse(const WholeRow& row);
 Estimate combined_loss(const Call& call, const Tokens& tokens, const Token& token,

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "logitless/ops.h"
 #include "src/host_device.h"
@@ -22,6 +23,24 @@ LOGITLESS_HOST_DEVICE constexpr DivergenceKind effective_kind(const DivergenceOp
   const bool mixes = o.kind == DivergenceKind::jsd || o.kind == DivergenceKind::skew_kl;
   if (mixes && o.beta == 0) return DivergenceKind::forward_kl;
   return o.kind == DivergenceKind::jsd && o.beta == 1 ? DivergenceKind::reverse_kl : o.kind;
+}
+
+// Calls f(kind) with the kind as a constant.
+template <class F>
+void with_kind(DivergenceKind kind, F&& f) {
+  using enum DivergenceKind;
+  switch (kind) {
+    case forward_kl:
+      return f(std::integral_constant<DivergenceKind, forward_kl>());
+    case reverse_kl:
+      return f(std::integral_constant<DivergenceKind, reverse_kl>());
+    case jsd:
+      return f(std::integral_constant<DivergenceKind, jsd>());
+    case skew_kl:
+      return f(std::integral_constant<DivergenceKind, skew_kl>());
+    case tv:
+      return f(std::integral_constant<DivergenceKind, tv>());
+  }
 }
 
 // Beyond it a probability is nothing beside the other, and expm1 stays finite.

@@ -38,7 +38,6 @@ inline Mistake option(T LossOptions::* member, T value) {
   };
 }
 
-// One of DivergenceOptions; a label_weight of 0 leaves the target to be missed by others.
 template <class T>
 inline Mistake divergence(T DivergenceOptions::* member, T value) {
   return [=](Subject& s) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 
+#include "tests/support/divergences.h"
 #include "tests/support/gather.h"
 #include "tests/support/judge.h"
 #include "tests/support/suite.h"
@@ -17,9 +18,6 @@ using Both = LinearDivergenceForwardBackward;
 using Forward = LinearDivergenceForward;
 using Backward = LinearDivergenceBackward;
 
-constexpr DivergenceKind kKinds[] = {DivergenceKind::forward_kl, DivergenceKind::reverse_kl,
-                                     DivergenceKind::jsd, DivergenceKind::skew_kl,
-                                     DivergenceKind::tv};
 constexpr double kInf = std::numeric_limits<double>::infinity();
 const double kNan = std::nan("");
 
@@ -64,7 +62,7 @@ void set_row(const TensorView& view, int64_t row, double value) {
 }
 
 TEST_P(Divergences, EqualHeadsGiveExactlyZero) {
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     for (const Shape& shape : {Shape{9, 19, 37}, Shape{70, 40, 1030}, Shape{3, 5, 1}}) {
       Case c = plain(shape, kind);
       c.equal = c.bias = c.teacher_bias = true;
@@ -108,7 +106,7 @@ TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
 
 // A bias of -inf makes a probability 0: in the student alone, the teacher alone, or both.
 TEST_P(Divergences, ColumnsThatAreMasked) {
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     for (const int masked : {1, 2, 3}) {
       for (const float beta : {0.0f, 0.5f, 1.0f}) {
         Case c = plain({7, 19, 83}, kind);
@@ -127,7 +125,7 @@ TEST_P(Divergences, ColumnsThatAreMasked) {
 
 TEST_P(Divergences, WhatIsNotFiniteStaysInItsRow) {
   constexpr int64_t row = 4;
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     const Case c = plain({9, 19, 130}, kind);
     Problem<Both> p = build<Both>(c);
     const Outcome before = judged(p, name_of(kind));
@@ -149,7 +147,7 @@ TEST_P(Divergences, WhatIsNotFiniteStaysInItsRow) {
 }
 
 TEST_P(Divergences, IgnoredRowsAreNotRead) {
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     Case c = plain({37, 19, 130}, kind);
     c.ignored = 0.4;
     c.token_weight = true;
@@ -166,7 +164,7 @@ TEST_P(Divergences, IgnoredRowsAreNotRead) {
 }
 
 TEST_P(Divergences, InactiveRowsAreNotRead) {
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     Case c = plain({37, 19, 130}, kind);
     c.inactive = 0.4;
     c.grad_loss = true;
@@ -200,7 +198,7 @@ TEST_P(Divergences, EndsOfBeta) {
 
 // Forward alone has the bits of both together.
 TEST_P(Divergences, ForwardHasTheBitsOfBoth) {
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     Case c = plain({33, 24, 1030}, kind);
     c.ignored = 0.2;
     const Problem<Both> both = build<Both>(c);
@@ -213,7 +211,7 @@ TEST_P(Divergences, ForwardHasTheBitsOfBoth) {
 }
 
 TEST_P(Divergences, OfATokenDoNotDependOnItsBatch) {
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     const Case c = plain({70, 33, 1030}, kind);
     if (!device_.batch_invariant(c)) return;
     const Problem<Forward> p = build<Forward>(c);
@@ -234,52 +232,16 @@ TEST_P(Divergences, OfATokenDoNotDependOnItsBatch) {
   }
 }
 
-// A Forward that keeps dz, and the Backward that follows it.
-struct Keeping {
-  Problem<Backward> p;
-  Forward forward;
-  Kept kept;
-
-  Keeping(const TestDevice& device, const Case& c) : p(build<Backward>(c)) {
-    forward = {.input = p.op.input,
-               .weight = p.op.weight,
-               .bias = p.op.bias,
-               .teacher = p.op.teacher,
-               .target = p.op.target,
-               .options = p.op.options,
-               .divergence = p.op.divergence,
-               .weights = p.op.weights};
-    Forward asked = forward;
-    place(asked, device.tensors());
-    const Status status = kept_size(asked, device.execution(), UINT64_MAX, &kept);
-    EXPECT_TRUE(status.ok()) << status.message();
-    forward.loss = p.pool.reserve(DType::f32, {c.shape.tokens});
-    forward.kept = p.pool.reserve(c.dtype, {kept.shape[0], kept.shape[1]});
-    forward.kept_rows = p.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
-  }
-  // Hands what Forward wrote to Backward, which then has no teacher.
-  void take(const Outcome& outcome) {
-    p.op.kept = forward.kept, p.op.kept_rows = forward.kept_rows, p.op.kept_key = kept.key;
-    write_bits(p.op.kept, outcome.kept.at("kept"));
-    write_bits(p.op.kept_rows, outcome.kept.at("kept_rows"));
-  }
-  Backward without_teacher() const {
-    Backward op = p.op;
-    op.teacher = {};
-    return op;
-  }
-};
-
 TEST_P(Divergences, KeptStateServesAnyBackward) {
   if (std::string("reference") == device_.name()) return;  // it keeps nothing
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     for (const Memory memory : {Memory::minimum, Memory::recommended}) {
       Case c = plain({70, 24, 421}, kind);
       c.ignored = 0.2, c.inactive = 0.3;
       c.bias = c.token_weight = c.grad_loss = c.fault = true;
       c.options.softcap = kind == DivergenceKind::jsd ? 4 : 0;
       c.divergence.label_weight = 0.3f;
-      Keeping k(device_, c);
+      KeptDivergence k(device_, c);
       const Outcome kept = execute(device_, k.forward, k.p.pool, {.memory = memory});
       ASSERT_TRUE(kept.status.ok()) << kept.status.message();
       for (const std::string& violation : kept.violations) ADD_FAILURE() << violation;
@@ -306,7 +268,7 @@ TEST_P(Divergences, KeptStateOfARowOfNaN) {
   if (std::string("reference") == device_.name()) return;
   Case c = plain({20, 24, 131}, DivergenceKind::reverse_kl);
   c.grad_loss = true;
-  Keeping k(device_, c);
+  KeptDivergence k(device_, c);
   set_row(k.p.op.input, 7, kNan);
   k.take(execute(device_, k.forward, k.p.pool));
   for (const double upstream : {0.0, 1.5}) {
@@ -324,7 +286,7 @@ TEST_P(Divergences, KeptStateOfNobody) {
   for (const double garbage : {0.0, 1.0, kNan}) {
     Case c = plain({20, 24, 131}, DivergenceKind::forward_kl);
     c.fault = true;
-    Keeping k(device_, c);
+    KeptDivergence k(device_, c);
     k.take(execute(device_, k.forward, k.p.pool));
     set(k.p.op.kept_rows, [&](int64_t i, double x) { return i / 8 == 5 ? garbage : x; });
     const Outcome got = execute(device_, k.without_teacher(), k.p.pool);

@@ -1,22 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Divergences on the device, in every way that a plan has (src/cuda/divergence/divergence.h), each
 // judged against the reference; and a Backward of dz that Forward has kept.
-#include <limits>
 #include <map>
 
 #include "planned.h"
 #include "src/cuda/divergence/plan.h"
+#include "tests/support/divergences.h"
 
 namespace logitless::conformance {
 namespace {
 
 using Both = LinearDivergenceForwardBackward;
-using Forward = LinearDivergenceForward;
-using Back = LinearDivergenceBackward;
 
-constexpr DivergenceKind kKinds[] = {DivergenceKind::forward_kl, DivergenceKind::reverse_kl,
-                                     DivergenceKind::jsd, DivergenceKind::skew_kl,
-                                     DivergenceKind::tv};
 constexpr Case kPlain{.op = OpKind::divergence_forward_backward, .shape = {515, 72, 3001}};
 
 class CudaDivergence : public ConformanceTest {
@@ -63,7 +58,7 @@ class CudaDivergence : public ConformanceTest {
 };
 
 TEST_P(CudaDivergence, EveryWayIsWithinTheBound) {
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     for (const bool options : {false, true}) {
       Case c = plain();
       c.divergence.kind = kind;
@@ -82,7 +77,7 @@ TEST_P(CudaDivergence, InGradientsOfF32ThatAccumulate) {
 }
 
 TEST_P(CudaDivergence, OfATeacherNearBy) {
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     Case c = plain();
     c.divergence.kind = kind;
     c.near = true;
@@ -92,7 +87,7 @@ TEST_P(CudaDivergence, OfATeacherNearBy) {
 
 // What Forward keeps serves a Backward with other upstream gradients, without a teacher and twice.
 TEST_P(CudaDivergence, KeptDzIsWithinTheBound) {
-  for (const DivergenceKind kind : kKinds) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
     for (const bool options : {false, true}) {
       Case c = plain();
       c.op = OpKind::divergence_backward;
@@ -101,40 +96,15 @@ TEST_P(CudaDivergence, KeptDzIsWithinTheBound) {
         add_options(&c);
         c.inactive = 0.3;
       }
-      Problem<Back> p = build<Back>(c);
-      Back& op = p.op;
-      Forward forward{.input = op.input,
-                      .weight = op.weight,
-                      .bias = op.bias,
-                      .teacher = op.teacher,
-                      .target = op.target,
-                      .options = op.options,
-                      .divergence = op.divergence,
-                      .weights = op.weights};
-      const std::vector<int64_t> of_loss = c.options.reduction == Reduction::none
-                                               ? std::vector<int64_t>{c.shape.tokens}
-                                               : std::vector<int64_t>{};
-      forward.loss = p.pool.reserve(DType::f32, of_loss);
-      Forward placed = forward;
-      place(placed, device_.tensors());
-      Kept kept;
-      const Status status =
-          kept_size(placed, device_.execution(), std::numeric_limits<uint64_t>::max(), &kept);
-      ASSERT_TRUE(status.ok()) << status.message();
-      forward.kept = p.pool.reserve(op.input.dtype, {kept.shape[0], kept.shape[1]});
-      forward.kept_rows = p.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
-      const Outcome made = execute(device_, forward, p.pool,
+      KeptDivergence k(device_, c);
+      const Outcome made = execute(device_, k.forward, k.p.pool,
                                    {.memory = Memory::recommended, .fill = std::byte{0xFF}});
       ASSERT_TRUE(made.status.ok()) << made.status.message();
-      const reference::Result want = expected(device_, op, p.model);
-      op.kept = forward.kept;
-      op.kept_rows = forward.kept_rows;
-      op.kept_key = kept.key;
-      write_bits(op.kept, made.kept.at("kept"));
-      write_bits(op.kept_rows, made.kept.at("kept_rows"));
-      op.teacher = {};
+      const reference::Result want = expected(device_, k.p.op, k.p.model);
+      k.take(made);
       for (const Memory memory : {Memory::recommended, Memory::minimum}) {
-        const Comparison result = compare(want, execute(device_, op, p.pool, {.memory = memory}));
+        const Comparison result =
+            compare(want, execute(device_, k.without_teacher(), k.p.pool, {.memory = memory}));
         EXPECT_TRUE(result.ok()) << result.report << ": " << describe(c);
       }
     }

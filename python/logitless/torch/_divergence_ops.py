@@ -25,8 +25,8 @@ from logitless.torch import _divergence_run as _run
 from logitless.torch._autograd import (
     ONCE_ONLY,
     cast,
+    first_order,
     held_dtype,
-    once,
     refuse_batches,
     scaled,
 )
@@ -180,12 +180,8 @@ def _gradients(ctx: Any, grad_loss: Tensor) -> Sequence[Tensor | None]:
 
 def _scaled_gradients(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
     hand_out = _handed_out if ctx.wanted & PLAIN else _multiplied
-    if not torch.is_grad_enabled():
-        return hand_out(ctx, factor)
-    with torch.no_grad():
-        grads = hand_out(ctx, factor)
-    marked: Sequence[Tensor | None] = once((*ctx.saved_tensors[:3], factor), grads)
-    return marked
+    grads: Sequence[Tensor | None] = first_order(ctx, hand_out, (factor,))
+    return grads
 
 
 def _needed(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:

@@ -187,25 +187,4 @@ __device__ bool put_dz(const DivergenceRows& a, const DzRow& row, const HeadRow<
   return put_four(a.dz.dtype, draw, row.to, j);
 }
 
-// Calls f(kind) with a constant.
-template <class F>
-void with_kind(DivergenceKind kind, F&& f) {
-  using enum DivergenceKind;
-  const auto use = [&]<DivergenceKind kKind>() {
-    f(std::integral_constant<DivergenceKind, kKind>{});
-  };
-  switch (kind) {
-    case forward_kl:
-      return use.template operator()<forward_kl>();
-    case reverse_kl:
-      return use.template operator()<reverse_kl>();
-    case jsd:
-      return use.template operator()<jsd>();
-    case skew_kl:
-      return use.template operator()<skew_kl>();
-    case tv:
-      return use.template operator()<tv>();
-  }
-}
-
 }  // namespace logitless::cuda

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tests of divergences share this.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "judge.h"
+#include "suite.h"
+
+namespace logitless::conformance {
+
+inline constexpr DivergenceKind kDivergenceKinds[] = {
+    DivergenceKind::forward_kl, DivergenceKind::reverse_kl, DivergenceKind::jsd,
+    DivergenceKind::skew_kl, DivergenceKind::tv};
+
+// A Forward that keeps dz, and the Backward that follows it.
+struct KeptDivergence {
+  Problem<LinearDivergenceBackward> p;
+  LinearDivergenceForward forward;
+  Kept kept;
+
+  KeptDivergence(const TestDevice& device, const Case& c) : p(build<LinearDivergenceBackward>(c)) {
+    forward = {.input = p.op.input,
+               .weight = p.op.weight,
+               .bias = p.op.bias,
+               .teacher = p.op.teacher,
+               .target = p.op.target,
+               .options = p.op.options,
+               .divergence = p.op.divergence,
+               .weights = p.op.weights};
+    LinearDivergenceForward asked = forward;
+    place(asked, device.tensors());
+    const Status status = kept_size(asked, device.execution(), UINT64_MAX, &kept);
+    EXPECT_TRUE(status.ok()) << status.message();
+    const bool none = c.options.reduction == Reduction::none;
+    forward.loss = p.pool.reserve(
+        DType::f32, none ? std::vector<int64_t>{c.shape.tokens} : std::vector<int64_t>{});
+    forward.kept = p.pool.reserve(c.dtype, {kept.shape[0], kept.shape[1]});
+    forward.kept_rows = p.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
+  }
+  // Hands what Forward wrote to Backward, which then has no teacher.
+  void take(const Outcome& outcome) {
+    p.op.kept = forward.kept, p.op.kept_rows = forward.kept_rows, p.op.kept_key = kept.key;
+    write_bits(p.op.kept, outcome.kept.at("kept"));
+    write_bits(p.op.kept_rows, outcome.kept.at("kept_rows"));
+  }
+  LinearDivergenceBackward without_teacher() const {
+    LinearDivergenceBackward op = p.op;
+    op.teacher = {};
+    return op;
+  }
+};
+
+}  // namespace logitless::conformance
