@@ -116,6 +116,13 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+// Returns log2 x by the one instruction: to 2 ulp, and to 2^-22 where x is between 1/2 and 2.
+__device__ inline float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Returns exp x for x <= 0, -inf included; a NaN stays. Two roundings of x log2(e) are kept apart,
 // so that the error is that of the last instruction (2 ulp) for any x.
 __device__ inline float exp_nonpositive(float x) {

@@ -16,14 +16,15 @@ struct HeadLogits {
   TensorView bias{};   // [V]
   MapFactors map{};
   const TokenMap* maps = nullptr;  // [N]  there where each token has a map of its own
-  bool plain() const { return made != nullptr && !bias && map.identity && maps == nullptr; }
 };
 
-// dz of a row needs this: both states, lse - lse' of these, and the mean that is subtracted.
+// dz of a row needs this: both states, lse - lse' of these, the mean that is subtracted, and what
+// the exponentials relative to the references are multiplied by to be p and q.
 struct DivergenceState {
   float reference, log_sum;
   float teacher_reference, teacher_log_sum;
   float apart, mean;
+  float inverse, teacher_inverse;
 };
 
 // Where dz goes, times the student's slope; zeros go where no token has a row.
@@ -44,10 +45,12 @@ struct DivergenceRows {
   HeadLogits student{}, teacher{};
   int64_t first = 0;
   int32_t columns = 0;
+  int32_t blocks = 1;  // so many share a row
   float beta = 0, label_weight = 0;
   bool has_target = false, has_outputs = false;
-  float* losses = nullptr;  // [N]  by token; there where the losses are reduced
-  TensorView loss{};        // [N]
+  bool has_statistics = false;  // of those that are summed over columns
+  float* losses = nullptr;      // [N]  by token; there where the losses are reduced
+  TensorView loss{};            // [N]
   DivergenceStatistics statistics{};
   DivergenceState* states = nullptr;  // [N]  compacted; there where dz is made later
   DivergencePanel dz{};

@@ -9,8 +9,8 @@ namespace logitless::cuda {
 
 // whole_rows.cu makes of whole rows the outputs, the states where they are asked for, and dz where
 // there is a panel, of `rows` rows: those behind the chunk's become 0.
-void divergence_rows(const DivergenceRows& rows, DivergenceKind kind, int64_t launched,
-                     Stream* stream);
+void divergence_rows(DivergenceRows rows, DivergenceKind kind, int64_t launched,
+                     const DeviceInfo& device, Stream* stream);
 // some_columns.cu makes dz of some columns, with the states known.
 void divergence_block(const DivergenceRows& rows, DivergenceKind kind, int64_t launched,
                       Stream* stream);

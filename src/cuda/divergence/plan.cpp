@@ -13,9 +13,8 @@
 namespace logitless::cuda {
 namespace {
 
-// Logits of more tokens at a time make no product quicker.
-constexpr std::array<int64_t, 13> chunk_sizes{2048, 1536, 1280, 1024, 896, 768, 640,
-                                              512,  384,  256,  192,  128, 64};
+// Logits of more tokens at a time make no product quicker; a product has tiles of 256.
+constexpr std::array<int64_t, 8> chunk_sizes{2048, 1536, 1024, 768, 512, 256, 128, 64};
 constexpr std::array<int64_t, 6> widths{16384, 8192, 4096, 2048, 1024, 512};
 
 // Returns how many tokens' input is gathered at a time.
@@ -193,14 +192,16 @@ class DivergencePrice {
     return call_.makes_teacher() ? 8
                                  : 4.0 + static_cast<double>(size_of(call_.teacher_logits.dtype));
   }
-  // Both heads' logits, half of whose way to memory no arithmetic hides.
+  // Both heads' logits. Half of their way to memory, and of the weight's from it, no arithmetic
+  // hides.
   double logits(int64_t rows, int64_t columns) const {
     const auto head = [&](const LinearShape& s) {
-      return product_time(s, speed_, rows, columns, s.hidden, false) + moved(rows, columns, 2);
+      return product_time(s, speed_, rows, columns, s.hidden, false) + moved(rows, columns, 2) +
+             moved(s.hidden, columns, dz() / 2);
     };
     return head(s_) + (call_.makes_teacher() ? head(call_.teacher.shape) : 0);
   }
-  // The passes over rows of logits.
+  // The passes over rows of logits, of which each takes as long for arithmetic as for memory.
   double passes(int64_t rows) const {
     const bool makes_dz =
         p_.way == DivergenceWay::whole || p_.way == DivergenceWay::chunks || call_.keeps;
@@ -227,10 +228,8 @@ DivergencePlan finished(const DivergenceCall& call, DivergencePlan p, const Devi
   return p;
 }
 
-// Makes chunks of at most `most` tokens, all of one size.
-int64_t even_chunk(int64_t tokens, int64_t most) {
-  const int64_t some = std::max<int64_t>(tokens, 1);
-  return whole_rows(divide_up(some, divide_up(some, most)));
+int64_t chunk_of(int64_t tokens, int64_t most) {
+  return std::min(most, whole_rows(std::max<int64_t>(tokens, 1)));
 }
 
 // Calls consider(plan) with every plan there is.
@@ -247,7 +246,7 @@ void each_plan(const DivergenceCall& call, const DeviceSpeed& speed, F&& conside
     return;
   }
   for (const int64_t most : chunk_sizes) {
-    const int64_t chunk = even_chunk(s.tokens, most);
+    const int64_t chunk = chunk_of(s.tokens, most);
     if (!call.gradients()) {
       use({.way = DivergenceWay::none, .chunk = chunk});
       continue;
@@ -259,7 +258,7 @@ void each_plan(const DivergenceCall& call, const DeviceSpeed& speed, F&& conside
   for (const int64_t width : widths) {
     const int64_t fitting = whole_rows(s.tokens) * width / panel_pitch(s.vocab) / 8 * 8;
     const int64_t chunk =
-        even_chunk(s.tokens, std::clamp(fitting, chunk_sizes.back(), chunk_sizes.front()));
+        chunk_of(s.tokens, std::clamp(fitting, chunk_sizes.back(), chunk_sizes.front()));
     use({.way = DivergenceWay::columns, .chunk = chunk, .columns = width});
   }
 }

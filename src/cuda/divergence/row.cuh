@@ -2,17 +2,24 @@
 // A row of both heads' logits, four columns a thread at a time, and dz of these.
 #pragma once
 
+#include <algorithm>
+
 #include "src/cuda/divergence/arrays.h"
+#include "src/cuda/divergence/column.cuh"
 #include "src/cuda/linear/chunk.cuh"
 #include "src/cuda/logit_map.cuh"
+#include "src/cuda/runtime/copies.cuh"
 #include "src/cuda/tokens/tokens.cuh"
-#include "src/row/divergence.h"
 
 namespace logitless::cuda {
 
-// One head's row. With kPlain its logits were made here and are z themselves.
-template <bool kPlain>
+// How both heads' logits become z: those that were made here are z, or are scaled; or anything.
+enum class HeadMaps { none, scale, any };
+
+// One head's row.
+template <HeadMaps kMaps>
 struct HeadRow {
+  static constexpr bool is_made = kMaps != HeadMaps::any;
   const HeadLogits& head;
   const float* made;  // it is null where the caller gives the logits
   int64_t token, first;
@@ -26,85 +33,131 @@ struct HeadRow {
         first(a.first),
         columns(a.columns),
         map(logits.map) {
-    if constexpr (!kPlain) {
+    if constexpr (kMaps != HeadMaps::none) {
       if (head.maps != nullptr) map = with_token(map, head.maps[token]);
     }
   }
 
   __device__ float mapped(float raw, int64_t column) const {
-    if constexpr (kPlain) return raw;
+    if constexpr (kMaps == HeadMaps::none) return raw;
+    if constexpr (kMaps == HeadMaps::scale) return raw * map.slope;
     if (present(head.bias)) raw += load(head.bias, column);
     return map_raw(map, raw);
   }
   // Returns z of one column.
-  __device__ float operator()(int j) const {
-    return mapped(made != nullptr ? made[j] : load(head.given, token, first + j), first + j);
-  }
+  __device__ float operator()(int j) const { return mapped(one(j), first + j); }
   // Loads raw logits of columns j to j + 3; behind the last column they may be anything.
   __device__ float4 raw(int j) const {
-    if (kPlain || made != nullptr) return *reinterpret_cast<const float4*>(made + j);
+    if (is_made || made != nullptr) return *reinterpret_cast<const float4*>(made + j);
     float x[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (j + i < columns) x[i] = load(head.given, token, first + j + i);
+      if (j + i < columns) x[i] = one(j + i);
     }
     return {x[0], x[1], x[2], x[3]};
   }
-  // Makes z of these, -inf behind the last column.
+  // Makes z of these.
   __device__ void map_four(const float4& raw, int j, float (&z)[4]) const {
-    const float x[4] = {raw.x, raw.y, raw.z, raw.w};
+    z[0] = raw.x, z[1] = raw.y, z[2] = raw.z, z[3] = raw.w;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) z[i] = j + i < columns ? mapped(x[i], first + j + i) : -infinity();
+    for (int i = 0; i < 4; ++i) {
+      if (is_made || j + i < columns) z[i] = mapped(z[i], first + j + i);
+    }
+  }
+
+ private:
+  __device__ float one(int j) const {
+    return is_made || made != nullptr ? made[j] : load(head.given, token, first + j);
   }
 };
 
-template <bool kPlain>
+// The blocks of a cluster share a row: which of them this is, and of how many.
+struct RowShare {
+  int rank, blocks;
+};
+
+constexpr int pair_threads = 256;
+// So many times four columns of a thread are on their way at a time, in shared memory of its own.
+constexpr int row_steps = 4;
+// They lie [heads, row_steps, threads].
+constexpr int head_ring = row_steps * pair_threads;
+constexpr size_t row_ring_bytes = 2 * head_ring * sizeof(float4);
+
+template <HeadMaps kMaps>
 struct RowPair {
-  HeadRow<kPlain> student, teacher;
+  HeadRow<kMaps> student, teacher;
+  RowShare share;
   int end;  // products read columns up to a multiple of 8, which become 0
 
-  __device__ RowPair(const DivergenceRows& a, int row, int64_t token)
+  __device__ RowPair(const DivergenceRows& a, int row, int64_t token, RowShare share)
       : student(a, a.student, row, token),
         teacher(a, a.teacher, row, token),
+        share(share),
         end((a.columns + 7) / 8 * 8) {}
 
   // Calls use(j, z, z') with this thread's columns, from the first or, with kBack, from the last
-  // ones, which the pass before has left in the cache. The next loads are in flight meanwhile.
+  // ones, which the pass before has left in the cache.
   template <bool kBack, class F>
   __device__ void for_columns(F&& use) const {
-    const int step = static_cast<int>(blockDim.x) * 4, own = static_cast<int>(threadIdx.x) * 4;
-    const int tiles = (end + step - 1) / step;
-    float4 z_raw{}, t_raw{};
-    const auto column = [&](int n) { return (kBack ? tiles - 1 - n : n) * step + own; };
-    const auto fetch = [&](int n) {
-      const int j = column(n);
-      if (n >= tiles || j >= end) return;
-      z_raw = student.raw(j), t_raw = teacher.raw(j);
-    };
-    fetch(0);
-#pragma unroll 1
-    for (int n = 0; n < tiles; ++n) {
-      const int j = column(n);
-      const float4 z_now = z_raw, t_now = t_raw;
-      fetch(n + 1);
-      if (j >= end) continue;
-      float z[4], t[4];
-      student.map_four(z_now, j, z);
-      teacher.map_four(t_now, j, t);
-      use(j, z, t);
+    const int threads = static_cast<int>(blockDim.x), all = threads * share.blocks * 4;
+    const int own = (share.rank * threads + static_cast<int>(threadIdx.x)) * 4;
+    int left = own < end ? (end - own + all - 1) / all : 0;
+    const int step = kBack ? -all : all;
+    int j = kBack ? own + (left - 1) * all : own;
+    if constexpr (HeadRow<kMaps>::is_made) {
+      copied(j, step, left, use);
+    } else {
+      for (; left > 0; --left, j += step) with_columns(j, student.raw(j), teacher.raw(j), use);
     }
+  }
+
+ private:
+  template <class F>
+  __device__ void with_columns(int j, const float4& z_raw, const float4& t_raw, F&& use) const {
+    float z[4], t[4];
+    student.map_four(z_raw, j, z);
+    teacher.map_four(t_raw, j, t);
+    if (j + 4 > student.columns) {  // -inf lies behind the last column
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (j + i >= student.columns) z[i] = t[i] = -infinity();
+      }
+    }
+    use(j, z, t);
+  }
+  template <class F>
+  __device__ void copied(int j, int step, int left, F&& use) const {
+    extern __shared__ float4 ring[];
+    float4* const own = ring + threadIdx.x;
+    const auto fetch = [&](float4* to, int steps) {
+      if (left > steps) {
+        copy_word(to, student.made + (j + steps * step));
+        copy_word(to + head_ring, teacher.made + (j + steps * step));
+      }
+      copies_commit();
+    };
+#pragma unroll
+    for (int slot = 0; slot < row_steps; ++slot) fetch(own + slot * pair_threads, slot);
+    float4* at = own;
+#pragma unroll 1
+    for (; left > 0; --left, j += step) {
+      copies_wait<row_steps - 1>();
+      with_columns(j, at[0], at[head_ring], use);
+      fetch(at, row_steps);  // their use has them by now
+      at = at == own + head_ring - pair_threads ? own : at + pair_threads;
+    }
+    wait_for_copies();
   }
 };
 
+__device__ inline TwoHeads two_heads(const DivergenceState& s, float z, float t) {
+  return {exp2_fast((z - s.reference) * log2e) * s.inverse,
+          exp2_fast((t - s.teacher_reference) * log2e) * s.teacher_inverse, (z - t) - s.apart};
+}
 // log p of a logit; two products may round it to more than 0.
 __device__ inline float log_of(float z, float reference, float log_sum) {
   const float x = (z - reference) - log_sum;
   return x > 0 ? 0.0f : x;
-}
-__device__ inline TwoHeads two_heads_of(const DivergenceState& s, float z, float t) {
-  const float log_p = log_of(z, s.reference, s.log_sum);
-  const float log_q = log_of(t, s.teacher_reference, s.teacher_log_sum);
-  return two_heads(z, t, log_p, log_q, exp_nonpositive(log_p), exp_nonpositive(log_q), s.apart);
 }
 
 // What all columns of a row's dz have in common.
@@ -125,66 +178,114 @@ __device__ inline char* dz_row(const DivergenceRows& a, int row) {
   return a.dz.data + at * a.dz.pitch * element;
 }
 
-template <bool kPlain>
-__device__ DzRow make_dz_row(const DivergenceRows& a, int row, const HeadRow<kPlain>& student) {
+template <HeadMaps kMaps>
+__device__ DzRow make_dz_row(const DivergenceRows& a, int row, const HeadRow<kMaps>& student) {
   const Tokens& tokens = a.chunk.tokens;
   const int64_t k = a.chunk.first + row;
   DzRow made{dz_row(a, row), a.dz.lift, -1};
   if (a.has_target) made.target = static_cast<int>(tokens.target[k] - a.first);
   if (a.dz.kept_rows == nullptr) {
     made.factor = token_gradient(a.in, tokens, k, RowState{}).probability;
-    if constexpr (!kPlain) made.factor *= student.map.slope;
+    if constexpr (kMaps != HeadMaps::none) made.factor *= student.map.slope;
   }
   return made;
 }
-
-// Stores four elements; it returns whether all of them are finite.
-template <class T>
-__device__ bool store_four_of(const float (&x)[4], T* to) {
-  alignas(16) T packed[4];
-  bool finite = true;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    packed[i] = from_f32<T>(x[i]);
-    finite = finite && isfinite(to_f32(packed[i]));
-  }
-  if constexpr (sizeof(T) == 4) {
-    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(packed);
-  } else {
-    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(packed);
-  }
-  return finite;
+// Makes dz NaN where either head's row has no state.
+__device__ inline DzRow with_state(DzRow row, const DivergenceState& state) {
+  row.factor += 0 * state.apart;
+  return row;
 }
-__device__ inline bool put_four(DType dtype, const float (&x)[4], char* row, int j) {
+
+// Stores four elements. If `check` holds a NaN afterwards, one of them or of those before is not
+// finite.
+template <class T>
+__device__ void store_four_of(const float (&x)[4], T* to, uint32_t* check) {
+  if constexpr (sizeof(T) == 4) {
+    *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
+    float sum = __uint_as_float(*check);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum = fmaf(x[i], 0.0f, sum);
+    *check = __float_as_uint(sum);
+  } else {
+    const uint2 packed{pack<T>(x[0], x[1]), pack<T>(x[2], x[3])};
+    *reinterpret_cast<uint2*>(to) = packed;
+    using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    Two sum = reinterpret_cast<const Two&>(*check);
+    const Two zero{T(0.0f), T(0.0f)};
+    sum = __hfma2(reinterpret_cast<const Two&>(packed.x), zero, sum);
+    sum = __hfma2(reinterpret_cast<const Two&>(packed.y), zero, sum);
+    *check = reinterpret_cast<const uint32_t&>(sum);
+  }
+}
+__device__ inline void put_four(DType dtype, const float (&x)[4], char* row, int j,
+                                uint32_t* check) {
+  with_dtype_on_device(dtype, [&](auto element) {
+    using T = decltype(element);
+    store_four_of<T>(x, reinterpret_cast<T*>(row) + j, check);
+  });
+}
+__device__ inline bool is_finite(DType dtype, uint32_t check) {
   bool finite = true;
   with_dtype_on_device(dtype, [&](auto element) {
     using T = decltype(element);
-    finite = store_four_of<T>(x, reinterpret_cast<T*>(row) + j);
+    float x[2] = {};
+    unpack<T>(check, x);
+    finite = x[0] == x[0] && x[1] == x[1];
   });
   return finite;
 }
-// A block writes zeros to a row of dz.
-__device__ inline void clear_dz(const DivergenceRows& a, char* row, int end) {
+// The blocks of a row write zeros to dz.
+__device__ inline void clear_dz(const DivergenceRows& a, char* row, RowShare share) {
   const float zeros[4] = {};
-  for (int j = threadIdx.x * 4; j < end; j += blockDim.x * 4) put_four(a.dz.dtype, zeros, row, j);
+  uint32_t check = 0;
+  const int threads = static_cast<int>(blockDim.x), end = (a.columns + 7) / 8 * 8;
+  int j = (share.rank * threads + static_cast<int>(threadIdx.x)) * 4;
+  for (; j < end; j += threads * share.blocks * 4) put_four(a.dz.dtype, zeros, row, j, &check);
 }
 
-// Makes and stores dz of four columns; at the target p - 1 comes of expm1. It returns whether what
-// is stored is finite.
-template <DivergenceKind kKind, bool kPlain>
-__device__ bool put_dz(const DivergenceRows& a, const DzRow& row, const HeadRow<kPlain>& student,
-                       int j, const float (&z)[4], const TwoHeads (&c)[4], float mean) {
-  float draw[4];
+// Makes and stores dz of four columns; at the target p - 1 comes of expm1.
+template <DivergenceKind kKind, HeadMaps kMaps>
+__device__ void put_dz(const DivergenceRows& a, const DzRow& row, const HeadRow<kMaps>& student,
+                       int j, const float (&z)[4], const ColumnTerms<kKind> (&c)[4],
+                       const DivergenceState& state, uint32_t* check) {
+  float dz[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) dz[i] = c[i].dz(state.mean);
+  if (a.label_weight != 0) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool is_target = j + i == row.target;
+      const float p = is_target ? expm1f(log_of(z[i], state.reference, state.log_sum)) : c[i].c.p;
+      dz[i] = fmaf(a.label_weight, p, dz[i]);
+    }
+  }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float x = Divergence<kKind>::dz(c[i], a.beta, mean);
-    if (a.label_weight != 0) {
-      x = fmaf(a.label_weight, j + i == row.target ? expm1f(c[i].log_p) : c[i].p, x);
-    }
-    if constexpr (!kPlain) x *= cap_slope(student.map, z[i]);
-    draw[i] = j + i < a.columns ? x * row.factor : 0.0f;
+    if constexpr (kMaps == HeadMaps::any) dz[i] *= cap_slope(student.map, z[i]);
+    dz[i] *= row.factor;
   }
-  return put_four(a.dz.dtype, draw, row.to, j);
+  if (j + 4 > a.columns) {  // nothing else keeps a row's NaN out of there
+#pragma unroll
+    for (int i = 0; i < 4; ++i) dz[i] = j + i < a.columns ? dz[i] : 0.0f;
+  }
+  put_four(a.dz.dtype, dz, row.to, j, check);
+}
+
+// Calls f(maps) with the least that serves both heads, as a constant.
+template <class F>
+void with_maps(const DivergenceRows& rows, F&& f) {
+  const auto of = [](const HeadLogits& head) {
+    if (head.made == nullptr || head.bias || head.map.capped) return HeadMaps::any;
+    return head.map.identity && head.maps == nullptr ? HeadMaps::none : HeadMaps::scale;
+  };
+  switch (std::max(of(rows.student), of(rows.teacher))) {
+    case HeadMaps::none:
+      return f(std::integral_constant<HeadMaps, HeadMaps::none>());
+    case HeadMaps::scale:
+      return f(std::integral_constant<HeadMaps, HeadMaps::scale>());
+    case HeadMaps::any:
+      return f(std::integral_constant<HeadMaps, HeadMaps::any>());
+  }
 }
 
 }  // namespace logitless::cuda

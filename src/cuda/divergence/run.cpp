@@ -162,7 +162,7 @@ class DivergenceRun {
       const int64_t row = p_.way == DivergenceWay::whole ? chunk.first : 0;
       rows.dz = dz_panel(panel_pitch(vocab()), row);
     }
-    divergence_rows(rows, call_.options.kind, whole_rows(chunk.rows), stream_);
+    divergence_rows(rows, call_.options.kind, whole_rows(chunk.rows), device_, stream_);
   }
 
   DivergencePanel dz_panel(int64_t pitch, int64_t row) const {

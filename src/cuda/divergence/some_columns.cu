@@ -9,7 +9,7 @@ namespace {
 
 constexpr int threads = 128;
 
-template <DivergenceKind kKind, bool kPlain>
+template <DivergenceKind kKind, HeadMaps kMaps>
 __global__ void __launch_bounds__(threads, 8)
     block_kernel(const __grid_constant__ DivergenceRows a) {
   const int row = static_cast<int>(blockIdx.x);
@@ -18,19 +18,25 @@ __global__ void __launch_bounds__(threads, 8)
   const int64_t k = a.chunk.first + row;
   if (row >= a.chunk.rows || !is_valid(a.chunk, row)) {
     const float zeros[4] = {};
-    put_four(a.dz.dtype, zeros, dz_row(a, row), j);
+    uint32_t check = 0;
+    put_four(a.dz.dtype, zeros, dz_row(a, row), j, &check);
     return;
   }
   const int64_t i = a.chunk.tokens.row[k];
-  const HeadRow<kPlain> student(a, a.student, row, i), teacher(a, a.teacher, row, i);
+  const HeadRow<kMaps> student(a, a.student, row, i), teacher(a, a.teacher, row, i);
   const DivergenceState state = a.states[k];
   float z[4], t[4];
   student.map_four(student.raw(j), j, z);
   teacher.map_four(teacher.raw(j), j, t);
-  TwoHeads c[4];
-#pragma unroll
-  for (int n = 0; n < 4; ++n) c[n] = two_heads_of(state, z[n], t[n]);
-  put_dz<kKind, kPlain>(a, make_dz_row(a, row, student), student, j, z, c, state.mean);
+  const ColumnTerms<kKind> c[4] = {
+      {two_heads(state, z[0], t[0]), a.beta},
+      {two_heads(state, z[1], t[1]), a.beta},
+      {two_heads(state, z[2], t[2]), a.beta},
+      {two_heads(state, z[3], t[3]), a.beta},
+  };
+  const DzRow dz = with_state(make_dz_row(a, row, student), state);
+  uint32_t check = 0;
+  put_dz(a, dz, student, j, z, c, state, &check);
 }
 
 }  // namespace
@@ -39,12 +45,11 @@ void divergence_block(const DivergenceRows& rows, DivergenceKind kind, int64_t l
                       Stream* stream) {
   const dim3 blocks(static_cast<unsigned>(launched),
                     blocks_for(round_up(rows.columns, 8), threads * 4));
-  with_kind(kind, [&](auto constant) {
-    constexpr DivergenceKind kKind = constant();
-    const bool plain = rows.student.plain() && rows.teacher.plain();
-    stream->launch("divergence_block",
-                   plain ? block_kernel<kKind, true> : block_kernel<kKind, false>, blocks, threads,
-                   rows);
+  with_kind(kind, [&](auto kind_constant) {
+    with_maps(rows, [&](auto maps) {
+      stream->launch("divergence_block", block_kernel<kind_constant(), maps()>, blocks, threads,
+                     rows);
+    });
   });
 }
 

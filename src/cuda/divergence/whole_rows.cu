@@ -1,49 +1,90 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block takes a row of both heads' logits, which it reads two or three times:
+// A row of both heads' logits is read two or three times:
 //   1  m = max z and s = sum exp(z - m) of each head, a thread's own as it goes, then over threads
 //   2  the divergence, the mean that dz subtracts, the statistics
 //   3  dz; together with 2 for forward_kl, which subtracts no mean
+// Where there are clusters, one shares a row: so few rows are under way at a time that they stay in
+// the L2 cache between the passes.
+#include <cfloat>
+
 #include "src/cuda/divergence/kernels.h"
 #include "src/cuda/divergence/row.cuh"
+#include "src/cuda/runtime/cluster.cuh"
 #include "src/kept.h"
 
 namespace logitless::cuda {
 namespace {
 
-constexpr int most_threads = 256;
-// So many blocks share a multiprocessor; mixtures and other maps of logits take more registers, as
-// does dz of the pass that sums.
-template <DivergenceKind kKind, bool kPlain, bool kTogether>
-constexpr int blocks_of() {
-  if (!kPlain) return 2;
-  const bool mixes = kKind == DivergenceKind::jsd || kKind == DivergenceKind::skew_kl;
-  return mixes || kTogether ? 3 : 4;
-}
+constexpr int most_warps = pair_threads / 32, most_blocks = 8;
 template <DivergenceKind kKind, bool kDz>
 constexpr bool makes_dz_together = kDz && kKind == DivergenceKind::forward_kl;
 
+// The warps of a row, those of its block or of a cluster's, tell each other kCount numbers through
+// this, once.
+template <int kCount>
+struct Exchange {
+  uint64_t barrier;
+  float inbox[most_blocks * most_warps][kCount];
+
+  __device__ static int warps() { return static_cast<int>(blockDim.x) / 32; }
+  // One thread of each block calls this before the cluster's barrier.
+  __device__ void open(int blocks) {
+    init_expecting(&barrier, blocks * warps() * kCount * static_cast<int>(sizeof(float)));
+  }
+  // Every thread calls this with its warp's numbers, then use(numbers) with those of some warps:
+  // its lane's, and every 32nd one behind it.
+  template <class F>
+  __device__ void all(const float (&own)[kCount], RowShare share, F&& use) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int place = share.rank * warps() + static_cast<int>(threadIdx.x) / 32;
+    if (share.blocks == 1) {
+      if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) inbox[place][i] = own[i];
+      }
+      __syncthreads();
+    } else {
+      if (lane < share.blocks) {
+        const uint32_t done = address_in_block(&barrier, lane);
+        const uint32_t to = address_in_block(&inbox[place][0], lane);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) send(to + 4 * i, __float_as_uint(own[i]), done);
+      }
+      wait_for_bytes(&barrier);
+    }
+    for (int i = lane; i < share.blocks * warps(); i += 32) use(inbox[i]);
+  }
+};
+
 // A thread's maximum, and its sum relative to that.
 struct RunningSum {
-  float maximum = -infinity(), sum = 0;
+  float maximum = -FLT_MAX, sum = 0;  // so that an infinity is subtracted from a number
 
+  // Returns the greatest of all so far; fmaxf drops a NaN, which the sum keeps.
+  __device__ float most(const float (&z)[4]) const {
+    return fmaxf(fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3])), maximum);
+  }
   __device__ void add(const float (&z)[4]) {
-    // fmaxf drops a NaN, which the sum keeps.
-    const float most = fmaxf(fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3])), maximum);
-    if (most > maximum) {
-      sum *= exp_nonpositive(maximum - most);
-      maximum = most;
-    }
     float e[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      e[i] = z[i] == -infinity() ? 0.0f : exp_nonpositive(z[i] - maximum);
-    }
+    for (int i = 0; i < 4; ++i) e[i] = exp2_fast((z[i] - maximum) * log2e);
     sum += (e[0] + e[1]) + (e[2] + e[3]);
   }
-  // A row of -inf becomes NaN here.
-  __device__ void finish(float* reference, float* log_sum) const {
-    *reference = block_max(maximum);
-    *log_sum = logf(block_sum(sum * exp_nonpositive(maximum - *reference)));
+  __device__ void raise(float most) {
+    sum *= exp2_fast((maximum - most) * log2e);
+    maximum = most;
+  }
+  // Adds another's.
+  __device__ void join(float other_maximum, float other_sum) {
+    const float most = fmaxf(maximum, other_maximum);
+    sum = sum * exp_nonpositive(maximum - most) + other_sum * exp_nonpositive(other_maximum - most);
+    maximum = most;
+  }
+  // Makes of every lane's the sum of all.
+  __device__ void join_lanes() {
+    const float most = warp_max(maximum);
+    sum = warp_sum(sum * exp_nonpositive(maximum - most));
+    maximum = most;
   }
 };
 
@@ -58,44 +99,33 @@ __device__ float sum_of_four(F&& f) {
   return (f(0) + f(1)) + (f(2) + f(3));
 }
 
-template <DivergenceKind kKind>
-__device__ void add_columns(const DivergenceRows& a, const TwoHeads (&c)[4], RowSums* sums) {
-  using Own = Divergence<kKind>;
-  if constexpr (kKind != DivergenceKind::forward_kl) {
-    sums->mean += sum_of_four([&](int i) { return c[i].p * Own::slope(c[i], a.beta); });
-  }
-  if (!a.has_outputs) return;
-  sums->value += sum_of_four([&](int i) { return Own::value(c[i], a.beta); });
-  const DivergenceStatistics& out = a.statistics;
-  if (present(out.entropy)) {
-    sums->entropy -= sum_of_four([&](int i) { return c[i].p == 0 ? 0.0f : c[i].p * c[i].log_p; });
-  }
-  if (present(out.teacher_entropy)) {
-    sums->teacher_entropy -=
-        sum_of_four([&](int i) { return c[i].q == 0 ? 0.0f : c[i].q * c[i].log_q; });
-  }
-  if (present(out.acceptance)) {
-    sums->overlap += sum_of_four([&](int i) { return c[i].p < c[i].q ? c[i].p : c[i].q; });
-  }
+// Returns -p log p, or 0 where p is 0.
+__device__ inline float information(float p, float z, float reference, float log_sum) {
+  return p == 0 ? 0.0f : -p * log_of(z, reference, log_sum);
 }
 
-// Sums each of them over the block.
-__device__ RowSums block_total(const RowSums& own) {
-  __shared__ float partial[RowSums::count][most_threads / 32];
-  const float x[RowSums::count] = {own.value, own.mean, own.entropy, own.teacher_entropy,
-                                   own.overlap};
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warps = static_cast<int>(blockDim.x) / 32;
-  float all[RowSums::count];
+template <DivergenceKind kKind>
+__device__ void add_columns(const DivergenceRows& a, const DivergenceState& s, const float (&z)[4],
+                            const float (&t)[4], const ColumnTerms<kKind> (&c)[4], RowSums* sums) {
+  if constexpr (kKind != DivergenceKind::forward_kl) {
 #pragma unroll
-  for (int n = 0; n < RowSums::count; ++n) {
-    const float sum = warp_sum(x[n]);
-    if (lane == 0) partial[n][warp] = sum;
+    for (int i = 0; i < 4; ++i) sums->mean = fmaf(c[i].c.p, c[i].slope(), sums->mean);
   }
-  __syncthreads();
-#pragma unroll
-  for (int n = 0; n < RowSums::count; ++n) all[n] = warp_sum(lane < warps ? partial[n][lane] : 0);
-  return {all[0], all[1], all[2], all[3], all[4]};
+  if (!a.has_outputs) return;
+  sums->value += sum_of_four([&](int i) { return fmaxf(c[i].value(), 0.0f); });
+  if (!a.has_statistics) return;
+  const DivergenceStatistics& out = a.statistics;
+  if (present(out.entropy)) {
+    sums->entropy +=
+        sum_of_four([&](int i) { return information(c[i].c.p, z[i], s.reference, s.log_sum); });
+  }
+  if (present(out.teacher_entropy)) {
+    sums->teacher_entropy += sum_of_four(
+        [&](int i) { return information(c[i].c.q, t[i], s.teacher_reference, s.teacher_log_sum); });
+  }
+  if (present(out.acceptance)) {
+    sums->overlap += sum_of_four([&](int i) { return fminf(c[i].c.p, c[i].c.q); });
+  }
 }
 
 // One thread writes what the caller asks of a token.
@@ -132,85 +162,173 @@ __device__ void put_kept_row(const DivergenceRows& a, int64_t k, const Divergenc
           .unused = 0};
 }
 
-template <bool kPlain>
-__device__ DivergenceState state_of(const RowPair<kPlain>& row) {
+struct RowExchange {
+  Exchange<4> states;
+  Exchange<RowSums::count> sums;
+  Exchange<1> finite;
+};
+
+template <HeadMaps kMaps>
+__device__ DivergenceState state_of(const RowPair<kMaps>& row, Exchange<4>* exchange) {
   RunningSum student, teacher;
   row.template for_columns<false>([&](int, const float(&z)[4], const float(&t)[4]) {
+    const float most = student.most(z), most_of_teacher = teacher.most(t);
+    if (most > student.maximum || most_of_teacher > teacher.maximum) {  // rare behind the first
+      student.raise(most);
+      teacher.raise(most_of_teacher);
+    }
     student.add(z);
     teacher.add(t);
   });
-  DivergenceState s{};
-  student.finish(&s.reference, &s.log_sum);
-  teacher.finish(&s.teacher_reference, &s.teacher_log_sum);
+  student.join_lanes();
+  teacher.join_lanes();
+  const float own[4] = {student.maximum, student.sum, teacher.maximum, teacher.sum};
+  student = {}, teacher = {};
+  exchange->all(own, row.share, [&](const float(&x)[4]) {
+    student.join(x[0], x[1]);
+    teacher.join(x[2], x[3]);
+  });
+  student.join_lanes();
+  teacher.join_lanes();
+  // A row of -inf has a sum of 0, and becomes NaN.
+  DivergenceState s{.reference = student.maximum,
+                    .log_sum = logf(student.sum),
+                    .teacher_reference = teacher.maximum,
+                    .teacher_log_sum = logf(teacher.sum),
+                    .inverse = 1 / student.sum,
+                    .teacher_inverse = 1 / teacher.sum};
   s.apart = (s.reference - s.teacher_reference) + (s.log_sum - s.teacher_log_sum);
   return s;
 }
 
-template <DivergenceKind kKind, bool kPlain, bool kDz>
-__global__ void __launch_bounds__(most_threads,
-                                  blocks_of<kKind, kPlain, makes_dz_together<kKind, kDz>>())
+// Sums each of them over the row.
+__device__ RowSums row_total(const RowSums& own, RowShare share,
+                             Exchange<RowSums::count>* exchange) {
+  float x[RowSums::count] = {own.value, own.mean, own.entropy, own.teacher_entropy, own.overlap};
+#pragma unroll
+  for (float& sum : x) sum = warp_sum(sum);
+  float all[RowSums::count] = {};
+  exchange->all(x, share, [&](const float(&warp)[RowSums::count]) {
+#pragma unroll
+    for (int n = 0; n < RowSums::count; ++n) all[n] += warp[n];
+  });
+#pragma unroll
+  for (float& sum : all) sum = warp_sum(sum);
+  return {all[0], all[1], all[2], all[3], all[4]};
+}
+
+// Marks a row whose dz is kept; one that is not finite becomes zeros.
+__device__ void finish_kept_row(const DivergenceRows& a, int64_t k, const DivergenceState& s,
+                                const DzRow& dz, bool finite, RowShare share,
+                                Exchange<1>* exchange) {
+  const float own[1] = {__all_sync(whole_warp, finite) ? 0.0f : 1.0f};
+  float others = 0;
+  exchange->all(own, share, [&](const float(&x)[1]) { others += x[0]; });
+  finite = __all_sync(whole_warp, others == 0);
+  if (!finite) clear_dz(a, dz.to, share);
+  if (threadIdx.x == 0 && share.rank == 0) put_kept_row(a, k, s, finite);
+}
+
+template <DivergenceKind kKind, HeadMaps kMaps, bool kDz>
+__global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
     rows_kernel(const __grid_constant__ DivergenceRows a) {
   constexpr bool kTogether = makes_dz_together<kKind, kDz>;
-  const int row = static_cast<int>(blockIdx.x);
+  __shared__ RowExchange exchange;
+  __shared__ DzRow dz_of_row;
+  __shared__ float target_logit;
+  const int row = static_cast<int>(blockIdx.x) / a.blocks;
+  const RowShare share{static_cast<int>(blockIdx.x) % a.blocks, a.blocks};
   const int64_t k = a.chunk.first + row;
   if (row >= a.chunk.rows || !is_valid(a.chunk, row)) {
-    if constexpr (kDz) clear_dz(a, dz_row(a, row), (a.columns + 7) / 8 * 8);
+    if constexpr (kDz) clear_dz(a, dz_row(a, row), share);
     return;
   }
-  const RowPair<kPlain> pair(a, row, a.chunk.tokens.row[k]);
+  if (share.blocks > 1) {
+    if (threadIdx.x == 0) {
+      exchange.states.open(share.blocks);
+      exchange.sums.open(share.blocks);
+      exchange.finite.open(share.blocks);
+    }
+    cluster_arrive();
+  }
+  const RowPair<kMaps> pair(a, row, a.chunk.tokens.row[k], share);
+  if (kDz && threadIdx.x == 32) dz_of_row = make_dz_row(a, row, pair.student);
   // It is read before dz takes the place of the logits.
-  const float target_logit = a.has_target ? pair.student(a.chunk.tokens.target[k]) : 0.0f;
-  DivergenceState state = state_of(pair);
-  DzRow dz{};
-  if constexpr (kDz) dz = make_dz_row(a, row, pair.student);
+  if (threadIdx.x == 0) {
+    target_logit = a.has_target ? pair.student(a.chunk.tokens.target[k]) : 0.0f;
+  }
+  if (share.blocks > 1) cluster_wait();
+  __syncthreads();  // dz_of_row is there
+  DivergenceState state = state_of(pair, &exchange.states);
+  const DzRow dz = with_state(dz_of_row, state);
   RowSums own;
-  bool finite = true;
-  const auto heads_of = [&](const float(&z)[4], const float(&t)[4], TwoHeads(&c)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c[i] = two_heads_of(state, z[i], t[i]);
+  uint32_t check = 0;
+  const auto terms_of = [&](const float(&z)[4], const float(&t)[4], auto&& use) {
+    const ColumnTerms<kKind> c[4] = {
+        {two_heads(state, z[0], t[0]), a.beta},
+        {two_heads(state, z[1], t[1]), a.beta},
+        {two_heads(state, z[2], t[2]), a.beta},
+        {two_heads(state, z[3], t[3]), a.beta},
+    };
+    use(c);
   };
   pair.template for_columns<true>([&](int j, const float(&z)[4], const float(&t)[4]) {
-    TwoHeads c[4];
-    heads_of(z, t, c);
-    add_columns<kKind>(a, c, &own);
-    if constexpr (kTogether) {
-      finite = put_dz<kKind, kPlain>(a, dz, pair.student, j, z, c, 0) && finite;
-    }
+    terms_of(z, t, [&](const auto& c) {
+      add_columns(a, state, z, t, c, &own);
+      if constexpr (kTogether) put_dz(a, dz, pair.student, j, z, c, state, &check);
+    });
   });
-  const RowSums sums = block_total(own);
+  const RowSums sums = row_total(own, share, &exchange.sums);
   // An infinite mean leaves no column a gradient.
   state.mean = isfinite(sums.mean) ? sums.mean : nan_value();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && share.rank == 0) {
     if (a.has_outputs) put_outputs(a, k, state, sums, target_logit);
     if (a.states != nullptr) a.states[k] = state;
   }
   if constexpr (!kDz) return;
   if constexpr (!kTogether) {
     pair.template for_columns<false>([&](int j, const float(&z)[4], const float(&t)[4]) {
-      TwoHeads c[4];
-      heads_of(z, t, c);
-      finite = put_dz<kKind, kPlain>(a, dz, pair.student, j, z, c, state.mean) && finite;
+      terms_of(z, t, [&](const auto& c) { put_dz(a, dz, pair.student, j, z, c, state, &check); });
     });
   }
   if (a.dz.kept_rows == nullptr) return;
-  finite = __syncthreads_and(finite) != 0;
-  if (!finite) clear_dz(a, dz.to, pair.end);
-  if (threadIdx.x == 0) put_kept_row(a, k, state, finite);
+  const bool finite = is_finite(a.dz.dtype, check);
+  finish_kept_row(a, k, state, dz, finite, share, &exchange.finite);
+}
+
+// Blocks have eight columns a thread or more.
+int threads_of(int32_t columns) { return columns >= 8192 ? pair_threads : 128; }
+int blocks_of(int32_t columns) {
+  int blocks = 1;
+  while (blocks < most_blocks && columns / (2 * blocks) >= 8 * pair_threads) blocks *= 2;
+  return blocks;
 }
 
 }  // namespace
 
-void divergence_rows(const DivergenceRows& rows, DivergenceKind kind, int64_t launched,
-                     Stream* stream) {
-  const int threads = rows.columns >= 8192 ? most_threads : 128;
-  with_kind(kind, [&](auto constant) {
-    constexpr DivergenceKind kKind = constant();
-    const bool plain = rows.student.plain() && rows.teacher.plain();
-    const bool makes_dz = rows.dz.data != nullptr;
-    const auto kernel =
-        plain ? (makes_dz ? rows_kernel<kKind, true, true> : rows_kernel<kKind, true, false>)
-              : (makes_dz ? rows_kernel<kKind, false, true> : rows_kernel<kKind, false, false>);
-    stream->launch("divergence_rows", kernel, static_cast<unsigned>(launched), threads, rows);
+void divergence_rows(DivergenceRows rows, DivergenceKind kind, int64_t launched,
+                     const DeviceInfo& device, Stream* stream) {
+  const int threads = threads_of(rows.columns);
+  const DivergenceStatistics& out = rows.statistics;
+  rows.has_statistics = out.entropy || out.teacher_entropy || out.acceptance;
+  const auto launch = [&](auto kernel, bool copies) {
+    const bool clusters =
+        is_compiled_for_hopper(reinterpret_cast<const void*>(kernel), device, stream);
+    rows.blocks = clusters ? blocks_of(rows.columns) : 1;
+    const LaunchShape shape{.blocks = static_cast<unsigned>(launched * rows.blocks),
+                            .threads = threads,
+                            .shared_bytes = copies ? row_ring_bytes : 0,
+                            .cluster = rows.blocks};
+    stream->launch_config("divergence_rows", kernel, shape, rows);
+  };
+  with_kind(kind, [&](auto kind_constant) {
+    with_maps(rows, [&](auto maps) {
+      constexpr auto kKind = kind_constant();
+      constexpr HeadMaps kMaps = maps();
+      const bool makes_dz = rows.dz.data != nullptr;
+      launch(makes_dz ? rows_kernel<kKind, kMaps, true> : rows_kernel<kKind, kMaps, false>,
+             kMaps != HeadMaps::any);
+    });
   });
 }
 

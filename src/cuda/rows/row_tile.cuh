@@ -5,6 +5,7 @@
 // longer. Only the row's own bytes are read. On both sides of it -inf fills the last 16-byte word.
 #pragma once
 
+#include "src/cuda/runtime/copies.cuh"
 #include "src/cuda/views.cuh"
 
 namespace logitless::cuda {
@@ -37,13 +38,6 @@ __device__ uint32_t unit_max(uint32_t a, uint32_t b) {
 }
 
 // The second part is the tile.
-
-__device__ inline void copy_word(void* shared, const void* global) {
-  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(global)
-               : "memory");
-}
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // This is spelled out, because the compiler takes a store apart into four.
 __device__ inline void store_word(void* global, const uint32_t (&bits)[4]) {

@@ -46,7 +46,7 @@ __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float e = bf16_of(words[n], i);
-      const float part = fmaf(sm90::log2_fast(e), log2_part, start);
+      const float part = fmaf(log2_fast(e), log2_part, start);
       const float slope = fmaf(-part, part, 1.0f), p = t.target_p * e;
       dz[i] = t.smoothed(p, c[2 * n + i]) * slope;
     }
@@ -71,7 +71,7 @@ __device__ inline uint4 form_rare(const MapFactors& map, const Terms& t, const f
         const float z = sm90::decode_left(map, e, &slope);
         p = exp_any((z - t.gradient.reference) - t.gradient.log_sum);
       } else {
-        slope = cap_slope(map, t.target_logit + sm90::log2_fast(e) * ln2);
+        slope = cap_slope(map, t.target_logit + log2_fast(e) * ln2);
       }
       dz[i] = t.smoothed(p, c) * slope;
       if (n + i == target) dz[i] = t.target_gradient;

@@ -32,11 +32,6 @@ __device__ inline float encode_left(const MapFactors& map, float z) {
                                              : count + counted_codes;
   return __uint_as_float((0x8000u | (z < 0 ? 0x4000u : 0u) | code) << 16);
 }
-__device__ inline float log2_fast(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // Returns z, and the softcap's slope there, from the middle of what the code stands for.
 __device__ inline float decode_left(const MapFactors& map, float kept, float* slope) {
   const uint32_t bits = __float_as_uint(kept), code = bits >> 16 & 0x3fff;
