@@ -40,7 +40,7 @@ endfunction()
 
 set(defaults LOGITLESS_WEBGPU_LIMITS=default)
 set(webgpu_suites)
-foreach(suite conformance determinism invariance edges nonfinite invariants shards workspace kept temperatures statistics inactive
+foreach(suite conformance divergence determinism invariance edges nonfinite invariants shards workspace kept temperatures statistics inactive
               combine)
   list(APPEND webgpu_suites $<TARGET_OBJECTS:${suite}_test_objects>)
 endforeach()
