@@ -130,16 +130,15 @@ void Run::scale_chunk(const Chunk& chunk, const Head& head) {
   if (chunk.tokens == 0 || !view) return;
   int64_t base;
   const Binding temperatures = bound(view, {.first_row = chunk.first, .rows = chunk.tokens}, &base);
-  TemperatureParams p{.tokens = u32(chunk.tokens),
-                      .base = u32(base),
-                      .stride = u32(view.stride[0]),
-                      .logit_scale = std::bit_cast<uint32_t>(head.options.logit_scale),
-                      .softcap = capped(head.options)
-                                     ? std::bit_cast<uint32_t>(head.options.softcap)
-                                     : 0,
-                      .of_all = plan_.plain ? 1u : 0u,
-                      .has_fault = given("fault") ? 1u : 0u,
-                      .nan = kNan};
+  TemperatureParams p{
+      .tokens = u32(chunk.tokens),
+      .base = u32(base),
+      .stride = u32(view.stride[0]),
+      .logit_scale = std::bit_cast<uint32_t>(head.options.logit_scale),
+      .softcap = capped(head.options) ? std::bit_cast<uint32_t>(head.options.softcap) : 0,
+      .of_all = plan_.plain ? 1u : 0u,
+      .has_fault = given("fault") ? 1u : 0u,
+      .nan = kNan};
   Binding fault = role(Role::spare);
   if (given("fault")) {
     fault = bound(call_["fault"], {}, &base);
@@ -312,8 +311,7 @@ void Run::make_partials(const Chunk& chunk, const Window& window, const Head& he
   RowParams p = row_params(chunk, window, head);
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
   if (chunk.tokens == 0) return;
-  const Binding logits =
-      problem_.direct ? block(chunk, window, &p) : block(window, head.block);
+  const Binding logits = problem_.direct ? block(chunk, window, &p) : block(window, head.block);
   const Binding counted = role(Role::counted), rows = role(head.rows),
                 partials = role(Role::partials);
   const uint32_t groups = blocks(window.columns, kSlotColumns);
@@ -321,11 +319,10 @@ void Run::make_partials(const Chunk& chunk, const Window& window, const Head& he
     recorder_.dispatch("probabilities", "slots", {direct()}, p,
                        {logits, counted, vocab_weight, rows, partials}, groups, p.rows);
   } else {
-    recorder_.dispatch("slots", "slots",
-                       {is_capped(head), is_scaled(head), own_temperature(head), direct(),
-                        more_statistics()},
-                       p, {logits, counted, vocab_weight, rows, partials, extras(head)}, groups,
-                       p.rows);
+    recorder_.dispatch(
+        "slots", "slots",
+        {is_capped(head), is_scaled(head), own_temperature(head), direct(), more_statistics()}, p,
+        {logits, counted, vocab_weight, rows, partials, extras(head)}, groups, p.rows);
   }
 }
 
@@ -432,12 +429,10 @@ void Run::combine(const Chunk& chunk, const Head& head) {
                        {{}, counted, {}, {}, {}, partials, rows, inputs, scalars}, groups);
   } else {
     const Constant folded{"folded", problem_.combines ? 1.0 : 0.0};
-    recorder_.dispatch(
-        "combine", "combine",
-        {direct(), more_statistics(), folded, is_capped(head), is_scaled(head),
-         own_temperature(head)},
-        p,
-        {counted, partials, rows, inputs, scalars, written_extras()}, groups);
+    recorder_.dispatch("combine", "combine",
+                       {direct(), more_statistics(), folded, is_capped(head), is_scaled(head),
+                        own_temperature(head)},
+                       p, {counted, partials, rows, inputs, scalars, written_extras()}, groups);
   }
 }
 

@@ -91,9 +91,8 @@ double predicted_microseconds(const Problem& p, const Plan& plan) {
   }
   double teacher = 0;
   if (p.has_teacher()) {
-    teacher = p.teacher.is_head
-                  ? product_time(plan.chunk, plan.window, p.teacher.hidden, 1, true)
-                  : copy_time(2 * block);
+    teacher = p.teacher.is_head ? product_time(plan.chunk, plan.window, p.teacher.hidden, 1, true)
+                                : copy_time(2 * block);
     if (p.teacher.is_head && !p.teacher.weight_bound) {
       teacher += copy_time(8.0 * static_cast<double>(plan.window * p.teacher.hidden));
     }

@@ -64,6 +64,8 @@ RowParams Run::pair_params(const Chunk& chunk, const Window& window) const {
   p.rest = 1 - call_.divergence.beta;
   p.label_weight = call_.divergence.label_weight;
   if (call_.kept) p.flags |= kWantsGradient;
+  if (capped(teacher_.options)) p.flags |= kHasTeacherSoftcap;
+  if (teacher_.temperature) p.flags |= kHasTeacherTemperature;
   return p;
 }
 
@@ -84,11 +86,7 @@ void Run::make_states(const Chunk& chunk, const Head& head) {
 void Run::sum_slots(const Chunk& chunk, const Window& window) {
   const RowParams p = pair_params(chunk, window);
   recorder_.dispatch(
-      "divergence", "sums",
-      {is_capped(), is_scaled(), own_temperature(), divergence_kind(), {"teacher_capped", capped(teacher_.options) ? 1.0 : 0.0},
-       {"teacher_scaled", teacher_.is_scaled() ? 1.0 : 0.0},
-       {"teacher_own_temperature", teacher_.temperature ? 1.0 : 0.0}},
-      p,
+      "divergence", "sums", {is_capped(), is_scaled(), own_temperature(), divergence_kind()}, p,
       {role(Role::counted), block(window), block(window, Role::teacher_block), role(Role::rows),
        role(Role::teacher_rows), extras(), extras(teacher_), role(Role::partials)},
       blocks(window.columns, kSlotColumns), p.rows);
@@ -98,14 +96,18 @@ void Run::sum_slots(const Chunk& chunk, const Window& window) {
 void Run::finish_rows(const Chunk& chunk, bool summed) {
   const Constant keeps{"keeps", call_.forward && call_.kept ? 1.0 : 0.0},
       is_kept{"is_kept", reads_kept() ? 1.0 : 0.0};
-  recorder_.dispatch(
-      "divergence_rows", "finish",
-      {is_capped(), is_scaled(), own_temperature(), divergence_kind(), {"summed", summed ? 1.0 : 0.0}, keeps, is_kept},
-      pair_params(chunk, {}),
-      {role(Role::counted), role(Role::partials), role(Role::rows),
-       reads_kept() ? zeros() : role(Role::teacher_rows), role(Role::inputs), role(Role::scalars),
-       extras()},
-      blocks(chunk.tokens, 64));
+  recorder_.dispatch("divergence_rows", "finish",
+                     {{"scaled", 1},
+                      own_temperature(),
+                      divergence_kind(),
+                      {"summed", summed ? 1.0 : 0.0},
+                      keeps,
+                      is_kept},
+                     pair_params(chunk, {}),
+                     {role(Role::counted), role(Role::partials), role(Role::rows),
+                      reads_kept() ? zeros() : role(Role::teacher_rows), role(Role::inputs),
+                      role(Role::scalars), extras()},
+                     blocks(chunk.tokens, 64));
 }
 
 // Turns the student's logits of a window into their gradient, or what Forward has kept of it.
@@ -119,22 +121,18 @@ void Run::make_difference(const Chunk& chunk, const Window& window) {
                        {counted, {}, {}, rows, {}, {}, {}, {}, block(window)}, groups, p.rows);
     return;
   }
-  recorder_.dispatch(
-      "divergence", "gradient",
-      {is_capped(), is_scaled(), own_temperature(), divergence_kind(), {"teacher_capped", capped(teacher_.options) ? 1.0 : 0.0},
-       {"teacher_scaled", teacher_.is_scaled() ? 1.0 : 0.0},
-       {"teacher_own_temperature", teacher_.temperature ? 1.0 : 0.0}},
-      p,
-      {counted,
-       {},
-       block(window, Role::teacher_block),
-       rows,
-       role(Role::teacher_rows),
-       extras(),
-       extras(teacher_),
-       {},
-       block(window)},
-      groups, p.rows);
+  recorder_.dispatch("divergence", "gradient",
+                     {is_capped(), is_scaled(), own_temperature(), divergence_kind()}, p,
+                     {counted,
+                      {},
+                      block(window, Role::teacher_block),
+                      rows,
+                      role(Role::teacher_rows),
+                      extras(),
+                      extras(teacher_),
+                      {},
+                      block(window)},
+                     groups, p.rows);
 }
 
 void Run::run_divergence(const Chunk& chunk) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward keeps for Backward raw logits of the vocabulary's first columns as f32, or a divergence's
-// gradient of all columns in the input's dtype, a token's in its own row, whatever chunks and windows
-// made them:
+// gradient of all columns in the input's dtype, a token's in its own row, whatever chunks and
+// windows made them:
 //   kept       slabs of 4096 columns, the last one narrower, each [R, columns], one after the other
 //   kept_rows  [N, 8]  KeptRow
 // A chunk's rows of a slab lie within one binding of any device that keeps.

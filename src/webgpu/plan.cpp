@@ -257,9 +257,9 @@ TeacherProblem teacher_of(const Call& call) {
 
 // Returns whether a row of the tensor belongs to a token.
 bool is_of_tokens(std::string_view name, const Problem& p) {
-  constexpr std::string_view kOthers[] = {"weight",       "bias",           "vocab_weight",
-                                          "grad_weight",  "grad_bias",      "fault",
-                                          "kept",         "teacher_weight", "teacher_bias"};
+  constexpr std::string_view kOthers[] = {"weight",      "bias",           "vocab_weight",
+                                          "grad_weight", "grad_bias",      "fault",
+                                          "kept",        "teacher_weight", "teacher_bias"};
   if (name == "loss" && p.reduces) return false;
   return std::find(std::begin(kOthers), std::end(kOthers), name) == std::end(kOthers);
 }
@@ -374,10 +374,9 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   if (!status.ok()) return status;
   *minimum = plan.total;
   // The default plan's blocks are a quarter of the f32 logits, and no less than 64 tokens' worth.
-  const int64_t tokens =
-      p.direct ? most_tokens(p)
-               : std::clamp(p.tokens / (p.has_teacher() ? 8 : 4), std::min(p.tokens, kLeastTokens),
-                            int64_t{1024});
+  const int64_t tokens = p.direct ? most_tokens(p)
+                                  : std::clamp(p.tokens / (p.has_teacher() ? 8 : 4),
+                                               std::min(p.tokens, kLeastTokens), int64_t{1024});
   Problem part = p;
   part.tokens = tokens;
   status = make_plan(part, limits, UINT64_MAX, &plan);

@@ -52,9 +52,9 @@ constexpr size_t kRoles = static_cast<size_t>(Role::count);
 
 // This of a teacher decides the plan of a divergence.
 struct TeacherProblem {
-  bool is_there = false;   // it is not beside what is kept
-  bool is_head = false;    // or it is logits
-  int64_t hidden = 0;      // it has its own
+  bool is_there = false;  // it is not beside what is kept
+  bool is_head = false;   // or it is logits
+  int64_t hidden = 0;     // it has its own
   bool weight_bound = false, has_bias = false, bias_bound = false, temperatures = false;
   int64_t weight_row_bytes = 0;
 };

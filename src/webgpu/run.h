@@ -30,7 +30,9 @@ enum Flag : uint32_t {
   kWantsGradient = 2048,
   kHasLoss = 4096,
   kHasExtras = 8192,
-  kIsBackward = 16384
+  kIsBackward = 16384,
+  kHasTeacherSoftcap = 32768,
+  kHasTeacherTemperature = 65536
 };
 
 // tokens.wgsl has the same struct.
@@ -141,8 +143,8 @@ struct Dense {
   int64_t base = 0, row_stride = 1, column_stride = 1;
 };
 
-// This class has the order of a call. chunk.cpp does what is done with a chunk, divergence.cpp that of
-// two heads, kept.cpp kept state, copies.cpp copies of views.
+// This class has the order of a call. chunk.cpp does what is done with a chunk, divergence.cpp that
+// of two heads, kept.cpp kept state, copies.cpp copies of views.
 class Run {
  public:
   Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBuffers* workspace);

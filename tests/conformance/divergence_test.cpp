@@ -68,10 +68,17 @@ TEST_P(Divergences, EqualHeadsGiveExactlyZero) {
       c.equal = c.bias = c.teacher_bias = true;
       Problem<Both> p = build<Both>(c);
       p.op.teacher.bias = p.op.bias;
-      const Outcome got = judged(p, name_of(kind));
-      for (const char* name : {"loss", "grad_input", "grad_weight", "grad_bias"}) {
-        for (const double x : got.fields.at(name).value) {
-          ASSERT_EQ(x, 0) << name_of(kind) << " " << name;
+      for (const float softcap : {0.0f, 3.0f}) {  // the maps are equal too
+        p.op.options.softcap = p.op.divergence.teacher_softcap = softcap;
+        if (softcap > 0) {
+          p.op.options.logit_scale = p.op.divergence.teacher_logit_scale = 0.7f;
+          p.op.options.temperature = p.op.divergence.teacher_temperature = 1.3f;
+        }
+        const Outcome got = judged(p, name_of(kind));
+        for (const char* name : {"loss", "grad_input", "grad_weight", "grad_bias"}) {
+          for (const double x : got.fields.at(name).value) {
+            ASSERT_EQ(x, 0) << name_of(kind) << " " << name << " softcap " << softcap;
+          }
         }
       }
     }

@@ -6,10 +6,6 @@
 //   scale_kept  what Forward has kept becomes draw                            -> result
 // Uses common: numbers, token, window, scale, map, heads.
 
-override teacher_capped: bool = false;
-override teacher_scaled: bool = false;
-override teacher_own_temperature: bool = false;
-
 // It has the count, 3 unused words, then the tokens that count.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> block: array<f32>;            // [rows, row_stride]
@@ -22,7 +18,7 @@ override teacher_own_temperature: bool = false;
 @group(0) @binding(9) var<storage, read_write> result: array<f32>;     // [rows, row_stride]
 
 fn teacher_scale_of(token: u32) -> Scale {
-  if (teacher_own_temperature) {
+  if ((p.flags & has_teacher_temperature) != 0u) {
     return Scale(teacher_extras[token].slope, teacher_extras[token].cap_out,
                  teacher_extras[token].cap_out_low);
   }
@@ -35,8 +31,8 @@ fn rounded(x: f32) -> f32 {
   return bitcast<f32>(bitcast<u32>(x) ^ p.zero);
 }
 fn teacher_logit(raw: f32, scale: Scale) -> f32 {
-  let map = Map(teacher_capped, teacher_scaled, teacher_own_temperature, p.teacher_cap_in,
-                p.teacher_cap_in_low);
+  let map = Map((p.flags & has_teacher_softcap) != 0u, true,
+                (p.flags & has_teacher_temperature) != 0u, p.teacher_cap_in, p.teacher_cap_in_low);
   return rounded(map_with(map, raw, scale).z);
 }
 

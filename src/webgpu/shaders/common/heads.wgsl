@@ -71,9 +71,9 @@ fn difference(c: Column, x: Exponential) -> f32 {
 fn log_of_mixture(part: f32, rest: f32, less: bool, x: Exponential) -> f32 {
   let w = part * x.s;
   if (less) {
-    return log_one_plus(part * x.e + rest, w);
+    return log_beside_one(part * x.e + rest, w);
   }
-  return log_one_plus(1.0 - w / x.e, -w / x.e);
+  return log_beside_one(1.0 - w / x.e, -w / x.e);
 }
 fn log_m_over_p(c: Column, x: Exponential) -> f32 {
   return log_of_mixture(p.beta, p.rest, c.d > 0.0, x);

@@ -57,7 +57,8 @@ struct Exponential {
   s: f32,  // it is e - 1
   e: f32,
 }
-// Returns both of exp(x) for x <= 0, to about an ulp; below -87 it is that of -87.
+// Returns both of exp(x) for x <= 0; below -87 it is that of -87. s is good to about an ulp, and e to
+// 1 + |x| / 2 of them, because a compiler may add the two parts of log 2 before they are multiplied.
 fn exponential_of(x: f32) -> Exponential {
   let y = max(x, -87.0);
   let n = round(y * 1.44269504);
@@ -85,7 +86,7 @@ fn log_positive(x: f32) -> f32 {
 
 // Returns log(x) of x = 1 + w, x >= 0, to about an ulp also where it is tiny. Both are given, because
 // each may be the better number.
-fn log_one_plus(x: f32, w: f32) -> f32 {
+fn log_beside_one(x: f32, w: f32) -> f32 {
   if (w > -0.29 && w < 0.41) {
     return log_of_parts(0.0, w);
   }

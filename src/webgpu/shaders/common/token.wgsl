@@ -18,6 +18,8 @@ const wants_gradient = 2048u;
 const has_loss = 4096u;
 const has_extras = 8192u;
 const is_backward = 16384u;  // a token without an upstream gradient is then ignored
+const has_teacher_softcap = 32768u;
+const has_teacher_temperature = 65536u;  // each token has its own
 
 // A token is of one of three kinds, to which the states are added.
 const ignored = 0u;
