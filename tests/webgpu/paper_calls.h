@@ -62,14 +62,16 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
     return c.none ? vector_view(nullptr, DType::f32, c.tokens) : scalar_view(nullptr, DType::f32);
   }
   if (is({"teacher_temperature"}) && c.scaled) return {};
-  if (is({"temperature", "teacher_temperature"})) {  // it goes with everything else and with nothing else, but not always
+  // It goes with everything else and with nothing else, but not always.
+  if (is({"temperature", "teacher_temperature"})) {
     const bool given =
         c.optional ? c.dtype != DType::bf16 : c.dtype == DType::bf16 && c.gradient == DType::f32;
     return given && !c.probabilities ? vector_view(nullptr, DType::f32, c.tokens) : TensorView{};
   }
   if (!c.optional) return {};
   if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
-  if (is({"bias", "teacher_bias"})) return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
+  if (is({"bias", "teacher_bias"}))
+    return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
   if (is({"grad_bias"})) return vector_view(nullptr, c.gradient, c.vocab);
   if (is({"normalizer"})) {
     return c.none ? TensorView{} : scalar_view(nullptr, c.capped ? DType::i64 : DType::f32);

@@ -153,7 +153,8 @@ TEST(WebGpuPlan, BothHeadsLogitsOfAChunkAreWhole) {
   uint64_t minimum, recommended;
   ASSERT_TRUE(workspace_sizes(p, {}, &minimum, &recommended).ok());
   EXPECT_LT(minimum, recommended);
-  // The two together are a quarter of one head's f32 logits, beside the rows and grad_input's slices.
+  // The two together are a quarter of one head's f32 logits, beside the rows and grad_input's
+  // slices.
   EXPECT_LT(recommended, uint64_t{4096} * 50257 * 4 / 4 + (uint64_t{8} << 20));
   for (const uint64_t budget : {minimum, recommended, UINT64_MAX}) {
     Plan plan;
