@@ -170,6 +170,26 @@ TEST_P(Divergences, IgnoredRowsAreNotRead) {
   }
 }
 
+// There are none at all, or none that counts.
+TEST_P(Divergences, NoTokenThatCounts) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
+    for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+      for (const int64_t tokens : {0, 5}) {
+        Case c = plain({tokens, 19, 130}, kind);
+        c.options.reduction = reduction;
+        c.ignored = 1;
+        c.bias = true;
+        const Outcome got = judged(build<Both>(c), name_of(kind));
+        for (const auto& [name, field] : got.fields) {
+          for (const double x : field.value) ASSERT_EQ(x, 0) << name_of(kind) << " " << name;
+        }
+        c.accumulate = true;
+        judged(build<Both>(c), name_of(kind) + ", which adds");
+      }
+    }
+  }
+}
+
 TEST_P(Divergences, InactiveRowsAreNotRead) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     Case c = plain({37, 19, 130}, kind);

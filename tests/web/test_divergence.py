@@ -5,6 +5,7 @@ reference at the default limits."""
 # ruff: noqa: E501
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -40,6 +41,23 @@ def test_kinds(page: Page, kind: str) -> None:
     shares = page.evaluate(DIVERGENCE, [20, 24, 33, 1300, options, more])
     assert set(shares) == {"loss", "gradInput", "gradWeight", *STATISTICS, "logprob"}
     within(shares)
+
+
+def test_kinds_by_hand(page: Page) -> None:
+    """p = (1/2, 1/2), q = (1/4, 3/4): evaluate() knows the kinds by the same names."""
+    got = page.evaluate(
+        """([kinds]) => Promise.all(kinds.map((divergence) => logitless.linearDivergence({
+          input: logitless.tensor(new Float32Array(1), [1, 1]), weight: logitless.tensor(new Float32Array(2), [2, 1]),
+          teacherLogits: logitless.tensor(new Float32Array([0, Math.log(3)]), [1, 2]), divergence, beta: 0.25}).loss.item()))""",
+        [KINDS],
+    )
+    p, q, m = (0.5, 0.5), (0.25, 0.75), (0.4375, 0.5625)
+    forward, reverse, of_q, of_p = (
+        sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+        for a, b in ((q, p), (p, q), (q, m), (p, m))
+    )
+    want = [forward, reverse, 0.25 * of_q + 0.75 * of_p, of_q, 0.25]
+    assert got == pytest.approx(want, rel=1e-6)
 
 
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [

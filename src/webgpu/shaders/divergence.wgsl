@@ -36,10 +36,6 @@ fn teacher_logit(raw: f32, scale: Scale) -> f32 {
   return rounded(map_with(map, raw, scale).z);
 }
 
-fn has_nan(token: u32) -> bool {
-  return ((rows[token].kind | teacher_rows[token].kind) & state_nan) != 0u;
-}
-
 const slot_threads = 64u;
 const thread_columns = slot_columns / slot_threads;
 var<workgroup> tree: array<vec3<f32>, slot_threads>;
@@ -58,8 +54,6 @@ fn sums(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   workgroupBarrier();
   let first = group.x * slot_columns;
   let token = counted[4u + r];
-  // A row of NaN has no columns here, instead of returning: no thread may leave others at a barrier.
-  let columns = select(p.columns, 0u, has_nan(token));
   let s = rows[token];
   let t = teacher_rows[token];
   let scale = scale_of(token);
@@ -67,7 +61,7 @@ fn sums(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   var own = vec3<f32>(0.0);
   for (var k = 0u; k < thread_columns; k++) {
     let local = first + k * slot_threads + thread;
-    if (local >= columns) {
+    if (local >= p.columns) {
       continue;
     }
     let at = p.base + r * p.row_stride + local;
@@ -115,29 +109,28 @@ fn draw_of(s: State, t: State, raw: f32, teacher_raw: f32, scale: Scale, teacher
   return dz;
 }
 
+// What lies behind the columns is 0 already, and nobody reads a row behind those that count.
 @compute @workgroup_size(256)
 fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let r = group.y;
-  let exists = r < counted[0];
-  let token = select(0u, counted[4u + select(0u, r, exists)], exists);
+  if (r >= counted[0]) {
+    return;
+  }
+  let token = counted[4u + r];
   let s = rows[token];
   let t = teacher_rows[token];
   let scale = scale_of(token);
   let teacher_scale = teacher_scale_of(token);
   for (var k = 0u; k < 4u; k++) {
     let local = group.x * 1024u + k * 256u + thread;
-    if (local >= p.row_stride) {
-      continue;
+    if (local >= p.columns) {
+      return;
     }
     let at = p.base + r * p.row_stride + local;
-    var draw = 0.0;
-    if (exists && local < p.columns) {
-      if ((s.kind & state_gradient_nan) != 0u) {
-        draw = bitcast<f32>(p.nan);
-      } else {
-        draw = draw_of(s, t, result[at], teacher_block[at], scale, teacher_scale,
-                       p.first_column + local);
-      }
+    var draw = bitcast<f32>(p.nan);
+    if ((s.kind & state_gradient_nan) == 0u) {
+      draw = draw_of(s, t, result[at], teacher_block[at], scale, teacher_scale,
+                     p.first_column + local);
     }
     result[at] = draw;
   }
@@ -147,23 +140,21 @@ fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_i
 fn scale_kept(@builtin(workgroup_id) group: vec3<u32>,
               @builtin(local_invocation_index) thread: u32) {
   let r = group.y;
-  let exists = r < counted[0];
-  let token = select(0u, counted[4u + select(0u, r, exists)], exists);
-  let s = rows[token];
+  if (r >= counted[0]) {
+    return;
+  }
+  let s = rows[counted[4u + r]];
   for (var k = 0u; k < 4u; k++) {
     let local = group.x * 1024u + k * 256u + thread;
-    if (local >= p.row_stride) {
-      continue;
+    if (local >= p.columns) {
+      return;
     }
     let at = p.base + r * p.row_stride + local;
-    var draw = 0.0;
-    if (exists && local < p.columns) {
+    var draw = bitcast<f32>(p.nan);
+    if ((s.kind & state_gradient_nan) == 0u && !is_nan(result[at])) {
       draw = result[at] * s.probability;
       if ((s.kind & state_large) != 0u) {
         draw *= large;
-      }
-      if ((s.kind & state_gradient_nan) != 0u || is_nan(result[at])) {
-        draw = bitcast<f32>(p.nan);
       }
     }
     result[at] = draw;

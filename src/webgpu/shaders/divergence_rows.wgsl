@@ -16,7 +16,7 @@ override is_kept: bool = false;  // Forward has kept the gradient, and nothing e
 @group(0) @binding(6) var<storage, read> scalars: Scalars;
 @group(0) @binding(7) var<storage, read> extras: array<Extra>;         // [tokens]
 
-// Returns the divergence, and puts the rest of the sums into the state.
+// Puts the sums into the state, whose loss is the divergence then.
 fn with_sums(first: u32, known: State) -> State {
   var s = known;
   var sum = vec3<f32>(0.0);
@@ -26,8 +26,7 @@ fn with_sums(first: u32, known: State) -> State {
     sum += vec3<f32>(slot.value, slot.mean_slope, slot.acceptance);
     infinite |= slot.infinite;
   }
-  // A mixture that is the teacher's alone is no distance from it.
-  s.loss = select(sum.x, 0.0, divergence == skew_kl && p.rest == 0.0);
+  s.loss = sum.x;
   s.entropy_factor = sum.y;
   s.weighted = sum.z;
   if (infinite != 0u) {

@@ -34,7 +34,7 @@ struct Column {
   d: f32,             // it is log p - log q
   is_infinite: bool,  // so is its summand
 }
-// Makes a column of rows without a NaN and without +inf, so that what is infinite is -inf.
+// Makes a column. What is infinite is -inf: of a row of NaN, or with +inf, nobody reads the sums.
 fn column_of(s: State, t: State, student: f32, teacher: f32) -> Column {
   let apart = (s.m - t.m) + (s.log_sum - t.log_sum);
   let no_p = is_infinite(student);
