@@ -111,6 +111,19 @@ TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
   }
 }
 
+// A divergence far below the roundings of p and q keeps its digits: it is not made of their
+// difference.
+TEST_P(Divergences, OfHeadsThatAreVeryNear) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
+    for (const float temperature : {1.0001f, 1.01f}) {
+      Case c = plain({20, 33, 1030}, kind);
+      c.equal = true;
+      c.divergence.teacher_temperature = temperature;
+      judged(build<Both>(c), name_of(kind) + " at " + std::to_string(temperature));
+    }
+  }
+}
+
 // A bias of -inf makes a probability 0: in the student alone, the teacher alone, or both.
 TEST_P(Divergences, ColumnsThatAreMasked) {
   for (const DivergenceKind kind : kDivergenceKinds) {

@@ -110,12 +110,6 @@ DIVERGENCES: tuple[Mutant, ...] = (
         "s.m - t.m",
     ),
     _mutant(
-        "a column that is nowhere is far apart",
-        _HEADS,
-        "  if (c.p == 0.0 && c.q == 0.0) {\n    c.d = 0.0;\n  }\n",
-        "",
-    ),
-    _mutant(
         "a masked column is like any other",
         _HEADS,
         "    c.d = -infinitely_far;\n",

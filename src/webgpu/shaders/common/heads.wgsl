@@ -27,7 +27,7 @@ struct PairSums {
 
 const infinitely_far = 0x1p120f;  // it stands for the d of a column of which one head has -inf
 
-// A column of both heads. Where both probabilities are 0 it is left out, and d is 0.
+// A column of both heads. Where both probabilities are 0, so is what it adds, whatever d is.
 struct Column {
   p: f32,
   q: f32,
@@ -49,9 +49,6 @@ fn column_of(s: State, t: State, student: f32, teacher: f32) -> Column {
     c.d = infinitely_far;
   } else {
     c.q = exp_nonpositive((teacher - t.m) - t.log_sum);
-  }
-  if (c.p == 0.0 && c.q == 0.0) {
-    c.d = 0.0;
   }
   c.is_infinite = (divergence == forward_kl && no_p && c.q > 0.0) ||
                   (divergence == reverse_kl && no_q && c.p > 0.0);
