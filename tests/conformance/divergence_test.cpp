@@ -115,11 +115,19 @@ TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
 // difference.
 TEST_P(Divergences, OfHeadsThatAreVeryNear) {
   for (const DivergenceKind kind : kDivergenceKinds) {
-    for (const float temperature : {1.0001f, 1.01f}) {
+    for (const float temperature : {1.00001f, 1.001f}) {
       Case c = plain({20, 33, 1030}, kind);
       c.equal = true;
       c.divergence.teacher_temperature = temperature;
-      judged(build<Both>(c), name_of(kind) + " at " + std::to_string(temperature));
+      const std::string what = name_of(kind) + " at " + std::to_string(temperature);
+      const Problem<Both> p = build<Both>(c);
+      const Outcome got = judged(p, what);
+      // The two heads' logits are rounded alike, so much less is lost than the bounds grant.
+      const reference::Result want = expected(device_, p.op, p.model);
+      const std::vector<double>& exact = want.outputs.at("loss").value;
+      for (size_t i = 0; i < exact.size(); ++i) {
+        EXPECT_NEAR(got.fields.at("loss").value[i], exact[i], 0.1 * exact[i]) << what;
+      }
     }
   }
 }
