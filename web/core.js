@@ -12,12 +12,16 @@ const KINDS = {
   linearCrossEntropyForward: 4,
   linearCrossEntropyBackward: 5,
   linearCrossEntropyForwardBackward: 6,
+  linearDivergenceForward: 8,
+  linearDivergenceBackward: 9,
+  linearDivergenceForwardBackward: 10,
 };
 export const WORDS = {
   reduction: ['none', 'sum', 'mean'],
   outOfRange: ['error', 'ignore'],
   emptyMean: ['zero', 'nan'],
   inputKind: ['logits', 'probabilities'],
+  divergence: ['forward_kl', 'reverse_kl', 'jsd', 'skew_kl', 'tv'],
 };
 const CODES = [
   'ok', 'invalid_argument', 'wrong_shape', 'wrong_dtype', 'wrong_device', 'misaligned', 'unknown_enum',
@@ -25,7 +29,7 @@ const CODES = [
 ];
 export const OPTIONS = [
   'ignoreIndex', 'labelSmoothing', 'zLoss', 'logitScale', 'softcap', 'temperature', 'probabilityFloor', 'normalizer',
-  'vocabStart', 'vocabTotal',
+  'vocabStart', 'vocabTotal', 'beta', 'labelWeight', 'teacherLogitScale', 'teacherSoftcap', 'teacherTemperature',
 ];
 
 const snake = (name) => name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);

@@ -109,6 +109,33 @@ export interface LinearCall extends CallOptions {
   gradBias?: Tensor;  // [V]
 }
 
+export interface DivergenceOptions {
+  /** Absent: 'forward_kl'. */
+  divergence?: 'forward_kl' | 'reverse_kl' | 'jsd' | 'skew_kl' | 'tv';
+  /** Of jsd and skew_kl: the teacher's share of the mixture. */
+  beta?: number;
+  /** Of the labels' cross-entropy, beside the divergence. */
+  labelWeight?: number;
+  teacherLogitScale?: number;
+  teacherSoftcap?: number;
+}
+
+export interface DivergenceCall extends Omit<LinearCall, 'target' | 'statistics' | 'labelSmoothing' | 'zLoss' | 'vocabWeight'>, DivergenceOptions {
+  target?: Tensor<'i32'>;  // [N]; absent: every token counts
+  /** A head, or logits. */
+  teacherInput?: Tensor;  // [N, Dt]
+  teacherWeight?: Tensor;  // [V, Dt]
+  teacherBias?: Tensor;  // [V]
+  teacherLogits?: Tensor;  // [N, V]
+  /** One, or one of each token: [N]. */
+  teacherTemperature?: number | Tensor<'f32'>;
+  statistics?: DivergenceStatistic[];
+  teacherEntropy?: Tensor<'f32'>;  // [N]
+  acceptance?: Tensor<'f32'>;  // [N]
+}
+
+export type DivergenceStatistic = 'entropy' | 'teacherEntropy' | 'acceptance' | 'logprob';
+
 export interface LogitsCall extends CallOptions {
   logits: Tensor;  // [N, V]
   target: Tensor<'i32'>;  // [N]
@@ -132,8 +159,9 @@ export type Result = {
   workspaceBytes: number;
 } & Statistics;
 
-export interface EvaluateCall extends LossOptions {
-  kind?: 'softmax' | 'crossEntropyForward' | 'crossEntropyForwardBackward' | 'linearCrossEntropyForward' | 'linearCrossEntropyForwardBackward';
+export interface EvaluateCall extends LossOptions, DivergenceOptions {
+  kind?: 'softmax' | 'crossEntropyForward' | 'crossEntropyForwardBackward' | 'linearCrossEntropyForward' | 'linearCrossEntropyForwardBackward' | 'linearDivergenceForward' | 'linearDivergenceForwardBackward';
+  teacherTemperature?: number;
   tensors: Record<string, Float32Array | Uint16Array | Int32Array>;
   /** Of the tensors that are not vectors. */
   shapes: Record<string, number[]>;
@@ -167,13 +195,17 @@ export class Logitless {
 
   /** These record the work and return at once. */
   linearCrossEntropy(call: LinearCall): Result;
+  linearDivergence(call: DivergenceCall): Result & Pick<DivergenceCall, 'teacherEntropy' | 'acceptance'>;
   crossEntropy(call: LogitsCall): Result;
   softmax(logits: Tensor, options?: {into?: Tensor}): Tensor;
   /** Resolves once all that was recorded since the last time is accepted; rejects with WebGPU's message. */
   done(): Promise<void>;
 
-  /** Bytes of workspace of linearCrossEntropy on these shapes; gradients are of `dtype` where nothing else is said. */
-  plan(shape: {tokens: number; hidden: number; vocab: number; gradients?: boolean; dtype?: 'f32' | 'f16'; gradientDtype?: 'f32' | 'f16'} & LossOptions): {minimum: number; recommended: number};
+  /**
+   * Bytes of workspace of linearCrossEntropy on these shapes, or, with a teacher, of linearDivergence; gradients are of
+   * `dtype` where nothing else is said.
+   */
+  plan(shape: {tokens: number; hidden: number; vocab: number; teacherHidden?: number; teacherLogits?: boolean; gradients?: boolean; dtype?: 'f32' | 'f16'; gradientDtype?: 'f32' | 'f16'} & LossOptions & DivergenceOptions & {teacherTemperature?: number}): {minimum: number; recommended: number};
   /** The same op in double precision by plain loops on the CPU, with how far the contract lets a backend be from it. */
   evaluate(call: EvaluateCall): Record<string, {value: Float64Array; bound?: Float64Array}>;
 }

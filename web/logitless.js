@@ -13,13 +13,15 @@ const TENSORS = [
   'logits', 'probabilities', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'loss', 'lse',
   'targetLogit', 'entropy', 'argmax', 'rowReference', 'rowLogSum', 'weightedLogitSum', 'logprob', 'rank',
   'sumPSquared', 'meanLogit', 'maxLogprob', 'gradLoss', 'gradLse', 'gradTargetLogit', 'gradEntropy', 'gradLogits', 'gradInput',
-  'gradWeight', 'gradBias', 'fault',
+  'gradWeight', 'gradBias', 'fault', 'teacherInput', 'teacherWeight', 'teacherBias', 'teacherLogits', 'teacherEntropy',
+  'acceptance',
 ];
+const TEACHER = ['teacherInput', 'teacherWeight', 'teacherBias', 'teacherLogits', 'teacherTemperature'];
 // What a call reads; all its other tensors it writes.
-const INPUTS = new Set(['logits', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'temperature', 'gradLoss']);
+const INPUTS = new Set(['logits', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'temperature', 'gradLoss', ...TEACHER]);
 const isIndex = (name) => name === 'argmax' || name === 'rank';
 // A temperature is an option where it is a number.
-const isTensor = (name, value) => TENSORS.includes(name) || (name === 'temperature' && value instanceof Tensor);
+const isTensor = (name, value) => TENSORS.includes(name) || (/^(t|teacherT)emperature$/.test(name) && value instanceof Tensor);
 // What bigger limits the planner can use.
 const LIMITS = [
   'maxBufferSize', 'maxStorageBufferBindingSize', 'maxStorageBuffersPerShaderStage', 'maxComputeWorkgroupStorageSize',
@@ -199,23 +201,25 @@ export class Logitless {
   // The loss of input [N, D] and weight [V, D], and the gradients that are asked for:
   // true, or some of 'input', 'weight', 'bias'.
   linearCrossEntropy({input, weight, bias, target, gradients = false, statistics = [], ...rest}) {
-    const outputs = this.#outputs(rest, statistics, input.shape[0]);
-    const given = {input, weight, target, bias};
-    const wanted = gradients === true ? ['input', 'weight', ...(bias ? ['bias'] : [])] : gradients || [];
-    for (const name of wanted) {
-      const like = given[name];
-      if (!like) throw new LogitlessError('invalid_argument', `gradients has ${name}; allowed: input, weight, and bias where there is one`);
-      outputs[`grad${name[0].toUpperCase()}${name.slice(1)}`] = [like.shape, rest.gradientDtype ?? like.dtype];
-    }
-    return this.#call(wanted.length > 0 ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward', given, outputs, rest);
+    return this.#linear('linearCrossEntropy', {input, weight, target, bias}, gradients, statistics, rest);
   }
 
-  // Bytes of workspace of linearCrossEntropy on these shapes: {minimum, recommended}.
-  plan({tokens, hidden, vocab, gradients = true, dtype = 'f32', gradientDtype = dtype, ...options}) {
+  // How far the student's head, input [N, D] and weight [V, D], is from a teacher's: teacherInput [N, Dt] and
+  // teacherWeight [V, Dt], or teacherLogits [N, V]. `divergence`: 'forward_kl', 'reverse_kl', 'jsd', 'skew_kl' or 'tv'.
+  linearDivergence({input, weight, bias, target, gradients = false, statistics = [], ...rest}) {
+    return this.#linear('linearDivergence', {input, weight, target, bias}, gradients, statistics, rest);
+  }
+
+  // Bytes of workspace of linearCrossEntropy on these shapes, or, with teacherHidden or `teacherLogits: true`, of
+  // linearDivergence: {minimum, recommended}.
+  plan({tokens, hidden, vocab, teacherHidden, teacherLogits = false, gradients = true, dtype = 'f32', gradientDtype = dtype, ...options}) {
     const none = (shape, type = dtype) => new Tensor(this, null, shape, type);
     const tensors = {input: none([tokens, hidden]), weight: none([vocab, hidden]), target: none([tokens], 'i32'), loss: none(options.reduction === 'none' ? [tokens] : [], 'f32')};
+    if (teacherLogits) tensors.teacherLogits = none([tokens, vocab]);
+    else if (teacherHidden) Object.assign(tensors, {teacherInput: none([tokens, teacherHidden]), teacherWeight: none([vocab, teacherHidden])});
+    const op = teacherLogits || teacherHidden ? 'linearDivergence' : 'linearCrossEntropy';
     if (gradients) Object.assign(tensors, {gradInput: none([tokens, hidden], gradientDtype), gradWeight: none([vocab, hidden], gradientDtype)});
-    this.core.begin(gradients ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward', options);
+    this.core.begin(`${op}Forward${gradients ? 'Backward' : ''}`, options);
     // Any number for a buffer of its own, at offset 0, as tensor() makes them.
     Object.entries(tensors).forEach(([name, tensor], i) => this.core.give(name, tensor, i + 1));
     return this.core.sizes();
@@ -253,6 +257,18 @@ export class Logitless {
   }
 
   // --- inside
+
+  // A linear op, with the gradients that are asked for.
+  #linear(op, given, gradients, statistics, rest) {
+    const outputs = this.#outputs(rest, statistics, given.input.shape[0]);
+    const wanted = gradients === true ? ['input', 'weight', ...(given.bias ? ['bias'] : [])] : gradients || [];
+    for (const name of wanted) {
+      const like = given[name];
+      if (!like) throw new LogitlessError('invalid_argument', `gradients has ${name}; allowed: input, weight, and bias where there is one`);
+      outputs[`grad${name[0].toUpperCase()}${name.slice(1)}`] = [like.shape, rest.gradientDtype ?? like.dtype];
+    }
+    return this.#call(`${op}Forward${wanted.length > 0 ? 'Backward' : ''}`, given, outputs, rest);
+  }
 
   // Shape and dtype of the loss and of the statistics asked for.
   #outputs(rest, statistics, tokens) {

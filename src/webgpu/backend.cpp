@@ -14,10 +14,6 @@ namespace {
 struct WebGpuBackend final : Backend {
   const char* name() const override { return "webgpu"; }
   Status workspace(const Call& call, uint64_t, WorkspaceSize* size) const override {
-    if (call.diverges) {
-      return error(StatusCode::not_supported, "%s: webgpu has none; allowed: cpu, cuda",
-                   call.op_name());
-    }
     Status status;
     const webgpu::NativeDevice* device = webgpu::find_device(call.execution.device.index, &status);
     if (device == nullptr) return status;

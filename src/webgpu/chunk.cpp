@@ -18,11 +18,18 @@ void split(double value, float* high, float* low) {
   *low = static_cast<float>(value - static_cast<double>(*high));
 }
 
-float slope_of(const LossOptions& o) {
-  return static_cast<float>(static_cast<double>(o.logit_scale) / o.temperature);
-}
-
 }  // namespace
+
+MapFactors factors_of(const LossOptions& o) {
+  MapFactors f;
+  f.slope = static_cast<float>(static_cast<double>(o.logit_scale) / o.temperature);
+  if (!capped(o)) return f;
+  // The factor is doubled because validation keeps that one normal, while a device may flush a
+  // subnormal to 0.
+  split(2.0 * o.logit_scale / o.softcap, &f.cap_in, &f.cap_in_low);
+  split(static_cast<double>(o.softcap) / o.temperature, &f.cap_out, &f.cap_out_low);
+  return f;
+}
 
 // Says which upstream gradients a token has.
 uint32_t Run::gradient_flags() const {
@@ -42,7 +49,7 @@ TokenParams Run::token_params(const Chunk& chunk) const {
   const auto ignore = static_cast<uint64_t>(options_.ignore_index);
   p.ignore_low = static_cast<uint32_t>(ignore);
   p.ignore_high = static_cast<uint32_t>(ignore >> 32);
-  if (problem_.softmax) p.flags |= kIsSoftmax;
+  if (!given("target")) p.flags |= kIsSoftmax;
   if (problem_.extras()) p.flags |= kHasExtras;
   if (!problem_.softmax && !call_.forward) p.flags |= kIsBackward | gradient_flags();
   if (problem_.has_vocab_weight) p.flags |= kHasVocabWeight;
@@ -104,29 +111,34 @@ void Run::begin_chunk(const Chunk& chunk) {
                       written_extras(),
                       role(Role::scalars)},
                      problem_.direct ? blocks(chunk.tokens, 256) : 1);
-  if (problem_.temperatures) scale_chunk(chunk);
+  begin_head(chunk, student_);
   if (problem_.direct) copy_logits(chunk);
-  if (!problem_.linear) return;
-  const int64_t hidden = round_up(problem_.hidden, 4);
-  gather(call_["input"],
-         {.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.hidden},
-         dense(Role::hidden, 0, hidden), hidden, true);
 }
 
-// Makes the factors of the tokens' own temperatures.
-void Run::scale_chunk(const Chunk& chunk) {
-  if (chunk.tokens == 0) return;
-  const TensorView& view = call_["temperature"];
+// Makes what a head's logits are made of: the factors of own temperatures, the rows of its input.
+void Run::begin_head(const Chunk& chunk, const Head& head) {
+  scale_chunk(chunk, head);
+  if (!head.is_head) return;
+  const int64_t hidden = round_up(head.hidden, 4);
+  gather(head.input, {.first_row = chunk.first, .rows = chunk.tokens, .columns = head.hidden},
+         dense(head.hidden_rows, 0, hidden), hidden, true);
+}
+
+// Makes the factors of the tokens' own temperatures, where they have them.
+void Run::scale_chunk(const Chunk& chunk, const Head& head) {
+  const TensorView& view = head.temperature;
+  if (chunk.tokens == 0 || !view) return;
   int64_t base;
   const Binding temperatures = bound(view, {.first_row = chunk.first, .rows = chunk.tokens}, &base);
-  TemperatureParams p{.tokens = u32(chunk.tokens),
-                      .base = u32(base),
-                      .stride = u32(view.stride[0]),
-                      .logit_scale = std::bit_cast<uint32_t>(options_.logit_scale),
-                      .softcap = capped(options_) ? std::bit_cast<uint32_t>(options_.softcap) : 0,
-                      .of_all = plan_.plain ? 1u : 0u,
-                      .has_fault = given("fault") ? 1u : 0u,
-                      .nan = kNan};
+  TemperatureParams p{
+      .tokens = u32(chunk.tokens),
+      .base = u32(base),
+      .stride = u32(view.stride[0]),
+      .logit_scale = std::bit_cast<uint32_t>(head.options.logit_scale),
+      .softcap = capped(head.options) ? std::bit_cast<uint32_t>(head.options.softcap) : 0,
+      .of_all = plan_.plain ? 1u : 0u,
+      .has_fault = given("fault") ? 1u : 0u,
+      .nan = kNan};
   Binding fault = role(Role::spare);
   if (given("fault")) {
     fault = bound(call_["fault"], {}, &base);
@@ -134,11 +146,11 @@ void Run::scale_chunk(const Chunk& chunk) {
   }
   recorder_.dispatch(
       "temperature", "scale", {}, p,
-      {temperatures, plan_.plain ? zeros() : role(Role::rows), written_extras(), fault},
+      {temperatures, plan_.plain ? zeros() : role(Role::rows), role(head.extras), fault},
       blocks(chunk.tokens, 256));
 }
 
-RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
+RowParams Run::row_params(const Chunk& chunk, const Window& window, const Head& head) const {
   RowParams p;
   p.rows = u32(chunk.tokens);
   p.columns = u32(window.columns);
@@ -146,13 +158,11 @@ RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
   p.first_column = u32(window.first);
   p.slots = u32(plan_.slots);
   p.nan = kNan;
-  p.slope = slope_of(options_);
-  if (capped(options_)) {
-    // The factor is doubled because validation keeps that one normal, while a device may flush a
-    // subnormal to 0.
-    split(2.0 * options_.logit_scale / options_.softcap, &p.cap_in, &p.cap_in_low);
-    split(static_cast<double>(options_.softcap) / options_.temperature, &p.cap_out, &p.cap_out_low);
-  }
+  p.slope = head.factors.slope;
+  p.cap_in = head.factors.cap_in;
+  p.cap_in_low = head.factors.cap_in_low;
+  p.cap_out = head.factors.cap_out;
+  p.cap_out_low = head.factors.cap_out_low;
   p.smoothing = options_.label_smoothing;
   p.smoothing_per_class =
       static_cast<float>(static_cast<double>(options_.label_smoothing) /
@@ -166,15 +176,15 @@ RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
   flag(problem_.has_vocab_weight, kHasVocabWeight);
   flag(problem_.state_given, kHasState);
   flag(backward && given("entropy"), kHasEntropy);
-  flag(problem_.softmax, kIsSoftmax);
+  flag(problem_.softmax || problem_.diverges, kIsSoftmax);  // it makes no loss of one head alone
   flag(problem_.gradients, kWantsGradient);
   return p;
 }
 
-Binding Run::block(const Window& window) const {
+Binding Run::block(const Window& window, Role role) const {
   const uint64_t offset =
       plan_.whole ? static_cast<uint64_t>(window.index) * plan_.window_bytes : 0;
-  return {workspace_[Role::block], offset, plan_.window_bytes};
+  return {workspace_[role], offset, plan_.window_bytes};
 }
 
 const TensorView& Run::result() const {
@@ -244,37 +254,37 @@ void Run::product(const ProductParams& params, const ProductKind& kind, Binding 
 }
 
 // Returns rows of the window, [columns, D] with D rounded up to 4, in the view itself or copied.
-Binding Run::weight_window(const Window& window, uint32_t* base, uint32_t* stride) {
-  const TensorView& weight = call_["weight"];
-  const Part part{.first_row = window.first, .rows = window.columns, .columns = problem_.hidden};
-  const int64_t hidden = round_up(problem_.hidden, 4);
-  if (!problem_.weight_bound) {
-    gather(weight, part, dense(Role::weight, 0, hidden), hidden, false);
+Binding Run::weight_window(const Window& window, const Head& head, uint32_t* base,
+                           uint32_t* stride) {
+  const Part part{.first_row = window.first, .rows = window.columns, .columns = head.hidden};
+  const int64_t hidden = round_up(head.hidden, 4);
+  if (!head.weight_bound) {
+    gather(head.weight, part, dense(Role::weight, 0, hidden), hidden, false);
     *base = 0;
     *stride = u32(hidden / 4);
     return role(Role::weight);
   }
   int64_t first;
-  const Binding binding = bound(weight, part, &first);
+  const Binding binding = bound(head.weight, part, &first);
   *base = u32(first / 4);
-  *stride = u32(weight.stride[0] / 4);
+  *stride = u32(head.weight.stride[0] / 4);
   return binding;
 }
 
-void Run::make_logits(const Chunk& chunk, const Window& window) {
+void Run::make_logits(const Chunk& chunk, const Window& window, const Head& head) {
   if (problem_.direct) return;
   const int64_t padded = round_up(window.columns, 4);
-  if (!problem_.linear) {
-    gather(call_["logits"],
+  const Binding logits = block(window, head.block);
+  if (!head.is_head) {
+    gather(head.logits,
            {.first_row = chunk.first,
             .rows = chunk.tokens,
             .first_column = window.first,
             .columns = window.columns},
-           dense(Role::block, static_cast<int64_t>(block(window).offset / 4), plan_.window), padded,
-           true);
+           dense(head.block, static_cast<int64_t>(logits.offset / 4), plan_.window), padded, true);
     return;
   }
-  const auto hidden = u32(round_up(problem_.hidden, 4));
+  const auto hidden = u32(round_up(head.hidden, 4));
   ProductParams p{.rows = u32(chunk.tokens),
                   .columns = u32(padded),
                   .depth = hidden,
@@ -282,36 +292,37 @@ void Run::make_logits(const Chunk& chunk, const Window& window) {
                   .result_base = u32((window.first - window.index * plan_.window) / 4),
                   .result_stride = u32(plan_.window / 4),
                   .b_rows = u32(window.columns)};
-  const Binding weight = weight_window(window, &p.b_base, &p.b_stride);
+  const Binding weight = weight_window(window, head, &p.b_base, &p.b_stride);
   Binding bias = zeros();
-  if (problem_.has_bias) {
+  const bool has_bias = static_cast<bool>(head.bias);
+  if (has_bias) {
     // Windows, and what is made again of one, start at multiples of 64 columns, as bindings do.
     int64_t base;
-    bias = problem_.bias_bound
-               ? bound(call_["bias"], {.first_row = window.first, .rows = window.columns}, &base)
-               : Binding{workspace_[Role::bias], static_cast<uint64_t>(window.first) * 4,
+    bias = head.bias_bound
+               ? bound(head.bias, {.first_row = window.first, .rows = window.columns}, &base)
+               : Binding{workspace_[head.bias_copy], static_cast<uint64_t>(window.first) * 4,
                          static_cast<uint64_t>(window.columns) * 4};
   }
-  product(p, {.b_transposed = true, .has_bias = problem_.has_bias, .bounded = 1},
-          role(Role::hidden), weight, block(window), bias);
+  product(p, {.b_transposed = true, .has_bias = has_bias, .bounded = 1}, role(head.hidden_rows),
+          weight, logits, bias);
 }
 
-void Run::make_partials(const Chunk& chunk, const Window& window) {
-  RowParams p = row_params(chunk, window);
+void Run::make_partials(const Chunk& chunk, const Window& window, const Head& head) {
+  RowParams p = row_params(chunk, window, head);
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
   if (chunk.tokens == 0) return;
-  const Binding logits = block(chunk, window, &p);
-  const Binding counted = role(Role::counted), rows = role(Role::rows),
+  const Binding logits = problem_.direct ? block(chunk, window, &p) : block(window, head.block);
+  const Binding counted = role(Role::counted), rows = role(head.rows),
                 partials = role(Role::partials);
   const uint32_t groups = blocks(window.columns, kSlotColumns);
   if (problem_.probabilities) {
     recorder_.dispatch("probabilities", "slots", {direct()}, p,
                        {logits, counted, vocab_weight, rows, partials}, groups, p.rows);
   } else {
-    recorder_.dispatch("slots", "slots",
-                       {is_capped(), is_scaled(p), own_temperature(), direct(), more_statistics()},
-                       p, {logits, counted, vocab_weight, rows, partials, extras()}, groups,
-                       p.rows);
+    recorder_.dispatch(
+        "slots", "slots",
+        {is_capped(head), is_scaled(head), own_temperature(head), direct(), more_statistics()}, p,
+        {logits, counted, vocab_weight, rows, partials, extras(head)}, groups, p.rows);
   }
 }
 
@@ -327,7 +338,7 @@ void Run::make_rows(const Chunk& chunk) {
   const int threads = leaders * leaders;
   recorder_.dispatch("row", "row",
                      {is_capped(),
-                      is_scaled(p),
+                      is_scaled(),
                       own_temperature(),
                       more_statistics(),
                       {"row_threads", 1.0 * threads},
@@ -341,7 +352,7 @@ void Run::make_rows(const Chunk& chunk) {
 // plain.wgsl does everything in one kernel.
 void Run::make_plain(const Chunk& chunk) {
   if (chunk.tokens == 0) return;
-  if (problem_.temperatures) scale_chunk(chunk);
+  scale_chunk(chunk, student_);
   copy_logits(chunk);
   TokenParams token = token_params(chunk);
   const Binding target = targets(chunk, &token);
@@ -366,7 +377,7 @@ void Run::make_plain(const Chunk& chunk) {
   // An absent output takes any buffer that this dispatch does not have.
   const Binding losses = role(problem_.reduces ? Role::losses : Role::more_sums);
   const uint32_t wide = device_->limits().groups;
-  recorder_.dispatch("plain", "plain", {is_scaled(row), own_temperature()}, p,
+  recorder_.dispatch("plain", "plain", {is_scaled(), own_temperature()}, p,
                      {target, role(Role::scalars), losses, logits, extras()},
                      std::min(groups, wide), blocks(groups, wide));
   if (problem_.reduces) sum_losses(chunk);
@@ -408,20 +419,20 @@ void Run::fold_shards(const Chunk& chunk) {
   }
 }
 
-void Run::combine(const Chunk& chunk) {
-  const RowParams p = row_params(chunk, {});
+void Run::combine(const Chunk& chunk, const Head& head) {
+  const RowParams p = row_params(chunk, {}, head);
   const Binding counted = role(Role::counted), partials = role(Role::partials),
-                rows = role(Role::rows), inputs = role(Role::inputs), scalars = role(Role::scalars);
+                rows = role(head.rows), inputs = role(Role::inputs), scalars = role(Role::scalars);
   const uint32_t groups = blocks(chunk.tokens, 64);
   if (problem_.probabilities) {
     recorder_.dispatch("probabilities", "combine", {direct()}, p,
                        {{}, counted, {}, {}, {}, partials, rows, inputs, scalars}, groups);
   } else {
     const Constant folded{"folded", problem_.combines ? 1.0 : 0.0};
-    recorder_.dispatch(
-        "combine", "combine",
-        {direct(), more_statistics(), folded, is_capped(), is_scaled(p), own_temperature()}, p,
-        {counted, partials, rows, inputs, scalars, written_extras()}, groups);
+    recorder_.dispatch("combine", "combine",
+                       {direct(), more_statistics(), folded, is_capped(head), is_scaled(head),
+                        own_temperature(head)},
+                       p, {counted, partials, rows, inputs, scalars, written_extras()}, groups);
   }
 }
 
@@ -429,7 +440,7 @@ void Run::add_ranks(const Chunk& chunk, const Window& window) {
   if (chunk.tokens == 0) return;
   RowParams p = row_params(chunk, window);
   const Binding logits = block(chunk, window, &p);
-  recorder_.dispatch("rank", "rank", {is_capped(), is_scaled(p), own_temperature(), direct()}, p,
+  recorder_.dispatch("rank", "rank", {is_capped(), is_scaled(), own_temperature(), direct()}, p,
                      {logits, role(Role::counted), {}, role(Role::rows), written_extras()}, p.rows);
 }
 
@@ -446,7 +457,7 @@ void Run::make_gradients(const Chunk& chunk, const Window& window) {
                          p.rows);
     } else {
       recorder_.dispatch("gradient", "gradient",
-                         {is_capped(), is_scaled(p), own_temperature(), direct()}, p,
+                         {is_capped(), is_scaled(), own_temperature(), direct()}, p,
                          {counted, vocab_weight, rows, logits, extras()}, groups, p.rows);
     }
   }
@@ -483,7 +494,7 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
                     .result_stride = hidden / 4,
                     .adds = window.index > 0 ? 1u : 0u,
                     .block_depth = 32};
-    const Binding weight = weight_window(window, &p.b_base, &p.b_stride);
+    const Binding weight = weight_window(window, student_, &p.b_base, &p.b_stride);
     add_to_grad_hidden(p, weight, window);
   }
   if (problem_.wants_grad_weight) {
@@ -541,7 +552,7 @@ void Run::emit(const Chunk& chunk, const TensorView& view, Word word, Emit kind,
   p.base = u32(base * words);
   p.stride = u32(view.stride[0] * words);
   p.word = word.at;
-  p.row_words = word.of == Role::rows ? kStateWords : kExtraWords;
+  p.row_words = word.of == Role::extras ? kExtraWords : kStateWords;
   p.kind = static_cast<uint32_t>(kind) + (view.dtype == DType::i64 ? 1 : 0);
   recorder_.dispatch("tokens", "emit", {}, p, {{}, {}, {}, {}, {}, {}, {}, role(word.of), result},
                      blocks(chunk.tokens, 256));
@@ -564,6 +575,12 @@ void Run::emit_outputs(const Chunk& chunk) {
   losses.stride = {1, 0};
   emit(chunk, losses, StateWord::loss, Emit::word, 0);
   sum_losses(chunk);
+}
+
+void Run::emit_grad_input(const Chunk& chunk) {
+  if (!problem_.wants_grad_input) return;
+  scatter(dense(Role::grad_hidden, 0, round_up(problem_.hidden, 4)), call_["grad_input"],
+          {.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.hidden}, true);
 }
 
 void Run::sum_losses(const Chunk& chunk) {

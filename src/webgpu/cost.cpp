@@ -89,10 +89,21 @@ double predicted_microseconds(const Problem& p, const Plan& plan) {
   } else if (!p.direct) {
     logits = copy_time(2 * block);
   }
+  double teacher = 0;
+  if (p.has_teacher()) {
+    teacher = p.teacher.is_head ? product_time(plan.chunk, plan.window, p.teacher.hidden, 1, true)
+                                : copy_time(2 * block);
+    if (p.teacher.is_head && !p.teacher.weight_bound) {
+      teacher += copy_time(8.0 * static_cast<double>(plan.window * p.teacher.hidden));
+    }
+    teacher += copy_time(block) + copy_time(2 * block);  // its slots, and the sums of both
+  } else if (p.reads_kept) {
+    logits = copy_time(2 * block);
+  }
   const bool makes_state = !p.state_given;
   const bool uses_logits = p.gradients || p.softmax;
-  double window = makes_state ? logits + copy_time(block) : 0;
-  if (p.needs_logits_again() && !(plan.whole && makes_state)) window += logits;
+  double window = makes_state ? logits + teacher + copy_time(block) : 0;
+  if (p.needs_logits_again() && !(plan.whole && makes_state) && !p.diverges) window += logits;
   if (p.ranks) window += copy_time(block);
   double first = 0, later = 0;
   if (p.linear && p.gradients) {

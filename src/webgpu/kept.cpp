@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward keeps for Backward raw logits of the vocabulary's first columns as f32, a token's in its
-// own row, whatever chunks and windows made them:
+// Forward keeps for Backward raw logits of the vocabulary's first columns as f32, or a divergence's
+// gradient of all columns in the input's dtype, a token's in its own row, whatever chunks and
+// windows made them:
 //   kept       slabs of 4096 columns, the last one narrower, each [R, columns], one after the other
 //   kept_rows  [N, 8]  KeptRow
 // A chunk's rows of a slab lie within one binding of any device that keeps.
@@ -16,7 +17,8 @@ namespace {
 
 constexpr int64_t kSlabColumns = 4096;
 constexpr int64_t kRowUnit = 32;  // a slab's row has a multiple of so many: half of a block's
-constexpr float kLayout = 3;      // KeptRow::layout has it here
+// KeptRow::layout has these here.
+constexpr float kLayout = 3, kDivergenceLayout = 4;
 
 }  // namespace
 
@@ -25,7 +27,8 @@ constexpr float kLayout = 3;      // KeptRow::layout has it here
 int64_t columns_kept(const Call& call) {
   if (!call.kept || call.tokens() <= 0 || call.shard()) return 0;
   const int64_t blocks = call.kept.shape[0] / kept_rows_of(call.tokens());
-  const int64_t room = blocks * kept_block * size_of(call.kept.dtype) / 4;
+  // A divergence keeps elements of the input's dtype.
+  const int64_t room = blocks * kept_block * (call.diverges ? 4 : size_of(call.kept.dtype)) / 4;
   return room < call.vocab() ? room / kept_block * kept_block : call.vocab();
 }
 
@@ -46,10 +49,11 @@ int64_t Run::each_slab(const Chunk& chunk, const Window& window, F&& f) const {
     const int64_t columns = std::min(slab + kSlabColumns, end) - column;
     const int64_t width = round_up(std::min(kSlabColumns, plan_.kept_columns - slab), kRowUnit);
     TensorView view = call_["kept"];
-    view.dtype = DType::f32;
+    if (!problem_.diverges) view.dtype = DType::f32;
     view.shape = {problem_.tokens, width};
     view.stride = {width, 1};
-    view.byte_offset += static_cast<uint64_t>(4 * slab * kept_rows_of(problem_.tokens));
+    view.byte_offset +=
+        static_cast<uint64_t>(size_of(view.dtype) * slab * kept_rows_of(problem_.tokens));
     const Part part{chunk.first, chunk.tokens, column - slab, columns};
     const int64_t in_block = column - window.index * plan_.window;
     f(view, part,
@@ -85,9 +89,10 @@ void Run::keep_or_check_rows(const Chunk& chunk) {
   const auto columns = static_cast<float>(plan_.kept_columns);
   KeptParams p{.tokens = u32(chunk.tokens),
                .base = u32(base),
-               .engine = std::bit_cast<uint32_t>(kLayout),
+               .engine = std::bit_cast<uint32_t>(problem_.diverges ? kDivergenceLayout : kLayout),
                .columns = std::bit_cast<uint32_t>(columns),
-               .consumes = call_.consume_kept ? 1u : 0u};
+               .consumes = call_.consume_kept ? 1u : 0u,
+               .diverges = problem_.diverges ? 1u : 0u};
   const uint32_t groups = blocks(chunk.tokens, 256);
   if (call_.forward) {
     recorder_.dispatch("keep", "keep", {}, p, {role(Role::rows), {}, kept_rows}, groups);

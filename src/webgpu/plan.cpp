@@ -21,6 +21,9 @@ constexpr int64_t kMostPlain = int64_t{65535} * 256;
 constexpr uint64_t kParams = uint64_t{256} * 256, kSmall = 256;
 
 uint64_t& bytes_of(Plan* plan, Role role) { return plan->bytes[static_cast<size_t>(role)]; }
+void set_bytes(Plan* plan, Role role, int64_t bytes) {
+  bytes_of(plan, role) = static_cast<uint64_t>(round_up(bytes, 256));
+}
 
 int64_t sums_of(int64_t values) { return (values + kValuesOfASum - 1) / kValuesOfASum; }
 
@@ -31,10 +34,18 @@ int64_t first_sums(const Problem& p, const Plan& plan) {
   return std::max<int64_t>(sums, 1);
 }
 
+void fill_teacher(const Problem& p, Plan* plan) {
+  const TeacherProblem& t = p.teacher;
+  const int64_t chunk = std::max<int64_t>(plan->chunk, 1);
+  set_bytes(plan, Role::teacher_rows, 4 * kStateWords * chunk);
+  if (t.temperatures) set_bytes(plan, Role::teacher_extras, 4 * kExtraWords * chunk);
+  if (t.has_bias && !t.bias_bound) set_bytes(plan, Role::teacher_bias, 4 * p.vocab);
+  if (t.is_head) set_bytes(plan, Role::teacher_hidden, 4 * chunk * round_up(t.hidden, 4));
+  bytes_of(plan, Role::teacher_block) = bytes_of(plan, Role::block);
+}
+
 void fill_bytes(const Problem& p, Plan* plan) {
-  const auto set = [&](Role role, int64_t bytes) {
-    bytes_of(plan, role) = static_cast<uint64_t>(round_up(bytes, 256));
-  };
+  const auto set = [&](Role role, int64_t bytes) { set_bytes(plan, role, bytes); };
   const int64_t chunk = std::max<int64_t>(plan->chunk, 1), hidden = round_up(p.hidden, 4);
   set(Role::params, kParams);
   set(Role::zeros, kSmall);
@@ -62,10 +73,16 @@ void fill_bytes(const Problem& p, Plan* plan) {
     set(Role::hidden, 4 * chunk * hidden);
     if (p.wants_grad_input) set(Role::grad_hidden, 4 * chunk * hidden);
     if (plan->slices > 1) set(Role::slices, 4 * plan->slices * chunk * hidden);
-    if (!p.weight_bound) set(Role::weight, 4 * plan->window * hidden);
+    int64_t copied = p.weight_bound || p.reads_kept ? 0 : hidden;  // numbers of a row of a weight
+    if (p.wants_grad_input && !p.weight_bound) copied = hidden;
+    if (p.has_teacher() && p.teacher.is_head && !p.teacher.weight_bound) {
+      copied = std::max(copied, round_up(p.teacher.hidden, 4));
+    }
+    set(Role::weight, 4 * plan->window * copied);
     if (p.wants_grad_weight && !p.grad_weight_bound) set(Role::grad_weight, 4 * p.vocab * hidden);
     if (p.wants_grad_bias) set(Role::grad_bias, 4 * p.vocab);
   }
+  if (p.has_teacher()) fill_teacher(p, plan);
   plan->total = 0;
   for (const uint64_t bytes : plan->bytes) plan->total += bytes;
 }
@@ -88,6 +105,11 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   if (p.linear &&
       (!fits(plan.chunk * plan.slices, 4 * hidden) || !fits(plan.window, 4 * hidden) ||
        !fits(plan.window, p.weight_row_bytes) || !fits(plan.window, p.grad_weight_row_bytes))) {
+    return false;
+  }
+  const int64_t of_teacher = round_up(p.teacher.hidden, 4);
+  if (p.has_teacher() && (!fits(plan.chunk, 4 * of_teacher) || !fits(plan.window, 4 * of_teacher) ||
+                          !fits(plan.window, p.teacher.weight_row_bytes))) {
     return false;
   }
   for (const uint64_t bytes : plan.bytes) {
@@ -121,12 +143,18 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   const bool again = p.needs_logits_again() && !p.state_given && !plan.whole;
   const bool all_kept = p.state_given && p.kept_columns > 0 && p.kept_columns == p.vocab;
   if (p.linear) plan.products = !all_kept + again + p.wants_grad_input + p.wants_grad_weight;
+  if (p.diverges) {
+    plan.products = !p.reads_kept + (p.has_teacher() && p.teacher.is_head) + p.wants_grad_input +
+                    p.wants_grad_weight;
+  }
   fill_bytes(p, &plan);
   return plan;
 }
 
 // Returns whether a plan that holds more than a window at a time gains anything by it.
-bool wants_whole(const Problem& p) { return p.needs_logits_again() && !p.state_given; }
+bool wants_whole(const Problem& p) {
+  return p.has_teacher() || (p.needs_logits_again() && !p.state_given && !p.reads_kept);
+}
 
 // Calls f(choice) for what may be chosen: a chunk of tokens is an even share of all, a window has
 // as many columns as f takes. Chunks of fewer than 64 tokens are only for limits that nothing else
@@ -151,7 +179,7 @@ void each_choice(const Problem& p, const bool& kept_to_limits, F&& f) {
     const int64_t chunk = even < kLeastTokens ? even : std::min(round_up(even, 64), most);
     if (kept_to_limits && chunk < std::min(kLeastTokens, p.tokens)) break;
     if (wants_whole(p)) windows(chunk, true);
-    windows(chunk, false);
+    if (!p.has_teacher()) windows(chunk, false);
     if (chunk <= 1) break;
   }
 }
@@ -205,7 +233,35 @@ bool is_plain(const Call& call, const Problem& p) {
 Problem on_device(Problem p, const Limits& limits) {
   p.plain &= p.vocab <= static_cast<int64_t>(limits.storage_binding_bytes - 512) / 4;
   if (limits.storage_binding_bytes < slab_binding_bytes(kMostTokens)) p.kept_columns = 0;
+  p.reads_kept &= p.kept_columns > 0;
   return p;
+}
+
+}  // namespace
+
+namespace {
+
+TeacherProblem teacher_of(const Call& call) {
+  TeacherProblem t;
+  t.is_head = call.teacher_is_head();
+  t.is_there = t.is_head || call.teacher_logits;
+  t.temperatures = static_cast<bool>(call.teacher_temperature);
+  if (!t.is_head) return t;
+  t.hidden = call.teacher_input.shape[1];
+  t.weight_bound = is_bound_matrix(call.teacher_weight);
+  if (t.weight_bound) t.weight_row_bytes = 4 * call.teacher_weight.stride[0];
+  t.has_bias = static_cast<bool>(call.teacher_bias);
+  t.bias_bound = is_bound_vector(call.teacher_bias);
+  return t;
+}
+
+// Returns whether a row of the tensor belongs to a token.
+bool is_of_tokens(std::string_view name, const Problem& p) {
+  constexpr std::string_view kOthers[] = {"weight",      "bias",           "vocab_weight",
+                                          "grad_weight", "grad_bias",      "fault",
+                                          "kept",        "teacher_weight", "teacher_bias"};
+  if (name == "loss" && p.reduces) return false;
+  return std::find(std::begin(kOthers), std::end(kOthers), name) == std::end(kOthers);
 }
 
 }  // namespace
@@ -219,6 +275,8 @@ Problem problem_of(const Call& call) {
   p.gradients = call.gradients;
   p.softmax = !call.loss_op;
   p.combines = call.combines;
+  p.diverges = call.diverges;
+  if (call.diverges) p.teacher = teacher_of(call);
   p.hidden = call.linear ? call.hidden() : 0;
   p.state_given = !call.forward && static_cast<bool>(call["row_reference"]);
   p.has_bias = static_cast<bool>(call["bias"]);
@@ -244,6 +302,7 @@ Problem problem_of(const Call& call) {
     p.wants_grad_weight = static_cast<bool>(call["grad_weight"]);
     p.wants_grad_bias = static_cast<bool>(call["grad_bias"]);
     p.kept_columns = columns_kept(call);
+    p.reads_kept = p.diverges && !call.forward && p.kept_columns > 0;
     p.grad_weight_bound = is_bound_matrix(call["grad_weight"]);
     if (p.grad_weight_bound) p.grad_weight_row_bytes = 4 * call["grad_weight"].stride[0];
   }
@@ -254,11 +313,7 @@ Problem problem_of(const Call& call) {
   for (const Field& field : call.fields()) {
     const TensorView& v = *field.view;
     if (!field.given() || v.rank == 0 || (v.shape[0] <= 1 && !call.combines)) continue;
-    const bool of_tokens = field.name != "weight" && field.name != "bias" &&
-                           field.name != "vocab_weight" && field.name != "grad_weight" &&
-                           field.name != "grad_bias" && field.name != "fault" &&
-                           field.name != "kept" && (field.name != "loss" || !p.reduces);
-    if (of_tokens) {
+    if (is_of_tokens(field.name, p)) {
       const int64_t stride = v.stride[call.combines && v.rank == 2 ? 1 : 0];
       p.token_stride_bytes = std::max(p.token_stride_bytes, stride * size_of(v.dtype));
     }
@@ -268,6 +323,12 @@ Problem problem_of(const Call& call) {
 
 Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, Plan* plan) {
   const Problem p = on_device(problem, limits);
+  if (problem.reads_kept && !p.reads_kept && !p.teacher.is_there) {
+    return error(StatusCode::not_supported,
+                 "kept: this device binds %llu bytes, and nothing is kept on it; teacher_weight or "
+                 "teacher_logits is needed",
+                 static_cast<unsigned long long>(limits.storage_binding_bytes));
+  }
   bool any = false, found = false;
   double best = 0;
   each_choice(p, any, [&](const Choice& choice) {
@@ -312,10 +373,10 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   Status status = make_plan(p, limits, 0, &plan);
   if (!status.ok()) return status;
   *minimum = plan.total;
-  // The default plan's block is a quarter of the f32 logits, and no less than 64 tokens' worth.
-  const int64_t tokens =
-      p.direct ? most_tokens(p)
-               : std::clamp(p.tokens / 4, std::min(p.tokens, kLeastTokens), int64_t{1024});
+  // The default plan's blocks are a quarter of the f32 logits, and no less than 64 tokens' worth.
+  const int64_t tokens = p.direct ? most_tokens(p)
+                                  : std::clamp(p.tokens / (p.has_teacher() ? 8 : 4),
+                                               std::min(p.tokens, kLeastTokens), int64_t{1024});
   Problem part = p;
   part.tokens = tokens;
   status = make_plan(part, limits, UINT64_MAX, &plan);

@@ -4,6 +4,7 @@
 // line and the page.
 //   whole      the block holds every window of a chunk: three products with gradients
 //   else       it holds one window, whose logits are made again once the row's sums are known: four
+// A divergence of two heads holds every window of both.
 #pragma once
 
 #include <array>
@@ -39,9 +40,24 @@ enum class Role : uint32_t {
   block,         // [windows, chunk, window]  holds logits, then their gradients
   grad_weight,   // [V, D]  holds the f32 sum, where the view itself cannot hold it
   grad_bias,     // [V]  holds the f32 sum, where the view itself cannot hold it
+  // Divergences have these of the teacher, like those of the op's own head.
+  teacher_rows,    // [chunk, kStateWords]
+  teacher_extras,  // [chunk, kExtraWords]
+  teacher_bias,    // [V]
+  teacher_hidden,  // [chunk, Dt]
+  teacher_block,   // [windows, chunk, window]
   count,
 };
 constexpr size_t kRoles = static_cast<size_t>(Role::count);
+
+// This of a teacher decides the plan of a divergence.
+struct TeacherProblem {
+  bool is_there = false;  // it is not beside what is kept
+  bool is_head = false;   // or it is logits
+  int64_t hidden = 0;     // it has its own
+  bool weight_bound = false, has_bias = false, bias_bound = false, temperatures = false;
+  int64_t weight_row_bytes = 0;
+};
 
 // This of an op decides its plan.
 struct Problem {
@@ -49,6 +65,9 @@ struct Problem {
   bool linear = false, gradients = false, softmax = false, probabilities = false;
   bool state_given = false;  // row_reference and row_log_sum are given
   bool combines = false;     // the tokens' states come from shards of the vocabulary
+  bool diverges = false;     // there are two heads
+  bool reads_kept = false;   // of a divergence, whose gradient Forward has kept
+  TeacherProblem teacher;
   bool has_bias = false, bias_bound = false;
   bool has_vocab_weight = false, vocab_weight_bound = false, sums_vocab_weight = false;
   bool weight_bound = false;  // the kernels read the view itself
@@ -71,6 +90,8 @@ struct Problem {
   bool extras() const { return more_statistics || temperatures; }
   // Returns whether the logits are needed after the row's sums are known.
   bool needs_logits_again() const { return gradients || softmax || ranks; }
+  // Returns whether the logits of two heads are there at once.
+  bool has_teacher() const { return diverges && !reads_kept; }
 };
 Problem problem_of(const Call& call);
 

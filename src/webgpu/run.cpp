@@ -24,6 +24,8 @@ Run::Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBu
       problem_(problem),
       plan_(plan),
       options_(options_of(call)),
+      student_(student()),
+      teacher_(teacher()),
       workspace_(*workspace),
       device_(workspace->device()),
       recorder_(device_, (*workspace)[Role::params]) {}
@@ -67,8 +69,10 @@ void Run::prepare_vocabulary() {
     recorder_.dispatch("sum", "keep_weight_sum", {}, SumParams{},
                        {role(in), {}, role(Role::scalars)}, 1);
   }
-  if (problem_.has_bias && !problem_.bias_bound) {
-    gather_vector(call_["bias"], 0, problem_.vocab, dense(Role::bias, 0, 1));
+  for (const Head* head : {&student_, &teacher_}) {
+    if (head->bias && !head->bias_bound && !reads_kept()) {
+      gather_vector(head->bias, 0, problem_.vocab, dense(head->bias_copy, 0, 1));
+    }
   }
   if (!call_.accumulate) return;
   const int64_t hidden = round_up(problem_.hidden, 4);
@@ -169,6 +173,10 @@ void Run::run_chunk(const Chunk& chunk) {
     make_plain(chunk);
     return;
   }
+  if (problem_.diverges) {
+    run_divergence(chunk);
+    return;
+  }
   begin_chunk(chunk);
   if (problem_.rows_at_once) {
     make_rows(chunk);
@@ -180,26 +188,23 @@ void Run::run_chunk(const Chunk& chunk) {
       !problem_.state_given && !problem_.combines && !(problem_.probabilities && !call_["loss"]);
   if (needs_state) {
     for (int64_t w = 0; w < plan_.windows; ++w) {
-      make_logits(chunk, window_of(w));
-      make_partials(chunk, window_of(w));
+      make_logits(chunk, window_of(w), student_);
+      make_partials(chunk, window_of(w), student_);
       keep_logits(chunk, window_of(w));
     }
   }
-  combine(chunk);
+  combine(chunk, student_);
   keep_or_check_rows(chunk);
   for (int64_t w = 0; w < plan_.windows && problem_.needs_logits_again(); ++w) {
     if (!needs_state || !plan_.whole) {
       const Window rest = take_logits(chunk, window_of(w));
-      if (rest.columns > 0) make_logits(chunk, rest);
+      if (rest.columns > 0) make_logits(chunk, rest, student_);
     }
     if (problem_.ranks) add_ranks(chunk, window_of(w));
     if (problem_.gradients || problem_.softmax) make_gradients(chunk, window_of(w));
   }
   emit_outputs(chunk);
-  if (problem_.wants_grad_input) {
-    scatter(dense(Role::grad_hidden, 0, round_up(problem_.hidden, 4)), call_["grad_input"],
-            {.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.hidden}, true);
-  }
+  emit_grad_input(chunk);
 }
 
 Status Run::all() {

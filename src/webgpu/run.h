@@ -30,7 +30,9 @@ enum Flag : uint32_t {
   kWantsGradient = 2048,
   kHasLoss = 4096,
   kHasExtras = 8192,
-  kIsBackward = 16384
+  kIsBackward = 16384,
+  kHasTeacherSoftcap = 32768,
+  kHasTeacherTemperature = 65536
 };
 
 // tokens.wgsl has the same struct.
@@ -47,6 +49,9 @@ struct RowParams {
   float slope = 1, cap_in = 0, cap_in_low = 0, cap_out = 0, cap_out_low = 0, smoothing = 0,
         smoothing_per_class = 0, z_loss = 0, floor = 0, classes = 0;
   uint32_t weight_base = 0;
+  float teacher_slope = 1, teacher_cap_in = 0, teacher_cap_in_low = 0, teacher_cap_out = 0,
+        teacher_cap_out_low = 0, beta = 0, rest = 1, label_weight = 0;
+  uint32_t zero = 0;
 };
 
 // plain.wgsl has the same struct.
@@ -90,7 +95,7 @@ struct FoldParams {
 
 // keep.wgsl has the same struct.
 struct KeptParams {
-  uint32_t tokens = 0, base = 0, engine = 0, columns = 0, consumes = 0, fault = 0;
+  uint32_t tokens = 0, base = 0, engine = 0, columns = 0, consumes = 0, fault = 0, diverges = 0;
 };
 
 struct ProductKind {
@@ -102,6 +107,25 @@ struct ProductKind {
 inline uint32_t u32(int64_t value) { return static_cast<uint32_t>(value); }
 inline uint32_t blocks(int64_t count, int64_t of) { return u32((count + of - 1) / of); }
 inline bool capped(const LossOptions& o) { return o.softcap > 0; }
+
+// The factors of a map from raw logits to z, in RowParams' words.
+struct MapFactors {
+  float slope = 1, cap_in = 0, cap_in_low = 0, cap_out = 0, cap_out_low = 0;
+};
+MapFactors factors_of(const LossOptions& options);
+
+// This makes a head's logits: the op's own, or a teacher's.
+struct Head {
+  const TensorView &input, &weight, &bias, &logits, &temperature;
+  LossOptions options;
+  MapFactors factors;
+  bool is_head = false;  // it has an input and a weight, or given logits
+  int64_t hidden = 0;
+  bool weight_bound = false, bias_bound = false;
+  Role rows, extras, bias_copy, hidden_rows, block;
+
+  bool is_scaled() const { return factors.slope != 1 || temperature; }
+};
 
 constexpr uint32_t kNan = 0x7fc00000u;
 constexpr uint32_t kGroups = 65535;
@@ -119,8 +143,8 @@ struct Dense {
   int64_t base = 0, row_stride = 1, column_stride = 1;
 };
 
-// This class has the order of a call. chunk.cpp does what is done with a chunk, kept.cpp kept
-// state, copies.cpp copies of views.
+// This class has the order of a call. chunk.cpp does what is done with a chunk, divergence.cpp that
+// of two heads, kept.cpp kept state, copies.cpp copies of views.
 class Run {
  public:
   Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBuffers* workspace);
@@ -163,42 +187,61 @@ class Run {
   Window window_of(int64_t index) const;
   Chunk chunk_of(int64_t index) const;
 
+  // divergence.cpp defines these.
+  Head student() const;
+  Head teacher() const;
+  void run_divergence(const Chunk& chunk);
+  void make_states(const Chunk& chunk, const Head& head);
+  void sum_slots(const Chunk& chunk, const Window& window);
+  void finish_rows(const Chunk& chunk, bool summed);
+  void make_difference(const Chunk& chunk, const Window& window);
+  Constant divergence_kind() const;
+  RowParams pair_params(const Chunk& chunk, const Window& window) const;
+
   // chunk.cpp defines these.
   void begin_chunk(const Chunk& chunk);
-  void scale_chunk(const Chunk& chunk);
+  void begin_head(const Chunk& chunk, const Head& head);
+  void scale_chunk(const Chunk& chunk, const Head& head);
   void copy_logits(const Chunk& chunk);
-  void make_logits(const Chunk& chunk, const Window& window);
-  void make_partials(const Chunk& chunk, const Window& window);
+  void make_logits(const Chunk& chunk, const Window& window, const Head& head);
+  void make_partials(const Chunk& chunk, const Window& window, const Head& head);
   void make_rows(const Chunk& chunk);
   void make_plain(const Chunk& chunk);
   void fold_shards(const Chunk& chunk);
-  void combine(const Chunk& chunk);
+  void combine(const Chunk& chunk, const Head& head);
   void add_ranks(const Chunk& chunk, const Window& window);
   void make_gradients(const Chunk& chunk, const Window& window);
   void emit(const Chunk& chunk, const TensorView& view, Word word, Emit kind, int64_t first);
   void add_products(const Chunk& chunk, const Window& window);
   void add_to_grad_hidden(const ProductParams& params, Binding weight, const Window& window);
   void emit_outputs(const Chunk& chunk);
+  void emit_grad_input(const Chunk& chunk);
   void sum_losses(const Chunk& chunk);
-  Binding weight_window(const Window& window, uint32_t* base, uint32_t* stride);
+  Binding weight_window(const Window& window, const Head& head, uint32_t* base, uint32_t* stride);
   Binding vocab_weight_window(const Window& window, uint32_t* base) const;
   Binding whole_vocab_weight() const;
   Binding targets(const Chunk& chunk, TokenParams* params) const;
-  Binding block(const Window& window) const;
+  Binding block(const Window& window, Role role = Role::block) const;
   // Returns what the kernels on rows work in: the block, or the caller's matrix.
   Binding block(const Chunk& chunk, const Window& window, RowParams* params) const;
   const TensorView& result() const;  // a logits op has it
-  RowParams row_params(const Chunk& chunk, const Window& window) const;
+  RowParams row_params(const Chunk& chunk, const Window& window, const Head& head) const;
+  RowParams row_params(const Chunk& chunk, const Window& window) const {
+    return row_params(chunk, window, student_);
+  }
   void product(const ProductParams& params, const ProductKind& kind, Binding a, Binding b,
                Binding result, Binding bias);
 
-  Constant is_capped() const { return {"capped", capped(options_) ? 1.0 : 0.0}; }
-  Constant is_scaled(const RowParams& p) const {
-    return {"scaled", p.slope != 1 || problem_.temperatures ? 1.0 : 0.0};
+  static Constant is_capped(const Head& head) {
+    return {"capped", capped(head.options) ? 1.0 : 0.0};
   }
-  Constant own_temperature() const {
-    return {"own_temperature", problem_.temperatures ? 1.0 : 0.0};
+  static Constant is_scaled(const Head& head) { return {"scaled", head.is_scaled() ? 1.0 : 0.0}; }
+  static Constant own_temperature(const Head& head) {
+    return {"own_temperature", head.temperature ? 1.0 : 0.0};
   }
+  Constant is_capped() const { return is_capped(student_); }
+  Constant is_scaled() const { return is_scaled(student_); }
+  Constant own_temperature() const { return own_temperature(student_); }
   Constant direct() const { return {"direct", problem_.direct ? 1.0 : 0.0}; }
   Constant more_statistics() const {
     return {"more_statistics", problem_.more_statistics ? 1.0 : 0.0};
@@ -207,9 +250,14 @@ class Run {
   Binding zeros() const { return role(Role::zeros); }
   // Where there are no extras, what stands for them is not touched.
   Binding extras() const { return problem_.extras() ? role(Role::extras) : zeros(); }
+  Binding extras(const Head& head) const {
+    return head.rows == Role::rows ? extras() : head.temperature ? role(head.extras) : zeros();
+  }
   Binding written_extras() const {
     return role(problem_.extras() ? Role::extras : Role::more_sums);
   }
+  // Returns whether Backward takes what Forward has kept of a divergence.
+  bool reads_kept() const { return problem_.reads_kept && plan_.kept_columns > 0; }
   Dense dense(Role role, int64_t base, int64_t row_stride, int64_t column_stride = 1) const {
     return {workspace_[role], workspace_.bytes(role), base, row_stride, column_stride};
   }
@@ -221,6 +269,7 @@ class Run {
   const Problem& problem_;
   const Plan& plan_;
   const LossOptions options_;
+  const Head student_, teacher_;  // the teacher is a divergence's
   const WorkspaceBuffers& workspace_;
   Device* const device_;
   Recorder recorder_;

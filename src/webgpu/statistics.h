@@ -25,6 +25,7 @@ enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank, max_logpr
 struct Word {
   constexpr Word(StateWord word) : of(Role::rows), at(static_cast<uint32_t>(word)) {}    // NOLINT
   constexpr Word(ExtraWord word) : of(Role::extras), at(static_cast<uint32_t>(word)) {}  // NOLINT
+  constexpr Word(Role role, StateWord word) : of(role), at(static_cast<uint32_t>(word)) {}
   Role of;
   uint32_t at;
 };
@@ -59,6 +60,11 @@ constexpr bool names_every_statistic() {
 }
 static_assert(names_every_statistic());
 
+// A divergence has these beside an entropy and a logprob.
+inline constexpr StatisticWord kDivergenceWords[] = {
+    {"teacher_entropy", Word(Role::teacher_rows, StateWord::entropy)},
+    {"acceptance", StateWord::weighted}};
+
 // Combine's inputs that are the first words of a Fold.
 inline constexpr std::string_view kFoldInputs[] = {
     "shard_row_reference", "shard_row_log_sum",   "shard_target_logit", "shard_weighted_logit_sum",
@@ -68,6 +74,9 @@ inline constexpr std::string_view kFoldInputs[] = {
 template <class F>
 void for_each_asked(const Call& call, const F& f) {
   if (!call.forward) return;
+  for (const auto& [name, word, emit] : kDivergenceWords) {
+    if (const TensorView& view = call[name]) f(view, word, emit);
+  }
   for (const auto& [name, word, emit] : kStatisticWords) {
     const TensorView& view = call[name];
     if (!view) continue;

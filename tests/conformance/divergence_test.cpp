@@ -68,10 +68,17 @@ TEST_P(Divergences, EqualHeadsGiveExactlyZero) {
       c.equal = c.bias = c.teacher_bias = true;
       Problem<Both> p = build<Both>(c);
       p.op.teacher.bias = p.op.bias;
-      const Outcome got = judged(p, name_of(kind));
-      for (const char* name : {"loss", "grad_input", "grad_weight", "grad_bias"}) {
-        for (const double x : got.fields.at(name).value) {
-          ASSERT_EQ(x, 0) << name_of(kind) << " " << name;
+      for (const float softcap : {0.0f, 3.0f}) {  // the maps are equal too
+        p.op.options.softcap = p.op.divergence.teacher_softcap = softcap;
+        if (softcap > 0) {
+          p.op.options.logit_scale = p.op.divergence.teacher_logit_scale = 0.7f;
+          p.op.options.temperature = p.op.divergence.teacher_temperature = 1.3f;
+        }
+        const Outcome got = judged(p, name_of(kind));
+        for (const char* name : {"loss", "grad_input", "grad_weight", "grad_bias"}) {
+          for (const double x : got.fields.at(name).value) {
+            ASSERT_EQ(x, 0) << name_of(kind) << " " << name << " softcap " << softcap;
+          }
         }
       }
     }
@@ -100,6 +107,27 @@ TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
       EXPECT_LT(std::sqrt(error / size), dtype_ == DType::f32 ? 1.5e-4 : 5e-3)
           << name_of(kind) << " " << name << " of a divergence of "
           << got.fields.at("loss").value[0];
+    }
+  }
+}
+
+// A divergence far below the roundings of p and q keeps its digits: it is not made of their
+// difference.
+TEST_P(Divergences, OfHeadsThatAreVeryNear) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
+    for (const float temperature : {1.00001f, 1.001f}) {
+      Case c = plain({20, 33, 1030}, kind);
+      c.equal = true;
+      c.divergence.teacher_temperature = temperature;
+      const std::string what = name_of(kind) + " at " + std::to_string(temperature);
+      const Problem<Both> p = build<Both>(c);
+      const Outcome got = judged(p, what);
+      // The two heads' logits are rounded alike, so much less is lost than the bounds grant.
+      const reference::Result want = expected(device_, p.op, p.model);
+      const std::vector<double>& exact = want.outputs.at("loss").value;
+      for (size_t i = 0; i < exact.size(); ++i) {
+        EXPECT_NEAR(got.fields.at("loss").value[i], exact[i], 0.1 * exact[i]) << what;
+      }
     }
   }
 }
@@ -182,6 +210,26 @@ TEST_P(Divergences, IgnoredRowsAreNotRead) {
       set_row(p.op.teacher.input, i, kInf);
     }
     EXPECT_EQ(differing_bits(before.fields, judged(p, "ignored rows of NaN").fields), "");
+  }
+}
+
+// There are none at all, or none that counts.
+TEST_P(Divergences, NoTokenThatCounts) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
+    for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+      for (const int64_t tokens : {0, 5}) {
+        Case c = plain({tokens, 19, 130}, kind);
+        c.options.reduction = reduction;
+        c.ignored = 1;
+        c.bias = true;
+        const Outcome got = judged(build<Both>(c), name_of(kind));
+        for (const auto& [name, field] : got.fields) {
+          for (const double x : field.value) ASSERT_EQ(x, 0) << name_of(kind) << " " << name;
+        }
+        c.accumulate = true;
+        judged(build<Both>(c), name_of(kind) + ", which adds");
+      }
+    }
   }
 }
 

@@ -279,7 +279,9 @@ void add_webgpu(const webgpu::Problem& problem, const webgpu::Limits& limits, ui
   if (problem.linear) facts->add("tiles", tiles_of(problem, p));
   facts->add_bytes("block", p.window_bytes);
   Hash roles;
-  for (const uint64_t role : p.bytes) roles << role;
+  for (size_t i = 0; i < p.bytes.size(); ++i) {  // the last ones are a divergence's alone
+    if (i <= static_cast<size_t>(webgpu::Role::grad_bias) || p.bytes[i] > 0) roles << p.bytes[i];
+  }
   facts->add("roles", roles.text());
   facts->add_bytes("bytes", p.total);
   facts->add_number("us", predicted_microseconds(problem, p));

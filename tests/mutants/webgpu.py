@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from mutants.mutant import Edit, Mutant
+from mutants.webgpu_divergences import DIVERGENCES
 from mutants.webgpu_plain import PLAIN
 
 
@@ -365,6 +366,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "normalizers",
     ),
     *PLAIN,
+    *DIVERGENCES,
     _mutant(
         "the last sums of a workgroup are left out",
         _SUM,
@@ -427,8 +429,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a slab lies over the one before",
         _KEPT,
-        "4 * slab * kept_rows_of(problem_.tokens)",
-        "4 * slab",
+        "slab * kept_rows_of(problem_.tokens)",
+        "slab",
         "kept",
     ),
     _mutant(
@@ -623,5 +625,7 @@ TESTS["kept"] = "*/KeptState.*_f32:WebGpuKept.*"
 TESTS["normalizers"] = "*/Edges.NormalizersOfAView/webgpu_forward_f32"
 TESTS["edges"] = "*/Edges.TargetsOutside*/webgpu_forward*_f32"
 TESTS["halves"] = "*/Conformance.EveryShape/webgpu_*_f16:*/Edges.*_f16"
+TESTS["divergences"] = "*/Divergences.*/webgpu_*_f32:*/Divergences.Kept*_f16"
+TESTS["divergences"] += ":*/Conformance.Every*/webgpu_divergence_forward_backward_f32"
 TESTS["faint"] = "WebGpuFaint.*"  # subnormals are flushed, as a GPU may
 TESTS["combine"] = "*/Combines.*forward_f32"

@@ -56,7 +56,6 @@ inline std::vector<Parameter> parameters(std::span<const OpKind> ops,
   for (const std::string& name : device_names()) {
     const bool one = !full() && (kSanitized || name == "reference");
     for (const OpKind op : ops) {
-      if (diverges(op) && name == "webgpu") continue;  // it has none
       const size_t chosen = static_cast<size_t>(op) % dtypes.size();
       for (size_t i = 0; i < dtypes.size(); ++i) {
         if (!one || i == chosen) all.emplace_back(name, op, dtypes[i]);

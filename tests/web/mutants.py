@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "out/web-mutants"
 LOSS, CAST = "test_cross_entropy.py", "test_softmax_cast.py"
 ERRORS, MODULE, STOPS = "test_errors.py", "test_module.py", "test_stops.py"
-PAGE = "test_page.py"
+PAGE, DIVERGENCE = "test_page.py", "test_divergence.py"
 
 # A mutant has a name, a shader or a file of build/web, a text, its replacement, and tests.
 # cross_entropy.wgsl without its third barrier is none of them: lavapipe runs a workgroup's first
@@ -78,6 +78,10 @@ MUTANTS = [
     ("100000 is no infinity", "cast", "if (magnitude >= 0x47800000u) {", "if (magnitude >= 0x48000000u) {", CAST),
     ("f16 subnormals read as normal", "cast", "if (exponent > 0u) {", "if (exponent >= 0u) {", CAST),
     ("the odd element forgotten", "cast", "if (2u * word < n) {\n    var", "if (2u * word + 1u < n) {\n    var", CAST),
+    ("a teacher's temperature of each token is an option", "logitless.js", "/^(t|teacherT)emperature$/", "/^temperature$/", DIVERGENCE),
+    ("a teacher is an output", "logitless.js", "'gradLoss', ...TEACHER]);", "'gradLoss']);", DIVERGENCE),
+    ("another order of the kinds", "core.js", "['forward_kl', 'reverse_kl',", "['reverse_kl', 'forward_kl',", DIVERGENCE),
+    ("a plan without the teacher", "logitless.js", "const op = teacherLogits || teacherHidden ?", "const op = teacherLogits ?", DIVERGENCE),
     ("a call's verdict is not its outputs'", "logitless.js", "known(name).written = verdict;", "known(name).written = null;", ERRORS),
     ("an input's verdict is forgotten", "logitless.js", "first([...before, this.side.end(), ", "first([this.side.end(), ", ERRORS),
     ("every call's verdict is everybody's", "device.js", "    this.verdicts = new Set();\n", "    this.verdicts ??= new Set();\n", ERRORS),

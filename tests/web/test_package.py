@@ -79,6 +79,26 @@ def test_every_option_that_the_types_have_is_taken(page: Page) -> None:
     assert loss > 0
 
 
+def test_every_option_of_a_divergence_that_the_types_have_is_taken(page: Page) -> None:
+    options = {name: 0.5 for name in members("DivergenceOptions")} | {"divergence": "jsd"}
+    assert len(options) == 5
+    statistics = sorted(texts("DivergenceStatistic"))
+    assert set(statistics) - texts("Statistic") <= members("DivergenceCall")
+    loss, got = page.evaluate(
+        """async ([options, statistics]) => {
+          const {bias, ...rest} = problem(4, 8, 20);
+          const {shapes, ...tensors} = {...rest, ...upload(logitless, rest)};
+          delete tensors.bias;
+          const teacher = {teacherLogits: logitless.tensor(fill(80), [4, 20]), teacherTemperature: 2};
+          const result = logitless.linearDivergence({...tensors, ...teacher, statistics, ...options});
+          return [await result.loss.item(), await Promise.all(statistics.map(async (name) => [...(await result[name].read())]))];
+        }""",
+        [options, statistics],
+    )
+    assert loss > 0
+    assert all(len(values) == 4 and all(values) for values in got)
+
+
 def test_every_statistic_that_the_types_have_is_written(page: Page) -> None:
     names = sorted(texts("Statistic"))
     assert len(names) == 12

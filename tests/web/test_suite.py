@@ -14,6 +14,7 @@ from playwright.sync_api import Page
 FULL = os.environ.get("LOGITLESS_TEST_FULL") == "1"
 LOGITS_OPS = ["softmax", "forward", "backward", "forward_backward"]
 LINEAR_OPS = ["linear_forward", "linear_backward", "linear_forward_backward"]
+DIVERGENCES = ["divergence_forward", "divergence_backward", "divergence_forward_backward"]
 DTYPES = ["f32", "f16", "bf16"]
 # The cases are every op, and every dtype with the op that has all kernels; of the logits ops, whose
 # kernel of whole rows is the slowest there, each dtype comes with some op.
@@ -26,15 +27,23 @@ CASES += [
     ("forward", "f16"),
     ("backward", "bf16"),
     ("forward_backward", "f32"),
+    ("divergence_forward_backward", "f32"),
 ]
 if FULL:
-    CASES = [(op, dtype) for op in LOGITS_OPS + LINEAR_OPS for dtype in DTYPES]
+    CASES = [(op, dtype) for op in LOGITS_OPS + LINEAR_OPS + DIVERGENCES for dtype in DTYPES]
 RULES = ["Edges.*/webgpu_forward_f32", "Edges.*/webgpu_linear_forward_backward_f32"]
 RULES += ["NonFinite.*/webgpu_forward_f32", "NonFinite.*/webgpu_linear_backward_f32"]
 RULES += ["NonFinite.RowsOf*/webgpu_*_f32", "Invariants.*/webgpu_linear_forward_backward_f32"]
 RULES += ["Shards.*/webgpu_linear_forward_f32", "Combines.*/webgpu_forward_f32"]
+RULES += [
+    f"Divergences.{test}/webgpu_divergence_forward_backward_f32"
+    for test in ("Equal*", "Columns*", "What*", "KeptState*")
+]
 if FULL:
-    RULES = [f"{part}.*" for part in ("Edges", "NonFinite", "Invariants", "Shards", "Combines")]
+    RULES = [
+        f"{part}.*"
+        for part in ("Edges", "NonFinite", "Invariants", "Shards", "Combines", "Divergences")
+    ]
 
 
 def passes(suite: Page, planned: list[str], test: str) -> list[str]:

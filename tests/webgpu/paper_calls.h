@@ -19,6 +19,7 @@ struct PaperCall {
   bool strided = false;         // no view can be bound as it is
   bool optional = false;        // every tensor that need not be given is given
   bool capped = false, scaled = false, probabilities = false, none = false;
+  DivergenceKind divergence = DivergenceKind::forward_kl;
 };
 
 // All columns are kept, or fewer; and not in every call that has all else.
@@ -39,6 +40,15 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   }
   if (is({"input"})) return matrix_view(nullptr, c.dtype, c.tokens, c.hidden);
   if (is({"weight"})) return matrix_view(nullptr, c.dtype, c.vocab, c.hidden);
+  if (is({"teacher_logits"})) {
+    return c.capped && c.none ? matrix_view(nullptr, c.dtype, c.tokens, c.vocab) : TensorView{};
+  }
+  if (is({"teacher_input", "teacher_weight"})) {  // its D is another
+    if (c.capped && c.none) return {};
+    const int64_t rows = is({"teacher_input"}) ? c.tokens : c.vocab;
+    return matrix_view(nullptr, c.dtype, rows, c.hidden + (c.scaled ? 4 : 3));
+  }
+  if (is({"teacher_bias"}) && c.capped && c.none) return {};
   if (is({"grad_input"})) return matrix_view(nullptr, c.gradient, c.tokens, c.hidden);
   if (is({"grad_weight"})) return matrix_view(nullptr, c.gradient, c.vocab, c.hidden);
   if (name.starts_with("shard_")) {
@@ -51,14 +61,17 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"loss"}) || (is({"grad_loss"}) && c.optional)) {
     return c.none ? vector_view(nullptr, DType::f32, c.tokens) : scalar_view(nullptr, DType::f32);
   }
-  if (is({"temperature"})) {  // it goes with everything else and with nothing else, but not always
+  if (is({"teacher_temperature"}) && c.scaled) return {};
+  // It goes with everything else and with nothing else, but not always.
+  if (is({"temperature", "teacher_temperature"})) {
     const bool given =
         c.optional ? c.dtype != DType::bf16 : c.dtype == DType::bf16 && c.gradient == DType::f32;
     return given && !c.probabilities ? vector_view(nullptr, DType::f32, c.tokens) : TensorView{};
   }
   if (!c.optional) return {};
   if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
-  if (is({"bias"})) return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
+  if (is({"bias", "teacher_bias"}))
+    return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
   if (is({"grad_bias"})) return vector_view(nullptr, c.gradient, c.vocab);
   if (is({"normalizer"})) {
     return c.none ? TensorView{} : scalar_view(nullptr, c.capped ? DType::i64 : DType::f32);
@@ -81,7 +94,13 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
   logitless_op unused{};
   for_each_tensor(op, unused, [&](const char* name, Access, TensorView& view, auto&&) {
     view = paper_view(c, name);
-    if (CombiningOp<Op> && std::string_view(name) == "rank") view = {};  // it has none
+    const std::string_view is = name;
+    if (CombiningOp<Op> && is == "rank") view = {};  // it has none
+    if constexpr (DivergenceOp<Op>) {
+      if (is == "vocab_weight" || (is == "target" && c.scaled && !c.optional)) view = {};
+      // All columns are kept, or none.
+      if (is.starts_with("kept") && c.none) view = {};
+    }
     if (!view) return;
     int64_t elements = 1;
     const bool strided = c.strided && !std::string_view(name).starts_with("kept");
@@ -93,9 +112,15 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
     const uint64_t bytes = view.byte_offset + static_cast<uint64_t>(elements * size_of(view.dtype));
     view.data = reinterpret_cast<void*>(device->create_buffer((bytes + 3) / 4 * 4));
   });
+  if constexpr (DivergenceOp<Op>) {
+    op.divergence = {.kind = c.divergence,
+                     .beta = 0.25f,
+                     .label_weight = op.target ? 0.5f : 0,
+                     .teacher_softcap = c.capped ? 4.0f : 0.0f};
+  }
   if constexpr (LossOp<Op>) {
     op.options.reduction = c.none ? Reduction::none : Reduction::mean;
-    op.options.label_smoothing = c.optional ? 0.1f : 0;
+    op.options.label_smoothing = c.optional && !DivergenceOp<Op> ? 0.1f : 0;
     op.options.softcap = c.capped ? 5 : 0;
     op.options.logit_scale = c.scaled ? 0.5f : 1;
     if constexpr (CombiningOp<Op>) op.options.vocab_total = c.vocab;
@@ -136,6 +161,7 @@ PaperResult run_on_paper(const PaperCall& c, const Limits& limits, uint64_t budg
 // Calls f(call) for everything of PaperCall that an op of this type can have, in one shape.
 template <class Op, class F>
 void for_each_paper_call(PaperCall c, F&& f) {
+  auto number = static_cast<int>(c.tokens);
   for (int bits = 0; bits < 64; ++bits) {
     c.strided = bits & 1, c.optional = bits & 2, c.capped = bits & 4, c.scaled = bits & 8;
     c.probabilities = bits & 16, c.none = bits & 32;
@@ -145,6 +171,8 @@ void for_each_paper_call(PaperCall c, F&& f) {
       for (const DType gradient : {DType::f32, dtype}) {
         c.dtype = dtype;
         c.gradient = gradient;
+        // A pipeline of a divergence is of one kind: among the calls that take it all kinds are.
+        c.divergence = static_cast<DivergenceKind>(DivergenceOp<Op> ? number++ % 5 : 0);
         f(c);
       }
     }
@@ -161,6 +189,9 @@ void for_each_op_type(F&& f) {
   f(LinearCrossEntropyBackward{});
   f(LinearCrossEntropyForwardBackward{});
   f(Combine{});
+  f(LinearDivergenceForward{});
+  f(LinearDivergenceBackward{});
+  f(LinearDivergenceForwardBackward{});
 }
 
 // Asks for products of every size of tile, rows read once and rows in slots, in workspaces of every

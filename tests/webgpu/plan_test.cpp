@@ -139,6 +139,71 @@ TEST(WebGpuPlan, TheLogitsOfAChunkAreWholeOnlyWhereTheyFit) {
   EXPECT_EQ(plan.products, 4);
 }
 
+// A student of GPT-2's head and a teacher of another width.
+Problem two_heads(int64_t tokens) {
+  Problem p = head(tokens, 50257, 768, true);
+  p.diverges = true;
+  p.teacher = {.is_there = true, .is_head = true, .hidden = 1024, .weight_row_bytes = 4096};
+  p.teacher.weight_bound = true;
+  return p;
+}
+
+TEST(WebGpuPlan, BothHeadsLogitsOfAChunkAreWhole) {
+  const Problem p = two_heads(4096);
+  uint64_t minimum, recommended;
+  ASSERT_TRUE(workspace_sizes(p, {}, &minimum, &recommended).ok());
+  EXPECT_LT(minimum, recommended);
+  // The two together are a quarter of one head's f32 logits, beside the rows and grad_input's
+  // slices.
+  EXPECT_LT(recommended, uint64_t{4096} * 50257 * 4 / 4 + (uint64_t{8} << 20));
+  for (const uint64_t budget : {minimum, recommended, UINT64_MAX}) {
+    Plan plan;
+    ASSERT_TRUE(make_plan(p, {}, budget, &plan).ok());
+    expect_within(p, plan, {});
+    EXPECT_TRUE(plan.whole);
+    EXPECT_EQ(plan.products, 4);
+    EXPECT_EQ(plan.bytes[static_cast<size_t>(Role::block)],
+              plan.bytes[static_cast<size_t>(Role::teacher_block)]);
+    EXPECT_LE(plan.total, budget);
+  }
+}
+
+// A chunk is as small as the bytes of the workspace and of a buffer ask for.
+TEST(WebGpuPlan, ChunksOfTwoHeadsFollowTheBytes) {
+  Limits small;
+  small.buffer_bytes = uint64_t{8} << 20;
+  small.storage_binding_bytes = uint64_t{8} << 20;
+  Problem p = two_heads(1024);
+  p.wants_grad_weight = false;  // its f32 sum alone would be more
+  Plan plan;
+  ASSERT_TRUE(make_plan(p, small, UINT64_MAX, &plan).ok());
+  EXPECT_LT(plan.chunk, 64);
+  expect_within(p, plan, small);
+  ASSERT_TRUE(make_plan(p, {}, uint64_t{64} << 20, &plan).ok());
+  EXPECT_GE(plan.chunk, 64);
+  EXPECT_LE(plan.total, uint64_t{64} << 20);
+}
+
+TEST(WebGpuPlan, ADeviceThatKeepsNothingNeedsTheTeacher) {
+  Limits small;
+  small.storage_binding_bytes = uint64_t{32} << 20;
+  Problem p = two_heads(64);
+  p.reads_kept = true;
+  p.kept_columns = p.vocab;
+  Plan plan;
+  ASSERT_TRUE(make_plan(p, {}, UINT64_MAX, &plan).ok());
+  EXPECT_EQ(plan.products, 2);
+  EXPECT_EQ(plan.kept_columns, p.vocab);
+  ASSERT_TRUE(make_plan(p, small, UINT64_MAX, &plan).ok());
+  EXPECT_EQ(plan.products, 4);
+  EXPECT_EQ(plan.kept_columns, 0);
+  p.teacher = {};
+  const Status status = make_plan(p, small, UINT64_MAX, &plan);
+  EXPECT_EQ(status.code(), StatusCode::not_supported);
+  EXPECT_NE(std::string(status.message()).find("33554432 bytes"), std::string::npos)
+      << status.message();
+}
+
 TEST(WebGpuPlan, ARowOfTheWeightBeyondABindingIsRefusedWithTheSizes) {
   Limits small;
   small.storage_binding_bytes = 1 << 16;
@@ -204,6 +269,7 @@ TEST(WebGpuPlan, MoreTokensAndMoreVocabularyThanAGridIsWide) {
         EXPECT_EQ(r.faults, "") << c.tokens << " " << c.vocab << " " << limits.buffer_bytes;
         EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(c, limits, budget).faults, "");
         EXPECT_EQ(run_on_paper<Softmax>(c, limits, budget).faults, "");
+        EXPECT_EQ(run_on_paper<LinearDivergenceForwardBackward>(c, limits, budget).faults, "");
       }
     }
   }

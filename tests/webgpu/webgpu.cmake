@@ -40,7 +40,7 @@ endfunction()
 
 set(defaults LOGITLESS_WEBGPU_LIMITS=default)
 set(webgpu_suites)
-foreach(suite conformance determinism invariance edges nonfinite invariants shards workspace kept temperatures statistics inactive
+foreach(suite conformance divergence determinism invariance edges nonfinite invariants shards workspace kept temperatures statistics inactive
               combine)
   list(APPEND webgpu_suites $<TARGET_OBJECTS:${suite}_test_objects>)
 endforeach()
@@ -56,16 +56,17 @@ if("$ENV{LOGITLESS_TEST_FULL}")
 endif()
 add_webgpu_test(edges webgpu_suite ${edges} ${defaults})
 add_webgpu_test(combine webgpu_suite */Combines.* ${defaults})
+add_webgpu_test(divergences webgpu_suite */Divergences.* ${defaults})
 add_webgpu_test(kept webgpu_suite */KeptState.*:WebGpuKept.* ${defaults})
 add_webgpu_test(options webgpu_suite */Temperatures.*_f32:*/TokenStatistics.*_f32:*/InactiveTokens.*_f32 ${defaults})
 # Each case of these is many runs, and a run on a processor's Vulkan is mostly the loader's and the compiler's time.
-add_webgpu_test(sizes webgpu_suite */WorkspaceSizes.*linear_forward_bf16:*/WorkspaceSizes.*AskedWithoutData*:*/WorkspaceSizes.LessThan*
+add_webgpu_test(sizes webgpu_suite */WorkspaceSizes.*linear_forward_bf16:*/WorkspaceSizes.*divergence_forward_backward_bf16:*/WorkspaceSizes.*AskedWithoutData*:*/WorkspaceSizes.LessThan*
                 ${defaults})
 add_webgpu_test(bits webgpu_suite
                 */Determinism.*_linear_forward_backward_bf16:*/Determinism.*_forward_backward_bf16:*/Invariance.* ${defaults})
 
 # GPUs take what is below 2^-126 for 0; with LOGITLESS_TEST_FLUSH this driver does too.
-set(faint WebGpuFlushing.*:WebGpuFaint.*:*/Temperatures.*_f32:*/KeptState.Serves*_f32:*/Edges.*_f32:*/Combines.*_f32)
+set(faint WebGpuFlushing.*:WebGpuFaint.*:*/Temperatures.*_f32:*/KeptState.Serves*_f32:*/Edges.*_f32:*/Combines.*_f32:*/Divergences.*_f32)
 if("$ENV{LOGITLESS_TEST_FULL}")
   set(faint *-*EveryInstructionSet*:*Offsets*)
 endif()

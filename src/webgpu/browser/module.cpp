@@ -20,12 +20,27 @@
 namespace logitless::webgpu {
 namespace {
 
+struct Options {
+  LossOptions loss;
+  DivergenceOptions divergence;
+  const char* of_divergence = nullptr;  // one of its options that was set
+};
+
+template <class Value>
+Value& field(Options& options, Value LossOptions::* member) {
+  return options.loss.*member;
+}
+template <class Value>
+Value& field(Options& options, Value DivergenceOptions::* member) {
+  return options.divergence.*member;
+}
+
 struct State {
   BrowserDevice device;
   std::unique_ptr<WorkspaceBuffers> workspace;  // it is made for the last budget
   int32_t kind = -1;
   bool accumulate = false;
-  LossOptions options;
+  Options options;
   std::map<std::string, TensorView> tensors;
   reference::Result judged;
   Status given;  // what is wrong with the numbers of the tensors
@@ -46,44 +61,45 @@ int32_t report(const Status& status) {
 
 // JavaScript's numbers are doubles. What they set is the number that was given, or an error.
 template <auto member>
-Status set_f32(LossOptions& options, const char* name, double value) {
+Status set_f32(Options& options, const char* name, double value) {
   if (!held_by_f32(value)) {
     return error(StatusCode::invalid_argument, "%s is %g; allowed: %s", name, unsigned_nan(value),
                  what_f32_holds);
   }
-  options.*member = static_cast<float>(value);
+  field(options, member) = static_cast<float>(value);
   return {};
 }
 
 template <auto member>
-Status set_integer(LossOptions& options, const char* name, double value) {
+Status set_integer(Options& options, const char* name, double value) {
   if (!is_integer(value)) {
     return error(StatusCode::invalid_argument, "%s is %g; allowed: %s", name, unsigned_nan(value),
                  what_is_integer);
   }
-  options.*member = static_cast<int64_t>(value);
+  field(options, member) = static_cast<int64_t>(value);
   return {};
 }
 
 template <auto member>
-Status set_enum(LossOptions& options, const char* name, double value) {
+Status set_enum(Options& options, const char* name, double value) {
   if (!is_integer(value) || value < 0 || value > INT32_MAX) {
     return error(StatusCode::unknown_enum, "%s is %g; allowed: an enumerator", name,
                  unsigned_nan(value));
   }
-  using Enum = std::remove_reference_t<decltype(options.*member)>;
-  options.*member = static_cast<Enum>(static_cast<int32_t>(value));
+  using Enum = std::remove_reference_t<decltype(field(options, member))>;
+  field(options, member) = static_cast<Enum>(static_cast<int32_t>(value));
   return {};
 }
 
-Status set_double(LossOptions& options, const char*, double value) {
-  options.normalizer = value;
+Status set_double(Options& options, const char*, double value) {
+  options.loss.normalizer = value;
   return {};
 }
 
 struct Option {
   const char* name;
-  Status (*set)(LossOptions&, const char* name, double);
+  Status (*set)(Options&, const char* name, double);
+  bool of_divergence = false;
 };
 constexpr Option kOptions[] = {
     {"reduction", set_enum<&LossOptions::reduction>},
@@ -100,6 +116,12 @@ constexpr Option kOptions[] = {
     {"normalizer", set_double},
     {"vocab_start", set_integer<&LossOptions::vocab_start>},
     {"vocab_total", set_integer<&LossOptions::vocab_total>},
+    {"divergence", set_enum<&DivergenceOptions::kind>, true},
+    {"beta", set_f32<&DivergenceOptions::beta>, true},
+    {"label_weight", set_f32<&DivergenceOptions::label_weight>, true},
+    {"teacher_logit_scale", set_f32<&DivergenceOptions::teacher_logit_scale>, true},
+    {"teacher_softcap", set_f32<&DivergenceOptions::teacher_softcap>, true},
+    {"teacher_temperature", set_f32<&DivergenceOptions::teacher_temperature>, true},
 };
 
 // Takes a size, a stride or an offset. The first that is none is told when the op is made.
@@ -121,7 +143,12 @@ Status make(const Execution& execution, DeviceType tensors_on, Call* call) {
   if (!s.given.ok()) return s.given;
   if (s.kind < 0 || s.kind >= kinds) return unknown_op(s.kind);
   *call = Call(s.kind, execution);
-  if (call->loss_op) call->options = s.options;
+  if (call->loss_op) call->options = s.options.loss;
+  if (call->diverges) call->divergence = s.options.divergence;
+  if (!call->diverges && s.options.of_divergence != nullptr) {
+    return error(StatusCode::invalid_argument, "%s is given; %s has no teacher",
+                 s.options.of_divergence, call->op_name());
+  }
   call->accumulate = call->gradients && call->linear && s.accumulate;
   size_t taken = 0;
   for (const TensorField& field : tensor_fields(s.kind)) {
@@ -199,6 +226,7 @@ void tensor(const char* name, uintptr_t data, double byte_offset, int32_t dtype,
 LOGITLESS_EXPORT("option") int32_t option(const char* name, double value) {
   for (const Option& known : kOptions) {
     if (std::strcmp(known.name, name) != 0) continue;
+    if (known.of_divergence) state().options.of_divergence = known.name;
     return report(known.set(state().options, name, value));
   }
   return report(error(StatusCode::invalid_argument, "there is no option %s", name));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // This shader turns raw into draw in the block of a window, from the state of its rows.
-// Uses common: numbers, token, window, scale, logit.
+// Uses common: numbers, token, window, scale, map, logit.
 
 // It has the count, 3 unused words, then the tokens that count.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;

@@ -13,7 +13,8 @@ struct Params {
   engine: u32,   // it has the bits of KeptRow's layout
   columns: u32,  // it has the bits of how many are kept
   consumes: u32,
-  fault: u32,  // the fault is this word
+  fault: u32,     // the fault is this word
+  diverges: u32,  // if not 0, a row has what its kept gradient is divided by, and no state is given
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -27,6 +28,7 @@ const kept_words = 8u;
 const kept_reference = 0u;
 const kept_log_sum = 1u;
 const kept_target_logit = 2u;
+const kept_rest = 3u;
 const kept_layout = 5u;
 const kept_columns = 6u;
 
@@ -43,14 +45,18 @@ fn keep(@builtin(global_invocation_id) id: vec3<u32>) {
   kept_rows[at + kept_reference] = bitcast<u32>(rows[i].m);
   kept_rows[at + kept_log_sum] = bitcast<u32>(rows[i].log_sum);
   kept_rows[at + kept_target_logit] = bitcast<u32>(rows[i].target_logit);
+  if (p.diverges != 0u) {
+    kept_rows[at + kept_rest] = bitcast<u32>(rows[i].smoothing);
+  }
   kept_rows[at + kept_layout] = p.engine;
   kept_rows[at + kept_columns] = p.columns;
 }
 
 fn is_kept(i: u32) -> bool {
   let at = p.base + i * kept_words;
-  return kept_rows[at + kept_reference] == bitcast<u32>(inputs[i].row_reference) &&
-         kept_rows[at + kept_log_sum] == bitcast<u32>(inputs[i].row_log_sum) &&
+  let is_row = kept_rows[at + kept_reference] == bitcast<u32>(inputs[i].row_reference) &&
+               kept_rows[at + kept_log_sum] == bitcast<u32>(inputs[i].row_log_sum);
+  return (is_row || p.diverges != 0u) &&
          kept_rows[at + kept_layout] == p.engine && kept_rows[at + kept_columns] == p.columns;
 }
 
@@ -62,6 +68,9 @@ fn check(@builtin(global_invocation_id) id: vec3<u32>) {
   }
   if (is_counted(rows[i].kind) && !is_kept(i)) {
     rows[i].kind |= state_gradient_nan | state_not_kept;
+  }
+  if (p.diverges != 0u) {
+    rows[i].smoothing = bitcast<f32>(kept_rows[p.base + i * kept_words + kept_rest]);
   }
   if (p.consumes != 0u) {
     kept_rows[p.base + i * kept_words + kept_layout] = 0u;

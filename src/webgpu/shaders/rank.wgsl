@@ -2,13 +2,11 @@
 // This shader counts how many columns of a window have a logit above the target's, which is known
 // by then. A workgroup takes a row and adds to what earlier windows had. The target's own column is
 // none of them.
-// Uses common: numbers, token, window, scale, logit.
+// Uses common: numbers, token, window, scale, map.
 
 @group(0) @binding(1) var<storage, read> block: array<f32>;  // [rows, row_stride]
 // It has the count, 3 unused words, then the tokens that count.
 @group(0) @binding(2) var<storage, read> counted: array<u32>;
-// class_weight_of needs it, which nothing here calls
-@group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;
 @group(0) @binding(4) var<storage, read> rows: array<State>;          // [tokens]
 @group(0) @binding(5) var<storage, read_write> extras: array<Extra>;  // [tokens]
 

@@ -4,7 +4,7 @@
 // `row_threads` threads hold 16 columns each of a row, so a workgroup takes several short ones;
 // they are brought together by `leaders` of them, with two barriers a time. Which of these is
 // chosen by the number of columns alone.
-// Uses common: numbers, token, window, scale, logit, loss.
+// Uses common: numbers, token, window, scale, map, logit, loss.
 
 override row_threads: u32 = 256u;  // it is a square: 16, 64 or 256
 override leaders: u32 = 16u;       // it is row_threads' root

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A workgroup takes 1024 columns of a row of the raw logits of a window of the vocabulary, and
 // makes maximum, sums and argmax of each such slot.
-// Uses common: numbers, token, window, scale, logit.
+// Uses common: numbers, token, window, scale, map, logit.
 
 @group(0) @binding(1) var<storage, read> block: array<f32>;  // [rows, row_stride]
 // It has the count, 3 unused words, then the tokens that count.

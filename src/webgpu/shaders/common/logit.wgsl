@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A column's raw logit becomes z here, and then draw, its own gradient (the formulas of
-// docs/semantics.md).
+// A column's raw logit becomes draw, its own gradient (the formulas of docs/semantics.md).
 
 // Returns c_j.
 fn class_weight_of(local: u32) -> f32 {
@@ -8,32 +7,6 @@ fn class_weight_of(local: u32) -> f32 {
     return vocab_weight[p.weight_base + local];
   }
   return 1.0;
-}
-
-// A column becomes z, and tanh where there is a softcap.
-struct Mapped {
-  z: f32,
-  t: f32,
-}
-fn map_raw(raw: f32, scale: Scale) -> Mapped {
-  if (own_temperature && is_nan(scale.slope)) {
-    return Mapped(bitcast<f32>(p.nan), bitcast<f32>(p.nan));
-  }
-  if (capped) {
-    if (is_nan(raw) || (is_infinite(raw) && p.cap_in == 0.0)) {
-      return Mapped(bitcast<f32>(p.nan), bitcast<f32>(p.nan));
-    }
-    var x = 0.5 * times(raw, p.cap_in, p.cap_in_low);
-    if (is_infinite(raw)) {
-      x = select(1.0e4, -1.0e4, is_negative(raw) != (p.cap_in < 0.0));
-    }
-    let t = tanh_of(clamp(x, -1.0e4, 1.0e4));
-    return Mapped(times(t, scale.cap_out, scale.cap_out_low), t);
-  }
-  if (scaled && scale.slope != 1.0) {
-    return Mapped(raw * scale.slope, 0.0);
-  }
-  return Mapped(raw, 0.0);
 }
 
 // Returns draw of a column from its raw logit.

@@ -52,17 +52,45 @@ fn exp_nonpositive(x: f32) -> f32 {
   return e * bitcast<f32>(u32(exponent) << 23u);
 }
 
-// Returns log(x) for a normal x > 0, to about an ulp wherever it is not tiny.
-fn log_positive(x: f32) -> f32 {
-  let shifted = bitcast<u32>(x) + (0x3f800000u - 0x3f3504f3u);
-  let k = f32(i32(shifted >> 23u) - 127);
-  let f = bitcast<f32>((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0;
+// An exponential, and what it is less than 1.
+struct Exponential {
+  s: f32,  // it is e - 1
+  e: f32,
+}
+// Returns both of exp(x) for x <= 0; below -87 it is that of -87. s is good to about an ulp, and e to
+// 1 + |x| / 2 of them, because a compiler may add the two parts of log 2 before they are multiplied.
+fn exponential_of(x: f32) -> Exponential {
+  let y = max(x, -87.0);
+  let n = round(y * 1.44269504);
+  let small = exp_minus_one(y, n);
+  let scale = bitcast<f32>(u32(i32(n) + 127) << 23u);
+  return Exponential(scale * small + (scale - 1.0), scale * (1.0 + small));
+}
+
+// Returns log(2^k (1 + f)) for f between sqrt(1/2) - 1 and sqrt(2) - 1, to about an ulp of it.
+fn log_of_parts(k: f32, f: f32) -> f32 {
   let s = f / (2.0 + f);
   let z = s * s;
   let w = z * z;
   let r = z * (0.66666662693 + w * 0.28498786688) + w * (0.40000972152 + w * 0.24279078841);
   let half = 0.5 * f * f;
   return (s * (half + r) + k * 9.0580006145e-6 - half) + f + k * 0.69313812256;
+}
+
+// Returns log(x) for a normal x > 0, to about an ulp wherever it is not tiny.
+fn log_positive(x: f32) -> f32 {
+  let shifted = bitcast<u32>(x) + (0x3f800000u - 0x3f3504f3u);
+  let k = f32(i32(shifted >> 23u) - 127);
+  return log_of_parts(k, bitcast<f32>((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0);
+}
+
+// Returns log(x) of x = 1 + w, x >= 0, to about an ulp also where it is tiny. Both are given, because
+// each may be the better number.
+fn log_beside_one(x: f32, w: f32) -> f32 {
+  if (w > -0.29 && w < 0.41) {
+    return log_of_parts(0.0, w);
+  }
+  return log_positive(max(x, 0x1p-126f));
 }
 
 // Returns the upper 12 bits of a. Products of such halves are exact, so that it does not matter

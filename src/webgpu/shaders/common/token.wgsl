@@ -18,6 +18,8 @@ const wants_gradient = 2048u;
 const has_loss = 4096u;
 const has_extras = 8192u;
 const is_backward = 16384u;  // a token without an upstream gradient is then ignored
+const has_teacher_softcap = 32768u;
+const has_teacher_temperature = 65536u;  // each token has its own
 
 // A token is of one of three kinds, to which the states are added.
 const ignored = 0u;
@@ -43,14 +45,14 @@ struct State {
   m: f32,
   log_sum: f32,       // it is log s
   target_logit: f32,  // it is z_t
-  weighted: f32,      // it is the sum of c_j z_j
+  weighted: f32,      // it is the sum of c_j z_j, or a divergence's acceptance
   entropy: f32,
   argmax: u32,
   loss: f32,
-  probability: f32,     // this factor of the gradient multiplies p
+  probability: f32,     // this factor of the gradient multiplies p, or a divergence's derivative
   onehot: f32,          // this one is of the target's column
-  smoothing: f32,       // this one multiplies c_j
-  entropy_factor: f32,  // this one is of the entropy's gradient
+  smoothing: f32,       // this one multiplies c_j; or a divergence's kept gradient is divided by it
+  entropy_factor: f32,  // this one is of the entropy's gradient, or a divergence's mean slope
   place: u32,           // it is a row of the block, or none
 }
 

@@ -24,6 +24,16 @@ struct Params {
   floor: f32,        // it is added to probabilities given as input
   classes: f32,      // it is vocab_total
   weight_base: u32,  // the window begins there in vocab_weight
+  // Divergences have these: the teacher's factors, like those above, and their own options.
+  teacher_slope: f32,
+  teacher_cap_in: f32,
+  teacher_cap_in_low: f32,
+  teacher_cap_out: f32,
+  teacher_cap_out_low: f32,
+  beta: f32,
+  rest: f32,  // it is 1 - beta
+  label_weight: f32,
+  zero: u32,  // it is 0, which no compiler knows
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
