@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a column of two heads adds to a divergence and its gradient: docs/semantics.md, "Divergences
-// of two heads"; src/row/divergence.h has the formulas. With e = exp(-|d|) and s = e - 1 no
+// of two heads"; src/cuda/divergence/column.cuh has the formulas. With e = exp(-|d|) and s = e - 1 no
 // exponential overflows:
 //   p - q            p <= q: q s                           p > q: -p s
 //   log m/q          p <= q: log(1 + (1 - beta) s)         p > q: log(1 - (1 - beta) s/e)
