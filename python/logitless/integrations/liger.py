@@ -365,21 +365,24 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
                 student, teacher, target=true_labels, ignore_index=self.ignore_index,
                 label_weight=hard / soft,
             )  # fmt: skip
-        labels = hard != 0 or parts
-        # The first pass's gradients wait beside the second.
-        held = student_input.numel() + student_weight.numel() if labels else 0
-        held *= student_input.itemsize
-        target = counted(true_labels != self.ignore_index)
-        soft_loss = self._divergence(student, teacher, held, target=target)
-        if not labels:
-            return soft * soft_loss
-        memory = frugal_beside(self.memory, student_input, student_weight, self._peak, held)
-        hard_loss: Tensor = linear_cross_entropy(
-            student_input, student_weight, true_labels, linear_bias=student_bias,
-            ignore_index=self.ignore_index, memory=memory,
-        )  # fmt: skip
-        loss = hard * hard_loss + soft * soft_loss
-        return (loss, soft_loss.detach(), hard_loss.detach()) if parts else loss
+        # Where there are two passes, the first one's gradients wait beside the second.
+        both = parts or (hard != 0 and soft != 0)
+        held = student_input.itemsize * (student_input.numel() + student_weight.numel()) * both
+        losses: list[Tensor] = []
+        if both or hard == 0:
+            target = counted(true_labels != self.ignore_index)
+            losses.append(self._divergence(student, teacher, held, target=target))
+        if both or hard != 0:
+            memory = frugal_beside(self.memory, student_input, student_weight, self._peak, held)
+            of_labels: Tensor = linear_cross_entropy(
+                student_input, student_weight, true_labels, linear_bias=student_bias,
+                ignore_index=self.ignore_index, memory=memory,
+            )  # fmt: skip
+            losses.append(of_labels)
+        if not both:
+            return (hard or soft) * losses[0]
+        loss = soft * losses[0] + hard * losses[1]
+        return (loss, *(part.detach() for part in losses)) if parts else loss
 
     def _divergence(self, student: Head, teacher: Head, held: int = 0, **options: Any) -> Tensor:
         loss: Tensor = generalized_jsd(
