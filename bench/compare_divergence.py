@@ -5,6 +5,9 @@ bf16 logits, TRL's, Unsloth's and Liger's functions, and four cuBLAS products of
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/compare_divergence.py --pairs 8192x4096x128256x4096 --peers-from peers
 
+Where they have the kind, ours in their names too, in the memory that it takes there by default: at
+most 1.1 of theirs is meant.
+
 A pair is N x D x V x the teacher's D. FOLDER of `--peers-from` holds the packages (trl,
 unsloth_zoo, liger_kernel), of which the files of these functions alone are imported. A peer that is
 absent or fails is left out, with one line that says so. `--near SIZE` takes a teacher whose weight
@@ -31,6 +34,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from logitless import torch as logitless
+from logitless.integrations import liger, unsloth
+from logitless.integrations.trl import TrlPatch
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "tv")
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # as peers name three of them
@@ -112,6 +117,18 @@ def ours(pair: Pair, kind: str) -> dict[str, Call]:
         "ours": call,
         "ours, reduction none": later,
         f"ours in {less // MIB} MiB": lambda: call(memory=less),
+    }
+
+
+def adapters(pair: Pair, kind: str) -> dict[str, Call]:
+    """Ours in the names of PEERS."""
+    x, w, y, u = pair.tensors()
+    beta = BETAS[kind]
+    trl = TrlPatch(None).divergence
+    return {
+        "ours in TRL's name": lambda: trl.apply(x, w, None, y, u, None, beta)[0].mean(),
+        "ours in Unsloth's name": lambda: unsloth.fused_linear_jsd(x, w, y, u, beta=beta),
+        "ours in Liger's name": lambda: liger.LigerFusedLinearJSD(beta)(x, w, y, u, None),
     }
 
 
@@ -203,7 +220,8 @@ class Contenders:
 def compare(shape: str, kind: str, given: argparse.Namespace, device: str) -> None:
     pair = Pair([int(extent) for extent in shape.split("x")], given.near, device)
     contenders = Contenders(pair, kind)
-    for name, call in ours(pair, kind).items():
+    in_their_names = adapters(pair, kind) if kind in BETAS else {}
+    for name, call in {**ours(pair, kind), **in_their_names}.items():
         contenders.add(name, call)
     torch._dynamo.reset()
     contenders.add("torch.compile", compiled(pair, kind))

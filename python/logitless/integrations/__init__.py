@@ -3,7 +3,7 @@
 
 `liger`, `cce`, `verl`, `megatron`, `torchtitan`, `prime_rl` and `unsloth` are modules of drop-in
 names; `patch_transformers` makes a causal LM compute its loss without logits, and `patch_trl` TRL's
-trainers their log-probabilities; `levanter` is in JAX. An argument without a counterpart raises
+trainers their log-probabilities and divergences; `levanter` is in JAX. An argument without a counterpart raises
 unless it is at its default. Each is imported when it is first asked for: who has JAX need not have
 torch.
 """
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from logitless.integrations.liger import (
         FusedLinearCrossEntropyFunction,
         LigerFusedLinearCrossEntropyLoss,
+        LigerFusedLinearJSD,
     )
     from logitless.integrations.transformers import Patch, patch_transformers
     from logitless.integrations.trl import TrlPatch, patch_trl
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FusedLinearCrossEntropyFunction",
     "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearJSD",
     "Patch",
     "TrlPatch",
     "cce",
@@ -53,6 +55,7 @@ __all__ = [
 _MODULES = {
     "FusedLinearCrossEntropyFunction": "liger",
     "LigerFusedLinearCrossEntropyLoss": "liger",
+    "LigerFusedLinearJSD": "liger",
     "Patch": "transformers",
     "TrlPatch": "trl",
     "patch_transformers": "transformers",

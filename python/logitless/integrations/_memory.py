@@ -42,6 +42,27 @@ def frugal(
     least."""
     if memory is not None or _memory.default() is not None:
         return memory
+    call = _sizes(hidden, weight, tokens)
+    if not isinstance(call, Sizes):
+        return call
+    most = 4 * call.tokens * call.vocab // (2 if call.size < 4 else 3)
+    return Room(min(peak(call), most + call.f32_sums))
+
+
+def frugal_beside(
+    memory: int | str | None, hidden: Any, weight: Any, peak: Callable[[Sizes], int], held: int
+) -> Any:
+    """The same of a divergence: a twentieth more than the other function takes, less the bytes
+    `held` that are taken beside the call, such as copies of weights, and without the bound: it is
+    meant for one head's logits."""
+    if memory is not None or _memory.default() is not None:
+        return memory
+    call = _sizes(hidden, weight)
+    return Room(peak(call) * 21 // 20 - held) if isinstance(call, Sizes) else call
+
+
+def _sizes(hidden: Any, weight: Any, tokens: int | None = None) -> Any:
+    """Sizes, or the `memory` where there are none."""
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
         return None  # the call itself says what is wrong
     hidden, weight = (t.to_local() if hasattr(t, "to_local") else t for t in (hidden, weight))
@@ -56,6 +77,4 @@ def frugal(
         dtype = torch.get_autocast_dtype(kind)
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     sums = (_sums(hidden), _sums(weight)) if gradients else (0, 0)
-    call = Sizes(count, width, vocab, dtype.itemsize, gradients, sum(sums), sums[1])
-    most = 4 * count * vocab // (2 if call.size < 4 else 3)
-    return Room(min(peak(call), most + call.f32_sums))
+    return Sizes(count, width, vocab, dtype.itemsize, gradients, sum(sums), sums[1])

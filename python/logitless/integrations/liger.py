@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger's fused linear cross-entropy: its argument order, weight first in the module."""
+"""Liger's fused losses of a head: their argument order, weight first in the cross-entropy's module,
+which is not so in those of two heads."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from logitless._call import Reduction
 from logitless._errors import renames
 from logitless._statistics import StatisticName
 from logitless.integrations._arguments import only
-from logitless.integrations._memory import Sizes, frugal
+from logitless.integrations._divergence import Head, counted, generalized_jsd
+from logitless.integrations._memory import Sizes, frugal, frugal_beside
 from logitless.torch import linear_cross_entropy
 
 
@@ -211,3 +213,186 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
             return_statistics=("entropy",) if return_entropy else (),
         )  # fmt: skip
         return (result[0], result[1].entropy) if return_entropy else result
+
+
+def _jsd_peak(call: Sizes) -> int:
+    """Bytes that Liger's function takes at most, on a GPU before Blackwell: nine f32 tensors of a
+    chunk's logits, eight where there is one chunk, and the weight's f32 sums."""
+    chunks = -(-call.vocab // max(call.width, 1))
+    rows = -(-call.tokens // max(chunks, 1))
+    rows = min(1 << max(rows - 1, 0).bit_length(), call.tokens)
+    return (8 if rows == call.tokens else 9) * 4 * rows * call.vocab
+
+
+# These are linear_divergence's arguments and Liger's names for them.
+_JSD_ARGUMENTS = {
+    "input": "student_input",
+    "linear_weight": "student_weight",
+    "linear_bias": "student_bias",
+    "target": "shift_labels",
+    "beta": "jsd_beta",
+}
+
+
+class LigerFusedLinearJSDFunction:
+    """`apply` with the positional arguments of LigerFusedLinearJSDFunction.apply of Liger 0.8.5's
+    liger_kernel.ops; the mean over tokens whose label is not ignored, f32. `memory`, which is ours,
+    is linear_divergence's; None is a twentieth more than what Liger's function takes on a GPU
+    before Blackwell, or the least that ours takes, unless default_memory says another."""
+
+    @staticmethod
+    @renames(_JSD_ARGUMENTS)
+    def apply(
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+        jsd_impl: str | None = None,
+        jsd_mode: str | None = None,
+        *,
+        memory: int | str | None = None,
+    ) -> Tensor:
+        only("accum_dtype", accum_dtype, None, torch.float32)  # sums are always f32
+        only("jsd_impl", jsd_impl, None)  # Liger's other kernels
+        only("jsd_mode", jsd_mode, None)
+        target = None if shift_labels is None else counted(shift_labels != ignore_index)
+        loss: Tensor = generalized_jsd(
+            Head(student_input, student_weight), Head(teacher_input, teacher_weight),
+            (student_input.dtype, teacher_input.dtype), memory,
+            lambda call: _jsd_peak(call) + (0 if accum_dtype is None else call.f32_weight_sums),
+            beta=jsd_beta, target=target, temperature=temperature,
+        )  # fmt: skip
+        return loss
+
+
+class LigerFusedLinearJSD(torch.nn.Module):
+    """forward(student_input, student_weight, teacher_input, teacher_weight, shift_labels): the
+    loss. `memory` is ours, as in LigerFusedLinearJSDFunction."""
+
+    def __init__(
+        self,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+        *,
+        memory: int | str | None = None,
+    ) -> None:
+        super().__init__()
+        only("accum_dtype", accum_dtype, None, torch.float32)
+        self.jsd_beta = jsd_beta
+        self.ignore_index = ignore_index
+        self.temperature = temperature
+        self.accum_dtype = accum_dtype
+        self.memory = memory
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None,
+    ) -> Tensor:
+        return LigerFusedLinearJSDFunction.apply(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels,
+            self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype,
+            memory=self.memory,
+        )  # fmt: skip
+
+
+class LigerFusedLinearJSDLoss(torch.nn.Module):
+    """That of liger_kernel.chunked_loss: weight_hard_loss times the mean cross-entropy of the
+    labels, which has no temperature, and weight_soft_loss times the mean divergence, which has. One
+    pass where the temperature is 1 and both weights are above 0; else one for each.
+    `return_soft_hard_loss` gives the parts too, which have no gradient here or there. `compiled` is
+    about Liger's code; `chunk_size` says what that takes, and so what is taken here by default.
+    `memory` is ours."""
+
+    def __init__(
+        self,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+        *,
+        memory: int | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight_hard_loss = weight_hard_loss
+        self.weight_soft_loss = weight_soft_loss
+        self.beta = beta
+        self.ignore_index = ignore_index
+        self.temperature = temperature
+        self.compiled = compiled
+        self.chunk_size = chunk_size
+        self.return_soft_hard_loss = return_soft_hard_loss
+        self.memory = memory
+
+    @renames(
+        {
+            "input": "student_input",
+            "linear_weight": "student_weight",
+            "linear_bias": "student_bias",
+            "target": "true_labels",
+            "label_weight": "weight_hard_loss / weight_soft_loss",
+        }
+    )
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        true_labels: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Any:
+        student = Head(student_input, student_weight, student_bias)
+        teacher = Head(teacher_input, teacher_weight, teacher_bias)
+        hard, soft, parts = self.weight_hard_loss, self.weight_soft_loss, self.return_soft_hard_loss
+        if hard > 0 and soft > 0 and self.temperature == 1 and not parts:
+            return soft * self._divergence(
+                student, teacher, target=true_labels, ignore_index=self.ignore_index,
+                label_weight=hard / soft,
+            )  # fmt: skip
+        # Where there are two passes, the first one's gradients wait beside the second.
+        both = parts or (hard != 0 and soft != 0)
+        held = student_input.itemsize * (student_input.numel() + student_weight.numel()) * both
+        losses: list[Tensor] = []
+        if both or hard == 0:
+            target = counted(true_labels != self.ignore_index)
+            losses.append(self._divergence(student, teacher, held, target=target))
+        if both or hard != 0:
+            memory = frugal_beside(self.memory, student_input, student_weight, self._peak, held)
+            of_labels: Tensor = linear_cross_entropy(
+                student_input, student_weight, true_labels, linear_bias=student_bias,
+                ignore_index=self.ignore_index, memory=memory,
+            )  # fmt: skip
+            losses.append(of_labels)
+        if not both:
+            return (hard or soft) * losses[0]
+        loss = soft * losses[0] + hard * losses[1]
+        return (loss, *(part.detach() for part in losses)) if parts else loss
+
+    def _divergence(self, student: Head, teacher: Head, held: int = 0, **options: Any) -> Tensor:
+        loss: Tensor = generalized_jsd(
+            student, teacher, (student.hidden.dtype, teacher.hidden.dtype), self.memory, self._peak,
+            held, beta=self.beta, temperature=self.temperature, **options,
+        )  # fmt: skip
+        return loss
+
+    def _peak(self, call: Sizes) -> int:
+        """Bytes that Liger's loss takes at least, compiled: a chunk's logits of both heads and
+        their gradients, and the weight's gradient of a chunk beside that of all."""
+        rows = -(-call.tokens // max(call.tokens // self.chunk_size, 1))
+        return call.size * (3 * rows * call.vocab + call.vocab * call.width)

@@ -3,7 +3,8 @@
 
 SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer replace the model's forward by one
 that runs the backbone and gives its hidden states and the head's weight to a function of TRL's own.
-That function is replaced here, for all of them at once.
+DistillationTrainer gives those of its student and its teacher to another. Both functions are
+replaced here, for all trainers at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import importlib
 import inspect
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +22,31 @@ from logitless._abi import parse_memory
 from logitless._call import IGNORE_INDEX
 from logitless._errors import LogitlessError, invalid, not_supported, renames
 from logitless._statistics import StatisticName
+from logitless.integrations._divergence import Head, generalized_jsd
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_cross_entropy
 
-# TRL's trainers look their function up there at every call; it has these arguments.
-_MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
-_ARGUMENTS = (
-    "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
-    "logit_scale", "outputs",
+
+class _Known(NamedTuple):
+    """A function of TRL's."""
+
+    name: str
+    module: str  # its trainers look it up there at every call
+    arguments: tuple[str, ...]
+    also: str | None = None  # from there others would import it
+
+
+_LOGPROB = _Known(
+    "_ChunkedLogProbFunction", "trl.trainer.utils",
+    ("hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
+     "logit_scale", "outputs"),
+)  # fmt: skip
+_DIVERGENCE = _Known(
+    "ChunkedDivergenceFunction", "trl.trainer.distillation_trainer",
+    ("student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight",
+     "teacher_bias", "beta", "temperature", "student_logit_scale",
+     "student_final_logit_softcapping", "teacher_logit_scale", "teacher_final_logit_softcapping"),
+    "trl.kernels.chunked_divergence",
 )  # fmt: skip
 # It gives these beside the log-probabilities, where `outputs` names them, and None elsewhere.
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -42,12 +60,14 @@ _STATISTICS: dict[str, StatisticName] = {
 
 class TrlPatch:
     """TRL patched. `with` unpatches at its end; so does `unpatch()`. `calls` counts how often a
-    trainer came here: once for every forward of a model, but not in compiled code."""
+    trainer came here: once for every forward of a model, or of a student and its teacher together,
+    but not in compiled code."""
 
     def __init__(self, memory: int | None) -> None:
         self.calls = 0
         self.memory = memory
-        self._own: Any = None
+        self.divergence = TrlDivergence(self)
+        self._own: list[tuple[str, str, Any]] = []
 
     def __enter__(self) -> TrlPatch:
         return self
@@ -56,10 +76,19 @@ class TrlPatch:
         self.unpatch()
 
     def unpatch(self) -> None:
-        """Gives TRL its own function back; a second time does nothing."""
-        if self._own is not None:
-            setattr(importlib.import_module(_MODULE), _NAME, self._own)
-            self._own = None
+        """Gives TRL its own functions back; a second time does nothing."""
+        for module, name, function in self._own:
+            setattr(importlib.import_module(module), name, function)
+        self._own = []
+
+    def _replace(self, known: _Known, function: Any, by: Any) -> None:
+        for module in filter(None, (known.module, known.also)):
+            self._own.append((module, known.name, function))
+            setattr(importlib.import_module(module), known.name, by)
+
+    def _count(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.calls += 1
 
     @renames(
         {
@@ -84,17 +113,12 @@ class TrlPatch:
     ) -> tuple[Tensor | None, ...]:
         """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1) of every token, as TRL's
         function; `chunk_size` says what that takes, and so what is taken here by default."""
-        if not torch.compiler.is_compiling():
-            self.calls += 1
+        self._count()
         if unknown := sorted(set(outputs) - {"log_probs", *_OUTPUTS}):
             raise invalid(f"outputs has {unknown[0]!r}; allowed: log_probs, {', '.join(_OUTPUTS)}")
-        if final_logit_softcapping == 0:
-            raise invalid("final_logit_softcapping is 0; allowed: None for none, numbers > 0")
-        if hasattr(weight, "ds_id") and torch.is_grad_enabled():
-            raise not_supported(
-                "the weight is a parameter of DeepSpeed ZeRO-3, which is taken apart again before "
-                "backward; allowed: ZeRO-1 and 2, FSDP"
-            )
+        _check_softcap("final_logit_softcapping", final_logit_softcapping)
+        if torch.is_grad_enabled():
+            _check_whole("weight", weight)
         memory = frugal(self.memory, hidden, weight, lambda call: _peak(call, chunk_size))
         weight, bias, context = _alike(hidden, weight, bias)
         names = [statistic for output, statistic in _STATISTICS.items() if output in outputs]
@@ -112,6 +136,71 @@ class TrlPatch:
         return s.logprob, s.entropy, squares, s.mean_logit, is_top1
 
 
+class TrlDivergence:
+    """TRL's ChunkedDivergenceFunction, of a patch that counts its calls."""
+
+    def __init__(self, patch: TrlPatch) -> None:
+        self._patch = patch
+
+    @renames(
+        {
+            "input": "student_hidden",
+            "linear_weight": "student_weight",
+            "linear_bias": "student_bias",
+            "logit_scale": "student_logit_scale",
+            "softcap": "student_final_logit_softcapping",
+            "teacher_input": "teacher_hidden",
+            "teacher_softcap": "teacher_final_logit_softcapping",
+        }
+    )
+    def apply(
+        self,
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        student_bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float = 1.0,
+        student_logit_scale: float = 1.0,
+        student_final_logit_softcapping: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_final_logit_softcapping: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(divergence, the student's entropy) of every token, [N] in f32; the entropy has no
+        gradient, as in TRL."""
+        self._patch._count()
+        _check_softcap("student_final_logit_softcapping", student_final_logit_softcapping)
+        _check_softcap("teacher_final_logit_softcapping", teacher_final_logit_softcapping)
+        if torch.is_grad_enabled():
+            _check_whole("student_weight", student_weight)
+        _check_whole("teacher_weight", teacher_weight)
+        divergence, statistics = generalized_jsd(
+            Head(student_hidden, student_weight, student_bias),
+            Head(teacher_hidden, teacher_weight, teacher_bias),
+            (student_hidden.dtype, teacher_hidden.dtype), self._patch.memory, _divergence_peak,
+            beta=beta, temperature=temperature, logit_scale=student_logit_scale,
+            softcap=student_final_logit_softcapping, teacher_logit_scale=teacher_logit_scale,
+            teacher_softcap=teacher_final_logit_softcapping, reduction="none",
+            return_statistics=("entropy",),
+        )  # fmt: skip
+        return divergence, statistics.entropy
+
+
+def _check_softcap(name: str, value: float | None) -> None:
+    if value == 0:
+        raise invalid(f"{name} is 0; allowed: None for none, numbers > 0")
+
+
+def _check_whole(name: str, weight: Tensor) -> None:
+    if hasattr(weight, "ds_id"):
+        raise not_supported(
+            f"the {name} is a parameter of DeepSpeed ZeRO-3, which is whole in its model's forward "
+            "alone; allowed: ZeRO-1 and 2, FSDP"
+        )
+
+
 # TRL's function makes the logits of so many tokens and `chunk_size` columns at a time.
 _TOKENS = 4096
 
@@ -120,6 +209,21 @@ def _peak(call: Sizes, chunk_size: int) -> int:
     """Bytes that TRL's function takes at most: a tile of logits, and f32 sums of 16-bit gradients
     from its first tile on."""
     return call.size * min(call.tokens, _TOKENS) * chunk_size + call.f32_sums
+
+
+_COLUMNS = 32768  # of a tile of the divergence's, whether or not there are so many
+
+
+def _divergence_peak(call: Sizes) -> int:
+    """Bytes that TRL's function takes at most, which is at the end of its Backward: a tile of f32
+    logits of either head, a copy of the last one's gradients in 16 bits, and their f32 sums."""
+    tiles = 8 * min(call.tokens, _TOKENS) * _COLUMNS
+    if not call.gradients or call.size == 4:
+        return tiles
+    rows, columns = (
+        max(n - 1, 0) % m + 1 for n, m in ((call.tokens, _TOKENS), (call.vocab, _COLUMNS))
+    )
+    return tiles + call.size * rows * columns + call.f32_sums
 
 
 def _alike(
@@ -138,42 +242,49 @@ def _alike(
     return weight, None if bias is None else bias.float(), context
 
 
-def _function() -> Any:
-    """TRL's own, if all about it is as known; else an error that says what is not."""
+def _functions() -> tuple[Any, Any]:
+    """TRL's own, if all about them is as known; else an error that says what is not."""
     try:
         trl = importlib.import_module("trl")
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise
         raise ImportError("patch_trl needs TRL 1.16: pip install trl") from error
+    return _own(trl.__version__, _LOGPROB, _OUTPUTS), _own(trl.__version__, _DIVERGENCE)
 
+
+def _own(version: str, known: _Known, outputs: tuple[str, ...] | None = None) -> Any:
     def unknown(what: str) -> LogitlessError:
         return not_supported(
-            f"TRL {trl.__version__} {what}, so that its trainers cannot be patched; known: TRL 1.16"
+            f"TRL {version} {what}, so that its trainers cannot be patched; known: TRL 1.16"
         )
 
-    try:
-        module = importlib.import_module(_MODULE)
-    except ModuleNotFoundError as error:
-        raise unknown(f"has no {_MODULE}") from error
-    function: Any = getattr(module, _NAME, None)
-    if isinstance(function, TrlPatch):
+    found: list[Any] = []
+    for name in filter(None, (known.module, known.also)):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "trl":
+                raise
+            raise unknown(f"has no {name}") from error
+        found.append(getattr(module, known.name, None))
+    full, function = f"{known.module}.{known.name}", found[0]
+    if isinstance(function, (TrlPatch, TrlDivergence)):
         raise invalid("TRL is patched already; allowed: once, until unpatch()")
     if not hasattr(function, "forward"):
-        raise unknown(f"has no {_MODULE}.{_NAME} with a forward")
+        raise unknown(f"has no {full} with a forward")
+    if any(other is not function for other in found):
+        raise unknown(f"has another {known.name} in {known.also} than in {known.module}")
     parameters = inspect.signature(function.forward).parameters
     names = tuple(parameters)[1:]  # the first parameter is ctx
-    if names != _ARGUMENTS:
+    if names != known.arguments:
+        raise unknown(f"has a {full} of {', '.join(names)} instead of {', '.join(known.arguments)}")
+    if outputs is not None and parameters["outputs"].default != outputs:
         raise unknown(
-            f"has a {_MODULE}.{_NAME} of {', '.join(names)} instead of {', '.join(_ARGUMENTS)}"
+            f"has a {full} with the outputs {parameters['outputs'].default} instead of {outputs}"
         )
-    if parameters["outputs"].default != _OUTPUTS:
-        raise unknown(
-            f"has a {_MODULE}.{_NAME} with the outputs {parameters['outputs'].default} instead of "
-            f"{_OUTPUTS}"
-        )
-    if f" {_NAME}.apply(" not in inspect.getsource(module):
-        raise unknown(f"does not call {_NAME}.apply in {_MODULE}")
+    if f" {known.name}.apply(" not in inspect.getsource(importlib.import_module(known.module)):
+        raise unknown(f"does not call {known.name}.apply in {known.module}")
     return function
 
 
@@ -194,15 +305,16 @@ def check_forward(model: Any) -> None:
 
 def is_patched() -> bool:
     """Whether TRL's trainers come here, whatever models they train."""
-    return isinstance(getattr(sys.modules.get(_MODULE), _NAME, None), TrlPatch)
+    return isinstance(getattr(sys.modules.get(_LOGPROB.module), _LOGPROB.name, None), TrlPatch)
 
 
 def patch_trl(*, memory: int | str | None = None) -> TrlPatch:
-    """Makes TRL's trainers compute log-probabilities and entropies without logits, all of this
-    process, until `unpatch()` of the result or the end of its `with`. `memory` is that of
-    linear_cross_entropy; None is what TRL's own function takes, unless default_memory says
-    another."""
+    """Makes TRL's trainers compute log-probabilities, entropies and divergences without logits, all
+    of this process, until `unpatch()` of the result or the end of its `with`. `memory` is that of
+    linear_cross_entropy and linear_divergence; None is what TRL's own functions take, unless
+    default_memory says another."""
     patch = TrlPatch(parse_memory(memory))
-    patch._own = _function()
-    setattr(importlib.import_module(_MODULE), _NAME, patch)
+    logprob, divergence = _functions()
+    patch._replace(_LOGPROB, logprob, patch)
+    patch._replace(_DIVERGENCE, divergence, patch.divergence)
     return patch

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unsloth's log-probabilities of hidden states, for its GRPO and DPO trainers."""
+"""Unsloth's functions of hidden states: log-probabilities for its GRPO and DPO trainers, and the
+divergence of two heads for distillation."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from logitless._errors import renames
+from logitless.integrations._divergence import Head, counted, generalized_jsd
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_logprob
 
@@ -50,3 +53,82 @@ def chunked_hidden_states_selective_log_softmax(
         logit_scale=(logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0),
         softcap=logit_softcapping, memory=frugal(memory, hidden_states, lm_head, _peak),
     )  # fmt: skip
+
+
+def _jsd_peak(call: Sizes, rows: int | None) -> int:
+    """Bytes that Unsloth's function takes at most on a GPU with Triton: a chunk's logits of both
+    heads in f32 and their gradients; in 16 bits the weight's f32 sums, beside which at the end its
+    gradient is there instead of the chunk."""
+    rows = rows or min(
+        1024, max(64, 1 << max(((1 << 26) // max(call.vocab, 1)).bit_length() - 1, 0))
+    )
+    chunk = min(rows, call.tokens) * call.vocab * (8 + call.size * call.gradients)
+    of_weight = call.f32_weight_sums * call.size // 4
+    return call.f32_weight_sums + max(chunk - of_weight, 0)
+
+
+@renames(
+    {
+        "input": "student_hidden",
+        "linear_weight": "student_weight",
+        "linear_bias": "student_bias",
+        "logit_scale": "student_logit_scale",
+        "softcap": "student_logit_softcapping",
+        "teacher_input": "teacher_hidden",
+        "teacher_softcap": "teacher_logit_softcapping",
+        "normalizer": "num_items_in_batch",
+    }
+)
+def fused_linear_jsd(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    mask: Tensor | None = None,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    student_logit_scale: float = 1.0,
+    student_logit_softcapping: float = 0.0,
+    teacher_logit_scale: float = 1.0,
+    teacher_logit_softcapping: float = 0.0,
+    num_items_in_batch: float | Tensor | None = None,
+    scaling: float | Tensor | None = None,
+    rows_per_chunk: int | None = None,
+    memory: int | str | None = None,
+) -> Tensor:
+    """The sum over tokens that count, where `mask` is not 0 and the label is not ignored, divided
+    by `num_items_in_batch` or else by their number; 0 counts as 1. f32. A scale of 0 is none.
+    `scaling` means nothing here, for gradients wait in f32 where they are of f16; `rows_per_chunk`
+    says what Unsloth's function takes. `memory`, which is ours, is linear_divergence's; None is a
+    twentieth more than what Unsloth 2026.10.9's function takes, or the least that ours takes,
+    unless default_memory says another."""
+    device = student_weight.device
+    keep = torch.ones(student_hidden.shape[:-1].numel(), dtype=torch.bool, device=device)
+    if mask is not None:
+        keep = keep & (mask.reshape(-1).to(device) != 0)
+    if labels is not None:
+        keep = keep & (labels.reshape(-1).to(device) != ignore_index)
+    by = num_items_in_batch
+    if by is not None:
+        by = torch.as_tensor(by, device=device).reshape(-1)[:1].reshape(())
+        by = by.masked_fill(by == 0, 1)
+    loss: Tensor = generalized_jsd(
+        Head(_rows(student_hidden, student_weight), student_weight, student_bias),
+        Head(_rows(teacher_hidden, teacher_weight), teacher_weight, teacher_bias),
+        (student_weight.dtype, teacher_weight.dtype), memory,
+        lambda call: _jsd_peak(call, rows_per_chunk), beta=beta, temperature=temperature,
+        target=counted(keep), normalizer=by, logit_scale=student_logit_scale or 1.0,
+        softcap=student_logit_softcapping, teacher_logit_scale=teacher_logit_scale or 1.0,
+        teacher_softcap=teacher_logit_softcapping,
+    )  # fmt: skip
+    return loss
+
+
+def _rows(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[N, D], where the weight is."""
+    return hidden.reshape(-1, hidden.shape[-1]).to(weight.device)

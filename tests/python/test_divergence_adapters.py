@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Divergences of two heads in the names of Liger and Unsloth, against their formulas in f64; and
+what those and TRL's take where nobody says how much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitless._abi import Room
+from logitless.integrations import LigerFusedLinearJSD, _divergence, liger, unsloth
+from logitless.integrations import trl as trl_module
+from logitless.integrations._memory import Sizes
+from logitless.torch import default_memory
+from reference import close
+from test_divergence import BF16, F16, F32, Heads, Ran, divergence_of, expected, heads, ran
+
+__all__ = ["ran"]  # a fixture
+
+MIB = 1 << 20
+BETAS = [0.0, 0.1, 0.5, 1.0]
+OF_BETA = {0.0: "forward_kl", 1.0: "reverse_kl"}
+
+
+def known(h: Heads, beta: float, **options: Any) -> Tensor:
+    kind = OF_BETA.get(beta, "jsd")
+    return expected(h, kind=kind, beta=beta, **options)[0]
+
+
+def same(made: Tensor, theirs: Tensor, leaves: Any, dtype: torch.dtype = F32) -> None:
+    """Value and gradients, of an upstream gradient that is not 1."""
+    assert made.shape == () and made.dtype is F32
+    close(made, theirs)
+    grads = torch.autograd.grad(3 * made, leaves)
+    of_theirs = torch.autograd.grad(3 * theirs, leaves, retain_graph=True)
+    for a, e, leaf in zip(grads, of_theirs, leaves):
+        assert a.dtype is leaf.dtype
+        close(a, e, dtype)
+
+
+# --- Liger ---
+
+
+def ligers_formula(h: Heads, labels: Tensor | None, beta: float, temperature: float) -> Tensor:
+    """As liger_kernel/ops/jsd.py says: X the student's log-probabilities, Y the teacher's, a sum
+    over the rows whose label is not ignored, divided by their number."""
+    x = (h.input.double() @ h.weight.double().T / temperature).log_softmax(-1)
+    y = (h.teacher_input.double() @ h.teacher_weight.double().T / temperature).log_softmax(-1)
+    if beta == 0:
+        loss = y.exp() * (y - x)
+    elif beta == 1:
+        loss = x.exp() * (x - y)
+    else:
+        m = (beta * y.exp() + (1 - beta) * x.exp()).log()
+        loss = beta * y.exp() * (y - m) + (1 - beta) * x.exp() * (x - m)
+    if labels is None:
+        return loss.sum() / len(loss)
+    counts = labels != -100
+    return loss[counts].sum() / counts.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("labels", [False, True], ids=["", "labels"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_ligers_loss_is_its_formula(
+    beta: float, labels: bool, dtype: torch.dtype, device: str
+) -> None:
+    h = heads(device, dtype, (12,))
+    target = h.target if labels else None
+    theirs = ligers_formula(h, target, beta, 0.7)
+    same(LigerFusedLinearJSD(beta, temperature=0.7)(*h[:4], target), theirs, h.leaves[:2], dtype)
+    made = liger.LigerFusedLinearJSDFunction.apply(*h[:4], target, beta, -100, 0.7, F32, None, None)
+    same(made, theirs, h.leaves[:2], dtype)
+
+
+def test_ligers_labels_say_which_tokens_count_and_no_more() -> None:
+    """Nor are they read: 0 may be the one that is ignored, others may be no class."""
+    h = heads(shape=(12,))
+    labels = torch.arange(12) % 4 * 1000
+    made = LigerFusedLinearJSD(ignore_index=0)(*h[:4], labels)
+    same(made, ligers_formula(h, labels.where(labels > 0, -100), 0.5, 1.0), h.leaves[:2])
+
+
+@pytest.mark.parametrize("apply", [LigerFusedLinearJSD(), liger.LigerFusedLinearJSDFunction.apply])
+def test_ligers_loss_of_no_token_is_nothing(apply: Any) -> None:
+    h = heads(shape=(12,))
+    made = apply(*h[:4], torch.full((12,), -100))
+    assert made == 0
+    assert not any(g.any() for g in torch.autograd.grad(made, h.leaves[:2]))
+
+
+def test_what_liger_has_and_we_do_not_raises() -> None:
+    h = heads(shape=(12,))
+    apply = liger.LigerFusedLinearJSDFunction.apply
+    with pytest.raises(NotImplementedError, match=r"^jsd_impl is 'nvidia-cutile'"):
+        apply(*h[:4], jsd_impl="nvidia-cutile")
+    with pytest.raises(NotImplementedError, match=r"^jsd_mode is 'default'"):
+        apply(*h[:4], jsd_mode="default")
+    with pytest.raises(NotImplementedError, match=r"^accum_dtype is torch.bfloat16"):
+        LigerFusedLinearJSD(accum_dtype=BF16)
+    with pytest.raises(ValueError, match=r"^shift_labels has shape \(11,\)"):
+        apply(*h[:4], h.target[1:])
+    with pytest.raises(ValueError, match=r"^jsd_beta is -1"):
+        apply(*h[:4], None, -1.0)
+    with pytest.raises(ValueError, match="student_weight"):
+        apply(h.input, h.weight[:, 1:], *h[2:4])
+    with pytest.raises(ValueError, match="temperature"):
+        LigerFusedLinearJSD(temperature=0.0)(*h[:4], None)
+
+
+def chunked_formula(h: Heads, hard: float, soft: float, beta: float, temperature: float) -> Any:
+    """As liger_kernel/chunked_loss says: the labels' cross-entropy is of logits before the
+    temperature; both are means over the tokens that count."""
+    z = h.input.double() @ h.weight.double().T + h.bias.double()
+    y = h.teacher_input.double() @ h.teacher_weight.double().T + h.teacher_bias.double()
+    counts = h.target != -100
+    n = counts.sum().clamp(min=1)
+    labels = torch.nn.functional.cross_entropy(z, h.target, reduction="sum") / n
+    p, q = (v.div(temperature).log_softmax(-1)[counts] for v in (z, y))
+    of = divergence_of(p, q, OF_BETA.get(beta, "jsd"), beta).sum() / n
+    return hard * labels + soft * of, of, labels
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.1, 2.0), (0.0, 1.0), (1.0, 0.0)], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_ligers_chunked_loss_is_its_formula(
+    beta: float, temperature: float, weights: tuple[float, float], device: str, ran: list[Ran]
+) -> None:
+    h = heads(device, shape=(12,))
+    made = liger.LigerFusedLinearJSDLoss(*weights, beta, temperature=temperature)(
+        *h[:4], h.target, h.bias, h.teacher_bias
+    )
+    assert len(ran) == (2 if all(weights) and temperature != 1 else 1)
+    same(made, chunked_formula(h, *weights, beta, temperature)[0], h.leaves)
+
+
+def test_the_parts_of_ligers_chunked_loss() -> None:
+    h = heads(shape=(12,))
+    made = liger.LigerFusedLinearJSDLoss(0.2, 0.8, return_soft_hard_loss=True)(
+        *h[:4], h.target, h.bias, h.teacher_bias
+    )
+    theirs = chunked_formula(h, 0.2, 0.8, 0.5, 1.0)
+    same(made[0], theirs[0], h.leaves)
+    for a, e in zip(made[1:], theirs[1:]):
+        close(a, e)
+        assert not a.requires_grad
+
+
+def test_ligers_chunked_loss_of_sequences_and_of_another_ignored_label() -> None:
+    h = heads(shape=(3, 4))
+    for weights in ((0.5, 0.5), (0.0, 1.0)):
+        loss = liger.LigerFusedLinearJSDLoss(*weights, ignore_index=0, compiled=False)
+        made = loss(*h[:4], h.target.where(h.target > 0, 0), h.bias, h.teacher_bias)
+        flat = Heads(*(t.flatten(0, 1) if t.dim() == 3 else t for t in h[:6]), h.target.flatten())
+        flat = flat._replace(target=flat.target.where(flat.target > 0, -100))
+        same(made, chunked_formula(flat, *weights, 0.5, 1.0)[0], h.leaves)
+
+
+def test_a_label_that_is_no_class_is_an_error_in_ligers_words() -> None:
+    h = heads(shape=(12,))
+    with pytest.raises(ValueError, match="true_labels"):
+        liger.LigerFusedLinearJSDLoss()(*h[:4], h.target[1:])
+
+
+# --- Unsloth ---
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+def test_unsloths_loss(beta: float, dtype: torch.dtype, device: str) -> None:
+    h = heads(device, dtype)
+    same(unsloth.fused_linear_jsd(*h[:4], beta=beta), known(h, beta), h.leaves[:2], dtype)
+    scales = {
+        "logit_scale": 0.5,
+        "softcap": 3.0,
+        "teacher_logit_scale": 2.0,
+        "teacher_softcap": 1.5,
+    }
+    made = unsloth.fused_linear_jsd(
+        *h[:4], labels=h.target, beta=beta, temperature=1.3, student_bias=h.bias,
+        teacher_bias=h.teacher_bias, student_logit_scale=0.5, student_logit_softcapping=3.0,
+        teacher_logit_scale=2.0, teacher_logit_softcapping=1.5,
+    )  # fmt: skip
+    bias = h.options("target", "linear_bias", "teacher_bias")
+    theirs = known(h, beta, temperature=1.3, **bias, **scales)
+    same(made, theirs, h.leaves, dtype)
+
+
+@pytest.mark.parametrize(
+    "items", [None, 7, 7.0, torch.tensor(7), torch.tensor([7.0, 1.0])], ids=str
+)
+def test_unsloths_tokens_count_by_mask_and_labels(items: Any, device: str) -> None:
+    h = heads(device)
+    mask = (torch.arange(10, device=device).view(2, 5) % 3).float()
+    made = unsloth.fused_linear_jsd(
+        *h[:4], mask=mask, labels=h.target * 1000, ignore_index=-100_000, num_items_in_batch=items
+    )
+    target = h.target.where(mask != 0, -100)
+    assert 0 < (target != -100).sum() < min((h.target != -100).sum(), (mask != 0).sum())
+    same(made, known(h, 0.5, target=target, normalizer=None if items is None else 7), h.leaves[:2])
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0), torch.zeros(1)], ids=str)
+def test_unsloths_divisor_of_0_is_1(items: Any) -> None:
+    h = heads()
+    made = unsloth.fused_linear_jsd(*h[:4], num_items_in_batch=items)
+    same(made, known(h, 0.5, reduction="sum"), h.leaves[:2])
+    nothing = unsloth.fused_linear_jsd(*h[:4], mask=torch.zeros(2, 5), num_items_in_batch=items)
+    assert nothing == 0 and unsloth.fused_linear_jsd(*h[:4], mask=torch.zeros(2, 5)) == 0
+
+
+def test_unsloths_other_arguments_change_nothing() -> None:
+    h = heads()
+    plain = unsloth.fused_linear_jsd(*h[:4])
+    more: dict[str, Any] = {
+        "scaling": torch.tensor(1024.0), "student_logit_scale": 0, "teacher_logit_scale": None,
+        "student_logit_softcapping": None,
+    }  # fmt: skip
+    made = unsloth.fused_linear_jsd(*h[:4], **more)
+    assert torch.equal(plain, made)
+    for a, e in zip(*(torch.autograd.grad(loss, h.leaves[:2]) for loss in (made, plain))):
+        assert torch.equal(a, e)
+
+
+def test_unsloth_multiplies_in_the_dtype_of_the_heads() -> None:
+    """Hidden states in f32 beside them, and a teacher in another."""
+    h = heads(shape=(12,))
+    rounded = [t.detach().bfloat16() for t in h[:4]]
+    leaves = [rounded[0].float().requires_grad_(), rounded[1].requires_grad_()]
+    for teacher, products in ((BF16, BF16), (F32, F32)):
+        given = (*leaves, rounded[2], rounded[3].to(teacher))
+        theirs = known(Heads(*given, *h[4:]), 0.5)  # type: ignore[arg-type]
+        same(unsloth.fused_linear_jsd(*given), theirs, leaves[:1], products)
+        same(unsloth.fused_linear_jsd(*given), theirs, leaves[1:], BF16)
+
+
+def test_unsloths_errors_are_in_its_words() -> None:
+    h = heads()
+    call = unsloth.fused_linear_jsd
+    with pytest.raises(ValueError, match=r"^beta is 2"):
+        call(*h[:4], beta=2.0)
+    with pytest.raises(ValueError, match="temperature"):
+        call(*h[:4], temperature=-1.0)
+    with pytest.raises(ValueError, match=r"teacher_hidden has shape \(5, 6\)"):
+        call(*h[:2], h.teacher_input[0], h.teacher_weight)
+    with pytest.raises(ValueError, match="teacher_weight"):
+        call(*h[:3], h.teacher_weight[1:])
+    with pytest.raises(ValueError, match="student_logit_softcapping is -1"):
+        call(*h[:4], student_logit_softcapping=-1.0)
+
+
+# --- memory ---
+
+Call = Callable[..., Tensor]
+
+
+def trls(x: Tensor, w: Tensor, y: Tensor, u: Tensor, memory: Any = None) -> Tensor:
+    patch = trl_module.TrlPatch(memory)
+    return patch.divergence.apply(x, w, None, y, u, None, 0.5)[0]
+
+
+def chunked(x: Tensor, w: Tensor, y: Tensor, u: Tensor, **more: Any) -> Tensor:
+    loss: Tensor = liger.LigerFusedLinearJSDLoss(0.0, 1.0, chunk_size=64, **more)(
+        x, w, y, u, torch.zeros(len(x), dtype=torch.long)
+    )
+    return loss
+
+
+# Each, and the bytes that the function in whose name it is takes of (N, D, V, bytes of an element)
+# beyond inputs and gradients, by its chunks.
+ADAPTERS: dict[str, tuple[Call, Callable[[int, int, int, int], int]]] = {
+    "trl": (trls, lambda n, d, v, s: 8 * n * 32768 + (s * n * v + 4 * (n + v) * d) * (s < 4)),
+    "liger": (
+        lambda x, w, y, u, **more: LigerFusedLinearJSD(**more)(x, w, y, u, None),
+        lambda n, d, v, s: 9 * 4 * 4 * v,
+    ),
+    "liger, f32 sums": (
+        lambda x, w, y, u, **more: LigerFusedLinearJSD(accum_dtype=F32, **more)(x, w, y, u, None),
+        lambda n, d, v, s: 9 * 4 * 4 * v + 4 * v * d * (s < 4),
+    ),
+    "liger's chunked": (chunked, lambda n, d, v, s: s * (3 * 67 * v + v * d)),
+    "unsloth": (
+        lambda x, w, y, u, **more: unsloth.fused_linear_jsd(x, w, y, u, rows_per_chunk=64, **more),
+        lambda n, d, v, s: 64 * v * (8 + s) + (4 * v * d - s * v * d) * (s < 4),
+    ),
+}  # fmt: skip
+
+
+def given(dtype: torch.dtype, n: int = 600, d: int = 16, v: int = 2500) -> list[Tensor]:
+    x, w, y, u = (torch.randn(size).to(dtype) for size in ((n, d), (v, d), (n, 24), (v, 24)))
+    return [x.requires_grad_(), w.requires_grad_(), y, u]
+
+
+def taken(ran: list[Ran], call: Call, tensors: list[Tensor], **more: Any) -> int:
+    """The most that a call took at once beside tensors, results and gradients."""
+    ran.clear()
+    loss = call(*tensors, **more)
+    if loss.requires_grad:
+        loss.backward(torch.randn(loss.shape))
+    return max(r.bytes for r in ran)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_takes_what_the_other_takes(
+    name: str, dtype: torch.dtype, ran: list[Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, peak = ADAPTERS[name]
+    tensors = given(dtype)
+    (n, d), v, size = tensors[0].shape, len(tensors[1]), dtype.itemsize
+    allowed = 1.1 * peak(n, d, v, size)
+    with monkeypatch.context() as nothing:
+        nothing.setattr(_divergence, "frugal_beside", lambda *_: Room(1))
+        least = taken(ran, call, tensors)
+    found = taken(ran, call, tensors)
+    assert least <= found <= max(allowed, least)
+    with default_memory("1TiB"):
+        whole = taken(ran, call, tensors)
+    assert least < whole, "else the case shows nothing"
+    if least < allowed < whole:
+        assert found > 0.6 * allowed, "what is allowed is used"
+    assert taken(ran, call, tensors, memory=1 << 40) == whole
+    with torch.no_grad():
+        assert taken(ran, call, tensors) <= max(allowed, least)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 8, 70), (0, 8, 5), (700, 8, 300)], ids=str)
+def test_a_default_is_never_too_small(
+    name: str, dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> None:
+    call, _ = ADAPTERS[name]
+    x, w, y, u = given(dtype, *sizes)
+    found = []
+    for memory in (None, "1GiB"):
+        x.grad = w.grad = None
+        with default_memory(memory):
+            call(x, w, y, u).sum().backward()
+        found.append((x.grad, w.grad))
+    for a, e in zip(*found):
+        assert a is not None and e is not None
+        close(a, e.double(), dtype)
+
+
+def test_copies_of_weights_are_part_of_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms: list[int] = []
+    real = _divergence.frugal_beside
+
+    def spy(*args: Any) -> Any:
+        room = real(*args)
+        rooms.append(room.bytes)
+        return room
+
+    monkeypatch.setattr(_divergence, "frugal_beside", spy)
+    x, w, y, u = given(F32)
+    trls(x, w, y, u)
+    with torch.autocast("cpu", BF16):
+        trls(x, w, y, u)
+    trls(x, w, y.bfloat16(), u.bfloat16())
+    tiles = 8 * 600 * 32768
+    of_16_bits = tiles + 2 * 600 * 2500
+    assert rooms == [
+        tiles * 21 // 20,
+        of_16_bits * 21 // 20 - 2 * 2500 * (16 + 24),
+        tiles * 21 // 20 - 4 * 2500 * 24,
+    ]
+
+
+# What the functions themselves take with gradients, in MiB: measured in bf16 on an H100
+# (bench/results/gpu-2026-11-28-divergence.txt), at N 8192 and these D and V.
+MEASURED: dict[str, tuple[Callable[[Sizes], int], tuple[int, int]]] = {
+    "trl": (trl_module._divergence_peak, (3390, 2438)),
+    "liger": (liger._jsd_peak, (1127, 669)),
+    "unsloth": (lambda call: unsloth._jsd_peak(call, None), (2004, 1187)),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_peaks_are_those_that_were_measured(name: str) -> None:
+    peak, measured = MEASURED[name]
+    for (d, v), mib in zip(((4096, 128256), (2048, 151936)), measured):
+        found = peak(Sizes(8192, d, v, 2, True, 4 * (8192 + v) * d, 4 * v * d)) / MIB
+        assert found == pytest.approx(mib, rel=0.01)
