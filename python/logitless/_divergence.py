@@ -5,11 +5,12 @@ core takes them, once for every binding. The formulas are those of docs/semantic
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from logitless import _abi, _call, _statistics
 from logitless._abi import Divergence
-from logitless._errors import invalid
+from logitless._errors import invalid, wrong_shape
 from logitless._statistics import Statistic
 
 A = TypeVar("A")
@@ -34,7 +35,6 @@ STATISTICS = {
 StatisticName: TypeAlias = Literal["entropy", "teacher_entropy", "acceptance", "logprob"]
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import TypedDict
 
     Names: TypeAlias = StatisticName | Sequence[StatisticName]
@@ -113,6 +113,15 @@ def options_of(
         teacher_softcap=0.0 if teacher_softcap is None else teacher_softcap,
         teacher_temperature=temperature if teacher_temperature is None else teacher_temperature,
     )
+
+
+def check_teachers_rows(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
+    """teacher_input and teacher_logits are [..., D] and [..., V], of the tokens of input."""
+    if len(shape) == 0 or tuple(shape[:-1]) != tuple(tokens):
+        allowed = ", ".join((*map(str, tokens), "V" if name == "teacher_logits" else "D"))
+        raise wrong_shape(
+            f"{name} has shape {tuple(shape)}; allowed: ({allowed}), the tokens of input"
+        )
 
 
 def check_shift_has_target(shift: int, target: object) -> None:

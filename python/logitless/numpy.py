@@ -396,12 +396,7 @@ class _Divergence:
     def _of_head(self, name: str, value: Array) -> Array:
         if name not in ("teacher_input", "teacher_logits"):
             return value
-        if value.ndim == 0 or value.shape[:-1] != self.shape:
-            last = "V" if name == "teacher_logits" else "D"
-            allowed = ", ".join((*map(str, self.shape), last))
-            raise wrong_shape(
-                f"{name} has shape {value.shape}; allowed: ({allowed}), the tokens of input"
-            )
+        _divergence.check_teachers_rows(name, value.shape, self.shape)
         return value.reshape(int(np.prod(self.shape)), value.shape[-1])
 
     def outputs(self, names: Sequence[str]) -> dict[str, Array]:

@@ -6,7 +6,7 @@
 //                           between two; "-" for a result that is an argument's memory
 //   workspace_bytes         s64: of the last result, which no field names; it holds `alignment`
 //   alignment               bytes more, so that the workspace can start at a multiple of it
-//   any of logitless_loss_options
+//   any of logitless_loss_options, and of logitless_divergence_options, whose kind is `divergence`
 #include <array>
 #include <cstring>
 #include <iterator>
@@ -27,7 +27,8 @@ struct Request {
   int64_t workspace_bytes = 0, alignment = 1;
   std::string_view fields;
   logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
-  bool has_options = false;
+  logitless_divergence_options divergence = LOGITLESS_DIVERGENCE_OPTIONS_INIT;
+  bool has_options = false, has_divergence = false;
 };
 
 struct ScalarAttribute {
@@ -40,18 +41,37 @@ struct ScalarAttribute {
   ScalarAttribute { #field, type, bytes, offsetof(Request, field) }
 #define LOGITLESS_OPTION(type, bytes, field) \
   ScalarAttribute { #field, type, bytes, offsetof(Request, options.field) }
-constexpr size_t first_option = 4;
+#define LOGITLESS_DIVERGENCE(type, bytes, name, field) \
+  ScalarAttribute { name, type, bytes, offsetof(Request, divergence.field) }
+constexpr size_t first_option = 4, first_of_divergence = 16;
 constexpr std::array scalar_attributes = {
-    LOGITLESS_ATTRIBUTE(type_s32, 4, device_type),     LOGITLESS_ATTRIBUTE(type_s32, 4, kind),
-    LOGITLESS_ATTRIBUTE(type_s64, 8, workspace_bytes), LOGITLESS_ATTRIBUTE(type_s64, 8, alignment),
-    LOGITLESS_OPTION(type_s32, 4, reduction),          LOGITLESS_OPTION(type_s64, 8, ignore_index),
-    LOGITLESS_OPTION(type_f32, 4, label_smoothing),    LOGITLESS_OPTION(type_f32, 4, z_loss),
-    LOGITLESS_OPTION(type_f32, 4, logit_scale),        LOGITLESS_OPTION(type_f32, 4, softcap),
-    LOGITLESS_OPTION(type_f32, 4, temperature),        LOGITLESS_OPTION(type_s32, 4, empty_mean),
-    LOGITLESS_OPTION(type_s32, 4, allow_tf32),         LOGITLESS_OPTION(type_f64, 8, normalizer),
-    LOGITLESS_OPTION(type_s64, 8, vocab_start),        LOGITLESS_OPTION(type_s64, 8, vocab_total)};
+    LOGITLESS_ATTRIBUTE(type_s32, 4, device_type),
+    LOGITLESS_ATTRIBUTE(type_s32, 4, kind),
+    LOGITLESS_ATTRIBUTE(type_s64, 8, workspace_bytes),
+    LOGITLESS_ATTRIBUTE(type_s64, 8, alignment),
+    LOGITLESS_OPTION(type_s32, 4, reduction),
+    LOGITLESS_OPTION(type_s64, 8, ignore_index),
+    LOGITLESS_OPTION(type_f32, 4, label_smoothing),
+    LOGITLESS_OPTION(type_f32, 4, z_loss),
+    LOGITLESS_OPTION(type_f32, 4, logit_scale),
+    LOGITLESS_OPTION(type_f32, 4, softcap),
+    LOGITLESS_OPTION(type_f32, 4, temperature),
+    LOGITLESS_OPTION(type_s32, 4, empty_mean),
+    LOGITLESS_OPTION(type_s32, 4, allow_tf32),
+    LOGITLESS_OPTION(type_f64, 8, normalizer),
+    LOGITLESS_OPTION(type_s64, 8, vocab_start),
+    LOGITLESS_OPTION(type_s64, 8, vocab_total),
+    LOGITLESS_DIVERGENCE(type_s32, 4, "divergence", kind),
+    LOGITLESS_DIVERGENCE(type_f32, 4, "beta", beta),
+    LOGITLESS_DIVERGENCE(type_f32, 4, "label_weight", label_weight),
+    LOGITLESS_DIVERGENCE(type_f32, 4, "teacher_logit_scale", teacher_logit_scale),
+    LOGITLESS_DIVERGENCE(type_f32, 4, "teacher_softcap", teacher_softcap),
+    LOGITLESS_DIVERGENCE(type_f32, 4, "teacher_temperature", teacher_temperature)};
+static_assert(scalar_attributes[first_option].name == "reduction");
+static_assert(scalar_attributes[first_of_divergence].name == "divergence");
 #undef LOGITLESS_ATTRIBUTE
 #undef LOGITLESS_OPTION
+#undef LOGITLESS_DIVERGENCE
 
 Status read_attribute(std::string_view name, int kind, const void* value, Request* call) {
   if (name == "fields" && kind == attribute_text) {
@@ -65,7 +85,8 @@ Status read_attribute(std::string_view name, int kind, const void* value, Reques
     const Scalar& scalar = *static_cast<const Scalar*>(value);
     if (scalar.dtype != known.dtype) break;
     std::memcpy(reinterpret_cast<char*>(call) + known.offset, scalar.value, known.bytes);
-    call->has_options |= i >= first_option;
+    call->has_options |= i >= first_option && i < first_of_divergence;
+    call->has_divergence |= i >= first_of_divergence;
     return {};
   }
   return error(StatusCode::internal, "xla: attribute %.*s is not known, or of another type",
@@ -201,16 +222,33 @@ Status read_buffers(const CallFrame& frame, const Request& call, int32_t device_
                static_cast<long long>(count));
 }
 
-// Kept state is Backward's to overwrite: its buffers are results too, so that XLA has copied what
-// it needs afterwards. Its key names the device, which a program that runs on several does not.
+// Returns the Forward that has kept what Backward is given. Its teacher has no part in the key, but
+// it needs one: logits that lie nowhere.
+logitless_op forward_of(const logitless_op& op, logitless_tensor* teacher) {
+  const bool diverges = op.kind == LOGITLESS_LINEAR_DIVERGENCE_BACKWARD;
+  logitless_op forward = LOGITLESS_OP_INIT(diverges ? LOGITLESS_LINEAR_DIVERGENCE_FORWARD
+                                                    : LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD);
+  forward.options = op.options, forward.divergence = op.divergence;
+  forward.input = op.input, forward.weight = op.weight;
+  forward.bias = op.bias, forward.target = op.target;
+  forward.temperature = op.temperature;
+  if (!diverges || op.input == nullptr || op.weight == nullptr) return forward;
+  *teacher = *op.input;
+  teacher->data = nullptr;
+  teacher->shape[1] = teacher->stride[0] = op.weight->shape[0];
+  forward.teacher_logits = teacher;
+  return forward;
+}
+
+// Gives Backward the key of what is kept. It names the device, which a program that runs on several
+// does not. A loss's kept state is Backward's to overwrite: its buffers are results too, so that
+// XLA has copied what it needs afterwards. A divergence's is left as it was.
 void take_kept(const logitless_execution& execution, logitless_op* op, Status* status) {
-  if (op->kind != LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD) return;
+  const bool of_loss = op->kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
+  if (!of_loss && op->kind != LOGITLESS_LINEAR_DIVERGENCE_BACKWARD) return;
   if (op->kept == nullptr || op->kept_rows == nullptr) return;
-  logitless_op forward = LOGITLESS_OP_INIT(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD);
-  forward.options = op->options;
-  forward.input = op->input, forward.weight = op->weight;
-  forward.bias = op->bias, forward.target = op->target;
-  forward.temperature = op->temperature;
+  logitless_tensor teacher;
+  const logitless_op forward = forward_of(*op, &teacher);
   const int64_t element = op->kept->dtype == LOGITLESS_F32 ? 4 : 2;
   const int64_t of_rows = 4 * op->kept_rows->shape[0] * op->kept_rows->shape[1];
   logitless_kept kept = LOGITLESS_KEPT_INIT;
@@ -219,7 +257,7 @@ void take_kept(const logitless_execution& execution, logitless_op* op, Status* s
       static_cast<uint64_t>(op->kept->shape[0] * op->kept->shape[1] * element + of_rows), &kept,
       status->c());
   op->kept_key = kept.key;
-  op->consume_kept = 1;
+  op->consume_kept = of_loss ? 1 : 0;
 }
 
 Error* run(const CallFrame& frame, Status* status) {
@@ -242,6 +280,7 @@ Error* run(const CallFrame& frame, Status* status) {
   *status = read_buffers(frame, call, execution.device_index, &tensors, &op, &workspace);
   if (!status->ok()) return nullptr;
   if (call.has_options) op.options = &call.options;
+  if (call.has_divergence) op.divergence = &call.divergence;
   take_kept(execution, &op, status);
   if (!status->ok()) return nullptr;
   logitless_run(&op, &workspace, &execution, status->c());

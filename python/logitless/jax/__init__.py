@@ -11,6 +11,7 @@ except ImportError as error:
 if jax.__version_info__ < (0, 6, 1):
     raise ImportError(f"logitless.jax needs JAX 0.6.1 or newer; this is {jax.__version__}")
 
+from logitless.jax._divergence import DivergenceStatistics, linear_divergence
 from logitless.jax._functions import (
     Statistics,
     cross_entropy,
@@ -19,4 +20,12 @@ from logitless.jax._functions import (
     softmax,
 )
 
-__all__ = ["Statistics", "cross_entropy", "linear_cross_entropy", "linear_logprob", "softmax"]
+__all__ = [
+    "DivergenceStatistics",
+    "Statistics",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "linear_divergence",
+    "linear_logprob",
+    "softmax",
+]

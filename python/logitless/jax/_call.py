@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from logitless import _abi
-from logitless._abi import Options
+from logitless._abi import AnyOptions, Divergence, Options
 from logitless._statistics import names_where
 from logitless.jax._run import DTYPES, Array, Tensor
 
@@ -21,17 +21,66 @@ _INDICES = frozenset(names_where("indexes"))
 _DIFFERENTIABLE = frozenset(names_where("differentiable"))
 
 
+class Kinds(NamedTuple):
+    """The ops of a loss."""
+
+    forward: int
+    backward: int
+    both: int  # the loss and the gradients
+
+
+OF_LOGITS = Kinds(
+    _abi.CROSS_ENTROPY_FORWARD, _abi.CROSS_ENTROPY_BACKWARD, _abi.CROSS_ENTROPY_FORWARD_BACKWARD
+)
+OF_HEAD = Kinds(
+    _abi.LINEAR_CROSS_ENTROPY_FORWARD,
+    _abi.LINEAR_CROSS_ENTROPY_BACKWARD,
+    _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD,
+)
+OF_TWO_HEADS = Kinds(
+    _abi.LINEAR_DIVERGENCE_FORWARD,
+    _abi.LINEAR_DIVERGENCE_BACKWARD,
+    _abi.LINEAR_DIVERGENCE_FORWARD_BACKWARD,
+)
+
+
 class Call(NamedTuple):
     """What a loss is asked for, beside the arrays."""
 
     names: tuple[str, ...]  # the operands have these names
     outputs: tuple[str, ...]  # "loss" comes first, and statistics after it
-    options: Options
+    options: AnyOptions
     memory: int | None = None
 
     @property
     def linear(self) -> bool:
         return "weight" in self.names
+
+    @property
+    def diverges(self) -> bool:
+        return isinstance(self.options, Divergence)
+
+    @property
+    def of_loss(self) -> Options:
+        """The options of what is no divergence."""
+        assert isinstance(self.options, Options)
+        return self.options
+
+    def of_shards(self, vocab: int) -> Call:
+        """The same of a device's columns, as the first of so many."""
+        return self._replace(options=self.of_loss._replace(vocab_start=0, vocab_total=vocab))
+
+    @property
+    def kinds(self) -> Kinds:
+        if self.diverges:
+            return OF_TWO_HEADS
+        return OF_HEAD if self.linear else OF_LOGITS
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The outputs that have gradients."""
+        known = ("loss",) if self.diverges else ("loss", *_DIFFERENTIABLE)
+        return tuple(name for name in self.outputs if name in known)
 
     @property
     def per_token(self) -> bool:
@@ -40,8 +89,14 @@ class Call(NamedTuple):
     @property
     def fused(self) -> bool:
         """Whether the gradients are made in the forward call."""
-        statistics = _DIFFERENTIABLE & set(self.outputs)
-        return self.linear and not self.per_token and not statistics
+        return self.linear and not self.per_token and self.differentiable == ("loss",)
+
+
+def tokens_of(operands: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of the tokens. A divergence may have no target; beside given logits, which have any
+    number of dimensions, the target has one."""
+    shape = operands["input"].shape[:-1] if "input" in operands else operands["target"].shape
+    return tuple(shape)
 
 
 def output_of(call: Call, name: str, tokens: tuple[int, ...]) -> Tensor:
@@ -52,11 +107,13 @@ def output_of(call: Call, name: str, tokens: tuple[int, ...]) -> Tensor:
 def kept_of(call: Call, input: Array, weight: Array) -> list[Tensor]:
     """What Forward keeps for Backward, by a closed formula: one program may run on any platform,
     for none of which anything is planned yet. `memory` would bound it by what is. It is nothing
-    where the CPU would have no use for it."""
+    where the CPU would have no use for it: a divergence's every backend uses."""
     tokens, vocab = math.prod(input.shape[:-1]), weight.shape[0]
     dtype = np.dtype(input.dtype)
     code = DTYPES.get(dtype.name, -1)
-    if call.memory is not None or not _abi.keeps(_abi.CPU, code, call.options):
+    if call.memory is not None:
+        return []
+    if isinstance(call.options, Options) and not _abi.keeps(_abi.CPU, code, call.options):
         return []
     bytes = _abi.whole_kept(tokens, vocab, code)
     shape, rows_shape = _abi.kept_formula(tokens, vocab, code, bytes)
@@ -77,7 +134,9 @@ def asked_of(
     """What Backward is asked for, and its upstream gradients. An absent one of a statistic is 0, of
     the loss it would be 1."""
     given = {
-        name: ct for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
+        name: ct
+        for name, ct in zip(call.outputs, cotangents)
+        if name in call.differentiable and not isinstance(ct, SymbolicZero)
     }
     found = {}
     if "loss" in given:
@@ -93,7 +152,8 @@ def asked_of(
             found[f"grad_{name}"] = given[name]
     if "logprob" in given:  # logprob is -loss, or target_logit - lse
         weighted = "token_weight" in call.names or "vocab_weight" in call.names
-        of_loss = call.options.of_nll() and not weighted
+        nll = isinstance(call.options, Options) and call.options.of_nll()
+        of_loss = nll and not weighted
         for name in ("grad_loss",) if of_loss else ("grad_lse", "grad_target_logit"):
             sign = 1.0 if name == "grad_target_logit" else -1.0
             found[name] = found.get(name, 0.0) + sign * given["logprob"]

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import jax
@@ -183,9 +184,13 @@ def _outputs(names: Any) -> tuple[str, ...]:
     return ("loss", *_statistics.names_of(names))
 
 
-def _check_target(rows: Array, target: Array, what: str) -> None:
+def _check_rows(rows: Array, what: str) -> None:
     if not rows.ndim:
         raise wrong_shape(f"{what} has shape (); allowed: [..., {'VD'[what == 'input']}]")
+
+
+def _check_target(rows: Array, target: Array, what: str) -> None:
+    _check_rows(rows, what)
     if jnp.issubdtype(target.dtype, jnp.floating):
         raise not_supported(
             f"target is {target.dtype} of shape {target.shape}: soft targets and top-k "
@@ -229,6 +234,14 @@ def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float,
     flat = is_flat(array.shape, shape)
     array = array.reshape(shape) if flat else jnp.broadcast_to(array, shape)
     return 1.0, _moved(array, shift, 1.0) if shift else array
+
+
+def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
+    """[...], which goes with the target."""
+    weights = _f32("token_weight", value)
+    if weights.shape != shape:
+        raise wrong_shape(f"token_weight has shape {weights.shape}; allowed: {shape}")
+    return _moved(weights, shift, 1.0) if shift else weights
 
 
 def _normalizer(value: Any) -> tuple[float, Array | None]:
@@ -279,6 +292,21 @@ def _labels(
     return (_moved(held, shift, held_ignored) if shift else held), held_ignored
 
 
+@contextlib.contextmanager
+def _casts_named() -> Iterator[None]:
+    """An error about a dtype says how it becomes the input's."""
+    try:
+        yield
+    except LogitlessError as error:
+        error.args = (with_cast(str(error)),)
+        raise
+
+
+def _shaped(made: dict[str, Array], shape: tuple[int, ...]) -> dict[str, Array]:
+    """What tokens have, in their shape."""
+    return {name: x.reshape(shape) if x.ndim else x for name, x in made.items()}
+
+
 def _loss(
     rows: dict[str, Any], target: Any, outputs: Sequence[str], *, weight: Any = None,
     reduction: Reduction = "mean", ignore_index: int | None = -100, label_smoothing: float = 0.0,
@@ -313,12 +341,7 @@ def _loss(
         operands[what] = arrays[what].reshape(*tokens, arrays[what].shape[-1])
     operands["target"] = target.reshape(tokens)
     if token_weight is not None:
-        token_weight = _f32("token_weight", token_weight)
-        if token_weight.shape != shape:
-            raise wrong_shape(f"token_weight has shape {token_weight.shape}; allowed: {shape}")
-        if shift:
-            token_weight = _moved(token_weight, shift, 1.0)
-        operands["token_weight"] = token_weight.reshape(tokens)
+        operands["token_weight"] = _token_weight(token_weight, shape, shift).reshape(tokens)
     if weight is not None:
         operands["vocab_weight"] = _f32("weight", weight)  # [V]
     if counted is not None:
@@ -328,15 +351,12 @@ def _loss(
     call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory))
     if axis_name is None and upstream is not None:
         raise invalid(f"upstream is {upstream!r} without axis_name")
-    try:
+    with _casts_named():
         if axis_name is not None:
             made = _parallel.loss(call, operands, axis_name, upstream)
         else:
             made = loss(call, list(operands.values()))
-    except LogitlessError as error:
-        error.args = (with_cast(str(error)),)
-        raise
-    return {name: x.reshape(shape) if x.ndim else x for name, x in made.items()}
+    return _shaped(made, shape)
 
 
 def _result(made: dict[str, Array]) -> Any:

@@ -14,6 +14,7 @@ element, one call after another).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from logitless import _abi
 from logitless._errors import invalid
 from logitless.jax import _partition
-from logitless.jax._call import Call, asked_of, kept_of, output_of, reads_logits
+from logitless.jax._call import Call, asked_of, kept_of, output_of, reads_logits, tokens_of
 from logitless.jax._run import (
     Array,
     Tensor,
@@ -39,7 +40,11 @@ from logitless.jax._run import (
 
 _F32 = np.dtype(np.float32)
 _TINY = float(np.finfo(_F32).tiny)
-_OF_ROWS = ("input", "logits", "target", "token_weight", "temperature")
+_STATE = ("row_reference", "row_log_sum")
+_OF_ROWS = (
+    "input", "logits", "target", "token_weight", "temperature",
+    "teacher_input", "teacher_logits", "teacher_temperature",
+)  # fmt: skip
 
 
 def _run(
@@ -52,13 +57,11 @@ def _run(
 
 def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dict[str, Array]:
     """The outputs and, with `state`, what Backward takes of them."""
-    names = [*call.outputs, *(("row_reference", "row_log_sum") if state else ())]
-    tokens = operands["target"].shape
-    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD if call.linear else _abi.CROSS_ENTROPY_FORWARD
-    results = [output_of(call, name, tokens) for name in names]
+    names = [*call.outputs, *(_STATE if state and not call.diverges else ())]
+    results = [output_of(call, name, tokens_of(operands)) for name in names]
     if state and call.linear and _partition.may_keep(operands["input"], operands["weight"]):
         results += kept_of(call, operands["input"], operands["weight"])
-    return _run(call, kind, operands, results)
+    return _run(call, call.kinds.forward, operands, results)
 
 
 def _gradients(wrt: Sequence[Tensor], held: bool) -> list[Tensor]:
@@ -89,15 +92,14 @@ def _forward_rule(call: Call, wrt: tuple[Tensor, ...], primals: Any, rest: Any) 
     values = jax.tree.map(lambda p: p.value, (primals, rest))
     operands = _merged(call, wrt, *values)
     if call.fused:
-        results = [output_of(call, name, operands["target"].shape) for name in call.outputs]
+        results = [output_of(call, name, tokens_of(operands)) for name in call.outputs]
         gradients = _gradients(wrt, held=True)
-        kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
-        made = _run(call, kind, operands, results + gradients)
+        made = _run(call, call.kinds.both, operands, results + gradients)
         held = tuple(made[gradient.name] for gradient in gradients)
         return tuple(made[name] for name in call.outputs), held
     made = _forward(call, operands, state=True)
-    state = ("row_reference", "row_log_sum", "entropy", *_partition.KEPT)
-    kept = {name: made[name] for name in state if name in made}
+    of_rows = () if call.diverges else (*_STATE, "entropy")
+    kept = {name: made[name] for name in (*of_rows, *_partition.KEPT) if name in made}
     return tuple(made[name] for name in call.outputs), (values, kept)
 
 
@@ -109,15 +111,14 @@ def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangen
         return tuple((held * factor).astype(t.dtype) for held, t in zip(residuals, wrt)), None
     values, kept = residuals
     operands = _merged(call, wrt, *values)
-    asked, upstream = asked_of(call, cotangents, operands["target"].shape)
+    asked, upstream = asked_of(call, cotangents, tokens_of(operands))
     operands = {name: operands[name] for name in asked.names}
     if not reads_logits(call, cotangents):
         kept = {name: array for name, array in kept.items() if name not in _partition.KEPT}
     if "grad_entropy" not in upstream:
         kept = {name: array for name, array in kept.items() if name != "entropy"}
     results = _gradients(wrt, held=False)
-    kind = _abi.LINEAR_CROSS_ENTROPY_BACKWARD if call.linear else _abi.CROSS_ENTROPY_BACKWARD
-    made = _run(asked, kind, operands | kept | upstream, results)
+    made = _run(asked, call.kinds.backward, operands | kept | upstream, results)
     return tuple(_as_given(operands[t.name], made[f"grad_{t.name}"]) for t in wrt), None
 
 
@@ -175,12 +176,15 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, **_: An
     return list(outputs), list(directions)
 
 
-def _normalizer(call: Call, operands: dict[str, Array], target: Array) -> Array:
-    """What each element of the batch is divided by for its mean, as the core counts it."""
+def _normalizer(call: Call, operands: dict[str, Array], tokens: int, target: Array | None) -> Array:
+    """What each element of the batch, of so many tokens, is divided by for its mean, as the core
+    counts it."""
     if "normalizer" in operands:
         return operands["normalizer"]
     if call.options.normalizer:
         return jnp.asarray(call.options.normalizer, jnp.float32)
+    if target is None:
+        return jnp.asarray(tokens, jnp.float32)
     valid = target != call.options.ignore_index  # [B, N]
     if "vocab_weight" not in operands:
         return valid.sum(1, dtype=jnp.float32)
@@ -232,7 +236,9 @@ def _batched(
         made["loss"] = made["loss"].reshape(size, -1).sum(1)  # [B]
     if call.options.reduction == _abi.REDUCTION_MEAN:
         arrays = {name: x for name, (x, _) in given.items()}
-        divisor = _normalizer(call, arrays, flat["target"].reshape(size, -1))  # [B] or []
+        target = flat["target"].reshape(size, -1) if "target" in flat else None
+        of_each = math.prod(tokens_of(flat)) // max(size, 1)
+        divisor = _normalizer(call, arrays, of_each, target)  # [B] or []
         made["loss"] = _mean(call, made["loss"], divisor)
     return [made[name] for name in call.outputs], [0] * len(call.outputs)
 

@@ -150,7 +150,7 @@ def _summed(part: Array, shard: Shard, dtype: Any) -> Array:
 
 def _own_options(call: Call) -> Any:
     """An ignore_index that is no target has no other meaning after the rotation."""
-    options = call.options
+    options = call.of_loss
     if 0 <= options.ignore_index < options.vocab_total:
         options = options._replace(ignore_index=_OWN_IGNORED)
     return options
@@ -158,7 +158,7 @@ def _own_options(call: Call) -> Any:
 
 def _rotated(call: Call, shard: Shard, operands: dict[str, Array]) -> dict[str, Array]:
     """The operands as the device's own call takes them."""
-    total = call.options.vocab_total
+    total = call.of_loss.vocab_total
     start = lax.axis_index(shard.axes) * (total // shard.size)
     target, ignore = operands["target"], _own_options(call).ignore_index
     local = target - start.astype(target.dtype)
@@ -207,7 +207,7 @@ def _states(
         results = [Tensor("target_logit", shape, _F32)]
         own = forward(given, results, options, call.memory)["target_logit"]
         given["anchor"] = _anchor(own, shard)
-    smoothing = call.options.label_smoothing > 0 and "loss" in call.outputs
+    smoothing = call.of_loss.label_smoothing > 0 and "loss" in call.outputs
     asked = {*call.outputs, *(("weighted_logit_sum",) if smoothing else ())}
     names = [*_STATE, "target_logit", *(name for name in _EXTRA if name in asked)]
     results = [Tensor(name, shape, _F32) for name in names]
@@ -217,7 +217,7 @@ def _states(
     every = jnp.moveaxis(_gather(jnp.stack([made[name] for name in names]), shard), 1, 0)
     states = {f"shard_{name}": x for name, x in zip(names, every)}
     if "argmax" in asked:
-        start = lax.axis_index(shard.axes) * (call.options.vocab_total // shard.size)
+        start = lax.axis_index(shard.axes) * (call.of_loss.vocab_total // shard.size)
         states["shard_argmax"] = _gather(made["argmax"] + start.astype(jnp.int32), shard)
     return states, {name: made[name] for name in KEPT if name in made}
 
@@ -332,7 +332,7 @@ def loss(call: Call, operands: dict[str, Array], axis_name: Any, upstream: Any) 
     shard = _shard_of(axes, operands, upstream)
     total = shard.size * operands["weight"].shape[0]
     _refuse(call, operands, total)
-    call = call._replace(options=call.options._replace(vocab_start=0, vocab_total=total))
+    call = call.of_shards(total)
     # Over other axes all vary alike from here on: JAX itself adds up the gradients of those that
     # did not.
     others = _union(map(varying, operands.values())) - set(axes)

@@ -7,7 +7,8 @@ jax.experimental.custom_partitioning, what every device shall do.
                  and bias are summed over these axes, the gradients in f32 before their one rounding
     vocabulary   split over the axes of the weight's rows, as _parallel.py does it inside of
                  jax.shard_map: the targets' logits and the shards' states are gathered and
-                 combined, the parts of the input's gradient exchanged and added up
+                 combined, the parts of the input's gradient exchanged and added up. A divergence
+                 of two heads refuses it
 
 The hidden dimension is whole on every device. Where the axes do not divide the tokens, the last
 device's end in some that are ignored; a vocabulary that they do not divide is whole on every
@@ -28,7 +29,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,10 +42,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from logitless import _abi
-from logitless._abi import Options
-from logitless._errors import not_supported
+from logitless._abi import AnyOptions, Divergence
+from logitless._errors import argument, not_supported
 from logitless.jax import _parallel, _run, _shards
-from logitless.jax._call import Call
+from logitless.jax._call import Call, tokens_of
 from logitless.jax._run import Array, Tensor
 
 _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -58,12 +59,20 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "weight": ("v", "d"),
     "bias": ("v",),
     "vocab_weight": ("c",),
+    "teacher_weight": ("v", "t"),
+    "teacher_bias": ("v",),
 }
 _ROWS: dict[str, tuple[str, ...]] = {  # what follows the tokens
     "input": ("d",),
     "kept": ("k", "s"),
     "kept_rows": ("k", "e"),
+    "teacher_input": ("t",),
+    "teacher_logits": ("v",),
 }
+# Backward of a divergence's kept state has no use for these.
+_TEACHER = (
+    "teacher_input", "teacher_weight", "teacher_bias", "teacher_logits", "teacher_temperature",
+)  # fmt: skip
 
 
 def _partitioned_call() -> Any:
@@ -83,9 +92,9 @@ class Op(NamedTuple):
     kind: int
     names: tuple[str, ...]  # of the operands
     results: tuple[Tensor, ...]
-    options: Options
+    options: AnyOptions
     memory: int | None
-    tokens: tuple[int, ...]  # the target's shape
+    tokens: tuple[int, ...]  # their shape
     lowered: Any = FOR_DEVICES
 
     @property
@@ -102,13 +111,14 @@ class Op(NamedTuple):
 
 
 def run(
-    kind: int, operands: dict[str, Array], results: Sequence[Tensor], options: Options,
+    kind: int, operands: dict[str, Array], results: Sequence[Tensor], options: AnyOptions,
     memory: int | None,
 ) -> dict[str, Array]:  # fmt: skip
     """As _run.run, of a linear op on arrays that may be sharded, whose tokens have any number of
     dimensions; beside `kept` it gives and takes `kept_parts`."""
-    tokens = tuple(operands["target"].shape)
-    parts = _most_parts(operands["weight"].shape[0])
+    tokens = tokens_of(operands)
+    whole = isinstance(options, Divergence)  # no device has a part of its vocabulary
+    parts = 1 if whole else _most_parts(operands["weight"].shape[0])
     spread = tuple(_spread(result, tokens, parts) for result in results)
     op = Op(kind, tuple(operands), spread, options, memory, tokens)
     made = linear_p.bind(*operands.values(), op=op)
@@ -185,10 +195,9 @@ def _flat(tensor: Tensor) -> tuple[int, ...]:
     return (math.prod(shape[:rows]), *shape[rows:])
 
 
-def _flattened(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, Array]:
-    given = dict(zip(names, arrays))
+def _flattened(given: dict[str, Array]) -> dict[str, Array]:
     if "kept_rows" in given:
-        given["kept_rows"] = given["kept_rows"][..., :1, :]
+        given = given | {"kept_rows": given["kept_rows"][..., :1, :]}
     return {name: x.reshape(_flat(_tensor(name, x))) for name, x in given.items()}
 
 
@@ -250,8 +259,13 @@ def _sum_of_gradients(x: Array, split: Split) -> Array:
     return lax.psum(x, split.token_axes) if split.token_axes else x
 
 
-def _padded(target: Array, split: Split, options: Options) -> Array:
-    """The targets, of which those behind the last token are ignored."""
+def _padded(target: Array | None, split: Split, options: AnyOptions) -> Array | None:
+    """The targets, of which those behind the last token are ignored. Tokens that have none get some
+    where there are such."""
+    if target is None and not split.even:
+        target = jnp.zeros(split.own(Tensor("target", split.tokens, _I32)), _I32)
+    if target is None:
+        return None
     for i, factor in enumerate(split.by_token):
         size, own = split.tokens[i], target.shape[i]
         if size % split.parts.get(factor, 1):
@@ -261,23 +275,25 @@ def _padded(target: Array, split: Split, options: Options) -> Array:
     return target
 
 
-def _counted(operands: dict[str, Array], split: Split, options: Options) -> dict[str, Array]:
+def _counted(operands: dict[str, Array], split: Split, options: AnyOptions) -> dict[str, Array]:
     """With the normalizer that a mean over all devices' tokens has."""
     counted = options.reduction == _abi.REDUCTION_MEAN and not options.normalizer
     if not split.token_axes or not counted or "normalizer" in operands:
         return operands
-    tokens = _shards.Tokens(operands["target"], operands.get("vocab_weight"))
-    own = _shards.divisor(tokens, options._replace(vocab_total=split.vocab))
-    return operands | {"normalizer": _sum_of_scalars(own, split)}
+    if "target" not in operands:  # all count
+        return operands | {"normalizer": jnp.float32(math.prod(split.tokens))}
+    tokens = _shards.Tokens(
+        operands["target"], options.ignore_index, split.vocab, operands.get("vocab_weight")
+    )
+    return operands | {"normalizer": _sum_of_scalars(_shards.divisor(tokens), split)}
 
 
-def _agreed(target: Array, split: Split, options: Options) -> Array:
+def _agreed(target: Array, split: Split, options: AnyOptions) -> Array:
     """The targets [N]; where another device has a wrong one, with a wrong one too. The CPU's call
     then fails on every device, where else the others would wait for it in a collective."""
     if not split.token_axes or not target.size:
         return target
-    whole = options._replace(vocab_total=split.vocab)
-    wrong = _shards.Tokens(target).outside(whole)
+    wrong = _shards.Tokens(target, options.ignore_index, split.vocab).outside()
     first = jnp.argmax(wrong)
     own = jnp.stack([wrong.any().astype(target.dtype), first.astype(target.dtype), target[first]])
     every = lax.all_gather(own, split.token_axes)  # [P, 3]
@@ -302,7 +318,7 @@ def _with_kept(
     # XLA knows both numbers within one program, and leaves one branch.
     of_this_split = (operands[_PARTS] == jnp.array(parts, jnp.int32)).all()
     either: dict[str, Array] = lax.cond(
-        of_this_split, lambda: without(_PARTS), lambda: without(*KEPT)
+        of_this_split, lambda: without(_PARTS, *_TEACHER), lambda: without(*KEPT)
     )
     return either
 
@@ -322,8 +338,7 @@ def _of_shards(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Ar
     wanted = [result for result in op.results if result.name.startswith("grad_")]
     state = ("row_reference", "row_log_sum")
     outputs = [r.name for r in op.results if r not in wanted and r.name not in (*state, *KEPT)]
-    options = op.options._replace(vocab_start=0, vocab_total=split.vocab)
-    call = Call(names, tuple(outputs), options, op.memory)
+    call = Call(names, tuple(outputs), op.options, op.memory).of_shards(split.vocab)
     shard = _parallel.Shard(split.vocab_axes, split.parts["v"], False, None, False)
     made: dict[str, Array] = {}
     given = operands
@@ -354,9 +369,13 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
         )
     ).flat()
     given = dict(zip(op.names, arrays))
-    given["target"] = _padded(given["target"], split, op.options)
-    operands = _counted(_flattened(op.names, list(given.values())), split, op.options)
-    if fails and op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD:  # Forward has failed before
+    target = _padded(given.get("target"), split, op.options)
+    if target is not None:
+        given["target"] = target
+    operands = _counted(_flattened(given), split, op.options)
+    # A loss's Backward takes states of its Forward, which has failed before it. A divergence's may
+    # take nothing of one.
+    if fails and target is not None and op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD:
         operands["target"] = _agreed(operands["target"], split, op.options)
     made = (_of_shards if split.vocab_axes else _of_tokens)(split, own, operands)
     for result, shape in zip(op.results, shapes):
@@ -375,12 +394,12 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
 # --- the partitioner ---
 
 
-def _axes(name: str, mesh: Any, argument: Any) -> dict[str, tuple[str, ...]]:
+def _axes(name: str, mesh: Any, array: Any) -> dict[str, tuple[str, ...]]:
     """The mesh axes over which an array's factors are split: along these a device's part begins
     elsewhere."""
-    of = factors(name, len(argument.shape))
+    of = factors(name, len(array.shape))
     # Every split divides these dimensions, which need not be the array's.
-    parts = argument.sharding.devices_indices_map((mesh.size,) * len(of))
+    parts = array.sharding.devices_indices_map((mesh.size,) * len(of))
     found = {}
     for i, factor in enumerate(of):
         first = [parts[device][i].start or 0 for device in mesh.devices.flat]
@@ -413,6 +432,20 @@ def _split(mesh: Any, op: Op, input: Any, weight: Any, parts: int) -> Split:
         if parts % math.prod(mesh.shape[axis] for axis in columns) == 0:
             axes["k"] = columns
     return Split(mesh, axes, op, vocab)
+
+
+def _refuse_vocabulary(split: Split, given: Iterable[tuple[str, Any]]) -> None:
+    """A divergence's, split over axes that do not split its tokens. Over those that do, as FSDP has
+    it, XLA gathers it."""
+    for name, array in given:
+        axes = _axes(name, split.mesh, array).get("v", ())
+        others = [axis for axis in axes if axis not in split.token_axes]
+        if others:
+            raise not_supported(
+                f"{argument(name)} is split over the mesh axes {others} by its vocabulary; allowed "
+                "in linear_divergence: a vocabulary that is whole on every device "
+                "(jax.lax.with_sharding_constraint makes it so); tokens may be split"
+            )
 
 
 def _refuse(split: Split, op: Op) -> None:
@@ -457,6 +490,8 @@ def _partitioned(*operands: Array, op: Op, fails: bool, devices: int) -> Any:
         input, weight = (arguments[at[name]] for name in ("input", "weight"))
         split = _split(mesh, op, input, weight, parts)
         _refuse(split, op)
+        if isinstance(op.options, Divergence):
+            _refuse_vocabulary(split, zip(op.names, arguments))
 
         def sharding(tensor: Tensor) -> NamedSharding:
             of = [split.axes.get(f) for f in factors(tensor.name, len(tensor.shape))]
@@ -486,7 +521,7 @@ def _on_one_device(*arrays: Array, op: Op) -> list[Array]:
     """Kept state may be another program's, which was split."""
     results, whole = op.flat().results, [1] * (len(op.tokens) + 1)
     made = _with_kept(
-        whole, _flattened(op.names, arrays),
+        whole, _flattened(dict(zip(op.names, arrays))),
         lambda given: _run.run(op.kind, given, results, op.options, op.memory),
     )  # fmt: skip
     made[_PARTS] = jnp.array(whole, jnp.int32)

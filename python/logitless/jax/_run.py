@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from logitless import _abi
-from logitless._abi import Options, Plan, View
+from logitless._abi import AnyOptions, Divergence, Options, Plan, View
 from logitless._errors import LogitlessRuntimeError, argument, not_supported, wrong_dtype
 
 Array = jax.Array
@@ -39,12 +39,16 @@ DTYPES = {
 # The core may write the one over the other; XLA copies the operand first where it is needed
 # afterwards.
 _IN_PLACE = (("logits", "grad_logits"), ("logits", "probabilities"))
-# Backward overwrites these, and nothing reads them afterwards: they are results that nobody takes.
 KEPT = ("kept", "kept_rows")
+BACKWARD_OF_KEPT = (_abi.LINEAR_CROSS_ENTROPY_BACKWARD, _abi.LINEAR_DIVERGENCE_BACKWARD)
+# It overwrites them, and nothing reads them afterwards: they are results that nobody takes.
+_CONSUMES_KEPT = _abi.LINEAR_CROSS_ENTROPY_BACKWARD
+_OF_KEY = ("input", "weight", "bias", "target", "temperature")  # that of kept state
 # These are [..., V], of which the custom call makes [N, V]: had a reshape made it, XLA would copy
 # what is written over.
 _FLAT = ("logits", "grad_logits", "probabilities")
 _OF_SHARD = ("vocab_start", "vocab_total")  # options of a shard alone
+_ATTRIBUTES = {"kind": "divergence"}  # of a custom call, which has a kind of its own
 ONCE_ONLY = (
     "logitless: the loss can be differentiated once only; its gradients have no gradient (use "
     "optax.softmax_cross_entropy_with_integer_labels for second derivatives)"
@@ -82,7 +86,7 @@ def _view(tensor: Tensor, device: tuple[int, int]) -> View:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    device: tuple[int, int], kind: int, tensors: tuple[Tensor, ...], options: Options | None,
+    device: tuple[int, int], kind: int, tensors: tuple[Tensor, ...], options: AnyOptions | None,
     memory: int | None, threads: int,
 ) -> _Workspace:  # fmt: skip
     views = [_view(tensor, device) for tensor in tensors]
@@ -90,16 +94,19 @@ def _plan(
     most = 0  # it is all logits and all gradients in f32, which no plan passes
     if "weight" in shapes and len(shapes["weight"]) == 2:
         (tokens, hidden), vocab = shapes["input"], shapes["weight"][0]
-        most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
+        logits = (2 if isinstance(options, Divergence) else 1) * tokens * vocab
+        most = 4 * (logits + tokens * hidden + vocab * hidden)
     how: dict[str, Any] = {"memory": memory, "most": most}
     if "kept" in shapes:
         code = views[0].dtype
         kept_bytes = _abi.kept_bytes(tokens, math.prod(shapes["kept"]), _abi.KEPT_ELEMENT[code])
-        if kind == _abi.LINEAR_CROSS_ENTROPY_BACKWARD and options is not None:
-            of_key = ("input", "weight", "bias", "target", "temperature")
-            inputs = [view for view in views if view.name in of_key]
+        if kind in BACKWARD_OF_KEPT and options is not None:
+            inputs = [view for view in views if view.name in _OF_KEY]
+            if isinstance(options, Divergence):  # Forward has a teacher, which enters no key
+                teacher = View("teacher_logits", code, *device, (tokens, vocab), (vocab, 1))
+                inputs.append(teacher)
             key = _abi.kept_size(inputs, options, device, kept_bytes).key
-            how |= {"kept_key": key, "consume_kept": True}
+            how |= {"kept_key": key, "consume_kept": kind == _CONSUMES_KEPT}
     plan = Plan(kind, views, options, device, **how)
     return _Workspace(plan.bytes, plan.alignment)
 
@@ -116,7 +123,7 @@ def _devices(device_type: int) -> Sequence[int]:
 
 def _planned(
     device_type: int, avals: Sequence[Any], kind: int, names: Sequence[str],
-    results: tuple[Tensor, ...], options: Options | None, memory: int | None,
+    results: tuple[Tensor, ...], options: AnyOptions | None, memory: int | None,
 ) -> _Workspace:  # fmt: skip
     """What is enough on every device that the core serves."""
     operands = tuple(
@@ -140,7 +147,7 @@ run_p.multiple_results = True
 
 
 def run(
-    kind: int, operands: dict[str, Array], results: Sequence[Tensor], options: Options | None,
+    kind: int, operands: dict[str, Array], results: Sequence[Tensor], options: AnyOptions | None,
     memory: int | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """The results of the op `kind`, by name."""
@@ -216,11 +223,10 @@ def _results_like(aval: Any, results: Sequence[Tensor]) -> Any:
 
 @run_p.def_abstract_eval
 def abstract(
-    *avals: Any, results: tuple[Tensor, ...], memory: int | None, options: Options | None,
+    *avals: Any, results: tuple[Tensor, ...], memory: int | None, options: AnyOptions | None,
     **params: Any,
 ) -> Any:  # fmt: skip
-    of_shard = options is not None and bool(options.vocab_total)
-    if not of_shard:  # a shard's operands vary alike
+    if not _is_of_shard(options):  # a shard's operands vary alike
         refuse_checked(avals)
     # A call that is found wrong here is found wrong where it was traced. The workspace is the
     # device's.
@@ -228,22 +234,26 @@ def abstract(
     return _results_like(avals[0], results)
 
 
-def _attributes(options: Options | None) -> dict[str, Any]:
+def _is_of_shard(options: AnyOptions | None) -> bool:
+    return isinstance(options, Options) and bool(options.vocab_total)
+
+
+def _attributes(options: AnyOptions | None) -> dict[str, Any]:
     if options is None:
         return {}
-    types: dict[str, Any] = dict.fromkeys(Options._fields, np.float32)
-    types |= dict.fromkeys(("reduction", "empty_mean", "allow_tf32"), np.int32)
+    types: dict[str, Any] = dict.fromkeys(options._fields, np.float32)
+    types |= dict.fromkeys(("reduction", "empty_mean", "allow_tf32", "kind"), np.int32)
     types |= {"ignore_index": np.int64, "normalizer": np.float64}
     types |= dict.fromkeys(_OF_SHARD, np.int64)
     values = options._asdict()
-    if not options.vocab_total:
+    if not _is_of_shard(options):
         values = {name: value for name, value in values.items() if name not in _OF_SHARD}
-    return {name: types[name](value) for name, value in values.items()}
+    return {_ATTRIBUTES.get(n, n): types[n](value) for n, value in values.items()}
 
 
 def _custom_call(
     device_type: int, *operands: Array, kind: int, names: tuple[str, ...],
-    results: tuple[Tensor, ...], options: Options | None, memory: int | None,
+    results: tuple[Tensor, ...], options: AnyOptions | None, memory: int | None,
 ) -> Sequence[Array]:  # fmt: skip
     workspace = _planned(device_type, operands, kind, names, results, options, memory)
     outputs = {result.name: i for i, result in enumerate(results)}
@@ -255,7 +265,7 @@ def _custom_call(
                 aliases[operand] = output
     types = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
     fields = [*names, *outputs]
-    for name in KEPT:
+    for name in KEPT if kind == _CONSUMES_KEPT else ():
         if name in names:
             operand = names.index(name)
             aliases[operand] = len(types)

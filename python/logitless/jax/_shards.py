@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from logitless._abi import Options
 from logitless.jax._run import Array
 
 
@@ -32,25 +31,27 @@ def tree_sum(values: Array) -> Array:
 
 
 class Tokens(NamedTuple):
-    """What says which tokens count. `options.vocab_total` is V."""
+    """What says which tokens count."""
 
     target: Array  # [N]  of the whole vocabulary
+    ignore_index: int
+    vocab: int  # V
     vocab_weight: Array | None = None  # [V]
 
-    def ignored(self, options: Options) -> Array:
-        return self.target == options.ignore_index
+    def ignored(self) -> Array:
+        return self.target == self.ignore_index
 
-    def outside(self, options: Options) -> Array:
+    def outside(self) -> Array:
         """Targets that are errors. The CPU raises; a GPU's rows are NaN."""
-        inside = (self.target >= 0) & (self.target < options.vocab_total)
-        return ~inside & ~self.ignored(options)
+        inside = (self.target >= 0) & (self.target < self.vocab)
+        return ~inside & ~self.ignored()
 
 
-def divisor(tokens: Tokens, options: Options) -> Array:
+def divisor(tokens: Tokens) -> Array:
     """[]: what a mean divides by."""
-    valid = ~tokens.ignored(options)
+    valid = ~tokens.ignored()
     if tokens.vocab_weight is None:
         count: Array = valid.sum(dtype=jnp.int32).astype(jnp.float32)
         return count
-    weight = tokens.vocab_weight[jnp.clip(tokens.target, 0, options.vocab_total - 1)]
+    weight = tokens.vocab_weight[jnp.clip(tokens.target, 0, tokens.vocab - 1)]
     return tree_sum(jnp.where(valid, weight, 0.0))

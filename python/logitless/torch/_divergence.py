@@ -11,7 +11,12 @@ from torch import Tensor
 
 from logitless import _abi, _divergence
 from logitless._abi import Divergence, parse_memory
-from logitless._divergence import check_shift_has_target, names_of, options_of
+from logitless._divergence import (
+    check_shift_has_target,
+    check_teachers_rows,
+    names_of,
+    options_of,
+)
 from logitless._errors import (
     LogitlessError,
     argument,
@@ -186,12 +191,8 @@ def _teacher(input: Tensor, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         elif name == "teacher_bias":
             if value.dim() != 1:
                 raise wrong_shape(f"teacher_bias has shape {tuple(value.shape)}; allowed: [V]")
-        elif value.shape[:-1] != input.shape[:-1] or not value.dim():
-            rows, last = tuple(input.shape[:-1]), "V" if name == "teacher_logits" else "D"
-            raise wrong_shape(
-                f"{name} has shape {tuple(value.shape)}; allowed: {(*rows, last)}, the tokens of "
-                "input".replace("'", "")
-            )
+        else:
+            check_teachers_rows(name, value.shape, input.shape[:-1])
     return tuple([None if value is None else value.detach() for value in given])
 
 

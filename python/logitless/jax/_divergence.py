@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear_divergence: the function a user calls. The formulas are docs/semantics.md, "Divergences of
+two heads"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+import jax
+
+from logitless import _abi, _divergence
+from logitless._abi import Divergence, parse_memory
+from logitless._call import IGNORE_INDEX
+from logitless._divergence import (
+    MIXTURES,
+    check_shift_has_target,
+    check_teachers_rows,
+    names_of,
+    options_of,
+)
+from logitless._errors import argument, renames
+from logitless.jax._call import Call
+from logitless.jax._functions import (
+    _array,
+    _casts_named,
+    _check_rows,
+    _exact_products,
+    _integer,
+    _labels,
+    _normalizer,
+    _number,
+    _shaped,
+    _temperature,
+    _token_weight,
+)
+from logitless.jax._loss import loss
+from logitless.jax._run import Array
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from logitless._call import EmptyMean, Reduction
+    from logitless._divergence import Kind, Names
+
+    DivergenceOptions: TypeAlias = _divergence.DivergenceOptions[Any]
+
+DivergenceStatistics: TypeAlias = _divergence.DivergenceStatistics[Array]
+
+
+@overload
+def linear_divergence(
+    input: Any, linear_weight: Any, teacher_input: Any = ..., teacher_weight: Any = ..., *,
+    return_statistics: tuple[()] = ..., **options: Unpack[DivergenceOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def linear_divergence(
+    input: Any, linear_weight: Any, teacher_input: Any = ..., teacher_weight: Any = ..., *,
+    return_statistics: Names, **options: Unpack[DivergenceOptions],
+) -> tuple[Array, DivergenceStatistics]: ...  # fmt: skip
+def linear_divergence(
+    input: Any,
+    linear_weight: Any,
+    teacher_input: Any = None,
+    teacher_weight: Any = None,
+    *,
+    kind: Kind = "forward_kl",
+    beta: float = 0.5,
+    target: Any = None,
+    label_weight: float = 0.0,
+    ignore_index: int | None = -100,
+    shift: bool | int = False,
+    temperature: Any = 1.0,
+    teacher_temperature: Any = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = 0.0,
+    linear_bias: Any = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = 0.0,
+    teacher_bias: Any = None,
+    teacher_logits: Any = None,
+    token_weight: Any = None,
+    reduction: Reduction = "mean",
+    normalizer: Any = None,
+    empty_mean: EmptyMean = "zero",
+    memory: int | str | None = None,
+    return_statistics: Any = (),
+) -> Any:
+    """How far the student's head is from the teacher's, over the whole vocabulary, without either's
+    logits: for distillation, between the distributions p = softmax(input @ linear_weight.T +
+    linear_bias) and q = softmax(teacher_input @ teacher_weight.T + teacher_bias).
+
+        "forward_kl"   sum q log(q/p)
+        "reverse_kl"   sum p log(p/q)
+        "jsd"          beta sum q log(q/m) + (1 - beta) sum p log(p/m),  m = (1 - beta) p + beta q
+        "skew_kl"      sum q log(q/m)
+        "tv"           1/2 sum |p - q|
+
+    The loss of a token is token_weight (divergence + label_weight (lse - z of its target)), in f32,
+    never multiplied by a temperature's square; formulas, edges and bounds are those of
+    docs/semantics.md, "Divergences of two heads".
+
+    input [..., D], linear_weight [V, D], linear_bias [V], teacher_input [..., Dt], teacher_weight
+    [V, Dt], teacher_bias [V], all of one dtype, f32, f16 or bf16 (a bias may be f32); or
+    teacher_logits [..., V] of any of these, in the place of the teacher's head. target [...] of
+    class indices, token_weight [...]. Leading dimensions are those of `input`. Each head has its
+    logit_scale, softcap and temperature, Python numbers but the last, which may be an array [...],
+    [N] or broadcastable to [...]; a teacher_temperature of None is `temperature`.
+
+    Differentiable once in input, linear_weight and linear_bias. The gradients of the teacher's
+    arrays are zeros, which nothing is computed for, so that one weight may serve both heads. `beta`
+    is read by "jsd" and "skew_kl" alone.
+
+    target: optional. Where it is ignore_index nothing of the token is read, and a mean does not
+    count it; without a target all tokens count. label_weight other than 0, "logprob" and `shift`
+    need one. `shift`: position i is given the target of i + shift with that label's token_weight
+    and temperatures; the last `shift` positions have none and do not count. reduction, normalizer,
+    empty_mean and memory are linear_cross_entropy's. `return_statistics`: names of
+    DivergenceStatistics, which have no gradient; the result is then (loss, DivergenceStatistics).
+
+    Sharded arrays: tokens may be split along any dimension; the vocabulary is whole on every
+    device, and one that is split over devices is an error.
+    """
+    shift = _integer("shift", shift)
+    check_shift_has_target(shift, target)
+    names = names_of(return_statistics)
+    options = options_of(
+        kind, beta, label_weight, reduction, ignore_index, logit_scale, softcap, temperature,
+        teacher_logit_scale, teacher_softcap, teacher_temperature, empty_mean,
+    )  # fmt: skip
+    given = {
+        "input": input, "weight": linear_weight, "bias": linear_bias,
+        "teacher_input": teacher_input, "teacher_weight": teacher_weight,
+        "teacher_bias": teacher_bias, "teacher_logits": teacher_logits,
+    }  # fmt: skip
+    arrays = _heads(given)
+    one_temperature = teacher_temperature is None
+    of_tokens, options = _of_tokens(
+        arrays, target, token_weight, normalizer, _numbers(options), shift, one_temperature
+    )
+    shape = arrays["input"].shape[:-1]
+    tokens = shape or (1,)
+    operands = {
+        name: x.reshape(*tokens, x.shape[-1]) if name in _ROWS else x for name, x in arrays.items()
+    }
+    operands |= {n: x if n == "normalizer" else x.reshape(tokens) for n, x in of_tokens.items()}
+    call = Call(tuple(operands), ("loss", *names), options, parse_memory(memory))
+    with _casts_named():
+        made = _shaped(loss(call, list(operands.values())), shape)
+    value = made.pop("loss")
+    if not names:
+        return value
+    statistics = {name: jax.lax.stop_gradient(x) for name, x in made.items()}
+    return value, _divergence.DivergenceStatistics(**statistics)
+
+
+_ROWS = ("input", "teacher_input", "teacher_logits")
+
+
+def _heads(given: dict[str, Any]) -> dict[str, Array]:
+    """The arrays of both heads, the teacher's without gradients. Which of them go together the core
+    says."""
+    arrays = {name: _array(argument(name), x) for name, x in given.items() if x is not None}
+    _check_rows(arrays["input"], "input")
+    for name, x in arrays.items():
+        if name in _ROWS:
+            check_teachers_rows(name, x.shape, arrays["input"].shape[:-1])
+        if name.startswith("teacher"):
+            arrays[name] = jax.lax.stop_gradient(x)
+    return arrays
+
+
+_NUMBERS = (
+    "logit_scale", "softcap", "label_weight", "teacher_logit_scale", "teacher_softcap",
+)  # fmt: skip
+
+
+def _numbers(options: Divergence) -> Divergence:
+    names = (*_NUMBERS, *(("beta",) if options.kind in MIXTURES else ()))
+    numbers: Any = {name: _number(name, getattr(options, name)) for name in names}
+    return options._replace(**numbers)
+
+
+_teacher_temperature = renames({"temperature": "teacher_temperature"})(_temperature)
+
+
+def _of_tokens(
+    arrays: dict[str, Array], target: Any, token_weight: Any, normalizer: Any, options: Divergence,
+    shift: int, one_temperature: bool,
+) -> tuple[dict[str, Array], Divergence]:  # fmt: skip
+    """The arrays of tokens and the normalizer, those of labels moved by `shift`, and the options
+    with what of the others is a number."""
+    shape = arrays["input"].shape[:-1]
+    ignored = _integer("ignore_index", options.ignore_index)
+    _abi.check_ignore_index(ignored)
+    found = {}
+    if target is None:
+        ignored = IGNORE_INDEX  # which nobody reads
+    else:
+        found["target"], ignored = _labels(target, ignored, shift, arrays, True)
+    if token_weight is not None:
+        found["token_weight"] = _token_weight(token_weight, shape, shift)
+    by, counted = _normalizer(normalizer)
+    number, temperatures = _temperature(options.temperature, shape, shift)
+    others = number, temperatures
+    if not one_temperature:
+        others = _teacher_temperature(options.teacher_temperature, shape, shift)
+    arrays_of = {
+        "normalizer": counted, "temperature": temperatures, "teacher_temperature": others[1],
+    }  # fmt: skip
+    found |= {name: x for name, x in arrays_of.items() if x is not None}
+    return found, options._replace(
+        ignore_index=ignored, temperature=number, teacher_temperature=others[0], normalizer=by,
+        allow_tf32=not _exact_products(),
+    )  # fmt: skip
