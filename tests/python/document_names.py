@@ -134,6 +134,28 @@ def a_trl_trainer() -> Names:
     return {"trainer": trainer}
 
 
+def a_trl_distiller() -> Names:
+    needs("trl", "datasets", "tokenizers")
+    import datasets
+    import trl
+
+    import test_trl
+    import test_trl_distillation
+
+    student, teacher = test_trl_distillation.models()
+    config = trl.DistillationConfig(
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, max_steps=1, save_strategy="no",
+        per_device_train_batch_size=2, report_to="none", gradient_checkpointing=False,
+        disable_tqdm=True, max_completion_length=6,
+    )  # fmt: skip
+    rows = datasets.Dataset.from_list([{"prompt": test_trl.text(i, 3)} for i in range(4)])
+    trainer = trl.DistillationTrainer(
+        model=student, teacher_model=teacher, args=config, train_dataset=rows,
+        processing_class=test_trl.tokenizer(),
+    )  # fmt: skip
+    return {"trainer": trainer}
+
+
 def join() -> Any:
     """The group of the processes that run this page."""
     import torch.distributed as dist
@@ -206,7 +228,11 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
         ("from logitless.jax import linear_cross_entropy", jax_arrays),
         ("logitless.numpy.linear_cross_entropy(", numpy_arrays),
     ],
-    "docs/distillation.md": [("import linear_divergence", a_teacher)],
+    "docs/distillation.md": [
+        ("import linear_divergence", a_teacher),
+        ("patch_trl(", a_trl_distiller),
+        ("logitless_jax", jax_arrays),
+    ],
     "docs/python.md": [
         ("from logitless.torch import linear_cross_entropy", torch_tensors),
         ("set_default_memory(", a_trainer),
