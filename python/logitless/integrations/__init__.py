@@ -3,9 +3,9 @@
 
 `liger`, `cce`, `verl`, `megatron`, `torchtitan`, `prime_rl` and `unsloth` are modules of drop-in
 names; `patch_transformers` makes a causal LM compute its loss without logits, and `patch_trl` TRL's
-trainers their log-probabilities and divergences; `levanter` is in JAX. An argument without a counterpart raises
-unless it is at its default. Each is imported when it is first asked for: who has JAX need not have
-torch.
+trainers their log-probabilities and divergences; `levanter` is in JAX. An argument without a
+counterpart raises unless it is at its default. Each is imported when it is first asked for: who has
+JAX need not have torch.
 """
 
 from __future__ import annotations
