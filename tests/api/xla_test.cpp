@@ -285,6 +285,175 @@ TEST(Xla, KeptStateThatIsNoneIsAnError) {
   }
 }
 
+// This makes a divergence and its gradients with every option away from its default, or keeps for
+// the gradients.
+struct DivergenceFrame : Frame {
+  static constexpr int64_t N = 5, V = 7, D = 3, Dt = 2;
+  float input[N * D], weight[V * D], teacher_input[N * Dt], teacher_weight[V * Dt];
+  float loss = 9, grad_loss = 0.5f, losses[N] = {}, grad_losses[N] = {1, -2, 0.5f, 3, 0};
+  int32_t target[N] = {0, 6, 3, -7, 2};
+  float grad_input[N * D] = {}, grad_weight[V * D] = {};
+  std::vector<float> kept = std::vector<float>(64 * 64), kept_rows = std::vector<float>(N * 8);
+  std::vector<char> scratch = std::vector<char>(1 << 20);
+
+  DivergenceFrame() {
+    for (int i = 0; i < N * D; ++i) input[i] = std::sin(static_cast<float>(i));
+    for (int i = 0; i < V * D; ++i) weight[i] = std::cos(static_cast<float>(2 * i));
+    for (int i = 0; i < N * Dt; ++i) teacher_input[i] = std::sin(static_cast<float>(3 * i));
+    for (int i = 0; i < V * Dt; ++i) teacher_weight[i] = std::cos(static_cast<float>(5 * i));
+    set("device_type", int32_t{LOGITLESS_CPU});
+    set("workspace_bytes", static_cast<int64_t>(scratch.size()) - 64);
+    set("alignment", int64_t{64});
+    set("ignore_index", int64_t{-7});
+    set("logit_scale", 3.0f);
+    set("softcap", 2.0f);
+    set("temperature", 0.5f);
+    set("divergence", int32_t{LOGITLESS_JSD});
+    set("beta", 0.25f);
+    set("label_weight", 0.5f);
+    set("teacher_logit_scale", 1.5f);
+    set("teacher_softcap", 3.0f);
+    set("teacher_temperature", 0.75f);
+  }
+  void inputs(bool with_teacher) {
+    arguments.clear(), results.clear(), argument_kinds.clear(), result_kinds.clear();
+    argument(type_f32, input, {N, D});
+    argument(type_f32, weight, {V, D});
+    argument(type_s32, target, {N});
+    if (!with_teacher) return;
+    argument(type_f32, teacher_input, {N, Dt});
+    argument(type_f32, teacher_weight, {V, Dt});
+  }
+  Error run(int32_t kind, const std::string& fields) {
+    result(type_u8, scratch.data(), {static_cast<int64_t>(scratch.size())});
+    set("kind", kind);
+    set("fields", fields);
+    return call();
+  }
+  Error both() {
+    inputs(true);
+    result(type_f32, &loss, {});
+    result(type_f32, grad_input, {N, D});
+    result(type_f32, grad_weight, {V, D});
+    return run(LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD,
+               "input weight target teacher_input teacher_weight loss grad_input grad_weight");
+  }
+  Error forward() {
+    inputs(true);
+    set("reduction", int32_t{LOGITLESS_REDUCTION_NONE});
+    result(type_f32, losses, {N});
+    result(type_f32, kept.data(), {64, 64});
+    result(type_f32, kept_rows.data(), {N, 8});
+    return run(LOGITLESS_LINEAR_DIVERGENCE_FORWARD,
+               "input weight target teacher_input teacher_weight loss kept kept_rows");
+  }
+  // Makes the gradients of what Forward has kept, without a teacher, or of both heads.
+  Error backward(bool of_kept) {
+    inputs(!of_kept);
+    set("reduction", int32_t{LOGITLESS_REDUCTION_NONE});
+    argument(type_f32, grad_losses, {N});
+    if (of_kept) {
+      argument(type_f32, kept.data(), {64, 64});
+      argument(type_f32, kept_rows.data(), {N, 8});
+    }
+    result(type_f32, grad_input, {N, D});
+    result(type_f32, grad_weight, {V, D});
+    return run(
+        LOGITLESS_LINEAR_DIVERGENCE_BACKWARD,
+        std::string("input weight target ") +
+            (of_kept ? "grad_loss kept kept_rows" : "teacher_input teacher_weight grad_loss") +
+            " grad_input grad_weight");
+  }
+};
+
+TEST(Xla, EveryOptionOfADivergenceReachesTheOp) {
+  DivergenceFrame ours, theirs;
+  ASSERT_EQ(ours.both().message, "");
+  const auto view = [](float* data, std::vector<int64_t> shape) {
+    return LossFrame::view(data, LOGITLESS_F32, std::move(shape));
+  };
+  logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
+  options.ignore_index = -7, options.logit_scale = 3, options.softcap = 2;
+  options.temperature = 0.5f;
+  logitless_divergence_options divergence = LOGITLESS_DIVERGENCE_OPTIONS_INIT;
+  divergence.kind = LOGITLESS_JSD, divergence.beta = 0.25f, divergence.label_weight = 0.5f;
+  divergence.teacher_logit_scale = 1.5f, divergence.teacher_softcap = 3;
+  divergence.teacher_temperature = 0.75f;
+  DivergenceFrame& f = theirs;
+  const logitless_tensor input = view(f.input, {f.N, f.D}), weight = view(f.weight, {f.V, f.D}),
+                         teacher_input = view(f.teacher_input, {f.N, f.Dt}),
+                         teacher_weight = view(f.teacher_weight, {f.V, f.Dt}),
+                         target = LossFrame::view(f.target, LOGITLESS_I32, {f.N}),
+                         loss = view(&f.loss, {}), grad_input = view(f.grad_input, {f.N, f.D}),
+                         grad_weight = view(f.grad_weight, {f.V, f.D});
+  logitless_op op = LOGITLESS_OP_INIT(LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD);
+  op.options = &options, op.divergence = &divergence, op.input = &input, op.weight = &weight;
+  op.teacher_input = &teacher_input, op.teacher_weight = &teacher_weight, op.target = &target;
+  op.loss = &loss, op.grad_input = &grad_input, op.grad_weight = &grad_weight;
+  logitless_workspace_buffer workspace = LOGITLESS_WORKSPACE_BUFFER_INIT;
+  workspace.data = f.scratch.data();
+  workspace.byte_offset = -reinterpret_cast<uintptr_t>(f.scratch.data()) % 64;
+  workspace.bytes = f.scratch.size() - 64;
+  ASSERT_EQ(logitless_run(&op, &workspace, nullptr, nullptr), LOGITLESS_OK);
+  EXPECT_EQ(ours.loss, theirs.loss);
+  EXPECT_EQ(std::memcmp(ours.grad_input, theirs.grad_input, sizeof(ours.grad_input)), 0);
+  EXPECT_EQ(std::memcmp(ours.grad_weight, theirs.grad_weight, sizeof(ours.grad_weight)), 0);
+  for (const auto& a : ours.attributes) {
+    DivergenceFrame other;
+    if (a.name == "divergence") {
+      other.set(a.name, int32_t{LOGITLESS_TV});
+    } else if (std::holds_alternative<float>(a.value)) {
+      other.set(a.name, std::get<float>(a.value) * 0.5f);
+    } else {
+      continue;
+    }
+    ASSERT_EQ(other.both().message, "") << a.name;
+    EXPECT_NE(other.loss, ours.loss) << a.name;
+  }
+}
+
+TEST(Xla, ADivergencesBackwardTakesWhatIsKeptAndLeavesIt) {
+  DivergenceFrame f, again;
+  ASSERT_EQ(f.forward().message, "");
+  const std::vector<float> kept = f.kept, rows = f.kept_rows;
+  ASSERT_EQ(again.backward(false).message, "");
+  for (int time = 0; time < 2; ++time) {
+    for (float& g : f.grad_input) g = 9;
+    ASSERT_EQ(f.backward(true).message, "");
+    for (int i = 0; i < f.N * f.D; ++i) EXPECT_NEAR(f.grad_input[i], again.grad_input[i], 1e-5);
+    for (int i = 0; i < f.V * f.D; ++i) EXPECT_NEAR(f.grad_weight[i], again.grad_weight[i], 1e-5);
+    EXPECT_TRUE(f.kept == kept && f.kept_rows == rows);
+  }
+  for (float& x : f.kept) x = 0;  // it is what is read
+  ASSERT_EQ(f.backward(true).message, "");
+  for (const float g : f.grad_input) EXPECT_EQ(g, 0);
+}
+
+TEST(Xla, AnOptionOfADivergenceIsNoLosss) {
+  LossFrame loss;
+  loss.set("beta", 0.5f);
+  const Error error = loss.call();
+  EXPECT_EQ(error.code, error_invalid_argument);
+  EXPECT_NE(error.message.find("divergence is set"), std::string::npos) << error.message;
+  DivergenceFrame smoothed;
+  smoothed.set("label_smoothing", 0.5f);
+  EXPECT_NE(smoothed.both().message.find("label_smoothing"), std::string::npos);
+  DivergenceFrame unknown;
+  unknown.set("divergence", int32_t{99});
+  EXPECT_NE(unknown.both().message.find("divergence kind is 99"), std::string::npos);
+  DivergenceFrame other;  // what was kept of another input is no error, of another shape it is
+  ASSERT_EQ(other.forward().message, "");
+  other.kept_rows.resize(8);
+  other.inputs(false);
+  other.argument(type_f32, other.grad_losses, {other.N});
+  other.argument(type_f32, other.kept.data(), {64, 64});
+  other.argument(type_f32, other.kept_rows.data(), {1, 8});
+  other.result(type_f32, other.grad_input, {other.N, other.D});
+  const Error shape = other.run(LOGITLESS_LINEAR_DIVERGENCE_BACKWARD,
+                                "input weight target grad_loss kept kept_rows grad_input");
+  EXPECT_NE(shape.message.find("kept"), std::string::npos) << shape.message;
+}
+
 // Returns the upper half of the float, whose lower half is dropped.
 uint16_t as_bf16(double x) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(x)) >> 16);

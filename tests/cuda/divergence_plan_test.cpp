@@ -106,7 +106,7 @@ TEST(DivergencePlan, ALlamasRunsInLittleMemory) {
   // A gradient in f32 is added to in place, so that chunks of tokens need nothing of the weight's
   // size.
   const Both added = divergence_op<Both>(kLlama, {.f32_gradients = true});
-  const DivergencePlan q = quickest_plan(make_divergence(Call(added)), 512 * MiB, kH200);
+  const DivergencePlan q = quickest_plan(make_divergence(Call(added)), 768 * MiB, kH200);
   EXPECT_EQ(q.way, DivergenceWay::chunks);
 }
 
