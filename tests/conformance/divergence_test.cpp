@@ -266,6 +266,20 @@ TEST_P(Divergences, EndsOfBeta) {
   }
 }
 
+// beta is not told from 1 - (1 - beta), which has none of its digits.
+TEST_P(Divergences, BetaNearItsEnds) {
+  for (const DivergenceKind kind : {DivergenceKind::jsd, DivergenceKind::skew_kl}) {
+    for (const float beta : {1e-8f, 1e-4f, 0.01f, 0.999f}) {
+      for (const float scale : {1.0f, 8.0f}) {  // heads that are far apart
+        Case c = plain({33, 24, 300}, kind);
+        c.divergence.beta = beta;
+        c.options.logit_scale = c.divergence.teacher_logit_scale = scale;
+        judged(build<Both>(c), name_of(kind) + " " + std::to_string(beta), Memory::recommended);
+      }
+    }
+  }
+}
+
 // Forward alone has the bits of both together.
 TEST_P(Divergences, ForwardHasTheBitsOfBoth) {
   for (const DivergenceKind kind : kDivergenceKinds) {

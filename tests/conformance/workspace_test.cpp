@@ -141,6 +141,13 @@ uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int
   return end;
 }
 
+// The CPU multiplies a whole tile of the weight where it lies if there are few tokens (gemm.cpp, by
+// the address and the instruction set), and of two heads the place for a packed one is the last.
+uint64_t left_unpacked(const TestDevice& device, const Case& c) {
+  if (!device.has_threads() || !diverges(c.op)) return 0;
+  return uint64_t{192} * 4 * std::max(c.shape.hidden, c.teacher_hidden);
+}
+
 // The minimum is touched by any number of threads; the recommended one, which has room for eight,
 // by eight and more.
 TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
@@ -157,9 +164,10 @@ TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
     for (const auto& [memory, threads] : runs) {
       uint64_t given = 0;
       const uint64_t end = touched_end(device_, c, memory, threads, &given);
-      EXPECT_LE(given - end, kSlack) << describe(c) << ", " << threads << " threads, "
-                                     << (memory == Memory::minimum ? "minimum" : "recommended")
-                                     << ": " << end << " of " << given << " bytes touched";
+      EXPECT_LE(given - end, kSlack + left_unpacked(device_, c))
+          << describe(c) << ", " << threads << " threads, "
+          << (memory == Memory::minimum ? "minimum" : "recommended") << ": " << end << " of "
+          << given << " bytes touched";
     }
   }
 }

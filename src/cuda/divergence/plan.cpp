@@ -201,7 +201,7 @@ class DivergencePrice {
     };
     return head(s_) + (call_.makes_teacher() ? head(call_.teacher.shape) : 0);
   }
-  // The passes over rows of logits, of which each takes as long for arithmetic as for memory.
+  // The passes over rows of logits: their bytes, though mixtures take longer for arithmetic.
   double passes(int64_t rows) const {
     const bool makes_dz =
         p_.way == DivergenceWay::whole || p_.way == DivergenceWay::chunks || call_.keeps;

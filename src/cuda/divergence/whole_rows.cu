@@ -3,8 +3,8 @@
 //   1  m = max z and s = sum exp(z - m) of each head, a thread's own as it goes, then over threads
 //   2  the divergence, the mean that dz subtracts, the statistics
 //   3  dz; together with 2 for forward_kl, which subtracts no mean
-// Where there are clusters, one shares a row: so few rows are under way at a time that they stay in
-// the L2 cache between the passes.
+// Where there are clusters, one shares a row: so few rows are under way at a time that half of what
+// a later pass reads is still in the L2 cache.
 #include <cfloat>
 
 #include "src/cuda/divergence/kernels.h"
@@ -108,8 +108,7 @@ template <DivergenceKind kKind>
 __device__ void add_columns(const DivergenceRows& a, const DivergenceState& s, const float (&z)[4],
                             const float (&t)[4], const ColumnTerms<kKind> (&c)[4], RowSums* sums) {
   if constexpr (kKind != DivergenceKind::forward_kl) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums->mean = fmaf(c[i].c.p, c[i].slope(), sums->mean);
+    sums->mean += sum_of_four([&](int i) { return c[i].c.p * c[i].slope(); });
   }
   if (!a.has_outputs) return;
   sums->value += sum_of_four([&](int i) { return fmaxf(c[i].value(), 0.0f); });
@@ -296,7 +295,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   finish_kept_row(a, k, state, dz, finite, share, &exchange.finite);
 }
 
-// Blocks have eight columns a thread or more.
+// Blocks of a cluster have eight columns a thread or more.
 int threads_of(int32_t columns) { return columns >= 8192 ? pair_threads : 128; }
 int blocks_of(int32_t columns) {
   int blocks = 1;
