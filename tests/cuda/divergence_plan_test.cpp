@@ -155,52 +155,81 @@ TEST(DivergencePlan, EqualHeadsAreReadAlike) {
   EXPECT_TRUE(other.student.shape.copies_weight && other.teacher.shape.copies_weight);
 }
 
-// Whatever is in use at once lies apart and inside the workspace.
+// Whatever is in use at once lies apart and inside the workspace: while rows are worked on, and
+// when the gradients are made.
+struct Place {
+  const char* name;
+  const void* data;
+  uint64_t size;
+};
+std::vector<Place> places_of(const DivergenceCall& call, const DivergencePlan& p,
+                             const DivergenceMemory& m, bool gradients) {
+  const LinearShape& s = call.student.shape;
+  const auto element = static_cast<uint64_t>(size_of(s.dtype));
+  const bool whole = p.way == DivergenceWay::whole, by_columns = p.way == DivergenceWay::columns;
+  const bool by_chunk = p.way == DivergenceWay::none || p.way == DivergenceWay::chunks;
+  const auto tokens = static_cast<uint64_t>(s.tokens);
+  const auto all = static_cast<uint64_t>(whole_rows(s.tokens));
+  const uint64_t rows = by_chunk ? p.chunk : all, pitch = m.student.plan.hidden_pitch;
+  const uint64_t chunk = p.way == DivergenceWay::none ? std::min(p.chunk, s.tokens) : p.chunk;
+  const uint64_t width = by_columns || call.scales_panel() ? p.columns : panel_pitch(s.vocab);
+  const uint64_t logits = by_columns ? rows * width * 4 : chunk * panel_pitch(s.vocab) * 4;
+  std::vector<Place> places{{"tokens", m.tokens.row, tokens * 4},
+                            {"states", m.states, tokens * sizeof(DivergenceState)},
+                            {"grad_weight_sum", m.student.m.grad_weight_sum, s.vocab * pitch * 4}};
+  if (m.dz != reinterpret_cast<char*>(m.logits)) {
+    places.push_back({"dz", m.dz, rows * width * element});
+  }
+  const DivergenceHead& head = gradients ? m.ready : m.student;
+  const uint64_t inputs = whole && !gradients ? chunk : rows;
+  places.push_back({"input", head.m.input, inputs * pitch * element});
+  places.push_back({"target_logit", head.m.target_logit, inputs * 4});
+  places.push_back({"slope", head.m.slope, inputs * 4});
+  if (gradients || !whole) {
+    const uint64_t sums = p.way == DivergenceWay::chunks ? p.chunk : tokens;
+    places.push_back({"grad_input_sum", m.student.m.grad_input_sum, sums * pitch * 4});
+  }
+  if (gradients && whole) return places;
+  places.push_back({"logits", m.logits, logits});
+  places.push_back({"teacher_logits", m.teacher_logits, logits});
+  for (const Partials* sums : {&m.sums, &m.teacher_sums}) {
+    const uint64_t size = std::min(chunk, tokens) * sums->segments * 4;
+    places.push_back({"maximum", sums->maximum, size});
+    places.push_back({"sum", sums->sum, size});
+  }
+  return places;
+}
+
 TEST(DivergencePlan, ArraysLieApart) {
-  struct Place {
-    const char* name;
-    uint64_t first, end;
-  };
   char* const base = reinterpret_cast<char*>(int64_t{1} << 40);
   for_calls([&](const Call& call) {
     const DivergenceCall made = make_divergence(call);
-    const LinearShape& s = made.student.shape;
     for (const uint64_t bytes : budgets(made)) {
       const DivergencePlan p = quickest_plan(made, bytes, kH200);
       const DivergenceMemory m = place_divergence(made, p, base);
-      std::vector<Place> places;
-      const auto add = [&](const char* name, const void* data, uint64_t size) {
-        if (data == nullptr || size == 0) return;
-        const auto first = static_cast<uint64_t>(static_cast<const char*>(data) - base);
-        places.push_back({name, first, first + size});
-        EXPECT_LE(first + size, p.bytes) << name;
-      };
-      const auto element = static_cast<uint64_t>(size_of(s.dtype));
-      const bool by_chunk = p.way == DivergenceWay::none || p.way == DivergenceWay::chunks;
-      const uint64_t rows = by_chunk ? p.chunk : whole_rows(s.tokens);
-      const int64_t chunk = p.way == DivergenceWay::none ? std::min(p.chunk, s.tokens) : p.chunk;
-      const uint64_t pitch = m.student.plan.hidden_pitch;
-      const bool by_columns = p.way == DivergenceWay::columns;
-      const uint64_t width = by_columns || made.scales_panel() ? p.columns : panel_pitch(s.vocab);
-      add("tokens", m.tokens.row, s.tokens * 4);
-      add("input", m.student.m.input, rows * pitch * element);
-      add("logits", m.logits, by_columns ? rows * width * 4 : chunk * panel_pitch(s.vocab) * 4);
-      add("teacher_logits", m.teacher_logits,
-          by_columns ? rows * width * 4 : chunk * panel_pitch(s.vocab) * 4);
-      if (m.dz != reinterpret_cast<char*>(m.logits)) add("dz", m.dz, rows * width * element);
-      if (p.way != DivergenceWay::whole) {
-        const uint64_t sums = p.way == DivergenceWay::chunks ? p.chunk : s.tokens;
-        add("grad_input_sum", m.student.m.grad_input_sum, sums * pitch * 4);
-      }
-      add("grad_weight_sum", m.student.m.grad_weight_sum, s.vocab * pitch * 4);
-      std::sort(places.begin(), places.end(),
-                [](const Place& a, const Place& b) { return a.first < b.first; });
-      for (size_t i = 1; i < places.size(); ++i) {
-        EXPECT_LE(places[i - 1].end, places[i].first)
-            << places[i - 1].name << " and " << places[i].name << ", " << name_of(p.way);
+      for (const bool gradients : {false, true}) {
+        std::vector<Place> places = places_of(made, p, m, gradients);
+        std::erase_if(places, [](const Place& x) { return x.data == nullptr || x.size == 0; });
+        std::ranges::sort(places, {}, &Place::data);
+        const char* end = base;
+        for (const Place& x : places) {
+          EXPECT_GE(static_cast<const char*>(x.data), end) << x.name << ", " << name_of(p.way);
+          end = static_cast<const char*>(x.data) + x.size;
+        }
+        EXPECT_LE(end, base + p.bytes);
       }
     }
   });
+}
+
+// Chunks of a thousand tokens fit where an engine stores the logits of a large vocabulary.
+TEST(DivergencePlan, AnEnginesTilesAreFull) {
+  for (const HeadSizes& s : {kLlama, HeadSizes{8192, 2048, 151936, 4096, DType::bf16}}) {
+    const DivergencePlan p =
+        recommended_plan(make_divergence(Call(divergence_op<Both>(s))), 0, kH200);
+    EXPECT_EQ(p.sum_columns, 192);
+    EXPECT_EQ(p.chunk, 1024);
+  }
 }
 
 }  // namespace

@@ -132,10 +132,13 @@ TEST(DivergenceRecorded, AQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
   }
 }
 
-// It counts products.
+// It counts products: the library's, and the engine's of logits, whose blocks take the whole chip.
 struct Products final : RecordedCuda::Listener {
-  int count = 0;
-  void launch(const cudaLaunchConfig_t&, const void*, void**, const Parameter*, int) override {}
+  int count = 0, of_engine = 0;
+  void launch(const cudaLaunchConfig_t& config, const void*, void**, const Parameter*,
+              int) override {
+    if (config.gridDim.x == 132 && config.blockDim.x == 384) ++of_engine, ++count;
+  }
   void copy(void*, const void*, size_t) override {}
   void encode(const Map&, CUtensorMap*) override {}
   void* layout(int, uint64_t, uint64_t, int64_t) override { return this; }
@@ -149,19 +152,20 @@ struct Products final : RecordedCuda::Listener {
   }
 };
 template <class Op>
-int products_of(RecordedCuda* machine, const Op& op, double share = 1) {
+int products_of(RecordedCuda* machine, const Op& op, int* of_engine = nullptr) {
   Products products;
   machine->listener = &products;
-  const Status status = run_nowhere(op, share);
+  const Status status = run_nowhere(op, 1);
   machine->listener = nullptr;
+  if (of_engine != nullptr) *of_engine = products.of_engine;
   EXPECT_TRUE(status.ok()) << status.message();
   return products.count;
 }
 
 // All tokens fit one chunk here.
-TEST(DivergenceRecorded, MakesTheProductsThatAreAskedFor) {
+void expect_products_of(const RecordedCuda::Device& device) {
   const HeadSizes s{512, 256, 60000, 128};
-  RecordedCuda machine({kDevices[1]});
+  RecordedCuda machine({device});
   EXPECT_EQ(products_of(&machine, divergence_op<Forward>(s)), 2);
   EXPECT_EQ(products_of(&machine, divergence_op<Both>(s)), 4);
   EXPECT_EQ(products_of(&machine, divergence_op<Back>(s)), 4);
@@ -180,12 +184,40 @@ TEST(DivergenceRecorded, MakesTheProductsThatAreAskedFor) {
   back.grad_weight = {};
   EXPECT_EQ(products_of(&machine, back), 1);
 }
+TEST(DivergenceRecorded, MakesTheProductsThatAreAskedFor) {
+  for (const auto& device : kDevices) expect_products_of(device);
+}
+
+// Both heads' logits are the engine's where it has them, but not those of a softcap or of f32.
+TEST(DivergenceRecorded, AnEngineStoresTheLogits) {
+  HeadSizes s{512, 256, 60000, 128};
+  for (const bool hopper : {false, true}) {
+    RecordedCuda machine({kDevices[hopper]});
+    const auto stored = [&](const Both& op) {
+      int of_engine = 0;
+      EXPECT_GE(products_of(&machine, op, &of_engine), 4);
+      return of_engine;
+    };
+    EXPECT_EQ(stored(divergence_op<Both>(s)), hopper ? 2 : 0);
+    EXPECT_EQ(stored(divergence_op<Both>(s, {.temperatures = true})), hopper ? 2 : 0);
+    EXPECT_EQ(stored(divergence_op<Both>(s, {.biases = true})), 0);
+    Both op = divergence_op<Both>(s);
+    op.divergence.teacher_softcap = 30;
+    EXPECT_EQ(stored(op), 0);
+    op = divergence_op<Both>(s);
+    op.options.logit_scale = -1;
+    EXPECT_EQ(stored(op), 0);
+    s.dtype = DType::f32;
+    EXPECT_EQ(stored(divergence_op<Both>(s)), 0);
+    s.dtype = DType::bf16;
+  }
+}
 
 // The logits of heads of one depth are one product to the library, and so have equal bits where
 // the heads are equal.
 TEST(DivergenceRecorded, HeadsOfOneDepthHaveOneAlgorithm) {
   for (const int64_t depth : {256, 128}) {
-    RecordedCuda machine({kDevices[1]});
+    RecordedCuda machine({kDevices[0]});
     EXPECT_TRUE(run_nowhere(divergence_op<Forward>({512, 256, 60000, depth}), 1).ok());
     EXPECT_EQ(machine.heuristics(), depth == 256 ? 1 : 2);
   }

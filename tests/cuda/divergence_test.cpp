@@ -5,6 +5,7 @@
 
 #include "planned.h"
 #include "src/cuda/divergence/plan.h"
+#include "src/cuda/linear/engines.h"
 #include "tests/support/divergences.h"
 
 namespace logitless::conformance {
@@ -85,14 +86,98 @@ TEST_P(CudaDivergence, OfATeacherNearBy) {
   }
 }
 
+// Of heads of some size an engine stores the logits, with sums that the states are made of.
+class StoredLogits : public CudaDivergence {
+ protected:
+  Case large() const {
+    Case c = plain();
+    c.shape = {1000, 72, 4117};
+    c.statistics = c.logprob = true;
+    c.teacher_hidden = 40;
+    return c;
+  }
+  // Judges it, and tells whether the plan is of this sort wherever there is such an engine.
+  void judge_stored(const Case& c) const {
+    const Problem<Both> p = build<Both>(c);
+    const cuda::DeviceInfo* info = nullptr;
+    ASSERT_TRUE(cuda::find_device(0, &info).ok());
+    const uint64_t bytes = workspace_of(device_, c).recommended;
+    const bool stores = dtype_ != DType::f32 && cuda::engine_for(*info).columns_of_sums() > 0;
+    EXPECT_EQ(cuda::divergence_plan(Call(p.op), bytes, *info).sum_columns > 0, stores);
+    judge_ways(c);
+  }
+};
+
+TEST_P(StoredLogits, AreWithinTheBound) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
+    for (const int maps : {0, 1, 2}) {
+      Case c = large();
+      c.divergence.kind = kind;
+      if (maps == 1) {
+        c.options.temperature = 1.5f;
+        c.divergence.teacher_logit_scale = 0.6f;
+        c.divergence.label_weight = 0.3f;
+      }
+      c.temperatures = c.teacher_temperatures = maps == 2;
+      c.ignored = maps == 2 ? 0.4 : 0;
+      judge_stored(c);
+    }
+  }
+}
+
+TEST_P(StoredLogits, OfATeacherNearBy) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
+    Case c = large();
+    c.teacher_hidden = 0;
+    c.divergence.kind = kind;
+    c.near = true;
+    judge_stored(c);
+  }
+}
+
+// Equal heads give exactly 0; very near ones keep their digits, so that states have more than
+// f32's.
+TEST_P(StoredLogits, OfATeacherAlike) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
+    for (const float temperature : {1.0f, 1.001f}) {
+      Case c = large();
+      c.teacher_hidden = 0;
+      c.equal = true;
+      c.divergence.kind = kind;
+      c.divergence.teacher_temperature = temperature;
+      c.options.reduction = Reduction::none;
+      judge_stored(c);
+      const Problem<Both> p = build<Both>(c);
+      const Outcome made = execute(device_, p.op, p.pool);
+      ASSERT_TRUE(made.status.ok()) << made.status.message();
+      const reference::Result want = expected(device_, p.op, p.model);
+      const std::vector<double>& exact = want.outputs.at("loss").value;
+      for (size_t i = 0; i < exact.size(); ++i) {
+        ASSERT_NEAR(made.fields.at("loss").value[i], exact[i], 0.1 * exact[i]) << i;
+      }
+    }
+  }
+}
+
+// Every tile has rows of its own scale: none may be summed from where another's maximum is.
+TEST_P(StoredLogits, OfAnySize) {
+  for (const float scale : {1e-3f, 30.0f, 3000.0f}) {
+    Case c = large();
+    c.options.logit_scale = c.divergence.teacher_logit_scale = scale;
+    c.divergence.kind = DivergenceKind::jsd;
+    judge_stored(c);
+  }
+}
+
 // What Forward keeps serves a Backward with other upstream gradients, without a teacher and twice.
 TEST_P(CudaDivergence, KeptDzIsWithinTheBound) {
   for (const DivergenceKind kind : kDivergenceKinds) {
-    for (const int variant : {0, 1, 2}) {
+    for (const int variant : {0, 1, 2, 3}) {
       Case c = plain();
       c.op = OpKind::divergence_backward;
       c.divergence.kind = kind;
-      if (variant == 1) c.shape = {12, 24, 20011};  // several blocks share a row
+      if (variant == 1) c.shape = {12, 24, 20011};   // several blocks share a row
+      if (variant == 3) c.shape = {1000, 24, 4117};  // an engine may store the logits
       if (variant == 2) {
         add_options(&c);
         c.inactive = 0.3;
@@ -112,12 +197,13 @@ TEST_P(CudaDivergence, KeptDzIsWithinTheBound) {
   }
 }
 
+const auto all_dtypes =
+    testing::Combine(testing::ValuesIn(cuda_devices()), testing::Values(kPlain.op),
+                     testing::Values(DType::f32, DType::f16, DType::bf16));
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaDivergence);
-INSTANTIATE_TEST_SUITE_P(All, CudaDivergence,
-                         testing::Combine(testing::ValuesIn(cuda_devices()),
-                                          testing::Values(kPlain.op),
-                                          testing::Values(DType::f32, DType::f16, DType::bf16)),
-                         parameter_name);
+INSTANTIATE_TEST_SUITE_P(All, CudaDivergence, all_dtypes, parameter_name);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(StoredLogits);
+INSTANTIATE_TEST_SUITE_P(Divergence, StoredLogits, all_dtypes, parameter_name);
 
 }  // namespace
 }  // namespace logitless::conformance

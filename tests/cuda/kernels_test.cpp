@@ -68,6 +68,13 @@ Case ignored(Case c) {
   return c;
 }
 
+// An engine stores the logits of heads of some size.
+Case diverging(DType dtype) {
+  Case c = linear(OpKind::divergence_forward, dtype, {1000, 72, 4117});
+  c.divergence.kind = DivergenceKind::jsd;
+  return tempered(ignored(c));
+}
+
 constexpr OpKind loss = OpKind::linear_forward, both = OpKind::linear_forward_backward,
                  backward = OpKind::linear_backward;
 constexpr DType bf16 = DType::bf16, f16 = DType::f16;
@@ -98,6 +105,8 @@ std::vector<Ragged> ragged_losses() {
       {"single_loss_bf16", linear(loss, bf16, single), 1},
       {"half_loss_without_copy_bf16", ignored(linear(loss, bf16, half)), 0},
       {"few_loss_with_bias_f16", biased(linear(loss, f16, few)), 1},
+      {"divergence_bf16", diverging(bf16), 1},
+      {"divergence_f16", diverging(f16), 1},
   };
 }
 

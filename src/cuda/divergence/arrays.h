@@ -52,7 +52,8 @@ struct DivergenceRows {
   float* losses = nullptr;      // [N]  by token; there where the losses are reduced
   TensorView loss{};            // [N]
   DivergenceStatistics statistics{};
-  DivergenceState* states = nullptr;  // [N]  compacted; there where dz is made later
+  DivergenceState* states = nullptr;  // [N]  compacted; there where they are known or kept
+  bool has_states = false;            // they are known but for `mean`
   DivergencePanel dz{};
 };
 

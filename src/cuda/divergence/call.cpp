@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "src/cuda/divergence/plan.h"
+#include "src/cuda/linear/tiled/engine.h"
 #include "src/cuda/runtime/blas.h"
 #include "src/row/divergence.h"
 #include "src/row/map.h"
@@ -66,6 +67,14 @@ void copy_both_or_none(DivergenceCall* made) {
   s.copies_weight = t.copies_weight = s.copies_weight || t.copies_weight;
 }
 
+// Sums are of logits without a bias or softcap, whose order a scale does not turn round.
+bool may_store(const LinearCall& head, const LossOptions& options, const Tensor& weight) {
+  const LinearShape& s = head.shape;
+  const bool rows = s.copies_weight || (weight.stride[1] == 1 && tiled::is_aligned(weight));
+  return weight && s.dtype != DType::f32 && rows && !head.bias && !head.map.capped &&
+         options.logit_scale > 0;
+}
+
 void add_kept(const Call& call, DivergenceCall* made) {
   TokenInput& in = made->student.in;
   const bool is_half = call.input.dtype == DType::f16;
@@ -104,7 +113,11 @@ DivergenceCall make_divergence(const Call& call) {
   made.teacher =
       head_of(made.teacher_in, call.teacher_options(), call.teacher_input,
               needs_teacher ? TensorView(call.teacher_weight) : TensorView{}, call.teacher_bias);
-  if (made.makes_teacher()) copy_both_or_none(&made);
+  if (made.makes_teacher()) {
+    copy_both_or_none(&made);
+    made.may_store = may_store(made.student, call.options, call.weight) &&
+                     may_store(made.teacher, call.teacher_options(), call.teacher_weight);
+  }
   if (needs_teacher) made.teacher_logits = call.teacher_logits;
   if (!call.forward) return made;
   made.loss = call.loss;

@@ -47,10 +47,10 @@ __device__ inline float difference(const TwoHeads& c) {
   return choose(1 - x, fmaxf(c.p, c.q) * (c.d * expm1_ratio(x)), c.p - c.q);
 }
 
-// exp(-|d|) and this less 1; beyond 80 a head is nothing beside the other.
+// exp(-|d|) and this less 1; beyond 87 a head is nothing beside the other.
 struct Ratio {
   float size, e, s;
-  __device__ explicit Ratio(float d) : size(fminf(fabsf(d), 80.0f)), e(exp2_fast(-size * log2e)) {
+  __device__ explicit Ratio(float d) : size(fminf(fabsf(d), 87.0f)), e(exp2_fast(-size * log2e)) {
     s = choose(1 - size, -size * expm1_ratio(size), e - 1);
   }
 };

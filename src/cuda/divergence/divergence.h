@@ -22,6 +22,8 @@ struct DivergencePlan {
   DivergenceWay way = DivergenceWay::none;
   int64_t chunk = 0;    // logits of so many tokens are there at a time
   int64_t columns = 0;  // and dz of so many columns, where not of all
+  // The device's engine makes the logits, with sums of so many columns; or nobody does.
+  int64_t sum_columns = 0;
   uint64_t bytes = 0;
   double seconds = 0;  // it is predicted
 };

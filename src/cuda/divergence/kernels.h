@@ -7,6 +7,10 @@
 
 namespace logitless::cuda {
 
+// states.cu makes both heads' states of a chunk's rows, `states` [N] compacted, from the sums of
+// stored logits.
+void divergence_states(const Chunk& chunk, const Partials& student, const Partials& teacher,
+                       DivergenceState* states, Stream* stream);
 // whole_rows.cu makes of whole rows the outputs, the states where they are asked for, and dz where
 // there is a panel, of `rows` rows: those behind the chunk's become 0.
 void divergence_rows(DivergenceRows rows, DivergenceKind kind, int64_t launched,

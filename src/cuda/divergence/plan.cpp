@@ -15,11 +15,17 @@ namespace {
 
 // Logits of more tokens at a time make no product quicker; a product has tiles of 256.
 constexpr std::array<int64_t, 8> chunk_sizes{2048, 1536, 1024, 768, 512, 256, 128, 64};
+// Tiles of engines that store logits have so many rows, which should be full, and the vocabulary
+// should have more than a few.
+constexpr int64_t stored_rows = 512;
+bool is_worth_storing(int64_t chunk, int64_t vocab) {
+  return vocab >= 4096 && 8 * chunk >= 7 * round_up(chunk, stored_rows);
+}
 constexpr std::array<int64_t, 6> widths{16384, 8192, 4096, 2048, 1024, 512};
 
 // Returns how many tokens' input is gathered at a time.
 int64_t input_rows(const DivergenceCall& call, const DivergencePlan& p) {
-  const bool all = p.way != DivergenceWay::none && p.way != DivergenceWay::chunks;
+  const bool all = p.way == DivergenceWay::columns || p.way == DivergenceWay::from_kept;
   return all ? whole_rows(call.student.shape.tokens) : p.chunk;
 }
 
@@ -56,14 +62,32 @@ bool dz_in_place(const DivergenceCall& call, const DivergencePlan& p) {
   return passes && call.student.shape.dtype == DType::f32;
 }
 
+// The sums of stored logits, which are done with before grad_input is summed in their place.
+void place_sums(const DivergenceCall& call, const DivergencePlan& p, Arena* arena,
+                DivergenceMemory* m) {
+  const int64_t rows = std::min(p.chunk, call.student.shape.tokens);
+  const int64_t segments = divide_up(call.student.shape.vocab, p.sum_columns);
+  for (Partials* sums : {&m->sums, &m->teacher_sums}) {
+    sums->maximum = arena->take<float>(rows * segments);
+    sums->sum = arena->take<float>(rows * segments);
+    sums->segments = segments;
+    sums->unit_width = 1;
+  }
+}
+
+// What a gather of so many rows writes.
+void place_input(const LinearShape& s, int64_t rows, Arena* arena, DivergenceHead* head) {
+  head->m.input = arena->take<char>(rows * head->plan.hidden_pitch * size_of(s.dtype));
+  head->m.target_logit = arena->take<float>(rows);
+  if (s.maps) head->m.slope = arena->take<float>(rows);
+}
+
 void place_head(const LinearCall& call, int64_t rows, Arena* arena, DivergenceHead* head) {
   const LinearShape& s = call.shape;
   head->plan.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
   const int64_t row = head->plan.hidden_pitch * size_of(s.dtype);
   if (s.copies_weight) head->m.weight = arena->take<char>(s.vocab * row);
-  head->m.input = arena->take<char>(rows * row);
-  head->m.target_logit = arena->take<float>(rows);
-  if (s.maps) head->m.slope = arena->take<float>(rows);
+  place_input(s, rows, arena, head);
   head->m.rows_finished = arena->take<int32_t>(1);
 }
 
@@ -89,6 +113,17 @@ void place_gradients(const DivergenceCall& call, const DivergencePlan& p, int64_
   head.m.bias_slabs = arena->take<float>(divide_up(rows, bias_slab_rows) * panel_columns);
 }
 
+// What a Backward of kept dz needs of its tokens.
+void place_factors(const DivergenceCall& call, Arena* arena, DivergenceMemory* m) {
+  const int64_t tokens = call.student.shape.tokens;
+  m->ordered = m->tokens;
+  m->ordered.row = arena->take<int32_t>(tokens);
+  m->ordered.scalars = arena->take<TokenScalars>(1);
+  m->student.m.factors = arena->take<RowFactors>(tokens);
+  if (call.scales_panel()) m->scales = arena->take<float>(tokens);
+  m->student.m.tokens = m->ordered;
+}
+
 }  // namespace
 
 const char* name_of(DivergenceWay way) {
@@ -106,7 +141,9 @@ DivergenceMemory place_divergence(const DivergenceCall& call, const DivergencePl
   if (call.loss && call.student.in.options.reduction != Reduction::none) {
     m.losses = arena.take<float>(s.tokens);
   }
-  if (p.way == DivergenceWay::columns) m.states = arena.take<DivergenceState>(s.tokens);
+  if (p.way == DivergenceWay::columns || p.sum_columns > 0) {
+    m.states = arena.take<DivergenceState>(s.tokens);
+  }
   char* const library = arena.take<char>(matrix_library_bytes);
   place_head(call.student, input_rows(call, p), &arena, &m.student);
   if (call.makes_teacher()) {
@@ -116,15 +153,21 @@ DivergenceMemory place_divergence(const DivergenceCall& call, const DivergencePl
   m.student.m.library = m.teacher.m.library = library;
   m.student.m.tokens = m.teacher.m.tokens = m.tokens;
   m.teacher.m.tokens.map = m.teacher_maps;
-  // Sums of grad_input lie where the logits were, when dz of all tokens is there.
+  // Sums of grad_input, and all tokens' input, lie where the logits were, when dz of all tokens is
+  // there.
   const uint64_t start = arena.used();
   const int64_t logits = logits_of(call, p);
   if (logits > 0) m.logits = arena.take<float>(logits);
   if (logits > 0 && call.makes_teacher()) m.teacher_logits = arena.take<float>(logits);
+  if (p.sum_columns > 0) place_sums(call, p, &arena, &m);
   const uint64_t end = arena.used();
-  if (p.way == DivergenceWay::whole && s.grad_input) {
+  DivergenceHead gathered = m.student;
+  if (p.way == DivergenceWay::whole) {
     arena.back_to(start);
-    m.student.m.grad_input_sum = arena.take<float>(s.tokens * m.student.plan.hidden_pitch);
+    place_input(s, whole_rows(s.tokens), &arena, &gathered);
+    if (s.grad_input) {
+      m.student.m.grad_input_sum = arena.take<float>(s.tokens * m.student.plan.hidden_pitch);
+    }
     arena.at_least(end);
   }
   if (dz_in_place(call, p)) {
@@ -132,18 +175,14 @@ DivergenceMemory place_divergence(const DivergenceCall& call, const DivergencePl
   } else if (const int64_t elements = dz_elements(call, p)) {
     m.dz = arena.take<char>(elements * size_of(s.dtype));
   }
-  if (call.from_kept) {
-    m.ordered = m.tokens;
-    m.ordered.row = arena.take<int32_t>(s.tokens);
-    m.ordered.scalars = arena.take<TokenScalars>(1);
-    m.student.m.factors = arena.take<RowFactors>(s.tokens);
-    if (call.scales_panel()) m.scales = arena.take<float>(s.tokens);
-    m.student.m.tokens = m.ordered;
-  }
+  if (call.from_kept) place_factors(call, &arena, &m);
   if (call.gradients()) {
     const bool some = p.way == DivergenceWay::columns || call.scales_panel();
     place_gradients(call, p, some ? p.columns : s.vocab, &arena, &m);
   }
+  m.ready = m.student;
+  m.ready.m.input = gathered.m.input;
+  m.ready.m.target_logit = gathered.m.target_logit, m.ready.m.slope = gathered.m.slope;
   m.bytes = arena.used();
   return m;
 }
@@ -195,18 +234,29 @@ class DivergencePrice {
   // Both heads' logits. Half of their way to memory, and of the weight's from it, no arithmetic
   // hides.
   double logits(int64_t rows, int64_t columns) const {
+    const bool stores = p_.sum_columns > 0;
+    const double rounds = stores ? rounds_of(rows, columns) : 1;
     const auto head = [&](const LinearShape& s) {
-      return product_time(s, speed_, rows, columns, s.hidden, false) + moved(rows, columns, 2) +
-             moved(s.hidden, columns, dz() / 2);
+      return product_time(s, speed_, rows, columns, s.hidden, false) * rounds +
+             moved(rows, columns, stores ? 1 : 2) + moved(s.hidden, columns, dz() / 2);
     };
     return head(s_) + (call_.makes_teacher() ? head(call_.teacher.shape) : 0);
+  }
+  // Returns what an engine's tiles of both heads take, in rounds of the device's teams, as a
+  // multiple of their number.
+  double rounds_of(int64_t rows, int64_t columns) const {
+    const auto teams = static_cast<int64_t>(speed_.multiprocessors / 2);
+    const int64_t tiles = 2 * divide_up(rows, stored_rows) * divide_up(columns, p_.sum_columns);
+    const double all = static_cast<double>(divide_up(tiles, teams) * teams * stored_rows);
+    return all * static_cast<double>(p_.sum_columns) / (2 * static_cast<double>(rows * columns));
   }
   // The passes over rows of logits: their bytes, though mixtures take longer for arithmetic.
   double passes(int64_t rows) const {
     const bool makes_dz =
         p_.way == DivergenceWay::whole || p_.way == DivergenceWay::chunks || call_.keeps;
     const bool again = makes_dz && call_.options.kind != DivergenceKind::forward_kl;
-    return moved(rows, s_.vocab, (again ? 3 : 2) * read() + (makes_dz ? dz() : 0));
+    const int reads = 2 + (again ? 1 : 0) - (p_.sum_columns > 0 ? 1 : 0);
+    return moved(rows, s_.vocab, reads * read() + (makes_dz ? dz() : 0));
   }
   double gradients(int64_t rows, int64_t columns, bool adds) const {
     double sum = 0;
@@ -232,12 +282,17 @@ int64_t chunk_of(int64_t tokens, int64_t most) {
   return std::min(most, whole_rows(std::max<int64_t>(tokens, 1)));
 }
 
+DeviceSpeed speed_of(const DeviceInfo& device) { return engines().back()->speed(device); }
+
 // Calls consider(plan) with every plan there is.
 template <class F>
-void each_plan(const DivergenceCall& call, const DeviceSpeed& speed, F&& consider) {
+void each_plan(const DivergenceCall& call, const DeviceInfo& device, F&& consider) {
   const LinearShape& s = call.student.shape;
+  const DeviceSpeed speed = speed_of(device);
+  const int64_t stored = call.may_store ? engine_for(device).columns_of_sums() : 0;
   const auto use = [&](DivergencePlan p) {
     p.columns = std::min(p.columns, panel_pitch(s.vocab));
+    if (is_worth_storing(p.chunk, s.vocab)) p.sum_columns = stored;
     consider(finished(call, p, speed));
   };
   if (call.from_kept) {
@@ -263,13 +318,11 @@ void each_plan(const DivergenceCall& call, const DeviceSpeed& speed, F&& conside
   }
 }
 
-DeviceSpeed speed_of(const DeviceInfo& device) { return engines().back()->speed(device); }
-
 }  // namespace
 
 DivergencePlan smallest_plan(const DivergenceCall& call, const DeviceInfo& device) {
   DivergencePlan least;
-  each_plan(call, speed_of(device), [&](const DivergencePlan& p) {
+  each_plan(call, device, [&](const DivergencePlan& p) {
     const bool smaller =
         p.bytes < least.bytes || (p.bytes == least.bytes && p.seconds < least.seconds);
     if (least.bytes == 0 || smaller) least = p;
@@ -279,7 +332,7 @@ DivergencePlan smallest_plan(const DivergenceCall& call, const DeviceInfo& devic
 
 DivergencePlan quickest_plan(const DivergenceCall& call, uint64_t bytes, const DeviceInfo& device) {
   DivergencePlan best;
-  each_plan(call, speed_of(device), [&](const DivergencePlan& p) {
+  each_plan(call, device, [&](const DivergencePlan& p) {
     if (p.bytes > bytes) return;
     const bool better =
         p.seconds < best.seconds || (p.seconds == best.seconds && p.bytes < best.bytes);
@@ -297,7 +350,7 @@ DivergencePlan recommended_plan(const DivergenceCall& call, uint64_t minimum,
   const double best = quickest_plan(call, most, device).seconds;
   // Less memory is worth a hundredth of the time.
   DivergencePlan least;
-  each_plan(call, speed_of(device), [&](const DivergencePlan& p) {
+  each_plan(call, device, [&](const DivergencePlan& p) {
     if (p.bytes > most || p.seconds > 1.01 * best) return;
     if (least.bytes == 0 || p.bytes < least.bytes) least = p;
   });

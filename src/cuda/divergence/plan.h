@@ -24,6 +24,7 @@ struct DivergenceCall {
   bool from_kept = false;  // dz comes from there
   bool alike = false;      // every token that has a gradient has the same factor
   float lift = 1;          // kept dz is stored times this
+  bool may_store = false;  // both heads are such as an engine may store the logits of
   bool makes_teacher() const { return static_cast<bool>(teacher.weight); }
   bool gradients() const { return student.shape.gradients(); }
   // Returns whether kept dz is copied times its rows' factors: the input of f16 has no room for
@@ -47,6 +48,8 @@ struct DivergenceMemory {
   float* losses = nullptr;            // [N]  by token
   DivergenceState* states = nullptr;  // [N]  compacted
   DivergenceHead student, teacher;
+  DivergenceHead ready;             // the student, with the input that the gradients' products read
+  Partials sums, teacher_sums;      // of stored logits
   float* logits = nullptr;          // [rows, pitch]
   float* teacher_logits = nullptr;  // [rows, pitch]
   char* dz = nullptr;               // [rows, dz_pitch]  it may be `logits`

@@ -5,6 +5,7 @@
 
 #include "src/cuda/divergence/kernels.h"
 #include "src/cuda/divergence/plan.h"
+#include "src/cuda/linear/engines.h"
 #include "src/cuda/linear/portable/products.h"
 
 namespace logitless::cuda {
@@ -74,27 +75,36 @@ class DivergenceRun {
     with_teacher(all(), copy);
   }
 
+  // Returns whether the rows of all tokens' inputs are there at once, not a chunk's.
+  bool gathers_all() const { return p_.way == DivergenceWay::columns; }
   static void gather(const LinearWork& work) { gather_input(work, false, false); }
 
   void from_logits() {
-    const bool gathers_all = p_.way == DivergenceWay::whole || p_.way == DivergenceWay::columns;
-    if (gathers_all) with_student(all(), gather);
-    if (p_.way == DivergenceWay::columns) with_teacher(all(), gather);
+    if (gathers_all()) {
+      with_student(all(), gather);
+      with_teacher(all(), gather);
+    }
     for (int64_t first = 0; first < tokens(); first += p_.chunk) {
       const Chunk chunk = chunk_of(first, std::min(p_.chunk, tokens() - first));
-      if (!gathers_all) with_student(chunk, gather);
-      if (p_.way != DivergenceWay::columns) with_teacher(chunk, gather);
+      if (!gathers_all()) {
+        with_student(chunk, gather);
+        with_teacher(chunk, gather);
+      }
       rows_of(chunk);
       if (p_.way == DivergenceWay::chunks) {
         gradients(chunk, panel(0, vocab()), first > 0, true);
       }
     }
-    if (p_.way == DivergenceWay::whole) gradients(all(), panel(0, vocab()), false, true);
+    if (p_.way == DivergenceWay::whole) {
+      with_head(call_.student, m_.ready, all(), gather);
+      gradients(all(), panel(0, vocab()), false, true);
+    }
     if (p_.way == DivergenceWay::columns) gradients_by_columns();
   }
 
   // Makes both heads' logits of rows and columns.
   void logits(const Chunk& chunk, int64_t first, int64_t columns, int64_t most_columns) {
+    if (p_.sum_columns > 0) return store(chunk, first, columns, panel_pitch(most_columns));
     const int64_t pitch = panel_pitch(most_columns), most_rows = std::min(p_.chunk, tokens());
     HeadProducts::Logits block{.rows = chunk.rows,
                                .column = first,
@@ -102,16 +112,33 @@ class DivergenceRun {
                                .most_rows = std::max<int64_t>(most_rows, chunk.rows),
                                .most_columns = most_columns,
                                .pitch = pitch};
-    const auto multiply = [&](bool gathered_all, float* to) {
-      return [&, gathered_all, to](const LinearWork& work) {
-        block.row = gathered_all ? chunk.first : 0;
+    block.row = gathers_all() ? chunk.first : 0;
+    const auto multiply = [&](float* to) {
+      return [&, to](const LinearWork& work) {
         block.to = to;
         HeadProducts(work).logits(block);
       };
     };
-    const bool by_columns = p_.way == DivergenceWay::columns;
-    with_student(chunk, multiply(by_columns || p_.way == DivergenceWay::whole, m_.logits));
-    with_teacher(chunk, multiply(by_columns, m_.teacher_logits));
+    with_student(chunk, multiply(m_.logits));
+    with_teacher(chunk, multiply(m_.teacher_logits));
+  }
+
+  // Does the same with the device's engine, and makes the states of whole rows.
+  void store(const Chunk& chunk, int64_t first, int64_t columns, int64_t pitch) {
+    const bool whole = columns == vocab();
+    const auto by = [&](float* to, const Partials& sums) {
+      return [&, to](const LinearWork& work) {
+        engine_for(device_).store_logits(work, {.to = to,
+                                                .pitch = pitch,
+                                                .row = gathers_all() ? chunk.first : 0,
+                                                .first = first,
+                                                .columns = columns,
+                                                .partials = whole ? sums : Partials{}});
+      };
+    };
+    with_student(chunk, by(m_.logits, m_.sums));
+    with_teacher(chunk, by(m_.teacher_logits, m_.teacher_sums));
+    if (whole) divergence_states(chunk, m_.sums, m_.teacher_sums, m_.states, stream_);
   }
 
   // Returns what the kernels of the rows take, for columns [first, first + columns).
@@ -150,6 +177,7 @@ class DivergenceRun {
         call_.loss || out.entropy || out.teacher_entropy || out.acceptance || out.logprob;
     rows.losses = m_.losses;
     rows.loss = call_.loss;
+    rows.has_states = p_.sum_columns > 0;
     rows.statistics = out;
     if (call_.keeps) {
       rows.dz = {.data = call_.kept.as<char>(),
@@ -220,7 +248,7 @@ class DivergenceRun {
   // `last` columns grad_input is written from its sums.
   void gradients(const Chunk& chunk, const Panel& dz, bool adds, bool last) {
     const bool factors = m_.student.m.factors != nullptr;
-    with_student(chunk, [&](const LinearWork& work) {
+    with_head(call_.student, m_.ready, chunk, [&](const LinearWork& work) {
       const HeadProducts products(work);
       if (shape().grad_weight) products.grad_weight(dz, work.m.input, adds);
       if (shape().grad_bias) add_to_bias(work, dz, factors, !adds);
@@ -234,7 +262,7 @@ class DivergenceRun {
   void write_weight_sums() {
     const LinearShape& s = shape();
     if (!call_.gradients()) return;
-    with_student(all(), [&](const LinearWork& work) {
+    with_head(call_.student, m_.ready, all(), [&](const LinearWork& work) {
       const int64_t tail = tail_rows(s);
       if (sums_grad_weight(s, work.plan)) {
         write_grad_weight(work, work.m.grad_weight_sum, 0, s.vocab - tail);

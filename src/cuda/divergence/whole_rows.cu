@@ -3,8 +3,8 @@
 //   1  m = max z and s = sum exp(z - m) of each head, a thread's own as it goes, then over threads
 //   2  the divergence, the mean that dz subtracts, the statistics
 //   3  dz; together with 2 for forward_kl, which subtracts no mean
-// Where there are clusters, one shares a row: so few rows are under way at a time that half of what
-// a later pass reads is still in the L2 cache.
+// The first is left out where the states are known. Where there are clusters, one shares a row: so
+// few rows are under way at a time that half of what a later pass reads is still in the L2 cache.
 #include <cfloat>
 
 #include "src/cuda/divergence/kernels.h"
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   }
   if (share.blocks > 1) cluster_wait();
   __syncthreads();  // dz_of_row is there
-  DivergenceState state = state_of(pair, &exchange.states);
+  DivergenceState state = a.has_states ? a.states[k] : state_of(pair, &exchange.states);
   const DzRow dz = with_state(dz_of_row, state);
   RowSums own;
   uint32_t check = 0;

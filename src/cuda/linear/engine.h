@@ -10,6 +10,16 @@
 
 namespace logitless::cuda {
 
+// An engine stores raw logits in f32 there: those of the chunk's rows that count, which begin at
+// row `row` of the compacted input, and of columns [first, first + columns).
+struct StoredLogits {
+  float* to = nullptr;  // [rows, pitch]  columns up to a multiple of 2 are written
+  int64_t pitch = 0, row = 0;
+  int64_t first = 0, columns = 0;
+  // [rows, segments] each: `maximum` and `sum` of columns_of_sums() columns; or null
+  Partials partials{};
+};
+
 class Engine {
  public:
   virtual ~Engine() = default;
@@ -55,6 +65,11 @@ class Engine {
                          StepVisitor* visitor) const = 0;
   virtual double seconds(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,
                          const Step& step) const = 0;
+  // Returns how many columns a sum of store_logits has, which serves heads of 16 bits whose weight
+  // has aligned rows or is copied; or 0, where it serves none.
+  virtual int64_t columns_of_sums() const { return 0; }
+  // Makes a head's raw logits, and their sums.
+  virtual void store_logits(const LinearWork&, const StoredLogits&) const {}
   // `workspace` has the plan's bytes, which the engine lays its arrays out in.
   virtual void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
                    const DeviceInfo& device, Stream* stream) const = 0;

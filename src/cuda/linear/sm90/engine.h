@@ -30,7 +30,10 @@ class HopperEngine final : public tiled::TiledEngine {
   bool finds_maximum(const LinearShape& s) const override { return s.sums.has(SumKind::maximum); }
   DeviceSpeed speed(const DeviceInfo& device) const override;
   bool forms_in_place(const LinearCall& call) const override;
+  int64_t columns_of_sums() const override { return tile_columns; }
 
+  // logits.cu defines it.
+  void store_logits(const LinearWork& work, const StoredLogits& to) const override;
   // forward.cu defines these.
   void logits(const LinearWork& work, int64_t first, int64_t columns,
               const Panel& panel) const override;

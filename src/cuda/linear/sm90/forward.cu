@@ -6,6 +6,7 @@
 
 #include "src/cuda/linear/sm90/plain.cuh"
 #include "src/cuda/linear/sm90/tensor_map.h"
+#include "src/cuda/linear/sm90/weight_map.h"
 #include "src/cuda/linear/sm90/whole_chip.cuh"
 #include "src/cuda/linear/sm90/with_options.cuh"
 #include "src/cuda/linear/tiled/teams.h"
@@ -52,17 +53,12 @@ CUtensorMap compacted_map(const LinearWork& work) {
 Operands make_operands(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const LinearShape& s = call.shape;
-  const int64_t hidden = s.copies_weight ? plan.hidden_pitch : s.hidden;
-  const void* weight = s.copies_weight
-                           ? m.weight
-                           : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
-  const int64_t stride = weight_stride(call, plan);
   // Compacted token k is token k where every token counts, so that the caller's rows serve.
   const CUtensorMap input = s.kernels.reads_input
                                 ? own_map(input_rows(call, plan), s.dtype, chunk.first, chunk.rows,
                                           copied_rows(s, plan), stream)
                                 : compacted_map(work);
-  return {input, make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
+  return {input, weight_map(work)};
 }
 
 // The map of kept E begins with the chunk's first row.

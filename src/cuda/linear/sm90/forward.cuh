@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // On Hopper one kernel multiplies and uses the logits at once: input [N, D] . weight [V, D]^T in
-// tiles of 256 tokens x 192 columns, whose logits never leave the registers. Its modes:
+// tiles of 256 tokens x 192 columns, whose logits leave the registers in one mode alone. Its modes:
 //   sums     sum of exponentials of every row and tile (192 columns) and what it is relative to,
 //            the anchor or a maximum, the target's left out
 //   sums_e   the same, and E = exp(z - z_target) in bf16; of f16 inputs its code (numbers.cuh)
 //   sums_kept  the same without the softcap's slope, and near the cap what is left to it
 //   dz       P exp(z - lse), with P p - o at the target
+//   logits   the raw logits in f32, with maximum and sum of exponentials of every row and tile
 // This header has what both kernels share: plain.cuh serves calls without options, with_options.cuh
 // those with a bias, a map from raw to z, more statistics or more terms of dz. tile.cuh has the
 // tile and its pipeline. Rows of tiles run fastest in groups of 2048 tokens, then the vocabulary.
@@ -16,7 +17,7 @@
 
 namespace logitless::cuda::sm90 {
 
-enum class Mode { sums, sums_e, sums_kept, dz };
+enum class Mode { sums, sums_e, sums_kept, dz, logits };
 
 // The panel holds codes of E.
 template <class T, Mode kMode>
@@ -46,7 +47,7 @@ struct Arguments {
   const float* target_logit;
   const RowGradient* gradients;   // only dz reads it
   const float* target_gradient;   // only dz reads it
-  Panel panel;                    // every mode but sums writes it
+  Panel panel;                    // every mode but sums writes it, `logits` in f32
   int64_t first_column, columns;  // they are counted in the vocabulary
   int64_t panel_end;              // whole blocks are written: behind the last column they are zeros
   int32_t depth_tiles;
@@ -111,12 +112,13 @@ struct RowData {
 template <Mode kMode, bool kScaled = false>
 __device__ inline RowData load_row(const Arguments& a, int row0, int valid) {
   const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * (quad / 2);
-  RowData r{find_target(a, row, valid), 0, 0, 0, 0, 0, 0};
+  RowData r{kMode == Mode::logits ? -1 : find_target(a, row, valid), 0, 0, 0, 0, 0, 0};
   if (row >= valid) return r;
   if constexpr (kScaled) {
     const TileOptions& o = a.options;
     r.slope = o.row_slope == nullptr ? o.map.slope : o.row_slope[row];
   }
+  if constexpr (kMode == Mode::logits) return r;
   if constexpr (kMode == Mode::dz) {
     const RowStart start = load_start<kMode>(a, row, valid);
     r.anchor = start.anchor, r.log2_sum = start.log2_sum, r.factor = start.factor;

@@ -10,7 +10,9 @@
 // is too far from the anchor is summed again, from its maximum.
 // E and dz go through shared memory to the copy engine. There is room for it in the last step but
 // one: its products are done, and these 16 KB a warpgroup are given back when the boxes have been
-// read.
+// read. Logits go to memory as they are, 32 bytes of eight rows at a time.
+// The sums of logits have no anchor: nothing is known of their rows, and both heads of a divergence
+// need them to the last bits. A lane's start from the greatest of its own.
 #pragma once
 
 #include "src/cuda/linear/sm90/plain_input.cuh"
@@ -23,7 +25,7 @@ namespace logitless::cuda::sm90 {
 static_assert(unit_rows == cluster_rows);
 
 // These are the sums of a thread's two rows, relative to the anchor, or to `maximum` where that is
-// no NaN.
+// no NaN. Of logits `maximum` is raw, and it is always what they are relative to.
 struct RowSums {
   float sum[2], maximum[2];
 };
@@ -44,6 +46,12 @@ __device__ inline void write_sums(const PartialSum& sums, const UnitItem& item, 
   }
 }
 
+// Returns the sum of a quad's lanes, each relative to a maximum of its own.
+__device__ inline PartialSum join_lanes(float maximum, float sum) {
+  const float most = quad_max(maximum), from = most == -infinity() ? 0.0f : most;
+  return {most, quad_sum(sum * exp2_fast((maximum - from) * log2e))};
+}
+
 // Writes, under the next products, a tile's sums of 64 rows. Each lane takes those of one of its
 // quad's four rows, whose data it has. Beside E they go to memory, else they are added to the
 // unit's, which are written with its last tile.
@@ -54,16 +62,22 @@ __device__ inline void add_sums(const RowSums& sums, const RowData& data, const 
   PartialSum own;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const PartialSum row{sums.maximum[h], quad_sum(sums.sum[h])};
+    PartialSum row;
+    if constexpr (kMode == Mode::logits) {
+      row = join_lanes(sums.maximum[h] * of_row(data.slope, part, h), sums.sum[h]);
+    } else {
+      row = {sums.maximum[h], quad_sum(sums.sum[h])};
+    }
     if (h == 0 || threadIdx.x % 2 != 0) own = row;
   }
-  if (own.reference != own.reference) {
+  if (kMode != Mode::logits && own.reference != own.reference) {
     // The exponentials are relative to the anchor but for a rounding, which is made good here.
     own.reference = fabsf(data.anchor) < most_anchor ? data.anchor : 0.0f;
     own.sum *= exp2_fast(-fmaf(own.reference, log2e, -(own.reference * log2e)));
   }
   const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * part;
   if (quad / 2 != part) return;
+  if (kMode == Mode::logits && a.partials.sum == nullptr) return;
   if constexpr (kMode == Mode::sums) {
     *unit = combine(*unit, own);
     if (!ends) return;
@@ -73,11 +87,14 @@ __device__ inline void add_sums(const RowSums& sums, const RowData& data, const 
   write_sums(own, item, row, a, valid);
 }
 
-// So many steps at a tile's end, and as many at its beginning, run the upper rows' products before
-// the lower ones', and other work is done under them. The loss takes two, all of the ring; E's
-// boxes leave room for one.
 template <Mode kMode>
-constexpr int split_steps = kMode == Mode::sums ? 2 : 1;
+constexpr bool has_boxes = kMode == Mode::sums_e || kMode == Mode::dz;
+
+// So many steps at a tile's end, and as many at its beginning, run the upper rows' products before
+// the lower ones', and other work is done under them. It is two, all of the ring, where boxes do
+// not leave room for one alone.
+template <Mode kMode>
+constexpr int split_steps = has_boxes<kMode> ? 1 : 2;
 
 // A tile's sum relative to the anchor must not be below this: exponentials that count may then be
 // 0.
@@ -175,7 +192,7 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
                                 const HalfTile& at, const Arguments& a,
                                 const CUtensorMap* panel_map, const uint8_t* boxes, int warpgroup,
                                 RowSums* sums) {
-  constexpr bool stores = kMode != Mode::sums;
+  constexpr bool stores = has_boxes<kMode>;
   float sum[2] = {0, 0};
 #pragma unroll
   for (int block = 0; block < 3; ++block) {
@@ -230,6 +247,40 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
   }
 }
 
+// Stores the logits of 64 rows of a tile and makes their sums, each lane's relative to the greatest
+// of its own.
+template <bool kMasked>
+__device__ inline void store_rows(const float (&d)[96], const LeftOut& mask, const RowData& data,
+                                  const HalfTile& at, const Arguments& a, RowSums* sums) {
+  const int64_t column = int64_t{at.column_tile} * tile_columns + 2 * (threadIdx.x % 4);
+  float* const first = reinterpret_cast<float*>(a.panel.data) + at.row * a.panel.pitch + column;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float* const to = first + 8 * h * a.panel.pitch;
+#pragma unroll
+    for (int i = 0; i < 24; ++i) {  // whole pairs: nobody reads what lies behind the last column
+      if (kMasked && 8 * i >= mask.end[h]) break;
+      *reinterpret_cast<float2*>(to + 8 * i) = {d[4 * i + 2 * h], d[4 * i + 2 * h + 1]};
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float maximum = find_maximum<kMasked>(d, mask, h);
+    const float scale = of_row(data.slope, at.part, h) * log2e;
+    const float most = maximum == -infinity() ? 0.0f : maximum;
+    // The product is rounded, which is made good below: it is an exponent of the whole sum.
+    const float from = most * scale;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 24; ++i) {
+      sum += exp2_fast(fmaf(element<kMasked>(d, mask, i, h, 0), scale, -from)) +
+             exp2_fast(fmaf(element<kMasked>(d, mask, i, h, 1), scale, -from));
+    }
+    sums->sum[h] = sum * exp2_fast(-fmaf(most, scale, -from));
+    sums->maximum[h] = maximum;
+  }
+}
+
 // Targets, columns behind the last one and, in panels, rows behind the last one are rare, so there
 // are two copies of the code.
 template <class T, Mode kMode>
@@ -239,7 +290,8 @@ __device__ inline void half_tile(const float (&d)[96], const RowData& data, cons
   const int quad = threadIdx.x % 4, from = threadIdx.x % 32 - quad + 2 * at.part;
   const int column = static_cast<int>(a.first_column) + at.column_tile * tile_columns;
   const int left = min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
-  const Starts starts = find_starts<kMode>(data, at.part);
+  Starts starts{};
+  if constexpr (kMode != Mode::logits) starts = find_starts<kMode>(data, at.part);
   LeftOut mask;
   bool any = left < tile_columns;
 #pragma unroll
@@ -249,6 +301,10 @@ __device__ inline void half_tile(const float (&d)[96], const RowData& data, cons
     const bool exists = at.row + 8 * h < valid;
     mask.end[h] = kMode != Mode::sums && !exists ? -2 * quad : left - 2 * quad;
     any |= (target >= 0 && target < tile_columns) || (kMode != Mode::sums && !exists);
+  }
+  if constexpr (kMode == Mode::logits) {
+    if (__any_sync(whole_warp, any)) return store_rows<true>(d, mask, data, at, a, sums);
+    return store_rows<false>(d, mask, data, at, a, sums);
   }
   if (__any_sync(whole_warp, any)) {
     sum_rows<T, kMode, true>(d, mask, starts, at, a, panel_map, boxes, warpgroup, sums);
@@ -260,7 +316,7 @@ __device__ inline void half_tile(const float (&d)[96], const RowData& data, cons
 template <class T, Mode kMode>
 __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline& pipeline,
                                    const PlainWork& work, int warpgroup, const Arguments& a) {
-  constexpr bool stores = kMode != Mode::sums;
+  constexpr bool stores = has_boxes<kMode>, is_scaled = kMode == Mode::logits;
   constexpr int split = split_steps<kMode>;
   float upper[96], lower[96];
   const uint32_t signals = threadIdx.x % 128;
@@ -300,7 +356,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     const bool ends = item.tile + 1 == item.end;
     const int row =
         item.row_cluster * cluster_rows + a.team.rank() * tile_rows + thread_row(warpgroup);
-    const RowData data = load_row<kMode>(a, row, work.valid);
+    const RowData data = load_row<kMode, is_scaled>(a, row, work.valid);
     if (stores && lent >= 0 && signals == 0) {
       stores_wait();
       a.team.release(pipeline.empty + lent, 0);
@@ -381,7 +437,7 @@ __global__ void __launch_bounds__(block_threads, 1)
   if (threadIdx.x == 0) {
     prefetch_map(&input_map);
     prefetch_map(&weight_map);
-    if (kMode != Mode::sums) prefetch_map(&panel_map);  // the modes without a panel rarely read it
+    if (has_boxes<kMode>) prefetch_map(&panel_map);  // the modes without a panel rarely read it
   }
   const Pipeline pipeline = open_pipeline(dynamic);
   clear_left_out(pipeline, a.left_rows);

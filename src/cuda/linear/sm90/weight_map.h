@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "src/cuda/linear/sm90/engine.h"
+#include "src/cuda/linear/sm90/tensor_map.h"
+
+namespace logitless::cuda::sm90 {
+
+// Returns the map of a head's weight, which the blocks of a team read a half of a tile's rows each.
+inline CUtensorMap weight_map(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
+  const LinearShape& s = call.shape;
+  const int64_t hidden = s.copies_weight ? plan.hidden_pitch : s.hidden;
+  const void* weight = s.copies_weight
+                           ? m.weight
+                           : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
+  return make_map(weight, s.dtype, s.vocab, hidden, weight_stride(call, plan), tile_columns / 2,
+                  stream);
+}
+
+}  // namespace logitless::cuda::sm90
