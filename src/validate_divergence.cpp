@@ -69,9 +69,10 @@ Status check_teacher(const Call& call) {
                    "teacher_bias is given without teacher_weight; allowed: beside it");
     }
     if (call.forward || !call.kept) {
-      return error(StatusCode::invalid_argument,
-                   "teacher_weight is missing, and so is teacher_logits; %s needs one",
-                   call.op_name());
+      return error(
+          StatusCode::invalid_argument,
+          "teacher_weight is missing, and so is teacher_logits; allowed: one of logits and a "
+          "head");
     }
   }
   if (call.teacher_temperature && call.divergence.teacher_temperature != 1) {

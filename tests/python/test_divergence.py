@@ -825,12 +825,22 @@ def wrong(h: Heads) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         ),
         "no teacher": (
             {"teacher_input": None, "teacher_weight": None}, value,
-            r"^teacher_weight is missing, and so is teacher_logits",
+            r"^teacher_weight is missing, and so is teacher_logits; allowed: one of logits and a",
         ),
         "half a teacher": (
             {"teacher_weight": None}, value,
             r"^teacher_input is given without teacher_weight; allowed: both or neither",
         ),
+        "the other half": (
+            {"teacher_input": None}, value,
+            r"^teacher_weight is given without teacher_input; allowed: both or neither",
+        ),
+        "half a teacher beside logits": (
+            {"teacher_input": None, "teacher_logits": logits}, value,
+            r"^teacher_weight is given without teacher_input; allowed: both or neither",
+        ),
+        "no input": ({"input": None}, kind, r"^input is a NoneType; allowed: a"),
+        "no weight": ({"linear_weight": None}, kind, r"^linear_weight is a NoneType; allowed: a"),
         "two teachers": (
             {"teacher_logits": logits}, value, r"^teacher_logits is given beside teacher_weight"
         ),
