@@ -239,6 +239,16 @@ def test_unsloth_multiplies_in_the_dtype_of_the_heads() -> None:
         same(unsloth.fused_linear_jsd(*given), theirs, leaves[1:], BF16)
 
 
+def test_unsloth_rounds_hidden_states_to_the_heads_dtype_beside_a_wider_teacher() -> None:
+    h = heads(shape=(12,))
+    w, x = h.weight.detach().bfloat16().requires_grad_(), h.input
+    rounded = x.detach().bfloat16().float().requires_grad_()
+    theirs = known(h._replace(input=rounded, weight=w), 0.5)
+    made = unsloth.fused_linear_jsd(x, w, *h[2:4])
+    close(made, theirs)
+    close(torch.autograd.grad(made, x)[0], torch.autograd.grad(theirs, rounded)[0])
+
+
 def test_unsloths_errors_are_in_its_words() -> None:
     h = heads()
     call = unsloth.fused_linear_jsd

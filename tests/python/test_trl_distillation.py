@@ -120,6 +120,31 @@ def test_heads_of_several_dtypes(dtypes: Any, products: torch.dtype) -> None:
             assert not torch.equal(a, a.bfloat16().float()), "it is not rounded on its way"
 
 
+@pytest.mark.parametrize("wider", ["the student's weight", "the teacher's weight"])
+def test_each_head_is_rounded_to_its_own_hidden_states(wider: str) -> None:
+    """As TRL does with a weight in f32 beside hidden states in 16 bits, though the other head is
+    multiplied in f32. The weight's own gradient is not rounded."""
+    h = heads(shape=(23,))
+    student = wider == "the student's weight"
+    x, y = (h.input.detach(), h.teacher_input.detach())
+    x, y = (x.bfloat16(), y) if student else (x, y.bfloat16())
+    w = h.weight.detach().requires_grad_()
+    h = h._replace(input=x, teacher_input=y, weight=w)
+    rounded = (w, h.teacher_weight)[not student].detach().bfloat16().float().requires_grad_()
+    alike = h._replace(**{"weight" if student else "teacher_weight": rounded})
+    theirs, entropy = known(alike, 0.5)
+    (of_theirs,) = torch.autograd.grad(theirs.sum(), alike.weight)
+    trls, _ = fused(h, 0.5)
+    with patch_trl():
+        made, of_student = fused(h, 0.5)
+    for a in (trls, made):  # which shows that TRL rounds so
+        close(a, theirs)
+    close(of_student, entropy)
+    (grad,) = torch.autograd.grad(made.sum(), w)
+    assert grad.dtype is F32
+    close(grad, of_theirs)
+
+
 def test_autocast() -> None:
     h = heads(shape=(23,))
     rounded = [t.detach().bfloat16() for t in h[:4]]

@@ -21,8 +21,30 @@ class Head(NamedTuple):
     weight: Tensor  # [V, D]
     bias: Tensor | None = None  # [V]
 
-    def to(self, dtype: torch.dtype) -> Head:
-        return self._replace(hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
+    def to(self, own: torch.dtype, dtype: torch.dtype) -> Head:
+        """Rounded to `own`, and then in `dtype`, which holds that exactly."""
+        hidden, weight = (_rounded(t, own, dtype) for t in (self.hidden, self.weight))
+        return self._replace(hidden=hidden, weight=weight)
+
+
+class _Rounded(torch.autograd.Function):
+    """A tensor as it is rounded to `own`; its gradient is not rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, own: torch.dtype, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = tensor.dtype
+        return tensor.to(own).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].to(ctx.dtype), None, None
+
+
+def _rounded(tensor: Tensor, own: torch.dtype, dtype: torch.dtype) -> Tensor:
+    if own in (dtype, tensor.dtype):
+        return tensor.to(dtype)
+    rounded: Tensor = _Rounded.apply(tensor, own, dtype)  # type: ignore[no-untyped-call]
+    return rounded
 
 
 def generalized_jsd(
@@ -30,9 +52,9 @@ def generalized_jsd(
     peak: Callable[[Sizes], int], held: int = 0, **options: Any,
 ) -> Any:  # fmt: skip
     """linear_divergence of the kind that others call the generalized JSD. `dtypes` are those that
-    they have the two heads' products in, outside autocast; where they differ both are made in the
-    wider, which holds the other's numbers exactly. `held` are bytes that their `peak` counts and
-    this call's memory does not."""
+    they have the two heads' products in, outside autocast, and round each head to; where they
+    differ both products are made in the wider, which holds the other's numbers exactly. `held` are
+    bytes that their `peak` counts and this call's memory does not."""
     kind = student.hidden.device.type
     context: Any = contextlib.nullcontext()
     if torch.is_autocast_enabled(kind):
@@ -44,7 +66,7 @@ def generalized_jsd(
     with context:
         weights = (student.weight, teacher.weight)
         if not torch.is_autocast_enabled(kind):
-            student, teacher = student.to(dtype), teacher.to(dtype)
+            student, teacher = student.to(dtypes[0], dtype), teacher.to(dtypes[1], dtype)
         copies = sum(w.numel() * dtype.itemsize for w in weights if w.dtype is not dtype)
         memory = frugal_beside(memory, student.hidden, student.weight, peak, held + copies)
         return linear_divergence(
