@@ -682,6 +682,27 @@ def test_meta_and_fake_tensors_have_shapes(device: str) -> None:
         assert x.grad is not None and x.grad.shape == x.shape
 
 
+@pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
+def test_what_is_wrong_with_meta_and_fake_tensors_is_said(fake: bool) -> None:
+    """In the words of a call that runs, but for what is said of a tensor's numbers or class."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    apart = {"a target outside", "a moved target outside", "memory", "layout", "beta, a tensor"}
+    mode = FakeTensorMode()
+    empty = mode.from_tensor if fake else lambda t: t.to("meta")
+    h = heads()
+    for name, (changed, kind, message) in wrong(h).items():
+        if name in apart:
+            continue
+        given: dict[str, Any] = {
+            "input": h.input, "linear_weight": h.weight, "teacher_input": h.teacher_input,
+            "teacher_weight": h.teacher_weight, **changed,
+        }  # fmt: skip
+        given = {n: empty(v) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+        with pytest.raises(kind, match=message), mode if fake else contextlib.nullcontext():
+            linear_divergence(**given)
+
+
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, PassThrough], ids=["plain", "dispatched"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_no_second_derivative(device: str, reduction: str, mode: Any) -> None:
