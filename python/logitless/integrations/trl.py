@@ -25,6 +25,7 @@ from logitless._statistics import StatisticName
 from logitless.integrations._divergence import Head, generalized_jsd
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_cross_entropy
+from logitless.torch._functions import _autocast_dtype
 
 
 class _Known(NamedTuple):
@@ -179,7 +180,7 @@ class TrlDivergence:
         divergence, statistics = generalized_jsd(
             Head(student_hidden, student_weight, student_bias),
             Head(teacher_hidden, teacher_weight, teacher_bias),
-            (student_hidden.dtype, teacher_hidden.dtype), self._patch.memory, _divergence_peak,
+            "hidden", self._patch.memory, _divergence_peak,
             beta=beta, temperature=temperature, logit_scale=student_logit_scale,
             softcap=student_final_logit_softcapping, teacher_logit_scale=teacher_logit_scale,
             teacher_softcap=teacher_final_logit_softcapping, reduction="none",
@@ -233,7 +234,7 @@ def _alike(
     autocast, or else that of the hidden states. The gradient of an f32 weight is formed in f32."""
     kind, dtype = hidden.device.type, hidden.dtype
     context: Any = contextlib.nullcontext()
-    if torch.is_autocast_enabled(kind):
+    if _autocast_dtype(hidden) is not None:
         return weight, None if bias is None else bias.float(), context
     if dtype is torch.float32:
         weight = weight.float()
