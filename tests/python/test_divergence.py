@@ -825,7 +825,7 @@ def wrong(h: Heads) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
     value, kind = ValueError, TypeError
     return {
         "kind": ({"kind": "kl"}, value, r"^kind is 'kl'; allowed: 'forward_kl', .*'tv'$"),
-        "beta": ({"kind": "jsd", "beta": 1.5}, value, r"^beta is 1\.5; allowed: 0 to 1"),
+        "beta": ({"kind": "jsd", "beta": 1.5}, value, r"^beta is 1\.5; allowed: 0, or 2\^-90 to 1"),
         "beta, too small": ({"kind": "jsd", "beta": 1e-60}, value, r"^beta is 1e-60; allowed: 0, "),
         "beta, a tensor": ({"kind": "jsd", "beta": ranks}, kind, r"^beta is a Tensor; allowed"),
         "group": ({"group": object()}, NotImplementedError, r"^group is a object; allowed: None"),

@@ -179,7 +179,7 @@ WRONG: dict[str, tuple[Callable[[Heads], dict[str, Any]], type[Exception], str]]
     "its labels": (lambda h: {"true_labels": None}, TypeError, "^true_labels is a NoneType"),
     "temperature": (lambda _: {"temperature": -1.0}, ValueError, "^temperature is -1"),
     "no temperature": (lambda _: {"temperature": 0.0}, ValueError, "^temperature is 0"),
-    "beta": (lambda _: {"beta": 1.5}, ValueError, r"^beta is 1\.5; allowed: 0 to 1"),
+    "beta": (lambda _: {"beta": 1.5}, ValueError, r"^beta is 1\.5; allowed: 0, or 2\^-90 to 1"),
 }  # fmt: skip
 
 
