@@ -104,10 +104,10 @@ reliability: setup-test  ## try what is promised, in an hour, and write out/reli
 	@scripts/setup reliability
 	@scripts/reliability $(if $(PARTS),--only $(PARTS))
 
-reliability-device: setup-test  ## the parts of it that need an NVIDIA GPU, into out/reliability-device.json
+reliability-device: setup-test  ## the parts of it that need an NVIDIA GPU, into out/reliability-device.json; PARTS="NAME,..." picks
 	cmake --preset device
-	cmake --build --preset device --target device_suite logitless_cli reliability_bits
-	@scripts/reliability --device --build build/device
+	cmake --build --preset device --target device_suite logitless_cli reliability_bits reliability_divergences
+	@scripts/reliability --device --build build/device $(if $(PARTS),--only $(PARTS))
 
 fuzz: setup-test  ## every fuzzer for FUZZ_SECONDS (600) each
 	cmake --preset asan

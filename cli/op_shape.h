@@ -13,6 +13,9 @@ namespace logitless::cli {
 inline const std::vector<std::string> kOpNames{
     "linear-forward",   "linear-backward", "linear-forward-backward", "forward", "backward",
     "forward-backward", "softmax"};
+// `plan` asks about these too.
+inline const std::vector<std::string> kDivergenceNames{"divergence-forward", "divergence-backward",
+                                                       "divergence-forward-backward"};
 
 struct OpShape {
   std::string op = "linear-forward-backward";
@@ -22,8 +25,11 @@ struct OpShape {
   bool grad_input = true, grad_weight = true;  // only linear ops with gradients have them
   bool in_place = false;                       // gradients of the logits overwrite the logits
   uint64_t kept = 0;                           // kept state takes at most so many bytes
-  int64_t vocab_total = 0;  // if not 0, `vocab` columns of so many, the first shard's
+  int64_t vocab_total = 0;      // if not 0, `vocab` columns of so many, the first shard's
+  int64_t teacher_hidden = 0;   // 0: that of the student; of divergences alone
+  bool teacher_logits = false;  // they are given in the place of the teacher's head
   bool linear() const { return op.starts_with("linear"); }
+  bool diverges() const { return op.starts_with("divergence"); }
 };
 
 // Calls f with an op of the name's type.
@@ -36,6 +42,23 @@ decltype(auto) with_op(const std::string& name, F&& f) {
   if (name == "forward-backward") return f(CrossEntropyForwardBackward{});
   if (name == "softmax") return f(Softmax{});
   return f(LinearCrossEntropyForwardBackward{});
+}
+
+// The same of divergences too.
+template <class F>
+decltype(auto) with_planned_op(const std::string& name, F&& f) {
+  if (name == "divergence-forward") return f(LinearDivergenceForward{});
+  if (name == "divergence-backward") return f(LinearDivergenceBackward{});
+  if (name == "divergence-forward-backward") return f(LinearDivergenceForwardBackward{});
+  return with_op(name, f);
+}
+
+template <class Matrix>
+Teacher teacher_of(const OpShape& s, Matrix&& matrix) {
+  if (s.teacher_logits) return {.logits = matrix("teacher_logits", s.dtype, s.tokens, s.vocab)};
+  const int64_t width = s.teacher_hidden > 0 ? s.teacher_hidden : s.hidden;
+  return {.input = matrix("teacher_input", s.dtype, s.tokens, width),
+          .weight = matrix("teacher_weight", s.dtype, s.vocab, width)};
 }
 
 // Fills the op's views from memory("input", view without data), which returns the view with data,
@@ -51,6 +74,7 @@ void set_views(Op& op, const OpShape& s, Memory&& memory) {
   if constexpr (LinearOp<Op>) {
     op.input = matrix("input", s.dtype, s.tokens, s.hidden);
     op.weight = matrix("weight", s.dtype, s.vocab, s.hidden);
+    if constexpr (DivergenceOp<Op>) op.teacher = teacher_of(s, matrix);
   } else {
     op.logits = matrix("logits", s.dtype, s.tokens, s.vocab);
   }
@@ -60,12 +84,14 @@ void set_views(Op& op, const OpShape& s, Memory&& memory) {
   }
   if constexpr (ForwardOp<Op>) {
     if (s.vocab_total == 0) op.loss = memory("loss", scalar_view(nullptr, DType::f32));
+  }
+  if constexpr (ForwardOp<Op> && !DivergenceOp<Op>) {
     op.statistics.lse = vector("lse", DType::f32);
     op.statistics.target_logit = vector("target_logit", DType::f32);
     op.statistics.row_reference = vector("row_reference", DType::f32);
     op.statistics.row_log_sum = vector("row_log_sum", DType::f32);
   }
-  if constexpr (BackwardOnlyOp<Op>) {
+  if constexpr (BackwardOnlyOp<Op> && !DivergenceOp<Op>) {
     op.row_reference = vector("row_reference", DType::f32);
     op.row_log_sum = vector("row_log_sum", DType::f32);
   }
@@ -75,6 +101,7 @@ void set_views(Op& op, const OpShape& s, Memory&& memory) {
       op.kept = matrix("kept", s.dtype, kept.shape[0], kept.shape[1]);
       op.kept_rows = matrix("kept_rows", DType::f32, kept.rows_shape[0], kept.rows_shape[1]);
       if constexpr (GradientOp<Op>) op.kept_key = kept.key;
+      if constexpr (DivergenceOp<Op> && GradientOp<Op>) op.teacher = {};  // nobody reads it then
       if constexpr (AnchoredOp<Op>) {
         if (s.vocab_total > 0) op.anchor = vector("anchor", DType::f32);
       }

@@ -33,13 +33,14 @@ struct PlanArguments {
 
 // Makes the op's call, whose tensors have no addresses.
 Call call_of(const OpShape& shape) {
-  return with_op(shape.op, [&](auto op) {
+  return with_planned_op(shape.op, [&](auto op) {
     set_views(op, shape, [](const char*, const TensorView& view) { return view; });
     return Call(op);
   });
 }
 
 cpu::LinearShape linear_shape(const OpShape& s) {
+  if (s.diverges()) return cpu::shape_of(call_of(s));
   const bool gradients = s.op != "linear-forward";
   return {.tokens = s.tokens,
           .vocab = s.vocab,
@@ -53,7 +54,7 @@ cpu::LinearShape linear_shape(const OpShape& s) {
 }
 
 WorkspaceSize workspace_size(const OpShape& shape) {
-  return with_op(shape.op, [&](auto op) {
+  return with_planned_op(shape.op, [&](auto op) {
     set_views(op, shape, [](const char*, const TensorView& view) { return view; });
     WorkspaceSize size;
     check(workspace(op, {}, &size));
@@ -63,7 +64,8 @@ WorkspaceSize workspace_size(const OpShape& shape) {
 
 int products(const cpu::LinearShape& shape, const cpu::LinearPlan& plan) {
   const bool again = shape.gradients() && !plan.stored && !shape.all_kept();
-  return shape.forward + again + shape.grad_input + shape.grad_weight;
+  const bool teachers = shape.forward && shape.teacher_hidden > 0;
+  return shape.forward + teachers + again + shape.grad_input + shape.grad_weight;
 }
 
 // Tells what Forward keeps, or has kept for this Backward.
@@ -71,12 +73,14 @@ json kept_state(const OpShape& s) {
   const Call call = call_of(s);
   const Kept kept = kept_in(call, s.kept);
   return {{"columns", cpu::columns_kept(call)},
-          {"holds", s.dtype == DType::f32 ? "f32 logits" : "bf16 exponentials"},
+          {"holds", s.diverges()            ? "gradients of logits"
+                    : s.dtype == DType::f32 ? "f32 logits"
+                                            : "bf16 exponentials"},
           {"bytes", kept.bytes}};
 }
 
 // Lists what the workspace holds; the parts add up to plan.bytes.
-json parts(const cpu::LinearPlan& p) {
+json parts(const cpu::LinearShape& shape, const cpu::LinearPlan& p) {
   json out = json::array();
   uint64_t rest = p.bytes;
   const auto add = [&](const char* name, uint64_t bytes) {
@@ -86,7 +90,8 @@ json parts(const cpu::LinearPlan& p) {
   const uint64_t logits = static_cast<uint64_t>(p.vocab_tiles) *
                           static_cast<uint64_t>(p.token_chunk) * cpu::vocab_tile * 4;
   add("tokens and their sums", p.logits_at);
-  add("logits of one chunk", p.stored ? logits : 0);
+  add(shape.diverges ? "both heads' logits of one chunk" : "logits of one chunk",
+      p.stored ? (shape.diverges ? 2 : 1) * logits : 0);
   add("f32 sum of grad_weight", p.bias_sum_at - p.weight_sum_at);
   add("f32 sum of grad_bias", p.lanes_at - p.bias_sum_at);
   add("scratch of the threads", static_cast<uint64_t>(p.lanes) * p.lane_bytes);
@@ -97,6 +102,7 @@ json parts(const cpu::LinearPlan& p) {
 
 std::string plan_name(const cpu::LinearShape& shape, const cpu::LinearPlan& plan) {
   if (!shape.gradients()) return "loss only";
+  if (shape.diverges && shape.all_kept()) return "kept gradients of logits";
   if (shape.all_kept()) return shape.dtype == DType::f32 ? "kept logits" : "kept exponentials";
   return plan.stored ? "stored chunks" : "recompute";
 }
@@ -110,6 +116,11 @@ json linear_plan(const OpShape& s, uint64_t bytes) {
   const double spared = shape.kept == 0 || shape.all_kept()
                             ? 0
                             : static_cast<double>(shape.kept) / static_cast<double>(s.vocab);
+  const double more =
+      shape.forward && shape.teacher_hidden > 0  // the teacher's is as wide as it
+          ? product *
+                (static_cast<double>(shape.teacher_hidden) / static_cast<double>(s.hidden) - 1)
+          : 0;
   return {{"name", plan_name(shape, p)},
           {"arithmetic", cpu::name_of(p.engine.arithmetic)},
           {"token_chunk", p.token_chunk},
@@ -119,9 +130,27 @@ json linear_plan(const OpShape& s, uint64_t bytes) {
           {"slots", shape.grad_input ? p.slots : 0},
           {"threads", p.lanes},
           {"bytes", p.bytes},
-          {"parts", parts(p)},
+          {"parts", parts(shape, p)},
           {"products", products(shape, p)},
-          {"flops", (products(shape, p) - spared) * product}};
+          {"flops", (products(shape, p) - spared) * product + more}};
+}
+
+// A plain implementation holds the logits of every head that makes some, and their gradient beside
+// them.
+uint64_t held_bytes(const json& out) {
+  const bool gradients = !out["op"].get<std::string>().ends_with("-forward") ||
+                         out["op"].get<std::string>().ends_with("backward");
+  const int heads = out.contains("teacher_hidden") ? 2 : 1;
+  return static_cast<uint64_t>(heads + gradients) * out["logits_bytes"].get<uint64_t>();
+}
+
+void describe_teacher(const OpShape& s, json* out) {
+  if (!s.diverges()) return;
+  if (s.teacher_logits) {
+    (*out)["teacher_logits"] = true;
+  } else {
+    (*out)["teacher_hidden"] = s.teacher_hidden > 0 ? s.teacher_hidden : s.hidden;
+  }
 }
 
 json gather(const PlanArguments& arguments) {
@@ -140,13 +169,13 @@ json gather(const PlanArguments& arguments) {
               {"threads", logitless_num_threads()},
               {"workspace",
                {{"minimum", size.minimum}, {"recommended", size.recommended}, {"given", given}}}};
-  if (s.linear()) {
+  if (s.linear() || s.diverges()) {
     out["plan"] = linear_plan(s, given);
     out["workspace"]["used"] = out["plan"]["bytes"];
     out["logits_bytes"] = logits;
     if (s.kept > 0) out["kept"] = kept_state(s);
-    // A plain implementation holds the logits, and their gradient beside them.
-    const uint64_t held = s.op == "linear-forward" ? logits : 2 * logits;
+    describe_teacher(s, &out);
+    const uint64_t held = held_bytes(out);
     const uint64_t used = out["plan"]["bytes"];
     out["logits_bytes_avoided"] = held > used ? held - used : 0;
     if (held <= used) out["remark"] = nothing_saved(held, size);
@@ -160,14 +189,16 @@ std::string bytes_text(const json& bytes) { return format_bytes(bytes.get<uint64
 
 void print_avoided(const json& out) {
   const json& plan = out["plan"];
-  const bool gradients = out["op"] != "linear-forward";
-  const uint64_t logits = out["logits_bytes"], held = gradients ? 2 * logits : logits;
+  const uint64_t held = held_bytes(out);
+  const int heads = out.contains("teacher_hidden") ? 2 : 1;
+  const bool gradients = held > heads * out["logits_bytes"].get<uint64_t>();
   const std::string avoided = bytes_text(out["logits_bytes_avoided"]);
-  const std::string what = gradients ? "the logits and their gradient are" : "the logits are";
+  const std::string what = fmt::format("{} {}", heads == 2 ? "both heads' logits" : "the logits",
+                                       gradients ? "and their gradient are" : "are");
   if (out.contains("remark")) {
     fmt::print("{:<12}nothing: {} {}; {}\n", "avoided", what, format_bytes(held),
                out["remark"].get<std::string>());
-  } else if (plan["name"] == "stored chunks" && plan["chunks"] == 1) {
+  } else if (heads == 1 && plan["name"] == "stored chunks" && plan["chunks"] == 1) {
     fmt::print(
         "{:<12}{} of the gradient alone: one chunk holds all logits, whose place it takes; "
         "--memory {} would hold none\n",
@@ -208,14 +239,21 @@ void print_parts(const json& out) {
   }
 }
 
+std::string teacher_text(const json& out) {
+  if (out.contains("teacher_logits")) return ", the teacher's logits given";
+  if (!out.contains("teacher_hidden")) return "";
+  return fmt::format(", a teacher of D {}", out["teacher_hidden"].get<int64_t>());
+}
+
 // Prints what is the same for every device, around what is its own.
 void print_text(const json& out, void (*print_plan)(const json&)) {
   const std::string of_all =
       out.contains("vocab_total") ? fmt::format(" of {}", out["vocab_total"].get<int64_t>()) : "";
-  fmt::print("{:<12}{}, N {} x D {} x V {}{}, {}, gradients {}\n", "op",
+  fmt::print("{:<12}{}, N {} x D {} x V {}{}, {}, gradients {}{}\n", "op",
              out["op"].get<std::string>(), out["tokens"].get<int64_t>(),
              out["hidden"].get<int64_t>(), out["vocab"].get<int64_t>(), of_all,
-             out["dtype"].get<std::string>(), out["grad_dtype"].get<std::string>());
+             out["dtype"].get<std::string>(), out["grad_dtype"].get<std::string>(),
+             teacher_text(out));
   if (out.contains("plan")) print_plan(out);
   const json& workspace = out["workspace"];
   // The recommended size does not depend on the machine, so that the plan does not either.
@@ -228,6 +266,32 @@ void print_text(const json& out, void (*print_plan)(const json&)) {
              bytes_text(workspace["minimum"]), bytes_text(workspace["recommended"]));
 }
 
+void check_shape_options(const PlanArguments& a) {
+  const OpShape& s = a.shape;
+  const bool whole = s.op.ends_with("forward-backward");
+  if (s.kept > 0 && (whole || !(s.linear() || s.diverges()))) {
+    throw BadInput(
+        fmt::format("--kept: given with --op {}; allowed: linear-forward, "
+                    "linear-backward, divergence-forward, divergence-backward",
+                    s.op));
+  }
+  for (const auto& [name, given] : {std::pair{"--teacher-hidden", s.teacher_hidden > 0},
+                                    std::pair{"--teacher-logits", s.teacher_logits}}) {
+    if (given && !s.diverges()) {
+      throw BadInput(
+          fmt::format("{}: given with --op {}; allowed: divergence-forward, "
+                      "divergence-backward, divergence-forward-backward",
+                      name, s.op));
+    }
+  }
+  if (s.teacher_logits && s.teacher_hidden > 0) {
+    throw BadInput("--teacher-hidden: given beside --teacher-logits; allowed: one of them");
+  }
+  if (a.steps && s.diverges()) {
+    throw BadInput(fmt::format("--steps: given with --op {}; allowed: linear ops", s.op));
+  }
+}
+
 void run_plan(const Context& context, PlanArguments& arguments) {
   OpShape& shape = arguments.shape;
   shape.dtype = parse_dtype(arguments.dtype);
@@ -235,10 +299,7 @@ void run_plan(const Context& context, PlanArguments& arguments) {
   shape.grad_input = !arguments.no_grad_input;
   shape.grad_weight = !arguments.no_grad_weight;
   shape.kept = arguments.kept.value_or(0);
-  if (shape.kept > 0 && shape.op != "linear-forward" && shape.op != "linear-backward") {
-    throw BadInput(fmt::format(
-        "--kept: given with --op {}; allowed: linear-forward, linear-backward", shape.op));
-  }
+  check_shape_options(arguments);
   if (arguments.shards > 1) {
     if (shape.op != "linear-forward" && shape.op != "linear-backward") {
       throw BadInput(fmt::format(
@@ -257,6 +318,7 @@ void run_plan(const Context& context, PlanArguments& arguments) {
              : webgpu ? webgpu_plan(shape, arguments.memory)
                       : gather(arguments);
   if (shape.vocab_total > 0) out["vocab_total"] = shape.vocab_total;
+  describe_teacher(shape, &out);
   if (context.json) {
     print_json(out);
   } else if (cuda) {
@@ -282,7 +344,9 @@ void add_plan(CLI::App& app, Context& context) {
       ->required()
       ->check(integer(1));
   command->add_option("V", a.shape.vocab, "vocabulary")->required()->check(integer(1));
-  command->add_option("--op", a.shape.op)->check(CLI::IsMember(kOpNames))->capture_default_str();
+  std::vector<std::string> ops = kOpNames;
+  ops.insert(ops.end(), kDivergenceNames.begin(), kDivergenceNames.end());
+  command->add_option("--op", a.shape.op)->check(CLI::IsMember(ops))->capture_default_str();
   command->add_option("--device", a.device)->check(device_of("plan"))->capture_default_str();
   command->add_option("--dtype", a.dtype, "of input and weight, or of the logits")
       ->check(CLI::IsMember(kFloatDtypes))
@@ -294,12 +358,16 @@ void add_plan(CLI::App& app, Context& context) {
   command
       ->add_option_function<std::string>(
           "--kept", [&a](const std::string& text) { a.kept = parse_bytes(text, "--kept"); },
-          "what linear-forward keeps for linear-backward, at most, e.g. 64MiB; default: nothing")
+          "what a forward keeps for its backward, at most, e.g. 64MiB; default: nothing")
       ->type_name("SIZE");
   command
       ->add_option("--shards", a.shards,
                    "of linear-forward and linear-backward: the vocabulary is split over so many")
       ->check(integer(1, 1 << 16));
+  command->add_option("--teacher-hidden", a.shape.teacher_hidden, "of divergences; default: D")
+      ->check(integer(1));
+  command->add_flag("--teacher-logits", a.shape.teacher_logits,
+                    "of divergences: they are given in the place of the teacher's head");
   command->add_option("--threads", a.threads, "0: all that this process may use")
       ->check(integer(0, 1024));
   command->add_flag("--steps", a.steps, "with --device cuda: what the plan does, in its order");

@@ -11,6 +11,7 @@
 #include "cli/commands.h"
 #include "cli/text.h"
 #ifdef LOGITLESS_WITH_CUDA
+#include "src/cuda/divergence/plan.h"
 #include "src/cuda/linear/search.h"
 #include "src/cuda/runtime/runtime.h"
 #include "src/validate.h"
@@ -181,21 +182,69 @@ cuda::DeviceInfo planned_device() {
   return {.major = 9, .minor = 0, .multiprocessors = 132, .name = "one H200 (none is here)"};
 }
 
+// Both heads' products, made twice where dz is of some columns at a time, and the gradients'.
+int products(const Call& call, const cuda::DivergencePlan& p) {
+  using cuda::DivergenceWay;
+  const int gradients = static_cast<int>(static_cast<bool>(call.grad_input)) +
+                        static_cast<int>(static_cast<bool>(call.grad_weight));
+  const int heads = 1 + call.teacher_is_head();
+  if (p.way == DivergenceWay::from_kept) return gradients;
+  return heads * (p.way == DivergenceWay::columns ? 2 : 1) + gradients;
+}
+
+json kept_of(const Call& call, uint64_t bytes) {
+  const Kept kept = kept_in(call, bytes);
+  return {{"columns", kept.columns}, {"bytes", kept.bytes}};
+}
+
+json divergence_plan(const Call& call, std::optional<uint64_t> memory) {
+  check(validate(call));
+  const cuda::DeviceInfo device = planned_device();
+  const cuda::DivergenceCall made = cuda::make_divergence(call);
+  const uint64_t least = cuda::smallest_plan(made, device).bytes;
+  const WorkspaceSize size{least, cuda::recommended_plan(made, least, device).bytes, 256};
+  const uint64_t given = memory.value_or(size.recommended);
+  check_memory(given, size);
+  const cuda::DivergencePlan p = cuda::quickest_plan(made, given, device);
+  const int64_t tokens = call.tokens(),
+                chunk = p.chunk > 0 ? p.chunk : std::max<int64_t>(tokens, 1);
+  return {{"device", device.name},
+          {"plan",
+           {{"name", name_of(p.way)},
+            {"token_chunk", chunk},
+            {"chunks", (tokens + chunk - 1) / chunk},
+            {"block_columns", p.columns > 0 ? p.columns : call.vocab()},
+            {"products", products(call, p)},
+            {"bytes", p.bytes},
+            {"predicted_ms", p.seconds * 1e3}}},
+          {"workspace",
+           {{"minimum", size.minimum},
+            {"recommended", size.recommended},
+            {"given", given},
+            {"used", p.bytes}}}};
+}
+
 }  // namespace
 
 json cuda_plan(const OpShape& s, std::optional<uint64_t> memory, bool steps) {
-  if (!s.linear()) {
+  if (!s.linear() && !s.diverges()) {
     throw BadInput("--device cuda: ops of given logits have no plan; allowed: linear ops");
   }
   json out = {
       {"op", s.op},       {"tokens", s.tokens},        {"hidden", s.hidden},
       {"vocab", s.vocab}, {"dtype", name_of(s.dtype)}, {"grad_dtype", name_of(s.grad_dtype)}};
   const auto fill = [&](auto op) {
-    if constexpr (LinearOp<decltype(op)>) {
-      set_views(op, s, [](const char*, TensorView view) {
-        view.device.type = DeviceType::cuda;
-        return view;
-      });
+    const auto on_cuda = [](const char*, TensorView view) {
+      view.device.type = DeviceType::cuda;
+      return view;
+    };
+    if constexpr (DivergenceOp<decltype(op)>) {
+      set_views(op, s, on_cuda);
+      const Call call(op, {.device = {DeviceType::cuda, 0}});
+      out.update(divergence_plan(call, memory));
+      if (s.kept > 0) out["kept"] = kept_of(call, s.kept);
+    } else if constexpr (LinearOp<decltype(op)>) {
+      set_views(op, s, on_cuda);
       check(validate(Call(op, {.device = {DeviceType::cuda, 0}})));
       const cuda::DeviceInfo device = planned_device();
       check(cuda::check_named_engine(device));
@@ -217,7 +266,7 @@ json cuda_plan(const OpShape& s, std::optional<uint64_t> memory, bool steps) {
                           {"used", out["plan"]["bytes"]}};
     }
   };
-  with_op(s.op, fill);
+  with_planned_op(s.op, fill);
   return out;
 }
 #else
@@ -226,12 +275,30 @@ json cuda_plan(const OpShape&, std::optional<uint64_t>, bool) {
 }
 #endif
 
+namespace {
+
+void print_kept(const json& out, const char* what) {
+  if (!out.contains("kept")) return;
+  fmt::print("{:<12}{} of {} of {} columns, {} for every token\n", "kept", what,
+             out["kept"]["columns"].get<int64_t>(), out["vocab"].get<int64_t>(),
+             format_bytes(out["kept"]["bytes"].get<uint64_t>()));
+}
+
+}  // namespace
+
 void print_cuda_plan(const json& out) {
   const json& plan = out["plan"];
-  const auto lent = plan["lent_columns"].get<int64_t>();
+  const bool diverges = !plan.contains("lent_columns");
   fmt::print("{:<12}{}, {:.2f} products, predicted {:.3f} ms on {}\n", "plan",
              plan["name"].get<std::string>(), plan["products"].get<double>(),
              plan["predicted_ms"].get<double>(), out["device"].get<std::string>());
+  if (diverges) {
+    fmt::print("{:<12}{} of {} tokens; dz of {} of {} columns at a time\n", "chunks",
+               plan["chunks"].get<int64_t>(), plan["token_chunk"].get<int64_t>(),
+               plan["block_columns"].get<int64_t>(), out["vocab"].get<int64_t>());
+    return print_kept(out, "dz");
+  }
+  const auto lent = plan["lent_columns"].get<int64_t>();
   if (plan["name"] == "two passes") {
     const auto first = plan["first_rows"].get<int64_t>(), vocab = out["vocab"].get<int64_t>();
     fmt::print("{:<12}{} of {} tokens; then {} of {} columns again, for grad_weight\n", "chunks",
@@ -244,10 +311,7 @@ void print_cuda_plan(const json& out) {
              plan["block_rows"].get<int64_t>(), plan["block_columns"].get<int64_t>(),
              plan["stored_columns"].get<int64_t>() + lent, out["vocab"].get<int64_t>(),
              lent > 0 ? fmt::format(", {} of them in grad_weight's memory", lent) : "");
-  if (!out.contains("kept")) return;
-  fmt::print("{:<12}E of {} of {} columns, {} for every token\n", "kept",
-             out["kept"]["columns"].get<int64_t>(), out["vocab"].get<int64_t>(),
-             format_bytes(out["kept"]["bytes"].get<uint64_t>()));
+  print_kept(out, "E");
 }
 
 namespace {

@@ -35,7 +35,7 @@ json webgpu_plan(const OpShape& s, std::optional<uint64_t> memory) {
               {"vocab", s.vocab},
               {"dtype", cli::name_of(s.dtype)},
               {"grad_dtype", cli::name_of(s.grad_dtype)}};
-  with_op(s.op, [&](auto op) {
+  with_planned_op(s.op, [&](auto op) {
     uintptr_t buffers = 0;
     set_views(op, s, [&](const char*, TensorView view) { return in_a_buffer(view, ++buffers); });
     const Execution execution{.device = {DeviceType::webgpu, 0}};

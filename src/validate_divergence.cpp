@@ -9,6 +9,9 @@
 namespace logitless {
 namespace {
 
+// Beside a smaller one p/q counts that f32 has no number for.
+constexpr float least_beta = 0x1p-90f;
+
 bool reads_beta(DivergenceKind kind) {
   return kind == DivergenceKind::jsd || kind == DivergenceKind::skew_kl;
 }
@@ -35,8 +38,8 @@ Status check_divergence_options(const Call& call) {
     return error(StatusCode::unknown_enum,
                  "divergence kind is %d; allowed: forward_kl, reverse_kl, jsd, skew_kl, tv", kind);
   }
-  if (reads_beta(o.kind) && !(o.beta >= 0 && o.beta <= 1)) {
-    return error(StatusCode::invalid_argument, "beta is %g; allowed: 0 to 1",
+  if (reads_beta(o.kind) && o.beta != 0 && !(o.beta >= least_beta && o.beta <= 1)) {
+    return error(StatusCode::invalid_argument, "beta is %g; allowed: 0, or 2^-90 to 1",
                  unsigned_nan(static_cast<double>(o.beta)));
   }
   if (!(o.label_weight >= 0 && o.label_weight <= FLT_MAX)) {
@@ -69,9 +72,10 @@ Status check_teacher(const Call& call) {
                    "teacher_bias is given without teacher_weight; allowed: beside it");
     }
     if (call.forward || !call.kept) {
-      return error(StatusCode::invalid_argument,
-                   "teacher_weight is missing, and so is teacher_logits; %s needs one",
-                   call.op_name());
+      return error(
+          StatusCode::invalid_argument,
+          "teacher_weight is missing, and so is teacher_logits; allowed: one of logits and a "
+          "head");
     }
   }
   if (call.teacher_temperature && call.divergence.teacher_temperature != 1) {

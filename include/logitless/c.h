@@ -115,7 +115,7 @@ typedef struct logitless_loss_options {
 typedef struct logitless_divergence_options {
   uint32_t struct_size;
   int32_t kind;       /* LOGITLESS_FORWARD_KL ... */
-  float beta;         /* in [0, 1]; LOGITLESS_JSD and LOGITLESS_SKEW_KL alone read it */
+  float beta;         /* 0 or in [2^-90, 1]; LOGITLESS_JSD and LOGITLESS_SKEW_KL alone read it */
   float label_weight; /* >= 0 */
   float teacher_logit_scale, teacher_softcap, teacher_temperature;
   int32_t reserved;

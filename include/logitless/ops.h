@@ -63,7 +63,7 @@ struct LossOptions {
 // What a divergence has beside the LossOptions of the student.
 struct DivergenceOptions {
   DivergenceKind kind = DivergenceKind::forward_kl;
-  float beta = 0.5f;              // in [0, 1]; jsd and skew_kl alone read it
+  float beta = 0.5f;              // 0 or in [2^-90, 1]; jsd and skew_kl alone read it
   float label_weight = 0;         // >= 0; of lse - z_t, beside the divergence
   float teacher_logit_scale = 1;  // as LossOptions has them of the student
   float teacher_softcap = 0;

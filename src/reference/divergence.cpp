@@ -38,7 +38,11 @@ Column column_of(double beta, const Row& student, const Row& teacher, size_t j) 
   c.m = (1 - beta) * c.p + beta * c.q;
   c.d = student.log_probability[j] - teacher.log_probability[j];
   if (c.p > 0) c.log_p_m = -std::log1p(beta * std::expm1(-c.d));
-  if (c.q > 0) c.log_q_m = -std::log1p((1 - beta) * std::expm1(c.d));
+  // Where p is little beside q, expm1 has no digit left of what a small beta leaves beside it.
+  if (c.q > 0 && beta < 1) {
+    c.log_q_m = c.d < -1 ? -std::log(beta + (1 - beta) * std::exp(c.d))
+                         : -std::log1p((1 - beta) * std::expm1(c.d));
+  }
   // e^d is beyond a double where one is nothing beside the other.
   if (c.p > 0 && !std::isfinite(c.log_p_m)) c.log_p_m = c.d - std::log(beta);
   if (c.q > 0 && !std::isfinite(c.log_q_m)) c.log_q_m = -c.d - std::log(1 - beta);

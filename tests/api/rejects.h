@@ -280,6 +280,8 @@ inline const Reject kDivergenceRejects[] = {
     {"beta above 1", mixing(1.01f), invalid_argument, "beta"},
     {"beta below 0", mixing(-0.01f), invalid_argument, "beta"},
     {"beta NaN", mixing(kNaN), invalid_argument, "beta"},
+    {"beta that f32 has no ratio beside", mixing(0x1p-91f), invalid_argument, "2^-90"},
+    {"beta below f32's normal numbers", mixing(kSubnormal), invalid_argument, "2^-90"},
     {"label_weight negative", divergence(&DivergenceOptions::label_weight, -0.5f), invalid_argument,
      "label_weight"},
     {"label_weight inf", divergence(&DivergenceOptions::label_weight, kInf), invalid_argument,

@@ -52,6 +52,61 @@ class PlanTest(CliTest):
         frozen = self.json("plan", *self.SHAPE, "--no-grad-weight")
         self.assertEqual(frozen["plan"]["products"], 2)
 
+    def test_divergences(self) -> None:
+        product = 2 * 300 * 64 * 3000
+        for op, own in (("forward", 2), ("backward", 4), ("forward-backward", 4)):
+            one = (*self.SHAPE, "--op", f"divergence-{op}")
+            for dtype in ("f32", "f16", "bf16"):
+                plan = self.json("plan", *one, "--dtype", dtype, "--grad-dtype", dtype)
+                space = plan["workspace"]
+                self.assertLessEqual(space["minimum"], space["used"])
+                self.assertLessEqual(space["used"], space["given"])
+                self.assertEqual(sum(p["bytes"] for p in plan["plan"]["parts"]), space["used"])
+                self.assertEqual(plan["plan"]["products"], own)
+                self.assertEqual(plan["plan"]["flops"], own * product)
+            wide = self.json("plan", *one, "--teacher-hidden", "128")
+            self.assertEqual(wide["teacher_hidden"], 128)
+            self.assertEqual(wide["plan"]["flops"], (own + 1) * product)
+            logits = self.json("plan", *one, "--teacher-logits")
+            self.assertEqual(logits["plan"]["products"], own - 1)
+            self.assertIn("a teacher of D 64", self.succeed("plan", *one))
+            least = self.json("plan", *one, f"--memory={space['minimum'] * 3}", "--dtype", "bf16")
+            held = (2 + (op != "forward")) * 300 * 3000 * 4
+            self.assertEqual(
+                least["logits_bytes_avoided"], held - least["workspace"]["used"]
+            )  # fmt: skip
+        kept = self.json("plan", *self.SHAPE, "--op", "divergence-backward", "--kept", "1GiB")
+        self.assertEqual((kept["plan"]["products"], kept["kept"]["columns"]), (2, 3000))
+        for wrong in (
+            ("--kept", "1GiB", "--op", "divergence-forward-backward"),
+            ("--teacher-logits",), ("--teacher-hidden", "8"),
+            ("--op", "divergence-forward", "--teacher-logits", "--teacher-hidden", "8"),
+            ("--op", "divergence-forward", "--shards", "2"),
+            ("--op", "divergence-forward", "--device", "cuda", "--steps"),
+        ):  # fmt: skip
+            self.assertIn("; allowed: ", self.refuse("plan", *self.SHAPE, *wrong))
+
+    def test_divergences_on_gpus(self) -> None:
+        """Where this build has them, though no GPU need be here."""
+        backends = self.json("info")["backends"]
+        absent = {b["name"] for b in backends if "built without it" in b.get("reason", "")}
+        for device in ("cuda", "webgpu"):
+            one = (*self.SHAPE, "--device", device, "--op", "divergence-forward-backward")
+            if device in absent:
+                self.assertIn("built without it", self.refuse("plan", *one, code=1))
+                continue
+            out = self.json("plan", *one, "--teacher-hidden", "128")
+            space = out["workspace"]
+            self.assertLessEqual(space["minimum"], space["used"])
+            self.assertLessEqual(space["used"], space["given"])
+            self.assertEqual(out["plan"]["products"], 4)
+            least = self.json("plan", *one, f"--memory={space['minimum']}")
+            self.assertGreaterEqual(least["plan"]["chunks"], out["plan"]["chunks"])
+            kept = self.json("plan", *one[:-1], "divergence-backward", "--kept", "1GiB")
+            self.assertEqual(kept["plan"]["products"], 2)
+            self.assertGreaterEqual(kept["plan"]["token_chunk"] * kept["plan"]["chunks"], 300)
+            self.assertIn("a teacher of D 64", self.succeed("plan", *one))
+
     def test_a_shard_of_the_vocabulary(self) -> None:
         for op in ("linear-forward", "linear-backward"):
             one = (*self.SHAPE, "--op", op, "--kept", "1GiB", "--shards", "3")

@@ -280,6 +280,30 @@ TEST_P(Divergences, BetaNearItsEnds) {
   }
 }
 
+// p and q are further apart than a ratio of them has digits, and the gradient of a column is of the
+// size of its p all the same. The least beta beside 0 is not lost beside such a ratio.
+TEST_P(Divergences, OfHeadsThatAreEightyNatsApart) {
+  for (const DivergenceKind kind : kDivergenceKinds) {
+    const bool mixes = kind == DivergenceKind::jsd || kind == DivergenceKind::skew_kl;
+    for (const float beta : {0x1p-90f, 1e-12f, 0.3f, 0.5f, 1 - 0x1p-24f}) {
+      if (!mixes && beta != 0.5f) continue;
+      for (const double apart : {60.0, 79.5, 81.0, 83.0, 85.0, 86.5, 120.0}) {
+        Case c = plain({3, 5, 2}, kind);
+        c.divergence.beta = beta;
+        c.bias = c.teacher_bias = true;
+        const Problem<Both> p = build<Both>(c);
+        for (const TensorView& weight : {p.op.weight, p.op.teacher.weight}) {
+          set(weight, [](int64_t, double) { return 0.0; });
+        }
+        set(p.op.bias, [&](int64_t j, double) { return j == 0 ? 0 : -apart; });
+        set(p.op.teacher.bias, [&](int64_t j, double) { return j == 0 ? -apart / 2 : 0; });
+        judged(p, name_of(kind) + ", beta 2^" + std::to_string(std::log2(beta)) + ", apart " +
+                      std::to_string(apart));
+      }
+    }
+  }
+}
+
 // Forward alone has the bits of both together.
 TEST_P(Divergences, ForwardHasTheBitsOfBoth) {
   for (const DivergenceKind kind : kDivergenceKinds) {

@@ -36,6 +36,10 @@ MUTANTS = [
         "log_of_mixture(d, b.beta, b.rest, hn::Not(above), x)", "kernels",
     ),
     mutant(
+        "divergences, mixture: a ratio that ends at e^-80", KERNELS, "least = hn::Set(d, -87.0f), one",
+        "least = hn::Set(d, -80.0f), one", "divergence-edges",
+    ),
+    mutant(
         "divergences, label: no onehot", KERNELS,
         "if (terms.label_weight == 0 || target < 0 || target >= count) return;",
         "if (terms.label_weight >= 0 || target < 0 || target >= count) return;", "divergences",

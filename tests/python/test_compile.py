@@ -4,6 +4,7 @@ tensors, functorch."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import reference
+from logitless import LogitlessError
 from logitless._abi import Options
 from logitless.torch import (
     Split,
@@ -257,6 +259,37 @@ def test_a_model_on_meta_and_fake_tensors() -> None:
     with FakeTensorMode():
         x, w, _, t = problem((2, 5), 19, 8)
         assert linear_cross_entropy(x, w, t, reduction="none").shape == (2, 5)
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"linear_weight": torch.ones(19, 8, dtype=BF16)}, {"linear_weight": torch.ones(19, 7)},
+        {"linear_bias": torch.ones(19, dtype=BF16)}, {"linear_bias": torch.ones(18)},
+        {"input": torch.ones(5, 8).double()}, {"target": torch.zeros(5, dtype=torch.int8)},
+        {"softcap": -1.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_wrong_with_meta_and_fake_tensors_is_said(
+    changed: dict[str, Any], fake: bool
+) -> None:
+    """In the words of a call that runs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    given: dict[str, Any] = {
+        "input": torch.ones(5, 8), "linear_weight": torch.ones(19, 8),
+        "target": torch.zeros(5, dtype=torch.int64), **changed,
+    }  # fmt: skip
+    with pytest.raises(LogitlessError) as real:
+        linear_cross_entropy(**given)
+    mode = FakeTensorMode()
+    empty = mode.from_tensor if fake else lambda t: t.to("meta")
+    given = {n: empty(v) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+    with pytest.raises(type(real.value)) as caught, mode if fake else contextlib.nullcontext():
+        linear_cross_entropy(**given)
+    assert str(caught.value) == str(real.value)
 
 
 @pytest.mark.parametrize("name", ["linear_weight", "linear_bias", "target", "token_weight"])

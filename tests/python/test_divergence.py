@@ -682,6 +682,27 @@ def test_meta_and_fake_tensors_have_shapes(device: str) -> None:
         assert x.grad is not None and x.grad.shape == x.shape
 
 
+@pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
+def test_what_is_wrong_with_meta_and_fake_tensors_is_said(fake: bool) -> None:
+    """In the words of a call that runs, but for what is said of a tensor's numbers or class."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    apart = {"a target outside", "a moved target outside", "memory", "layout", "beta, a tensor"}
+    mode = FakeTensorMode()
+    empty = mode.from_tensor if fake else lambda t: t.to("meta")
+    h = heads()
+    for name, (changed, kind, message) in wrong(h).items():
+        if name in apart:
+            continue
+        given: dict[str, Any] = {
+            "input": h.input, "linear_weight": h.weight, "teacher_input": h.teacher_input,
+            "teacher_weight": h.teacher_weight, **changed,
+        }  # fmt: skip
+        given = {n: empty(v) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+        with pytest.raises(kind, match=message), mode if fake else contextlib.nullcontext():
+            linear_divergence(**given)
+
+
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, PassThrough], ids=["plain", "dispatched"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_no_second_derivative(device: str, reduction: str, mode: Any) -> None:
@@ -804,7 +825,7 @@ def wrong(h: Heads) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
     value, kind = ValueError, TypeError
     return {
         "kind": ({"kind": "kl"}, value, r"^kind is 'kl'; allowed: 'forward_kl', .*'tv'$"),
-        "beta": ({"kind": "jsd", "beta": 1.5}, value, r"^beta is 1\.5; allowed: 0 to 1"),
+        "beta": ({"kind": "jsd", "beta": 1.5}, value, r"^beta is 1\.5; allowed: 0, or 2\^-90 to 1"),
         "beta, too small": ({"kind": "jsd", "beta": 1e-60}, value, r"^beta is 1e-60; allowed: 0, "),
         "beta, a tensor": ({"kind": "jsd", "beta": ranks}, kind, r"^beta is a Tensor; allowed"),
         "group": ({"group": object()}, NotImplementedError, r"^group is a object; allowed: None"),
@@ -825,12 +846,22 @@ def wrong(h: Heads) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         ),
         "no teacher": (
             {"teacher_input": None, "teacher_weight": None}, value,
-            r"^teacher_weight is missing, and so is teacher_logits",
+            r"^teacher_weight is missing, and so is teacher_logits; allowed: one of logits and a",
         ),
         "half a teacher": (
             {"teacher_weight": None}, value,
             r"^teacher_input is given without teacher_weight; allowed: both or neither",
         ),
+        "the other half": (
+            {"teacher_input": None}, value,
+            r"^teacher_weight is given without teacher_input; allowed: both or neither",
+        ),
+        "half a teacher beside logits": (
+            {"teacher_input": None, "teacher_logits": logits}, value,
+            r"^teacher_weight is given without teacher_input; allowed: both or neither",
+        ),
+        "no input": ({"input": None}, kind, r"^input is a NoneType; allowed: a"),
+        "no weight": ({"linear_weight": None}, kind, r"^linear_weight is a NoneType; allowed: a"),
         "two teachers": (
             {"teacher_logits": logits}, value, r"^teacher_logits is given beside teacher_weight"
         ),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from frugal import CASES, check_default_is_enough
 from logitless._abi import Room
 from logitless.integrations import LigerFusedLinearJSD, _divergence, liger, unsloth
 from logitless.integrations import trl as trl_module
@@ -167,6 +168,63 @@ def test_a_label_that_is_no_class_is_an_error_in_ligers_words() -> None:
         liger.LigerFusedLinearJSDLoss()(*h[:4], h.target[1:])
 
 
+WRONG: dict[str, tuple[Callable[[Heads], dict[str, Any]], type[Exception], str]] = {
+    "tokens": (
+        lambda h: {"teacher_input": h.teacher_input[1:]}, ValueError, r"^teacher_input has shape"
+    ),
+    "D": (lambda h: {"teacher_input": h.teacher_input[:, 1:]}, ValueError, "^teacher_weight has"),
+    "V": (lambda h: {"teacher_weight": h.teacher_weight[1:]}, ValueError, "^teacher_"),
+    "a bias": (lambda h: {"teacher_bias": h.teacher_bias[1:]}, ValueError, "^teacher_bias has"),
+    "its teacher": (lambda h: {"teacher_weight": None}, TypeError, "^teacher_weight is a NoneTy"),
+    "its input": (lambda h: {"student_input": None}, TypeError, "^student_input is a NoneType"),
+    "its labels": (lambda h: {"true_labels": None}, TypeError, "^true_labels is a NoneType"),
+    "temperature": (lambda _: {"temperature": -1.0}, ValueError, "^temperature is -1"),
+    "no temperature": (lambda _: {"temperature": 0.0}, ValueError, "^temperature is 0"),
+    "beta": (lambda _: {"beta": 1.5}, ValueError, r"^beta is 1\.5; allowed: 0, or 2\^-90 to 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.0, 1.0), (1.0, 0.0)], ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_ligers_chunked_loss_refuses_alike_with_all_weights(
+    name: str, weights: tuple[float, float], temperature: float
+) -> None:
+    """Liger makes both losses, or the divergence alone; here the one may be left out."""
+    h = heads(shape=(12,))
+    made, kind, message = WRONG[name]
+    given: dict[str, Any] = {
+        "student_input": h.input, "student_weight": h.weight, "teacher_input": h.teacher_input,
+        "teacher_weight": h.teacher_weight, "true_labels": h.target, "student_bias": h.bias,
+        "teacher_bias": h.teacher_bias,
+    }  # fmt: skip
+    options = {"temperature": temperature, "beta": 0.3}
+    for argument, value in made(h).items():
+        (options if argument in options else given)[argument] = value
+    with pytest.raises(kind, match=message):
+        liger.LigerFusedLinearJSDLoss(*weights, **options)(**given)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.0, 1.0), (1.0, 0.0)], ids=str)
+def test_ligers_chunked_loss_adds_biases_of_another_dtype_and_of_one_row(
+    weights: tuple[float, float], temperature: float
+) -> None:
+    h = heads(shape=(12,))
+    bias, teachers = (b.detach().bfloat16() for b in (h.bias, h.teacher_bias))
+    rows = bias[None].requires_grad_(), teachers[None]
+    loss = liger.LigerFusedLinearJSDLoss(*weights, temperature=temperature)
+    made = loss(*h[:4], h.target, *rows)
+    h = h._replace(bias=bias.requires_grad_(), teacher_bias=teachers)
+    theirs = chunked_formula(h, *weights, 0.5, temperature)[0]
+    close(made, theirs)
+    grads = torch.autograd.grad(made, (*h.leaves[:2], rows[0]))
+    exact = torch.autograd.grad(theirs, h.leaves)
+    assert grads[2].dtype is BF16
+    for a, e in zip(grads, exact):
+        close(a.view(e.shape), e, a.dtype)
+
+
 # --- Unsloth ---
 
 
@@ -239,6 +297,39 @@ def test_unsloth_multiplies_in_the_dtype_of_the_heads() -> None:
         same(unsloth.fused_linear_jsd(*given), theirs, leaves[1:], BF16)
 
 
+def test_unsloth_rounds_hidden_states_to_the_heads_dtype_beside_a_wider_teacher() -> None:
+    h = heads(shape=(12,))
+    w, x = h.weight.detach().bfloat16().requires_grad_(), h.input
+    rounded = x.detach().bfloat16().float().requires_grad_()
+    theirs = known(h._replace(input=rounded, weight=w), 0.5)
+    made = unsloth.fused_linear_jsd(x, w, *h[2:4])
+    close(made, theirs)
+    close(torch.autograd.grad(made, x)[0], torch.autograd.grad(theirs, rounded)[0])
+
+
+def test_unsloth_takes_numbers_as_tensors_and_a_bias_of_any_shape() -> None:
+    h = heads()
+    options: dict[str, Any] = {
+        "beta": 0.3, "temperature": 1.3, "student_logit_scale": 0.5,
+        "teacher_logit_softcapping": 3.0,
+    }  # fmt: skip
+    theirs = known(
+        h, 0.3, temperature=1.3, logit_scale=0.5, teacher_softcap=3.0,
+        **h.options("linear_bias", "teacher_bias"),
+    )  # fmt: skip
+    for kind in (
+        torch.tensor,
+        str,
+        lambda n: torch.tensor([n]),
+        lambda n: torch.tensor(n).double(),
+    ):
+        made = unsloth.fused_linear_jsd(
+            *h[:4], student_bias=h.bias[None], teacher_bias=h.teacher_bias[:, None],
+            **{name: kind(number) for name, number in options.items()},
+        )  # fmt: skip
+        same(made, theirs, h.leaves)
+
+
 def test_unsloths_errors_are_in_its_words() -> None:
     h = heads()
     call = unsloth.fused_linear_jsd
@@ -252,6 +343,16 @@ def test_unsloths_errors_are_in_its_words() -> None:
         call(*h[:3], h.teacher_weight[1:])
     with pytest.raises(ValueError, match="student_logit_softcapping is -1"):
         call(*h[:4], student_logit_softcapping=-1.0)
+    with pytest.raises(ValueError, match=r"^beta has shape \(2,\); allowed: one element"):
+        call(*h[:4], beta=torch.ones(2))
+    with pytest.raises(TypeError, match=r"^temperature is a str; allowed: a number"):
+        call(*h[:4], temperature="warm")
+    with pytest.raises(TypeError, match=r"^beta is a NoneType; allowed: a number"):
+        call(*h[:4], beta=None)
+    with pytest.raises(TypeError, match=r"^teacher_weight is a NoneType; allowed: a tensor"):
+        call(*h[:3], None)
+    with pytest.raises(ValueError, match=r"^student_bias has shape \(2, 37\)"):
+        call(*h[:4], student_bias=torch.ones(2, 37))
 
 
 # --- memory ---
@@ -330,22 +431,9 @@ def test_takes_what_the_other_takes(
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 8, 70), (0, 8, 5), (700, 8, 300)], ids=str)
-def test_a_default_is_never_too_small(
-    name: str, dtype: torch.dtype, sizes: tuple[int, int, int]
-) -> None:
-    call, _ = ADAPTERS[name]
-    x, w, y, u = given(dtype, *sizes)
-    found = []
-    for memory in (None, "1GiB"):
-        x.grad = w.grad = None
-        with default_memory(memory):
-            call(x, w, y, u).sum().backward()
-        found.append((x.grad, w.grad))
-    for a, e in zip(*found):
-        assert a is not None and e is not None
-        close(a, e.double(), dtype)
+@pytest.mark.parametrize(("dtype", "sizes"), CASES, ids=str)
+def test_a_divergences_default_is_never_too_small(name: str, dtype: Any, sizes: Any) -> None:
+    check_default_is_enough(ADAPTERS[name][0], *given(dtype, *sizes))
 
 
 def test_copies_of_weights_are_part_of_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -544,6 +544,28 @@ def options_of(reduction: str) -> dict[str, Any]:
     return {"reduction": reduction, "kind": "reverse_kl"}
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("targets", [False, True])
+def test_vmap_over_no_element(targets: bool, reduction: str) -> None:
+    x, w, y, v = given(heads(shape=BATCH))
+    x, y, t = x[:0], y[:0], jnp.zeros((0, BATCH[1]), jnp.int32)
+
+    def mapped(x: Any, w: Any) -> Any:
+        def loss(x: Any, y: Any, t: Any) -> Any:
+            target = t if targets else None
+            return linear_divergence(
+                x, w, y, v, target=target, reduction=reduction, return_statistics=("entropy",)
+            )
+
+        return jax.vmap(loss)(x, y, t)
+
+    loss, statistics = mapped(x, w)
+    assert loss.shape == (0,) + (BATCH[1:] if reduction == "none" else ())
+    assert statistics.entropy.shape == t.shape
+    grads = jax.jit(jax.grad(lambda x, w: mapped(x, w)[0].sum(), (0, 1)))(x, w)
+    assert grads[0].shape == x.shape and not grads[1].any()
+
+
 def test_vmap_of_means_counts_each_alone() -> None:
     h = heads(shape=BATCH)
     x, w, y, v = given(h)

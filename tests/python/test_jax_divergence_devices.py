@@ -441,6 +441,32 @@ def test_a_mesh_of_explicit_axes(reduction: str, shift: bool) -> None:
                 same(a, torch.from_numpy(np.array(e)).double())
 
 
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    "of", [((), (), ("dp",)), ((), (None, "sp"), ()), ((None, None, "sp"), (), ("dp",))], ids=str
+)
+def test_a_gradient_has_its_own_sharding_on_explicit_axes(
+    of: Any, reduction: str, jitted: bool
+) -> None:
+    """Whatever the other arrays' are: those of the student's input, its weight and the teacher's
+    input."""
+    h = heads(shape=SHAPE, vocab=VOCAB)
+    mesh = jax.make_mesh((2, 2), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+    x, w, y, v, b, c, t = map(to_jax, h)
+    step = step_of(1.0, reduction=reduction, target=True)
+    whole = step(x, w, y, v, b, c, t)
+    with jax.set_mesh(mesh):
+        given = put(x, *of[0]), put(w, *of[1]), put(y, *of[2]), put(v), put(b), put(c), put(t)
+        made = (jax.jit(step) if jitted else step)(*given)
+    for a, e in zip(jax.tree.leaves(made), jax.tree.leaves(whole), strict=True):
+        same(a, torch.from_numpy(np.array(e)).double())
+    for gradient, primal in zip(made[1], (*given[:2], given[4])):
+        assert gradient.sharding.is_equivalent_to(primal.sharding, gradient.ndim)
+
+
 # --- a vocabulary that is split ---
 
 SPLIT: dict[str, tuple[dict[str, tuple[Any, ...]], str]] = {

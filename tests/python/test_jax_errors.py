@@ -33,6 +33,9 @@ class Layer:
 ERRORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "input of integers": ({"x": np.ones((4, 5), np.int32)}, TypeError, "input is i(nt)?32"),
     "input a list": ({"x": [[1.0]]}, TypeError, "input is a list"),
+    "input None": ({"x": None}, TypeError, "^input is a NoneType; allowed: an array"),
+    "weight None": ({"w": None}, TypeError, "^linear_weight is a NoneType; allowed: an array"),
+    "target None": ({"t": None}, TypeError, "^target is a NoneType; allowed: an array"),
     "weight a layer": (
         {"w": Layer()}, TypeError,
         r"linear_weight is a Layer; allowed: an array, as its kernel\[\.\.\.\]\.T",

@@ -528,6 +528,40 @@ def test_a_mesh_of_explicit_axes() -> None:
             agree(step(put(x, "dp"), put(w, "tp"), put(b, "tp"), put(t, "dp")), exact)
 
 
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    "of",
+    [
+        ((), (), (), ("dp",)),  # the target alone
+        ((), ("dp",), (), ()),
+        ((), (None, "tp"), (), ()),
+        (("dp",), (), ("tp",), ()),
+        (("dp",), ("dp",), (), ("dp",)),  # the tokens' axis splits the weight too
+        ((None, None, "tp"), ("dp", "tp"), ("dp",), ()),
+    ],
+    ids=str,
+)
+def test_a_gradient_has_its_own_sharding_on_explicit_axes(
+    of: Any, reduction: str, jitted: bool
+) -> None:
+    """Whatever the other arrays' are."""
+    given = arrays()
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    step = step_of(reduction=reduction)
+    value, grads = step(*given)
+    exact = (to_torch(value).double(), [to_torch(g).double() for g in grads])
+    with jax.set_mesh(mesh):
+        put = [
+            jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*s))) for a, s in zip(given, of)
+        ]
+        made = (jax.jit(step) if jitted else step)(*put)
+        agree(made, exact)
+    for gradient, primal in zip(made[1], put):
+        assert gradient.sharding.is_equivalent_to(primal.sharding, gradient.ndim)
+
+
 OF_TOKENS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": random(BATCH, 8, seed=3), "reduction": "none"},

@@ -80,6 +80,25 @@ def test_vmap_inside_grad_makes_one_gradient_of_the_weight() -> None:
     )
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("of_logits", [False, True])
+def test_vmap_over_no_element(of_logits: bool, reduction: Any) -> None:
+    _, w, t = batch()
+    none, nothing = t[:0], () if reduction != "none" else t.shape[1:]
+    x = jnp.zeros((*none.shape, 21 if of_logits else 8), F32)
+
+    def loss(x: Any, w: Any, t: Any) -> Any:
+        if of_logits:
+            return cross_entropy(x, t, reduction=reduction)
+        return linear_cross_entropy(x, w, t, reduction=reduction)
+
+    mapped = jax.vmap(loss, (0, None, 0))
+    assert mapped(x, w, none).shape == (0, *nothing)
+    grads = jax.jit(jax.grad(lambda x, w: mapped(x, w, none).sum(), (0, 1)))(x, w)
+    assert grads[0].shape == x.shape and not grads[1].any()
+    assert jax.vmap(loss, (None, 0, None))(x, w[None][:0], none).shape[0] == 0
+
+
 def test_vmap_of_means_counts_each_alone() -> None:
     x, w, t = batch()
     t = t.at[2].set(-100)

@@ -264,6 +264,25 @@ def test_another_trl_is_an_error_that_names_it(
         patch_trl()
 
 
+@pytest.mark.parametrize("name", ["temperature", "softcap", "scale", "squares"])
+def test_a_trl_of_another_formula_is_an_error(name: str, monkeypatch: Any) -> None:
+    theirs = trl.trainer.utils._ChunkedLogProbFunction
+
+    def apply(*a: Any) -> Any:
+        if name == "squares":
+            made = theirs.apply(*a)
+            return (*made[:2], made[2].exp(), *made[3:])
+        at, value = {"temperature": (4, 1.0), "softcap": (6, None), "scale": (7, 1.0)}[name]
+        return theirs.apply(*a[:at], value, *a[at + 1 :])
+
+    other = types.SimpleNamespace(forward=theirs.forward, apply=apply)
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", other)
+    with pytest.raises(
+        NotImplementedError, match="_ChunkedLogProbFunction that computes something"
+    ):
+        patch_trl()
+
+
 def test_a_trl_that_does_not_call_its_function_is_an_error(monkeypatch: Any) -> None:
     monkeypatch.setattr("inspect.getsource", lambda _: "")
     with pytest.raises(NotImplementedError, match="does not call _ChunkedLogProbFunction"):

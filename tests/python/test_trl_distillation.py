@@ -17,6 +17,7 @@ from trl.trainer import distillation_trainer, utils
 import test_transformers
 from logitless.integrations import patch_trl
 from logitless.integrations import trl as ours
+from logitless.torch import default_memory
 from reference import close
 from test_divergence import BF16, F16, F32, Heads, expected, heads
 from test_transformers import transformers
@@ -118,6 +119,31 @@ def test_heads_of_several_dtypes(dtypes: Any, products: torch.dtype) -> None:
         close(a, e, products if leaf.dtype is F32 else leaf.dtype)
         if leaf.dtype is F32:
             assert not torch.equal(a, a.bfloat16().float()), "it is not rounded on its way"
+
+
+@pytest.mark.parametrize("wider", ["the student's weight", "the teacher's weight"])
+def test_each_head_is_rounded_to_its_own_hidden_states(wider: str) -> None:
+    """As TRL does with a weight in f32 beside hidden states in 16 bits, though the other head is
+    multiplied in f32. The weight's own gradient is not rounded."""
+    h = heads(shape=(23,))
+    student = wider == "the student's weight"
+    x, y = (h.input.detach(), h.teacher_input.detach())
+    x, y = (x.bfloat16(), y) if student else (x, y.bfloat16())
+    w = h.weight.detach().requires_grad_()
+    h = h._replace(input=x, teacher_input=y, weight=w)
+    rounded = (w, h.teacher_weight)[not student].detach().bfloat16().float().requires_grad_()
+    alike = h._replace(**{"weight" if student else "teacher_weight": rounded})
+    theirs, entropy = known(alike, 0.5)
+    (of_theirs,) = torch.autograd.grad(theirs.sum(), alike.weight)
+    trls, _ = fused(h, 0.5)
+    with patch_trl():
+        made, of_student = fused(h, 0.5)
+    for a in (trls, made):  # which shows that TRL rounds so
+        close(a, theirs)
+    close(of_student, entropy)
+    (grad,) = torch.autograd.grad(made.sum(), w)
+    assert grad.dtype is F32
+    close(grad, of_theirs)
 
 
 def test_autocast() -> None:
@@ -267,6 +293,41 @@ def test_a_trainer_that_does_not_call_it_is_an_error(monkeypatch: Any) -> None:
     monkeypatch.setattr("inspect.getsource", lambda module: sources.get(module, ""))
     with pytest.raises(NotImplementedError, match="does not call ChunkedDivergenceFunction"):
         patch_trl()
+
+
+def no_more(*_: Any) -> Any:
+    raise RuntimeError("gone")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda apply, *a: apply(*a[:6], 1 - a[6], *a[7:]), "computes something else"),
+        (lambda apply, *a: apply(*a[:7], 1.0, *a[8:]), "computes something else"),
+        (lambda apply, *a: apply(*a[:11], None), "computes something else"),
+        (lambda apply, *a: (apply(*a)[0], apply(*a)[1] * 1.001), "computes something else"),
+        (no_more, r"does not run as known \(gone\)"),
+    ],
+    ids=["beta", "temperature", "softcap", "entropy", "error"],
+)
+def test_a_trl_of_another_formula_is_an_error(change: Any, message: str, monkeypatch: Any) -> None:
+    """Of the same name, arguments and trainer."""
+    theirs = distillation_trainer.ChunkedDivergenceFunction
+    other = types.SimpleNamespace(forward=theirs.forward, apply=lambda *a: change(theirs.apply, *a))
+    for module, name in PLACES[1:]:
+        monkeypatch.setattr(module, name, other)
+    with pytest.raises(NotImplementedError, match=f"TRL {trl.__version__} .*{message}"):
+        patch_trl()
+    assert distillation_trainer.ChunkedDivergenceFunction is other, "nothing is replaced then"
+
+
+def test_looking_at_trls_formulas_leaves_no_trace() -> None:
+    """Neither in random numbers nor in the gradients, whatever mode the caller is in."""
+    state = torch.get_rng_state()
+    modes = torch.inference_mode(), torch.autocast("cpu", BF16), torch.device("meta")
+    with default_memory("1B"), modes[0], modes[1], modes[2], patch_trl() as patch:
+        assert patch.calls == 0
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_a_trl_without_the_trainer_is_an_error(monkeypatch: Any) -> None:

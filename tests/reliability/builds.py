@@ -26,7 +26,7 @@ from reliability.common import (
 
 BUILD_SECONDS = 2400
 # The build "test" makes these: what the parts run, and what faults.TESTED asks ctest for.
-OWN = ("bits", "soak", "malformed", "hostile", "faults")
+OWN = ("bits", "divergences", "soak", "malformed", "hostile", "faults")
 PROGRAMS_RUN = ["logitless", "logitless_cli", *(f"reliability_{name}" for name in OWN)]
 PROGRAMS_RUN += ["webgpu_device_test", "webgpu_library_test", "cuda_recorded_test"]
 # These tests of the coverage build do not bear on its files.

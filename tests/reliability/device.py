@@ -9,6 +9,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+from reliability import divergences
 from reliability.calls import worst
 from reliability.common import (
     OUT,
@@ -28,6 +29,7 @@ ABSENT = [
     ("The conformance suite and what is CUDA's own", "`make test-device`"),
     ("memcheck, racecheck, initcheck and synccheck are clean", "`make sanitize-device`"),
     ("The same call gives the same bits (CUDA)", "1 000 runs, other processes"),
+    divergences.promise("CUDA"),
 ]
 
 
@@ -97,7 +99,17 @@ def bits(settings: Settings) -> list[Row]:
     return [Row(*ABSENT[3], figure, differing == 0)]
 
 
+def random_divergences(settings: Settings) -> list[Row]:
+    calls = 2_000 if settings.short else 20_000
+    return divergences.random_calls(settings, calls, 1, library_path())
+
+
 def save(rows: list[Row], path: Path = RESULTS) -> None:
+    """Beside those of parts that were not asked for."""
+    promises = {row.promise for row in rows}
+    if path.is_file():
+        before = [Row(**row) for row in json.loads(path.read_text())]
+        rows = [row for row in before if row.promise not in promises] + rows
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 

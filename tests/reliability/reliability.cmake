@@ -19,6 +19,7 @@ add_reliability_program(malformed --calls 5000)
 add_reliability_program(hostile --step 13)
 target_compile_options(reliability_hostile PRIVATE -O1)
 add_reliability_program(bits --runs 8)
+add_reliability_program(divergences --calls 300)
 add_reliability_program(soak --calls 5000)
 # AddressSanitizer stops at a thread that cannot start, ThreadSanitizer at threads in a forked child.
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=(address|thread)")

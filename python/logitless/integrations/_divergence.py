@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from logitless._call import IGNORE_INDEX
 from logitless.integrations._memory import Sizes, frugal_beside
 from logitless.torch import linear_divergence
+from logitless.torch._checks import check_tensor
+from logitless.torch._functions import _autocast_dtype
 
 
 class Head(NamedTuple):
@@ -21,41 +23,77 @@ class Head(NamedTuple):
     weight: Tensor  # [V, D]
     bias: Tensor | None = None  # [V]
 
-    def to(self, dtype: torch.dtype) -> Head:
-        return self._replace(hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
+    def to(self, own: torch.dtype, dtype: torch.dtype) -> Head:
+        """Rounded to `own`, and then in `dtype`, which holds that exactly."""
+        hidden, weight = (_rounded(t, own, dtype) for t in (self.hidden, self.weight))
+        return self._replace(hidden=hidden, weight=weight)
+
+    def on_meta(self) -> Head:
+        return Head(*(None if t is None else t.to("meta") for t in self))  # type: ignore[arg-type]
+
+
+class _Rounded(torch.autograd.Function):
+    """A tensor as it is rounded to `own`; its gradient is not rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, own: torch.dtype, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = tensor.dtype
+        return tensor.to(own).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].to(ctx.dtype), None, None
+
+
+def _rounded(tensor: Tensor, own: torch.dtype, dtype: torch.dtype) -> Tensor:
+    if own in (dtype, tensor.dtype):
+        return tensor.to(dtype)
+    rounded: Tensor = _Rounded.apply(tensor, own, dtype)  # type: ignore[no-untyped-call]
+    return rounded
+
+
+def check_heads(student: Head, teacher: Head) -> None:
+    names = ("input", "linear_weight", "teacher_input", "teacher_weight")
+    for name, value in zip(names, (*student[:2], *teacher[:2])):
+        check_tensor(name, value)
 
 
 def generalized_jsd(
-    student: Head, teacher: Head, dtypes: tuple[torch.dtype, torch.dtype], memory: int | str | None,
+    student: Head, teacher: Head, of: Literal["hidden", "weight"], memory: int | str | None,
     peak: Callable[[Sizes], int], held: int = 0, **options: Any,
 ) -> Any:  # fmt: skip
-    """linear_divergence of the kind that others call the generalized JSD. `dtypes` are those that
-    they have the two heads' products in, outside autocast; where they differ both are made in the
-    wider, which holds the other's numbers exactly. `held` are bytes that their `peak` counts and
-    this call's memory does not."""
-    kind = student.hidden.device.type
+    """linear_divergence of the kind that others call the generalized JSD. They have each head's
+    product in the dtype `of` its hidden states or its weight, outside autocast, and round the other
+    to it; where the two heads' differ both products are made in the wider, which holds the other's
+    numbers exactly. `held` are bytes that their `peak` counts and this call's memory does not."""
+    check_heads(student, teacher)
+    dtypes = getattr(student, of).dtype, getattr(teacher, of).dtype
     context: Any = contextlib.nullcontext()
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    else:
+    dtype = _autocast_dtype(student.hidden)
+    if dtype is None:
         dtype = torch.promote_types(*dtypes)
-        if dtype.itemsize < 4 and any(t.dtype is not dtype for t in (*student[:2], *teacher[:2])):
-            context = torch.autocast(kind, dtype)  # the gradient of an f32 weight is formed in f32
+        mixed = any(t.dtype is not dtype for t in (*student[:2], *teacher[:2]))
+        if dtype.itemsize < 4 and mixed and not student.hidden.is_meta:
+            # the gradient of an f32 weight is formed in f32
+            context = torch.autocast(student.hidden.device.type, dtype)
     with context:
         weights = (student.weight, teacher.weight)
-        if not torch.is_autocast_enabled(kind):
-            student, teacher = student.to(dtype), teacher.to(dtype)
+        if _autocast_dtype(student.hidden) is None:
+            student, teacher = student.to(dtypes[0], dtype), teacher.to(dtypes[1], dtype)
         copies = sum(w.numel() * dtype.itemsize for w in weights if w.dtype is not dtype)
         memory = frugal_beside(memory, student.hidden, student.weight, peak, held + copies)
         return linear_divergence(
             student.hidden, student.weight, teacher.hidden, teacher.weight, kind="jsd",
-            linear_bias=_in_f32(student.bias), teacher_bias=_in_f32(teacher.bias), memory=memory,
-            **options,
+            linear_bias=bias_of(student), teacher_bias=bias_of(teacher), memory=memory, **options,
         )  # fmt: skip
 
 
-def _in_f32(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
+def bias_of(head: Head) -> Any:
+    """In f32, [V]: a row [1, V] is added to logits alike."""
+    bias = head.bias
+    if not isinstance(bias, Tensor):
+        return bias
+    return (bias[0] if bias.shape == (1, len(head.weight)) else bias).float()
 
 
 def counted(keep: Tensor) -> Tensor:

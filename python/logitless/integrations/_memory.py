@@ -12,6 +12,7 @@ from torch import Tensor
 
 from logitless._abi import Room
 from logitless.torch import _memory, _ops
+from logitless.torch._functions import _autocast_dtype
 
 
 class Sizes(NamedTuple):
@@ -72,9 +73,7 @@ def _sizes(hidden: Any, weight: Any, tokens: int | None = None) -> Any:
     if not _ops.are_numbers((hidden.numel(), vocab, width)):
         return Room(1)
     count = hidden.numel() // max(width, 1) if tokens is None else tokens
-    dtype, kind = hidden.dtype, hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = _autocast_dtype(hidden) or hidden.dtype
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     sums = (_sums(hidden), _sums(weight)) if gradients else (0, 0)
     return Sizes(count, width, vocab, dtype.itemsize, gradients, sum(sums), sums[1])

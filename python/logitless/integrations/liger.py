@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from logitless._call import Reduction
-from logitless._errors import renames
+from logitless._errors import invalid, renames
 from logitless._statistics import StatisticName
 from logitless.integrations._arguments import only
-from logitless.integrations._divergence import Head, counted, generalized_jsd
+from logitless.integrations._divergence import Head, bias_of, check_heads, counted, generalized_jsd
 from logitless.integrations._memory import Sizes, frugal, frugal_beside
 from logitless.torch import linear_cross_entropy
+from logitless.torch._checks import check_tensor
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -262,8 +263,8 @@ class LigerFusedLinearJSDFunction:
         only("jsd_mode", jsd_mode, None)
         target = None if shift_labels is None else counted(shift_labels != ignore_index)
         loss: Tensor = generalized_jsd(
-            Head(student_input, student_weight), Head(teacher_input, teacher_weight),
-            (student_input.dtype, teacher_input.dtype), memory,
+            Head(student_input, student_weight), Head(teacher_input, teacher_weight), "hidden",
+            memory,
             lambda call: _jsd_peak(call) + (0 if accum_dtype is None else call.f32_weight_sums),
             beta=jsd_beta, target=target, temperature=temperature,
         )  # fmt: skip
@@ -328,6 +329,8 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
         memory: int | str | None = None,
     ) -> None:
         super().__init__()
+        if temperature == 0:
+            raise invalid("temperature is 0; allowed: finite, positive and not subnormal")
         self.weight_hard_loss = weight_hard_loss
         self.weight_soft_loss = weight_soft_loss
         self.beta = beta
@@ -359,6 +362,8 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
     ) -> Any:
         student = Head(student_input, student_weight, student_bias)
         teacher = Head(teacher_input, teacher_weight, teacher_bias)
+        check_heads(student, teacher)
+        check_tensor("target", true_labels)
         hard, soft, parts = self.weight_hard_loss, self.weight_soft_loss, self.return_soft_hard_loss
         if hard > 0 and soft > 0 and self.temperature == 1 and not parts:
             return soft * self._divergence(
@@ -367,6 +372,8 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
             )  # fmt: skip
         # Where there are two passes, the first one's gradients wait beside the second.
         both = parts or (hard != 0 and soft != 0)
+        if not both and hard != 0:
+            self._check_teacher(student, teacher)
         held = student_input.itemsize * (student_input.numel() + student_weight.numel()) * both
         losses: list[Tensor] = []
         if both or hard == 0:
@@ -375,7 +382,7 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
         if both or hard != 0:
             memory = frugal_beside(self.memory, student_input, student_weight, self._peak, held)
             of_labels: Tensor = linear_cross_entropy(
-                student_input, student_weight, true_labels, linear_bias=student_bias,
+                student_input, student_weight, true_labels, linear_bias=bias_of(student),
                 ignore_index=self.ignore_index, memory=memory,
             )  # fmt: skip
             losses.append(of_labels)
@@ -386,10 +393,16 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
 
     def _divergence(self, student: Head, teacher: Head, held: int = 0, **options: Any) -> Tensor:
         loss: Tensor = generalized_jsd(
-            student, teacher, (student.hidden.dtype, teacher.hidden.dtype), self.memory, self._peak,
-            held, beta=self.beta, temperature=self.temperature, **options,
+            student, teacher, "hidden", self.memory, self._peak, held, beta=self.beta,
+            temperature=self.temperature, **options,
         )  # fmt: skip
         return loss
+
+    def _check_teacher(self, student: Head, teacher: Head) -> None:
+        """Liger makes the divergence even where its weight is 0, and raises what is wrong with it.
+        Here it is asked of tensors without memory."""
+        with torch.no_grad():
+            self._divergence(student.on_meta(), teacher.on_meta())
 
     def _peak(self, call: Sizes) -> int:
         """Bytes that Liger's loss takes at least, compiled: a chunk's logits of both heads and

@@ -25,6 +25,7 @@ from logitless._statistics import StatisticName
 from logitless.integrations._divergence import Head, generalized_jsd
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_cross_entropy
+from logitless.torch._functions import _autocast_dtype
 
 
 class _Known(NamedTuple):
@@ -179,7 +180,7 @@ class TrlDivergence:
         divergence, statistics = generalized_jsd(
             Head(student_hidden, student_weight, student_bias),
             Head(teacher_hidden, teacher_weight, teacher_bias),
-            (student_hidden.dtype, teacher_hidden.dtype), self._patch.memory, _divergence_peak,
+            "hidden", self._patch.memory, _divergence_peak,
             beta=beta, temperature=temperature, logit_scale=student_logit_scale,
             softcap=student_final_logit_softcapping, teacher_logit_scale=teacher_logit_scale,
             teacher_softcap=teacher_final_logit_softcapping, reduction="none",
@@ -233,7 +234,7 @@ def _alike(
     autocast, or else that of the hidden states. The gradient of an f32 weight is formed in f32."""
     kind, dtype = hidden.device.type, hidden.dtype
     context: Any = contextlib.nullcontext()
-    if torch.is_autocast_enabled(kind):
+    if _autocast_dtype(hidden) is not None:
         return weight, None if bias is None else bias.float(), context
     if dtype is torch.float32:
         weight = weight.float()
@@ -250,7 +251,12 @@ def _functions() -> tuple[Any, Any]:
         if error.name != "trl":
             raise
         raise ImportError("patch_trl needs TRL 1.16: pip install trl") from error
-    return _own(trl.__version__, _LOGPROB, _OUTPUTS), _own(trl.__version__, _DIVERGENCE)
+    version = trl.__version__
+    logprob, divergence = _own(version, _LOGPROB, _OUTPUTS), _own(version, _DIVERGENCE)
+    ours = TrlPatch(parse_memory("1MiB"))  # whatever default_memory says
+    _check_numbers(version, _LOGPROB, logprob, ours, _probe_logprob)
+    _check_numbers(version, _DIVERGENCE, divergence, ours.divergence, _probe_divergence)
+    return logprob, divergence
 
 
 def _own(version: str, known: _Known, outputs: tuple[str, ...] | None = None) -> Any:
@@ -286,6 +292,69 @@ def _own(version: str, known: _Known, outputs: tuple[str, ...] | None = None) ->
     if f" {known.name}.apply(" not in inspect.getsource(importlib.import_module(known.module)):
         raise unknown(f"does not call {known.name}.apply in {known.module}")
     return function
+
+
+# Where TRL's formulas are known, ours differ from them by a few roundings in f32.
+_PROBE_ERROR = 1e-4
+_TOKENS_OF_PROBE, _VOCAB_OF_PROBE = 6, 11
+
+
+def _wave(*shape: int, step: float) -> Tensor:
+    """Numbers between -2 and 2 that no generator is asked for, and that have a gradient."""
+    count = torch.arange(shape[0] * (shape[1] if len(shape) > 1 else 1), device="cpu")
+    return (2 * (step * (count + 1)).sin()).float().reshape(shape).requires_grad_()
+
+
+def _probe_logprob(function: Any) -> list[Tensor]:
+    """Outputs and gradients, of all that the trainers ask for, on the CPU."""
+    x, w = _wave(_TOKENS_OF_PROBE, 5, step=0.7), _wave(_VOCAB_OF_PROBE, 5, step=1.3)
+    b, t = _wave(_VOCAB_OF_PROBE, step=2.1), torch.arange(_TOKENS_OF_PROBE, device="cpu")
+    t = t.masked_fill(t == 2, IGNORE_INDEX)
+    made: list[Tensor] = []
+    for softcap, scale in ((None, 1.0), (3.0, 0.6)):
+        outputs = function.apply(x, w, b, t, 1.3, 4, softcap, scale, _OUTPUTS)
+        counts = t != IGNORE_INDEX
+        found = [o[counts].float() for o in outputs]
+        total = (found[0] * _wave(len(found[0]), step=0.4)).sum() + found[1].sum()
+        made += [*found, *torch.autograd.grad(total, (x, w, b))]
+    return made
+
+
+def _probe_divergence(function: Any) -> list[Tensor]:
+    x, w = _wave(_TOKENS_OF_PROBE, 5, step=0.7), _wave(_VOCAB_OF_PROBE, 5, step=1.3)
+    b, c = _wave(_VOCAB_OF_PROBE, step=2.1), _wave(_VOCAB_OF_PROBE, step=0.9)
+    y, v = _wave(_TOKENS_OF_PROBE, 3, step=1.9), _wave(_VOCAB_OF_PROBE, 3, step=0.3)
+    factors = _wave(_TOKENS_OF_PROBE, step=0.4)
+    made: list[Tensor] = []
+    for beta in (0.0, 0.3, 1.0):
+        for options in ((1.0, 1.0, None, 1.0, None), (1.3, 0.6, 3.0, 1.7, 2.5)):
+            divergence, entropy = function.apply(
+                x, w, b, y.detach(), v.detach(), c.detach(), beta, *options
+            )
+            grads = torch.autograd.grad((divergence * factors.detach()).sum(), (x, w, b))
+            made += [divergence, entropy, *grads]
+    return made
+
+
+@torch.enable_grad()
+def _check_numbers(version: str, known: _Known, theirs: Any, ours: Any, probe: Any) -> None:
+    """Raises unless both give the same numbers; a signature says nothing of a formula."""
+    full = f"{known.module}.{known.name}"
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        exact = probe(ours)
+        try:
+            found = probe(theirs)
+        except Exception as error:
+            raise not_supported(
+                f"TRL {version} has a {full} that does not run as known ({error}), so that its "
+                "trainers cannot be patched; known: TRL 1.16"
+            ) from error
+    for a, e in zip((x.detach() for x in found), (x.detach() for x in exact), strict=True):
+        if a.shape != e.shape or not (a - e).abs().max() <= _PROBE_ERROR * (1 + e.abs().max()):
+            raise not_supported(
+                f"TRL {version} has a {full} that computes something else, so that its trainers "
+                "cannot be patched; known: TRL 1.16"
+            )
 
 
 def check_forward(model: Any) -> None:

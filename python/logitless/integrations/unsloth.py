@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless._errors import renames
-from logitless.integrations._divergence import Head, counted, generalized_jsd
+from logitless._errors import renames, wrong_dtype, wrong_shape
+from logitless.integrations._divergence import Head, check_heads, counted, generalized_jsd
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_logprob
 
@@ -88,8 +88,8 @@ def fused_linear_jsd(
     mask: Tensor | None = None,
     labels: Tensor | None = None,
     ignore_index: int = -100,
-    beta: float = 0.5,
-    temperature: float = 1.0,
+    beta: float | Tensor = 0.5,
+    temperature: float | Tensor = 1.0,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     student_logit_scale: float = 1.0,
@@ -107,6 +107,9 @@ def fused_linear_jsd(
     says what Unsloth's function takes. `memory`, which is ours, is linear_divergence's; None is a
     twentieth more than what Unsloth 2026.10.9's function takes, or the least that ours takes,
     unless default_memory says another."""
+    student = Head(student_hidden, student_weight, student_bias)
+    teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
+    check_heads(student, teacher)
     device = student_weight.device
     keep = torch.ones(student_hidden.shape[:-1].numel(), dtype=torch.bool, device=device)
     if mask is not None:
@@ -118,17 +121,31 @@ def fused_linear_jsd(
         by = torch.as_tensor(by, device=device).reshape(-1)[:1].reshape(())
         by = by.masked_fill(by == 0, 1)
     loss: Tensor = generalized_jsd(
-        Head(_rows(student_hidden, student_weight), student_weight, student_bias),
-        Head(_rows(teacher_hidden, teacher_weight), teacher_weight, teacher_bias),
-        (student_weight.dtype, teacher_weight.dtype), memory,
-        lambda call: _jsd_peak(call, rows_per_chunk), beta=beta, temperature=temperature,
-        target=counted(keep), normalizer=by, logit_scale=student_logit_scale or 1.0,
-        softcap=student_logit_softcapping, teacher_logit_scale=teacher_logit_scale or 1.0,
-        teacher_softcap=teacher_logit_softcapping,
+        _flat(student), _flat(teacher), "weight", memory,
+        lambda call: _jsd_peak(call, rows_per_chunk), beta=_number("beta", beta),
+        temperature=_number("temperature", temperature), target=counted(keep), normalizer=by,
+        logit_scale=_number("student_logit_scale", student_logit_scale or 1.0),
+        softcap=_number("student_logit_softcapping", student_logit_softcapping or 0.0),
+        teacher_logit_scale=_number("teacher_logit_scale", teacher_logit_scale or 1.0),
+        teacher_softcap=_number("teacher_logit_softcapping", teacher_logit_softcapping or 0.0),
     )  # fmt: skip
     return loss
 
 
-def _rows(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[N, D], where the weight is."""
-    return hidden.reshape(-1, hidden.shape[-1]).to(weight.device)
+def _number(name: str, value: Any) -> float:
+    """As Unsloth takes them: of a tensor of one element too."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise wrong_shape(f"{name} has shape {tuple(value.shape)}; allowed: one element")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a number") from None
+
+
+def _flat(head: Head) -> Head:
+    """Hidden states [N, D] and a bias [V], where the weight is."""
+    hidden, weight, bias = head
+    hidden = hidden.reshape(-1, hidden.shape[-1]).to(weight.device)
+    if bias is not None and bias.numel() == len(weight):
+        bias = bias.reshape(-1).to(weight.device)
+    return Head(hidden, weight, bias)

@@ -18,10 +18,10 @@ from logitless._divergence import (
     names_of,
     options_of,
 )
-from logitless._errors import argument, renames
+from logitless._errors import renames
 from logitless.jax._call import Call
 from logitless.jax._functions import (
-    _array,
+    _arrays,
     _casts_named,
     _check_rows,
     _exact_products,
@@ -157,9 +157,8 @@ _ROWS = ("input", "teacher_input", "teacher_logits")
 
 
 def _heads(given: dict[str, Any]) -> dict[str, Array]:
-    """The arrays of both heads, the teacher's without gradients. Which of them go together the core
-    says."""
-    arrays = {name: _array(argument(name), x) for name, x in given.items() if x is not None}
+    """The arrays of both heads, the teacher's without gradients."""
+    arrays = _arrays(given)
     _check_rows(arrays["input"], "input")
     for name, x in arrays.items():
         if name in _ROWS:

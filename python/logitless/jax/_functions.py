@@ -91,6 +91,18 @@ def _array(name: str, value: Any) -> Array:
     return jnp.asarray(value)
 
 
+_OPTIONAL = ("bias", "teacher_input", "teacher_weight", "teacher_bias", "teacher_logits")
+
+
+def _arrays(given: dict[str, Any]) -> dict[str, Array]:
+    """Those that a loss is of; which of the optional ones go together the core says."""
+    return {
+        name: _array(argument(name), value)
+        for name, value in given.items()
+        if value is not None or name not in _OPTIONAL
+    }
+
+
 def _on_host(value: Any) -> bool:
     """Whether what is in an array can be looked at, and nothing waits for another device."""
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
@@ -316,9 +328,7 @@ def _loss(
     axis_name: Any = None, upstream: str | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits."""
-    arrays = {
-        name: _array(argument(name), value) for name, value in rows.items() if value is not None
-    }
+    arrays = _arrays(rows)
     what = next(iter(arrays))
     shift = _integer("shift", shift)
     target, ignore_index = _labels(target, ignore_index, shift, arrays, axis_name is None)

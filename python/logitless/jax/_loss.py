@@ -220,24 +220,24 @@ def _batched(
     if not _one_call(call, given):
         return one_after_another(loss_p, operands, dims, call=call, **more)
     size = next(x.shape[d] for x, d in given.values() if d is not None)
-    flat = {}
-    for name, (x, d) in given.items():
-        if name in _OF_ROWS:
-            x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-            keeps_shape = call.linear or name == "logits"
-            flat[name] = x if keeps_shape else x.reshape(-1, *x.shape[2:])
-        elif name != "normalizer":
-            flat[name] = x
+    rows = {
+        name: jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for name, (x, d) in given.items()
+        if name in _OF_ROWS
+    }
+    of_each = math.prod(tokens_of(rows)[1:])  # which no size of 0 hides
+    flat = {name: x for name, (x, _) in given.items() if name != "normalizer"} | rows
+    if not call.linear:
+        flat |= {name: x.reshape(size * of_each) for name, x in rows.items() if name != "logits"}
     options = call.options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
     made = loss(call._replace(names=tuple(flat), options=options), list(flat.values()))
-    tokens = () if call.linear else (size, -1)
-    made = {name: x.reshape(tokens or x.shape) for name, x in made.items()}  # [B, ...]
+    if not call.linear:
+        made = {name: x.reshape(size, of_each) for name, x in made.items()}  # [B, N]
     if not call.per_token:
-        made["loss"] = made["loss"].reshape(size, -1).sum(1)  # [B]
+        made["loss"] = made["loss"].reshape(size, of_each).sum(1)  # [B]
     if call.options.reduction == _abi.REDUCTION_MEAN:
         arrays = {name: x for name, (x, _) in given.items()}
-        target = flat["target"].reshape(size, -1) if "target" in flat else None
-        of_each = math.prod(tokens_of(flat)) // max(size, 1)
+        target = flat["target"].reshape(size, of_each) if "target" in flat else None
         divisor = _normalizer(call, arrays, of_each, target)  # [B] or []
         made["loss"] = _mean(call, made["loss"], divisor)
     return [made[name] for name in call.outputs], [0] * len(call.outputs)

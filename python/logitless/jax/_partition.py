@@ -543,24 +543,26 @@ def _abstract(*avals: Any, op: Op) -> Any:
 
 
 def _typed(result: Tensor, op: Op, avals: Sequence[Any]) -> Any:
-    """A result's type; on a mesh of explicit axes it says how the result is sharded."""
-    given = {name: getattr(aval, "sharding", None) for name, aval in zip(op.names, avals)}
-    axes: dict[str, Any] = {}
-    mesh = None
-    for name in ("weight", "input", result.name.removeprefix("grad_")):
-        sharding = given.get(name)
-        if sharding is not None and any(sharding.spec):
-            axes |= dict(zip(factors(name, len(sharding.spec)), sharding.spec))
-            mesh = sharding.mesh
-    if mesh is None:
+    """A result's type; on a mesh of explicit axes it says how the result is sharded: a gradient as
+    what it is of, or not at all, whatever the other operands are."""
+    known = {name: getattr(aval, "sharding", None) for name, aval in zip(op.names, avals)}
+    given = {name: s for name, s in known.items() if s is not None and not s.mesh.empty}
+    if not given:
         return jax.core.ShapedArray(result.shape, result.dtype)
-    columns = axes.get("v") or ()
-    columns = (columns,) if isinstance(columns, str) else columns
+    mesh = next(iter(given.values())).mesh
+    of = result.name.removeprefix("grad_")
+    axes: dict[str, Any] = {}
+    for name in ("weight", "input") if of == result.name else (of,):
+        if name in given:
+            axes |= dict(zip(factors(name, len(given[name].spec)), given[name].spec))
+    split = {f: (a,) if isinstance(a, str) else a or () for f, a in axes.items()}
+    columns = split.get("v", ())
+    taken = {axis for f, of_tokens in split.items() if f.startswith("n") for axis in of_tokens}
     parts = _kept_parts(op.results, mesh.size)
-    if parts % math.prod(mesh.shape[axis] for axis in columns) == 0:
+    if not taken & set(columns) and parts % math.prod(mesh.shape[axis] for axis in columns) == 0:
         axes["k"] = columns
-    of = [axes.get(factor) for factor in factors(result.name, len(result.shape))]
-    sharding = NamedSharding(mesh, PartitionSpec(*of))
+    spec = [axes.get(factor) for factor in factors(result.name, len(result.shape))]
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.core.ShapedArray(result.shape, result.dtype, sharding=sharding)
 
 

@@ -25,7 +25,7 @@ from logitless._errors import (
     wrong_device,
     wrong_shape,
 )
-from logitless.torch import _divergence_ops, _memory
+from logitless.torch import _divergence_ops, _divergence_run, _memory, _ops
 from logitless.torch._checks import (
     check_bias,
     check_matrix,
@@ -165,6 +165,8 @@ def linear_divergence(
         plain = not dispatches(*inputs)
         if plain:
             _check(inputs, options)
+        elif _ops.shapes_alone(*inputs):
+            _divergence_run.check_shapes(inputs.in_dtype(_autocast_dtype(input)), options, wanted)
         loss, *statistics = _divergence_ops.divergence(
             inputs, options, bound, wanted, _autocast_dtype(input), plain
         )

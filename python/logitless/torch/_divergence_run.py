@@ -282,6 +282,13 @@ def _bounds(
     return max(plan.minimum for plan in plans), max(plan.recommended for plan in plans)
 
 
+def check_shapes(inputs: Inputs, options: Divergence, wanted: int) -> None:
+    """Raises what the call itself would of tensors that had memory, on any device."""
+    flat, where = inputs.flat(), torch.device("cpu")
+    views = tuple(_run.view(n, t, where) for n, t in zip(flat._fields, flat) if t is not None)
+    _bounds(views, (), options, wanted & ~(FUSED | KEEP), (flat.input.dtype, None, None))
+
+
 def fits(
     given: tuple[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]], ...],
     options: tuple[Any, ...], device: str, index: int, memory: int, wanted: int,

@@ -323,6 +323,19 @@ def _static(given: Any) -> bool:
     return are_numbers([size for *_, shape, stride in given for size in (*shape, *stride)])
 
 
+def shapes_alone(*tensors: Tensor | None) -> bool:
+    """Whether they are meta or fake tensors, of sizes that are numbers; a compiler's are not, whose
+    calls are checked where they run."""
+    if torch.compiler.is_compiling():
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    given = [t for t in tensors if t is not None]
+    sizes = [size for t in given for size in t.shape]
+    alone = all(t.is_meta or isinstance(t, FakeTensor) for t in given)
+    return alone and all(isinstance(size, int) for size in sizes)
+
+
 def are_numbers(sizes: Sequence[Any]) -> bool:
     """Whether none of them is a symbol."""
     # A compiler takes its symbols for numbers here.
@@ -358,6 +371,10 @@ def loss(
         for name, t in zip(_run.INPUTS[1:], (weight, bias, *call.constants)):
             if t is not None and not t.is_meta:
                 raise wrong_device(f"{argument(name)} is on {t.device}; allowed: meta, as input is")
+    if shapes_alone(input, weight):
+        from logitless.torch import _planned
+
+        _planned.check_shapes(input, weight, bias, call)
     if call.dtype is not None:
         assert weight is not None
         input, weight = cast(input, call.dtype), cast(weight, call.dtype)

@@ -82,10 +82,10 @@ def _address(tensor: Tensor) -> int | None:
 
 
 def _shapes_of(
-    given: dict[str, Tensor | None], dtypes: dict[str, torch.dtype]
+    given: dict[str, Tensor | None], dtypes: dict[str, torch.dtype], where: torch.device
 ) -> tuple[list[Tensor | None], dict[str, int] | None]:
-    """What the library's calls are given of the tensors `given`, by the names of _run.INPUTS, and
-    where it lies: in `dtypes`, and tokens in one dimension."""
+    """What the library's calls on the device `where` are given of the tensors `given`, by the names
+    of _run.INPUTS, and where it lies: in `dtypes`, and tokens in one dimension."""
     target = given["target"]
     assert target is not None
     found: list[Tensor | None] = []
@@ -94,7 +94,7 @@ def _shapes_of(
         if tensor is None:
             found.append(None)
             continue
-        _run.view(name, tensor)  # which refuses what has no strides
+        _run.view(name, tensor, where)  # which refuses what has no strides
         like = _like(tensor)
         used = like.to(dtypes.get(name, tensor.dtype))
         if name == "input":
@@ -137,6 +137,29 @@ def _forward_then_backward(
     )  # fmt: skip
 
 
+def _given_to_calls(
+    given: tuple[Tensor, Tensor | None, Tensor | None], call: Call, where: torch.device
+) -> tuple[list[Tensor | None], dict[str, int] | None]:
+    bias, cast = given[2], {}
+    if call.dtype is not None:
+        cast = {"input": call.dtype, "weight": call.dtype}
+        if bias is not None and bias.dtype is not torch.float32:  # it may stay f32
+            cast["bias"] = call.dtype
+    return _shapes_of(dict(zip(_run.INPUTS, (*given, *call.constants))), cast, where)
+
+
+@torch.no_grad()
+def check_shapes(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> None:
+    """Raises what the call itself would of tensors that had memory, on any device."""
+    where = torch.device("cpu")
+    tensors, _ = _given_to_calls((input, weight, bias), call, where)
+    x, w, b, *rest = tensors
+    assert x is not None
+    launch = _Planner(where, None).launch
+    constants = Constants(*rest)  # type: ignore[arg-type]
+    _run.forward(x, w, b, constants, call.options, None, call.wanted, launcher=launch)
+
+
 @torch.no_grad()
 def bytes_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, gradients: bool
@@ -148,13 +171,7 @@ def bytes_of(
     dtypes = tuple(
         t.dtype if t is not None and (t.requires_grad or not needed) else None for t in given
     )
-    named = dict(zip(_run.INPUTS, (*given, *call.constants)))
-    cast: dict[str, torch.dtype] = {}
-    if call.dtype is not None:
-        cast = {"input": call.dtype, "weight": call.dtype}
-        if bias is not None and bias.dtype is not torch.float32:  # it may stay f32
-            cast["bias"] = call.dtype
-    tensors, addresses = _shapes_of(named, cast)
+    tensors, addresses = _given_to_calls(given, call, input.device)
     planner = _Planner(input.device, addresses)
     x, w, b, *rest = tensors
     assert x is not None and w is not None
