@@ -33,11 +33,12 @@ STATISTICS = {
     "sum_p_squared": Statistic("sum p^2", extra=True),
     "mean_logit": Statistic("the logits' mean", extra=True),
     "max_logprob": Statistic("the largest logit - lse", extra=True),
+    "mass_above": Statistic("sum p of the columns that rank counts", of_whole_rows=True),
 }
 
 StatisticName: TypeAlias = Literal[
     "lse", "target_logit", "logprob", "entropy", "argmax", "rank", "sum_p_squared", "mean_logit",
-    "max_logprob",
+    "max_logprob", "mass_above",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         sum_p_squared: A | None = None
         mean_logit: A | None = None
         max_logprob: A | None = None
+        mass_above: A | None = None
 
 else:
     # Python 3.10 has no NamedTuple of a type variable.

@@ -477,6 +477,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "ranks",
     ),
     _mutant(
+        "the mass above of the last window",
+        _RANK,
+        "let all = extras[token].mass_above + tree[0]",
+        "let all = tree[0]",
+        "ranks",
+    ),
+    _mutant(
+        "the mass above of rows that are read once: all columns",
+        _ROW,
+        "mass.x += select(0.0, e, is_over);",
+        "mass.x += e;",
+        "ranks",
+    ),
+    _mutant(
         "a quotient is cut, not rounded",
         _TEMPERATURE,
         "  if (q.low > half ||",
