@@ -491,6 +491,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "ranks",
     ),
     _mutant(
+        "the mass above of rows that are read once: a number in a row of +inf",
+        _ROW,
+        "extras[token].mass_above = select(above, s.log_sum, is_nan(s.log_sum));",
+        "extras[token].mass_above = above;",
+        "ranks",
+    ),
+    _mutant(
+        "the mass above: not of the whole row's probability",
+        _RANK,
+        "tree[0] * exp_nonpositive(max(-log_sum, -200.0));",
+        "tree[0];",
+        "ranks",
+    ),
+    _mutant(
         "a quotient is cut, not rounded",
         _TEMPERATURE,
         "  if (q.low > half ||",

@@ -261,6 +261,30 @@ TEST_F(WebGpuToken, RanksOfManyWindows) {
   }
 }
 
+// Short rows of given logits are read once where no log-probability is asked for.
+TEST_F(WebGpuToken, RanksOfRowsThatAreReadOnce) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const int64_t vocab : {37, 300, 4000}) {
+    Case c{.op = OpKind::forward_backward, .shape = {9, 1, vocab}, .rank = true};
+    c.mass_above = true;
+    c.options.reduction = Reduction::none;
+    Problem<CrossEntropyForwardBackward> p = build<CrossEntropyForwardBackward>(c);
+    std::vector<double> logits = read(p.op.logits);
+    const auto row = [&](int64_t i) { return logits.begin() + i * vocab; };
+    std::fill_n(row(1), vocab, 2.0);  // ties
+    std::fill_n(row(2), vocab, -infinity);
+    row(3)[vocab / 2] = kNone;
+    row(4)[vocab - 1] = infinity;
+    write(p.op.logits, logits);
+    const Outcome outcome = run(p);
+    const Comparison result = compare(expected(device_, p.op, p.model), outcome);
+    EXPECT_TRUE(result.ok()) << result.report;
+    const std::vector<double>& mass = outcome.fields.at("mass_above").value;
+    EXPECT_EQ(mass[1], 0);
+    for (const size_t i : {2, 3, 4}) EXPECT_TRUE(std::isnan(mass[i])) << i;
+  }
+}
+
 // All columns have the same logit, so none is above the target's: its own is not counted either.
 TEST_F(WebGpuToken, EqualLogitsAreNotAbove) {
   for (const int64_t vocab : {37, 5000}) {
