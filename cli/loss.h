@@ -56,7 +56,7 @@ struct LossOutputs {
   Buffer loss;        // [N] where the reduction is none, else [1]
   Buffer token_loss;  // [N]  each token's where `loss` is [1] and is no number, or they are wanted
   Buffer lse, target_logit, entropy;          // each is [N]
-  Buffer log_probability;                     // [N]
+  Buffer log_probability, mass_above;         // each is [N]
   Buffer argmax, rank;                        // [N] i64
   Buffer grad_input, grad_weight, grad_bias;  // they are shaped as hidden, weight and bias
   uint64_t workspace = 0;                     // so many bytes of what `size` says were used

@@ -182,6 +182,7 @@ void set_outputs(Op& op, LossOutputs& outputs, const LossInputs& inputs, bool st
   op.statistics.logprob = vector(outputs.log_probability, DType::f32);
   op.statistics.argmax = vector(outputs.argmax, DType::i64);
   op.statistics.rank = vector(outputs.rank, DType::i64);
+  op.statistics.mass_above = vector(outputs.mass_above, DType::f32);
 }
 
 void set_gradients(LinearCrossEntropyForwardBackward& op, LossOutputs& outputs, DType dtype) {
@@ -293,7 +294,8 @@ void write_per_token(OutputFile& file, const LossInputs& inputs, const LossOutpu
       {"target_logit", DType::f32, shape, outputs.target_logit.data()},
       {"entropy", DType::f32, shape, outputs.entropy.data()},
       {"argmax", DType::i64, shape, outputs.argmax.data()},
-      {"rank", DType::i64, shape, outputs.rank.data()}};
+      {"rank", DType::i64, shape, outputs.rank.data()},
+      {"mass_above", DType::f32, shape, outputs.mass_above.data()}};
   write_safetensors(file, tensors);
 }
 

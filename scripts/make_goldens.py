@@ -156,6 +156,7 @@ def statistics(case: Case, z: torch.Tensor, target: torch.Tensor) -> dict[str, t
         "sum_p_squared": (log_p.exp() ** 2).sum(1) * valid,
         "mean_logit": z.mean(1) * valid,
         "max_logprob": log_p.amax(1) * valid,
+        "mass_above": (log_p.exp() * (z > z_t)).sum(1) * valid,
     }
 
 

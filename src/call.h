@@ -96,7 +96,7 @@ struct Call {
   Tensor loss{};                                                  // [N] or []
   Tensor lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // each is [N]
   Tensor logprob{}, rank{}, sum_p_squared{}, mean_logit{};        // each is [N]
-  Tensor max_logprob{};                                           // [N]
+  Tensor max_logprob{}, mass_above{};                             // [N] [N]
   Tensor teacher_entropy{}, acceptance{};                         // each is [N]
   Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
   Tensor grad_loss{};                                             // [N] or []

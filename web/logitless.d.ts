@@ -61,7 +61,7 @@ export interface LossOptions {
 
 export type Statistic =
   | 'lse' | 'targetLogit' | 'entropy' | 'argmax' | 'rowReference' | 'rowLogSum' | 'weightedLogitSum' | 'logprob' | 'rank'
-  | 'sumPSquared' | 'meanLogit' | 'maxLogprob';
+  | 'sumPSquared' | 'meanLogit' | 'maxLogprob' | 'massAbove';
 
 /** Those that a call is given to write, or has made. */
 export interface Statistics {
@@ -77,6 +77,7 @@ export interface Statistics {
   sumPSquared?: Tensor<'f32'>;
   meanLogit?: Tensor<'f32'>;
   maxLogprob?: Tensor<'f32'>;
+  massAbove?: Tensor<'f32'>;
 }
 
 export interface CallOptions extends Omit<LossOptions, 'temperature'>, Statistics {

@@ -12,8 +12,8 @@ export {LogitlessError, Tensor};
 const TENSORS = [
   'logits', 'probabilities', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'loss', 'lse',
   'targetLogit', 'entropy', 'argmax', 'rowReference', 'rowLogSum', 'weightedLogitSum', 'logprob', 'rank',
-  'sumPSquared', 'meanLogit', 'maxLogprob', 'gradLoss', 'gradLse', 'gradTargetLogit', 'gradEntropy', 'gradLogits', 'gradInput',
-  'gradWeight', 'gradBias', 'fault', 'teacherInput', 'teacherWeight', 'teacherBias', 'teacherLogits', 'teacherEntropy',
+  'sumPSquared', 'meanLogit', 'maxLogprob', 'massAbove', 'gradLoss', 'gradLse', 'gradTargetLogit', 'gradEntropy', 'gradLogits',
+  'gradInput', 'gradWeight', 'gradBias', 'fault', 'teacherInput', 'teacherWeight', 'teacherBias', 'teacherLogits', 'teacherEntropy',
   'acceptance',
 ];
 const TEACHER = ['teacherInput', 'teacherWeight', 'teacherBias', 'teacherLogits', 'teacherTemperature'];

@@ -111,6 +111,7 @@ constexpr void for_each_statistic(Statistics& statistics, C& c, F& f) {
   f("sum_p_squared", write, statistics.sum_p_squared, c.sum_p_squared);
   f("mean_logit", write, statistics.mean_logit, c.mean_logit);
   f("max_logprob", write, statistics.max_logprob, c.max_logprob);
+  f("mass_above", write, statistics.mass_above, c.mass_above);
 }
 
 template <class Op, class C, class F>

@@ -92,6 +92,7 @@ struct TokenStatistics {
   TensorView sum_p_squared{};  // [N] f32; it is sum_j p_ij^2
   TensorView mean_logit{};     // [N] f32; it is 1/V sum_j z_ij
   TensorView max_logprob{};    // [N] f32; it is max_j z_ij - lse
+  TensorView mass_above{};     // [N] f32; it is sum_j p_ij of the columns that rank counts
 };
 
 // A teacher is a head of its own, or logits; it has no gradient.

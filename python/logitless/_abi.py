@@ -55,7 +55,7 @@ MORE_TENSORS = (
 # Then came the options of a divergence, and these.
 DIVERGENCE_TENSORS = (
     "teacher_input", "teacher_weight", "teacher_bias", "teacher_logits", "teacher_temperature",
-    "teacher_entropy", "acceptance",
+    "teacher_entropy", "acceptance", "mass_above",
 )  # fmt: skip
 
 

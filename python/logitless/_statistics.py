@@ -20,6 +20,7 @@ class Statistic(NamedTuple):
     differentiable: bool = False
     indexes: bool = False  # an integer, not f32
     extra: bool = False  # Combine is given it of each shard, beside the state that every loss has
+    of_whole_rows: bool = False  # no shard of the vocabulary has it
 
 
 STATISTICS = {
@@ -28,15 +29,16 @@ STATISTICS = {
     "logprob": Statistic("target_logit - lse, at most 0", differentiable=True),
     "entropy": Statistic("-sum p log p", differentiable=True, extra=True),
     "argmax": Statistic("the lowest column of the largest logit", indexes=True),
-    "rank": Statistic("how many logits exceed the target's", indexes=True),
+    "rank": Statistic("how many logits exceed the target's", indexes=True, of_whole_rows=True),
     "sum_p_squared": Statistic("sum p^2", extra=True),
     "mean_logit": Statistic("the logits' mean", extra=True),
     "max_logprob": Statistic("the largest logit - lse", extra=True),
+    "mass_above": Statistic("sum p of the columns that rank counts", of_whole_rows=True),
 }
 
 StatisticName: TypeAlias = Literal[
     "lse", "target_logit", "logprob", "entropy", "argmax", "rank", "sum_p_squared", "mean_logit",
-    "max_logprob",
+    "max_logprob", "mass_above",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
         sum_p_squared: A | None = None
         mean_logit: A | None = None
         max_logprob: A | None = None
+        mass_above: A | None = None
 
 else:
     # Python 3.10 has no NamedTuple of a type variable.

@@ -212,6 +212,24 @@ inline float sum_of_squares(const float* HWY_RESTRICT z, int64_t count, float ma
   return sum;
 }
 
+// Returns the sum of exp(z_j - m) over the columns whose logit is above `least`.
+inline float mass_above(const float* HWY_RESTRICT z, int64_t count, float maximum, float least) {
+  const hn::ScalableTag<float> d;
+  using V = hn::Vec<decltype(d)>;
+  const V m = hn::Set(d, maximum), bound = hn::Set(d, least);
+  const auto add = [&](V z_at, V& s) HWY_ATTR {
+    const V y = exp_nonpositive(d, hn::Sub(z_at, m));
+    s = hn::Add(s, hn::IfThenElseZero(hn::Gt(z_at, bound), y));
+  };
+  const auto add_at = [&](int64_t i, V& s, V&) HWY_ATTR { add(hn::LoadU(d, z + i), s); };
+  const auto add_rest = [&](int64_t i, V& s, V&) HWY_ATTR {
+    add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, count - i), s);
+  };
+  float sum;
+  sum_columns<false>(count, &sum, nullptr, add_at, add_rest);
+  return sum;
+}
+
 inline int32_t count_above(const float* HWY_RESTRICT z, int64_t count, float least) {
   const hn::ScalableTag<float> d;
   const int64_t n = hn::Lanes(d);

@@ -61,6 +61,16 @@ void sum_with(const float* z, int64_t count, float shift, BlockState* state, flo
   }
 }
 
+// The target's own column is left out. Its logit here may be above the one that it is compared
+// with, which another product has made.
+float mass_of_others(const float* z, int64_t count, const BlockWants& wants, float shift) {
+  const bool here = wants.target >= 0 && wants.target < count;
+  if (!here) return mass_above(z, count, shift, wants.target_logit);
+  const int64_t next = wants.target + 1;
+  return mass_above(z, wants.target, shift, wants.target_logit) +
+         mass_above(z + next, count - next, shift, wants.target_logit);
+}
+
 RareBlock rare_sums(const float* z, int64_t count, const BlockWants& wants, float shift) {
   RareBlock rare{};
   if (wants.sums.has(SumKind::logits)) rare.logits = weighted_sum<false>(z, nullptr, count);
@@ -69,6 +79,7 @@ RareBlock rare_sums(const float* z, int64_t count, const BlockWants& wants, floa
     const bool here = wants.target >= 0 && wants.target < count;
     if (here && z[wants.target] > wants.target_logit) --rare.above;
   }
+  if (wants.sums.has(SumKind::mass)) rare.mass = mass_of_others(z, count, wants, shift);
   if (wants.sums.has(SumKind::squares)) rare.squares = sum_of_squares(z, count, shift);
   return rare;
 }
@@ -405,7 +416,8 @@ RowState RowAccumulator::finish(SumSet wants) const {
 RareStatistics RowAccumulator::finish_rare(int64_t whole) const {
   return {.sum_p_squared = static_cast<float>(squares / (sum * sum)),
           .mean_logit = static_cast<float>(logits / static_cast<double>(whole)),
-          .rank = above};
+          .rank = above,
+          .mass_above = static_cast<float>(mass / sum)};
 }
 
 }  // namespace logitless::cpu

@@ -208,25 +208,36 @@ Estimate whole_logprob(const WholeRow& whole) {
   return {value, combined_lse(whole).error + 2 * u32 * (std::fabs(distance) + std::fabs(value))};
 }
 
+// Says whether a column's logit is above the target's, and whether a rounded one surely or perhaps
+// is.
+struct Above {
+  bool is, surely, perhaps;
+};
+Above above_target(const RowOf& of, size_t j) {
+  const Row& row = of.row;
+  const auto column = static_cast<size_t>(of.token.column);
+  const double z = row.z[j], target = row.z[column];
+  if (j == column) return {false, false, false};
+  if (std::isnan(z) || std::isnan(target)) return {false, false, true};
+  const double rounding = std::isfinite(target) ? 2 * u32 * std::fabs(target) : 0;
+  const double slack = has_bounds(of) ? row.logit_error[j] + row.logit_error[column] + rounding : 0;
+  const bool is = z > target;
+  // Two infinities are equal whatever their errors.
+  return {is, is && z - target > slack, is || (std::isfinite(z) && target - z <= slack)};
+}
+
 Index rank(const RowOf& of) {
   const Row& row = of.row;
-  const double target = row.z[of.token.column];
-  const auto error = [&](size_t j) { return has_bounds(of) ? row.logit_error[j] : 0; };
-  const double rounding = std::isfinite(target) ? 2 * u32 * std::fabs(target) : 0;
-  const double own = has_bounds(of) ? error(of.token.column) + rounding : 0;
   Index index{0, {}};
   int64_t least = 0, most = 0;
-  for (const double z : row.z) index.value += z > target ? 1 : 0;
   for (size_t j = 0; j < row.z.size(); ++j) {
-    const double z = row.z[j], slack = error(j) + own;
-    if (std::isnan(z) || std::isnan(target)) {
-      least = 0, most = static_cast<int64_t>(row.z.size()) - 1;
-      break;
-    }
-    if (static_cast<int64_t>(j) == of.token.column) continue;
-    least += z > target && z - target > slack ? 1 : 0;
-    // Two infinities are equal whatever their errors.
-    most += z > target || (std::isfinite(z) && target - z <= slack) ? 1 : 0;
+    const Above above = above_target(of, j);
+    index.value += above.is ? 1 : 0;
+    least += above.surely ? 1 : 0;
+    most += above.perhaps ? 1 : 0;
+  }
+  if (std::ranges::any_of(row.z, [](double z) { return std::isnan(z); })) {
+    least = 0, most = static_cast<int64_t>(row.z.size()) - 1;
   }
   for (int64_t r = least; r <= most; ++r) index.accepted.push_back(r);
   return index;
@@ -281,6 +292,23 @@ Estimate whole_max_logprob(const WholeRow& whole) {
   return rounded(highest(all), magnitude);
 }
 
+// The columns that the rank may or may not count add an error as large as they are.
+Estimate mass_above(const RowOf& of) {
+  const Row& row = of.row;
+  if (std::isnan(row.log_sum)) return {kNan, 0};
+  Estimate sum;
+  for (size_t j = 0; j < row.z.size(); ++j) {
+    const Above above = above_target(of, j);
+    if (above.is) sum.value += row.probability[j];
+    if (!has_bounds(of) || !above.perhaps) continue;
+    sum.error += row.probability_error[j] + (above.surely ? 0 : row.probability[j]);
+  }
+  sum.value = std::min(sum.value, 1.0);
+  const double log_v = std::log2(static_cast<double>(row.z.size()));
+  if (has_bounds(of)) sum.error += 4 * u32 * (log_v + 3) * sum.value + tiny32;
+  return sum;
+}
+
 constexpr Statistic kStatistics[] = {
     {"lse", {lse}, {combined_lse}},
     {"target_logit", {target_logit}, {whole_target_logit}},
@@ -293,7 +321,8 @@ constexpr Statistic kStatistics[] = {
     {"rank", {nullptr, rank}, {nullptr, nullptr}},
     {"sum_p_squared", {sum_p_squared}, {whole_sum_p_squared}},
     {"mean_logit", {mean_logit}, {whole_mean_logit}},
-    {"max_logprob", {max_logprob}, {whole_max_logprob}}};
+    {"max_logprob", {max_logprob}, {whole_max_logprob}},
+    {"mass_above", {mass_above}, {nullptr, nullptr}}};
 
 }  // namespace
 

@@ -35,6 +35,7 @@ struct RareStatistics {
   float sum_p_squared = 0, mean_logit = 0;
   float rank_logit = 0;  // it is z_t as the rank is counted with it
   int64_t rank = -1;
+  float mass_above = 0;          // rounding may bring it above 1
   float shards_max_logprob = 0;  // Combine makes it
   bool of_shards = false;
 };

@@ -65,6 +65,9 @@ inline constexpr Statistic kStatistics[] = {
      SumKind::exponentials | SumKind::maximum,
      [](auto& s) { return s.of_shards ? s.shards_max_logprob : s.max_logprob(); }, nullptr,
      "shard_max_logprob"},
+    {"mass_above", &Call::mass_above, &TokenStatistics::mass_above,
+     SumKind::exponentials | SumKind::above | SumKind::mass,
+     [](auto& s) { return s.mass_above > 1 ? 1 : s.mass_above; }, nullptr, "", true},
 };
 
 // Calls f(a constant, the place in kStatistics) for each, so that a loop over the tokens has the

@@ -4,6 +4,7 @@
 //   Weighted  sum_j c_j z_j                    Logits   sum_j z_j
 //   Shifted   sum_j exp(z_j - m) (z_j - m)     Squares  sum_j exp(z_j - m)^2
 //   Argmax    the lowest column of m           Above    the columns above the target's logit
+//   Mass      sum_j exp(z_j - m) of these columns
 // Where `maximum` is not wanted, m need only be near the row's maximum.
 // How the columns of one part are added up is each backend's own.
 #pragma once
@@ -20,7 +21,8 @@ enum class SumKind : uint8_t {
   argmax,
   logits,
   squares,
-  above
+  above,
+  mass  // it is wanted with `above` alone
 };
 
 class SumSet {
@@ -125,6 +127,15 @@ struct Above {
   void merge(const auto& second, const Meeting&) { above += second.above; }
 };
 
+template <class N>
+struct Mass {
+  static constexpr SumKind kind = SumKind::mass;
+  typename N::Real mass;
+  void merge(const auto& second, const Meeting& m) {
+    if (m.exponentials) mass = m.first.factor * mass + m.second.factor * second.mass;
+  }
+};
+
 template <class N, template <class> class... S>
 struct Sums : S<N>... {
   static constexpr SumSet kinds = (SumSet() | ... | S<N>::kind);
@@ -139,6 +150,6 @@ struct Sums : S<N>... {
 template <class N>
 using UsualSums = Sums<N, Weighted, Shifted, Argmax>;
 template <class N>
-using RareSums = Sums<N, Logits, Squares, Above>;
+using RareSums = Sums<N, Logits, Squares, Above, Mass>;
 
 }  // namespace logitless

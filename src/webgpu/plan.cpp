@@ -309,7 +309,7 @@ Problem problem_of(const Call& call) {
   p.in_place =
       p.direct && call["logits"].data == call[p.softmax ? "probabilities" : "grad_logits"].data;
   p.plain = is_plain(call, p);
-  p.ranks = call["rank"] && !p.rows_at_once;
+  p.ranks = (call["rank"] || call["mass_above"]) && !p.rows_at_once;
   for (const Field& field : call.fields()) {
     const TensorView& v = *field.view;
     if (!field.given() || v.rank == 0 || (v.shape[0] <= 1 && !call.combines)) continue;

@@ -84,7 +84,7 @@ struct Problem {
   bool in_place = false;           // its logits are there already
   bool more_statistics = false;    // the call asks for statistics of `extras`
   bool temperatures = false;       // each token has its own
-  bool ranks = false;              // the call asks for the rank, which takes the logits once more
+  bool ranks = false;              // it asks for rank or mass_above: the logits once more
   bool plain = false;              // the call asks for nothing that plain.wgsl has not
   int64_t token_stride_bytes = 0;  // two tokens of a tensor are at most so far apart
   bool extras() const { return more_statistics || temperatures; }

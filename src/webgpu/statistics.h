@@ -13,14 +13,14 @@
 
 namespace logitless::webgpu {
 
-constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 7;
+constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 8;
 constexpr uint32_t kFoldWords = 14;  // they lie in two slots of a token
 
 // These are the words of a token's State that the host names.
 enum class StateWord : uint32_t { m = 4, log_sum, target_logit, weighted, entropy, argmax, loss };
 
 // These are the words of its Extra.
-enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank, max_logprob };
+enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank, max_logprob, mass_above };
 
 struct Word {
   constexpr Word(StateWord word) : of(Role::rows), at(static_cast<uint32_t>(word)) {}    // NOLINT
@@ -50,7 +50,8 @@ inline constexpr StatisticWord kStatisticWords[] = {
     {"sum_p_squared", ExtraWord::sum_p_squared},
     {"mean_logit", ExtraWord::mean_logit},
     {"rank", ExtraWord::rank, Emit::index},
-    {"max_logprob", StateWord::log_sum, Emit::negative}};
+    {"max_logprob", StateWord::log_sum, Emit::negative},
+    {"mass_above", ExtraWord::mass_above}};
 constexpr bool names_every_statistic() {
   size_t found = 0;
   for (const StatisticWord& word : kStatisticWords) {

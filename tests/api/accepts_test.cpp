@@ -232,6 +232,7 @@ const Accept kAccepts[] = {
     {"only a sum of squares", [](Subject& s) { return s.write_only("sum_p_squared"); }},
     {"only a mean logit", [](Subject& s) { return s.write_only("mean_logit"); }},
     {"only a largest log-probability", [](Subject& s) { return s.write_only("max_logprob"); }},
+    {"only a mass above the target", [](Subject& s) { return s.write_only("mass_above"); }},
     {"only grad_bias",
      [](Subject& s) {
        s.drop({"grad_input", "grad_weight"});

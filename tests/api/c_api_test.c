@@ -416,14 +416,14 @@ static void test_every_op(int32_t device) {
 /* These are the fields at the op's end. Temperatures [1/2, 0] make p = [1/10, 9/10] of the first
  * row, whose target is its first, and NaN of the second. */
 static void test_statistics_and_temperatures(int32_t device) {
-  float values[5][2];
+  float values[6][2];
   int64_t rank[2] = {7, 7};
   float temperature[2] = {0.5f, 0};
   int32_t fault = 8;
-  logitless_tensor each[5], ranks = view(rank, LOGITLESS_I64, 1, 2, 0);
+  logitless_tensor each[6], ranks = view(rank, LOGITLESS_I64, 1, 2, 0);
   logitless_tensor fault_view = view(&fault, LOGITLESS_I32, 1, 1, 0);
   g_what = "the op's last fields";
-  for (int i = 0; i < 5; ++i) each[i] = view(values[i], LOGITLESS_F32, 1, 2, 0);
+  for (int i = 0; i < 6; ++i) each[i] = view(values[i], LOGITLESS_F32, 1, 2, 0);
   each[3].data = temperature;
   for (int32_t kind = LOGITLESS_CROSS_ENTROPY_FORWARD;
        kind <= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD; kind += 3) {
@@ -435,6 +435,7 @@ static void test_statistics_and_temperatures(int32_t device) {
     g_op.value.mean_logit = &each[2];
     g_op.value.temperature = &each[3];
     g_op.value.max_logprob = &each[4];
+    g_op.value.mass_above = &each[5];
     g_op.value.rank = &ranks;
     g_op.value.fault = &fault_view;
     fault = 8;
@@ -443,6 +444,7 @@ static void test_statistics_and_temperatures(int32_t device) {
     CHECK(fabsf(values[1][0] - 0.82f) < 1e-6f);
     CHECK(fabsf(values[2][0] - logf(3)) < 1e-6f);
     CHECK(fabsf(values[4][0] - logf(0.9f)) < 1e-6f && isnan(values[4][1]));
+    CHECK(fabsf(values[5][0] - 0.9f) < 1e-6f && isnan(values[5][1]));
     CHECK(rank[0] == 1 && rank[1] >= 0 && rank[1] < 2);
     for (int i = 0; i < 3; ++i) CHECK(isnan(values[i][1]));
     CHECK(fault == (8 | 4));

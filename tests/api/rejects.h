@@ -105,6 +105,15 @@ inline Mistake probabilities(std::function<bool(Subject&)> how) {
   return [=](Subject& s) { return s.make_probabilities() && how(s); };
 }
 
+inline Mistake on_shard(const char* name) {
+  return [name](Subject& s) {
+    if (!s.has(name)) return false;
+    const TensorView given = s[name];
+    if (!s.make_shard()) return false;
+    s[name] = given;
+    return true;
+  };
+}
 inline Mistake with_probabilities(const char* name) {
   return [=](Subject& s) {
     if (!s.has(name)) return false;
@@ -496,11 +505,18 @@ inline const Reject kFieldRejects[] = {
     {"Combine with a rank",
      [](Subject& s) {
        if (!s.combines()) return false;
-       *s.rank = s["lse"];
-       s.rank->dtype = DType::i64;
+       *s.of_whole_rows["rank"] = s["lse"];
+       s.of_whole_rows["rank"]->dtype = DType::i64;
        return true;
      },
      not_supported, "rank"},
+    {"Combine with a mass above the target",
+     [](Subject& s) {
+       if (!s.combines()) return false;
+       *s.of_whole_rows["mass_above"] = s["lse"];
+       return true;
+     },
+     not_supported, "mass_above"},
     {"N of shard_row_reference",
      change("shard_row_reference", [](TensorView& v) { v.shape[1] = 2; }), wrong_shape,
      "shard_row_reference"},
@@ -528,15 +544,8 @@ inline const Reject kFieldRejects[] = {
        return true;
      },
      invalid_argument, "loss"},
-    {"rank on a shard",
-     [](Subject& s) {
-       if (!s.has("rank")) return false;
-       const TensorView rank = s["rank"];
-       if (!s.make_shard()) return false;
-       s["rank"] = rank;
-       return true;
-     },
-     not_supported, "rank"},
+    {"rank on a shard", on_shard("rank"), not_supported, "rank"},
+    {"mass_above on a shard", on_shard("mass_above"), not_supported, "mass_above"},
     {"kept state of a shard without the targets' logits",
      [](Subject& s) {
        if (!s.has("anchor")) return false;
@@ -600,6 +609,7 @@ inline const Reject kFieldRejects[] = {
     {"probabilities, mean_logit", with_probabilities("mean_logit"), invalid_argument, "mean_logit"},
     {"probabilities, max_logprob", with_probabilities("max_logprob"), invalid_argument,
      "max_logprob"},
+    {"probabilities, mass_above", with_probabilities("mass_above"), invalid_argument, "mass_above"},
     {"probabilities, a temperature of each token", with_probabilities("temperature"),
      invalid_argument, "temperature is given"},
     {"probabilities, grad_lse", with_probabilities("grad_lse"), invalid_argument, "grad_lse"},

@@ -35,12 +35,12 @@ struct Subject {
   int32_t kind = -1;
   std::map<std::string, TensorView*> views;  // they are every field of the op
   std::map<std::string, Access> access;
-  LossOptions* options = nullptr;           // Softmax has none (nullptr)
-  bool* accumulate = nullptr;               // only linear ops with gradients have it
-  bool* consume = nullptr;                  // only a linear Backward has it
-  TensorView* rank = nullptr;               // Combine has none to be given
-  uint64_t key_error = 0;                   // it is added to the right kept_key
-  TensorView anchor{};                      // only a shard is given it
+  LossOptions* options = nullptr;                    // Softmax has none (nullptr)
+  bool* accumulate = nullptr;                        // only linear ops with gradients have it
+  bool* consume = nullptr;                           // only a linear Backward has it
+  std::map<std::string, TensorView*> of_whole_rows;  // Combine has none to be given
+  uint64_t key_error = 0;                            // it is added to the right kept_key
+  TensorView anchor{};                               // only a shard is given it
   TensorView teacher_logits{};              // they are given in the place of a teacher's head
   DivergenceOptions* divergence = nullptr;  // only divergences have them
   Execution execution{};
@@ -80,7 +80,7 @@ struct Subject {
     if (options == nullptr || (forward() && gradients()) || combines() || diverges()) return false;
     options->vocab_start = 4;
     options->vocab_total = 16;
-    drop({"loss", "rank", "kept", "kept_rows"});
+    drop({"loss", "rank", "mass_above", "kept", "kept_rows"});
     if (has("anchor")) (*this)["anchor"] = anchor;
     (*this)["vocab_weight"].shape[0] = 16;
     return true;
@@ -103,9 +103,25 @@ struct Subject {
   }
   // Drops the statistics: outputs, what Backward takes of them, and their gradients.
   void drop_statistics() {
-    drop({"lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
-          "weighted_logit_sum", "logprob", "rank", "sum_p_squared", "mean_logit", "max_logprob",
-          "teacher_entropy", "acceptance", "grad_lse", "grad_target_logit", "grad_entropy", "kept",
+    drop({"lse",
+          "target_logit",
+          "entropy",
+          "argmax",
+          "row_reference",
+          "row_log_sum",
+          "weighted_logit_sum",
+          "logprob",
+          "rank",
+          "sum_p_squared",
+          "mean_logit",
+          "max_logprob",
+          "mass_above",
+          "teacher_entropy",
+          "acceptance",
+          "grad_lse",
+          "grad_target_logit",
+          "grad_entropy",
+          "kept",
           "kept_rows"});
   }
   // Leaves a forward op nothing to write but this and its gradients; returns false where it is
@@ -215,12 +231,15 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
     s->divergence = &op.divergence;
     op.divergence.label_weight = 0.5f;  // so that the target is needed
   }
-  if constexpr (CombiningOp<Op>) op.options.vocab_total = Subject::v, s->rank = &op.statistics.rank;
+  if constexpr (CombiningOp<Op>) op.options.vocab_total = Subject::v;
   logitless_op unused{};
   for_each_tensor(op, unused,
                   [&](const char* name, Access access, TensorView& view, const logitless_tensor*) {
                     const std::string field = name;
-                    if (CombiningOp<Op> && field == "rank") return;           // there is none
+                    if (CombiningOp<Op> && (field == "rank" || field == "mass_above")) {
+                      s->of_whole_rows[field] = &view;
+                      return;
+                    }
                     if (DivergenceOp<Op> && field == "vocab_weight") return;  // there is none
                     view = subject_view(name);
                     if (device == DeviceType::cuda) view.device.type = device;

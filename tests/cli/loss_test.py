@@ -175,7 +175,8 @@ class LossTest(CliTest):
             tensors = read(out)[0]
             self.assertEqual(
                 set(tensors),
-                {"loss", "log_probability", "lse", "target_logit", "entropy", "argmax", "rank"},
+                {"loss", "log_probability", "lse", "target_logit", "entropy", "argmax", "rank",
+                 "mass_above"},
             )
             values = {name: unpack(t[0], t[2]) for name, t in tensors.items()}
             self.assertEqual(tensors["lse"][1], [2, 3])
@@ -191,6 +192,9 @@ class LossTest(CliTest):
             self.assertEqual(
                 [values["rank"][i] == 0 for i in valid],
                 [values["argmax"][i] == head.target[i] for i in valid],
+            )
+            self.assertEqual(
+                [m == 0 for m in values["mass_above"]], [r <= 0 for r in values["rank"]]
             )
             statistics = report["statistics"]
             self.assertAlmostEqual(statistics["accuracy"], correct / len(valid))
@@ -216,6 +220,8 @@ class LossTest(CliTest):
             logs = [0.125 - lse, 1 - lse, 0.5 - lse, 1 - lse]
             self.assert_near(values["log_probability"], logs, 1e-6)
             self.assertEqual(values["rank"], [2, 0, 1, 0])
+            above = [1 - math.exp(logs[0]), 0, math.exp(logs[1]), 0]
+            self.assert_near(values["mass_above"], above, 1e-6)
             self.assertEqual(report["statistics"]["accuracy"], 0.5)
             perplexity = math.exp(-sum(logs) / 4)
             self.assertAlmostEqual(report["statistics"]["perplexity"], perplexity, delta=1e-5)

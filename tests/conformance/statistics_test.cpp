@@ -23,7 +23,7 @@ class TokenStatistics : public ConformanceTest {
     Case c{.op = op_, .shape = shape, .dtype = dtype_};
     c.options.reduction = Reduction::none;
     c.options.out_of_range = OutOfRange::ignore;
-    c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true;
+    c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = c.mass_above = true;
     return c;
   }
   // Returns whether another kernel than that of the log-probability alone makes it, where the
@@ -31,7 +31,7 @@ class TokenStatistics : public ConformanceTest {
   bool is_elsewhere(const Case& c) const {
     if (!is_linear(op_) || device_.reference_is_maximum(dtype_)) return false;
     return c.statistics || c.rank || c.sum_p_squared || c.mean_logit || c.max_logprob ||
-           c.temperatures;
+           c.mass_above || c.temperatures;
   }
   // Returns which line of the contract's table ("Determinism") the case is of; those of one line
   // have the same bits.
@@ -129,6 +129,7 @@ TEST_P(TokenStatistics, LogprobIsNeverAboveZero) {
           for (size_t i = 0; i < rows.size(); ++i) {
             EXPECT_LE(fields.at("logprob").value[i], 0) << i;
             EXPECT_FALSE(fields.at("max_logprob").value[i] > 0) << i;
+            EXPECT_FALSE(fields.at("mass_above").value[i] > 1) << i;
           }
           if (vocab > 1) continue;
           for (const double x : fields.at("logprob").value) EXPECT_EQ(x, 0);
@@ -172,12 +173,17 @@ TEST_P(TokenStatistics, LogprobKeepsNaN) {
       const Field& logprob = fields.at("logprob");
       for (const size_t i : {1, 2, 3, 4, 6}) EXPECT_TRUE(std::isnan(logprob.value[i])) << i;
       EXPECT_EQ(logprob.value[5], -inf);
+      const Field& mass = fields.at("mass_above");
+      for (const size_t i : {1, 2, 3, 4, 6}) EXPECT_TRUE(std::isnan(mass.value[i])) << i;
+      EXPECT_NEAR(mass.value[5], 1, 1e-6);
     } else {
       Problem<Op> p = build<Op>(plain({9, 16, 70}));
       std::vector<double> input = read(p.op.input);
       input[3 * 16] = std::nan("");
       write(p.op.input, input);
-      EXPECT_TRUE(std::isnan(judged(p, "a NaN").at("logprob").value[3]));
+      const Fields fields = judged(p, "a NaN");
+      for (const char* name : {"logprob", "mass_above"})
+        EXPECT_TRUE(std::isnan(fields.at(name).value[3])) << name;
     }
   });
 }
@@ -208,9 +214,11 @@ const Setting kBeside[] = {
     {"sum_p_squared", [](Case& c) { c.sum_p_squared = true; }},
     {"mean_logit", [](Case& c) { c.mean_logit = true; }},
     {"max_logprob", [](Case& c) { c.max_logprob = true; }},
+    {"mass_above", [](Case& c) { c.mass_above = true; }},
     {"all statistics",
      [](Case& c) {
        c.statistics = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true;
+       c.mass_above = true;
      }},
     {"a sum", [](Case& c) { c.options.reduction = Reduction::sum; }},
     {"a mean", [](Case& c) { c.options.reduction = Reduction::mean; }},
@@ -295,7 +303,7 @@ TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
   for (const bool every : {false, true}) {
     Case c = plain({70, 24, 421});
     c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = c.statistics = every;
-    c.temperatures = every;
+    c.mass_above = c.temperatures = every;
     if (!device_.batch_invariant(c)) return;
     with_forward([&](auto op) {
       using Op = decltype(op);
@@ -309,7 +317,8 @@ TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
         const Problem<Op> part = gather(p, rows);
         const Outcome outcome = execute(device_, part.op, part.pool, {.memory = Memory::minimum});
         ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
-        for (const char* name : {"logprob", "sum_p_squared", "mean_logit", "max_logprob", "lse"}) {
+        for (const char* name :
+             {"logprob", "sum_p_squared", "mean_logit", "max_logprob", "mass_above", "lse"}) {
           if (!outcome.fields.contains(name)) continue;
           expect_logprob(whole.fields.at(name), outcome.fields.at(name), rows, name);
         }
@@ -368,6 +377,7 @@ TEST_P(TokenStatistics, RankIsExactOnSeparatedLogits) {
           const auto above = std::count_if(rows[i].begin(), rows[i].end(),
                                            [&](double z) { return scale < 0 ? z < own : z > own; });
           EXPECT_EQ(fields.at("rank").value[i], static_cast<double>(above)) << i;
+          EXPECT_EQ(fields.at("mass_above").value[i] == 0, above == 0) << i;
           if (!c.statistics) continue;
           EXPECT_EQ(fields.at("argmax").value[i] == target[i], above == 0) << i;
         }
@@ -389,7 +399,37 @@ TEST_P(TokenStatistics, RankCountsNoTie) {
     Problem<Op> p = of_rows<Op>(plain({}), rows, {299, 1, 150, 7});
     const Fields fields = judged(p, "ties");
     EXPECT_EQ(fields.at("rank").value, (std::vector<double>{0, 100, 0, 0}));
+    const std::vector<double>& mass = fields.at("mass_above").value;
+    for (const size_t i : {0, 2, 3}) EXPECT_EQ(mass[i], 0) << i;
+    EXPECT_NEAR(mass[1], std::exp(2) / (std::exp(2) + 2), 1e-5);
   });
+}
+
+// Rounding alone tells these logits apart, so that a column has the probability 1 / V.
+TEST_P(TokenStatistics, MassAboveIsOfTheColumnsThatRankCounts) {
+  for (const int64_t vocab : {131, 700}) {
+    with_forward([&](auto op) {
+      using Op = decltype(op);
+      Case c = plain({40, 24, vocab});
+      Problem<Op> p = build<Op>(c);
+      Random random(5);
+      if constexpr (LinearOp<Op>) {
+        std::vector<double> values = read(p.op.weight);  // every class has the first one's row
+        for (size_t k = 24; k < values.size(); ++k) values[k] = values[k % 24];
+        write(p.op.weight, values);
+      } else {
+        std::vector<double> values(40 * vocab);
+        for (double& z : values) z = random.below(2) == 0 ? 0 : 0x1p-14;
+        write(p.op.logits, values);
+      }
+      const Fields fields = execute(device_, p.op, p.pool).fields;
+      for (size_t i = 0; i < 40; ++i) {
+        const double rank = fields.at("rank").value[i], mass = fields.at("mass_above").value[i];
+        EXPECT_NEAR(mass, rank / static_cast<double>(vocab), 2e-4) << i;
+        EXPECT_EQ(mass == 0, rank == 0) << i;
+      }
+    });
+  }
 }
 
 // The rank is -1 where the token does not count, and some number that indexes the vocabulary in a
@@ -421,6 +461,10 @@ TEST_P(TokenStatistics, RankOfRowsWithoutOne) {
       const Fields fields = judged(p, "NaN and ignored");
       const std::vector<double>& rank = fields.at("rank").value;
       for (const size_t i : {1, 4, 5}) EXPECT_EQ(rank[i], -1) << i;
+      const std::vector<double>& mass = fields.at("mass_above").value;
+      for (const size_t i : {1, 4, 5}) EXPECT_EQ(mass[i], 0) << i;
+      for (const size_t i : {2, 7}) EXPECT_TRUE(std::isnan(mass[i])) << i;
+      EXPECT_EQ(std::isnan(mass[8]), !LinearOp<Op>);
       for (const size_t i : {2, 7, 8}) EXPECT_TRUE(rank[i] >= 0 && rank[i] < 70) << i << rank[i];
     });
   }

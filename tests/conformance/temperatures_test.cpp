@@ -29,7 +29,8 @@ class Temperatures : public ConformanceTest {
     c.options.logit_scale = map.logit_scale;
     c.options.softcap = map.softcap;
     c.options.label_smoothing = map.smoothing ? 0.1f : 0;
-    c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true;
+    c.logprob = c.rank = c.sum_p_squared = c.mean_logit = true;
+    c.max_logprob = c.mass_above = true;
     c.bias = c.fault = c.grad_loss = true;
     c.bias_dtype = dtype_;
     return c;

@@ -190,17 +190,21 @@ TEST_P(RowKernels, FurtherSumsAreADoubleLoopAtEveryCount) {
       std::vector<float> e = z;  // exponentials replace the logits here
       forward_block({}, e.data(), nullptr, nullptr, count, wants, &state, e.data(), &more);
       EXPECT_EQ(plain.sum, state.sum);
-      double sum = 0, squares = 0, magnitude = 0;
+      double sum = 0, squares = 0, magnitude = 0, mass = 0;
       int above = 0;
       for (int64_t j = 0; j < count; ++j) {
         sum += z[j];
         magnitude += std::fabs(z[j]);
         squares += std::exp(2.0 * (static_cast<double>(z[j]) - state.maximum));
-        above += j != target && z[j] > wants.target_logit ? 1 : 0;
+        if (j == target || z[j] <= wants.target_logit) continue;
+        ++above;
+        mass += std::exp(static_cast<double>(z[j]) - state.maximum);
       }
       EXPECT_NEAR(more.logits, sum, kU * (std::log2(count) + 2) * magnitude);
       EXPECT_NEAR(more.squares, squares, 8 * kU * (std::log2(count) + 3) * squares);
       EXPECT_EQ(more.above, above) << count << " " << target;
+      EXPECT_NEAR(more.mass, mass, 8 * kU * (std::log2(count) + 3) * mass)
+          << count << " " << target;
     }
   }
 }
@@ -210,7 +214,7 @@ TEST_P(RowKernels, FurtherSumsOfBlocksCombineToTheRow) {
   wants.target_logit = 3;
   std::vector<float> z = normal(1501, 8);
   for (int64_t j = 400; j < 700; ++j) z[j] -= 200;
-  double squares = 0, sum = 0, whole = 0, m = -kInf;
+  double squares = 0, sum = 0, whole = 0, mass = 0, m = -kInf;
   int64_t above = 0;
   for (const float v : z) m = std::max<double>(m, v);
   for (const float v : z) {
@@ -218,6 +222,7 @@ TEST_P(RowKernels, FurtherSumsOfBlocksCombineToTheRow) {
     whole += std::exp(v - m);
     squares += std::exp(2 * (v - m));
     above += v > 3 ? 1 : 0;
+    mass += v > 3 ? std::exp(v - m) : 0;
   }
   for (const int64_t block : {1501, 300, 7}) {
     RowAccumulator row = RowAccumulator::begin();
@@ -232,6 +237,7 @@ TEST_P(RowKernels, FurtherSumsOfBlocksCombineToTheRow) {
     EXPECT_NEAR(statistics.mean_logit, sum / 3002, 1e-5 * std::fabs(sum / 3002) + 1e-4);
     EXPECT_NEAR(statistics.sum_p_squared, squares / (whole * whole), 1e-5);
     EXPECT_EQ(statistics.rank, above);
+    EXPECT_NEAR(statistics.mass_above, mass / whole, 1e-5);
   }
 }
 

@@ -90,23 +90,26 @@ TEST(WriteTokens, LogprobIsNeverAboveZeroAndKeepsNan) {
 
 TEST(WriteTokens, FurtherStatisticsLandAtTheirToken) {
   const std::vector<int64_t> target{-100, 1, 0};
-  const std::vector<RareStatistics> rare{{.sum_p_squared = .5f, .mean_logit = 2, .rank = 1},
-                                         {.sum_p_squared = .75f, .mean_logit = 3, .rank = 0}};
+  const std::vector<RareStatistics> rare{
+      {.sum_p_squared = .5f, .mean_logit = 2, .rank = 1, .mass_above = .25f},
+      {.sum_p_squared = .75f, .mean_logit = 3, .rank = 0, .mass_above = 1.0000001f}};
   CrossEntropyForward op{.target = view(target)};
   std::vector<float> mean(3, 9), squares(3, 9);
   std::vector<int64_t> rank(3, 9);
   Memory memory(3);
   Tokens tokens;
   ASSERT_TRUE(prepare_tokens(op, 2, memory.data(), &tokens).ok());
-  std::vector<float> highest(3, 9);
+  std::vector<float> highest(3, 9), mass(3, 9);
   op.statistics = {.rank = view(rank),
                    .sum_p_squared = view(squares),
                    .mean_logit = view(mean),
-                   .max_logprob = view(highest)};
+                   .max_logprob = view(highest),
+                   .mass_above = view(mass)};
   write_tokens(op, tokens, kStates.data(), rare.data());
   EXPECT_THAT(mean, ElementsAre(0, 2, 3));
   EXPECT_THAT(squares, ElementsAre(0, .5f, .75f));
   EXPECT_THAT(rank, ElementsAre(-1, 1, 0));
+  EXPECT_THAT(mass, ElementsAre(0, .25f, 1));
   EXPECT_THAT(highest, ElementsAre(0, -kStates[0].log_sum, -kStates[1].log_sum));
 }
 

@@ -422,7 +422,7 @@ MUTANTS = [
     _M("rows, tiles: not rescaled to the common maximum", "rows/row_state.cuh",
        "const float factor = @{exp_nonpositive(by)}@;", "1.0f", "rows"),
     _M("rows, cluster: the last block's columns left out", "rows/logit_rows.cuh",
-       "return combine_lanes(@{lane < cluster}@ ? exchange->table[lane]",
+       "if (@{lane < cluster}@) {",
        "lane < cluster - 1", "rows"),
     _M("rows, tiles: the last one alone", "rows/logit_rows.cuh",
        "partial = @{index == 0}@ ? next : combine_two", "true", "rows"),

@@ -156,6 +156,18 @@ MUTANTS = [
         "by.factor * by.factor * squares", "by.factor * squares", "kernels",
     ),
     mutant(
+        "mass_above: of a stale maximum", SUMS,
+        "mass = m.first.factor * mass +", "mass = mass +", "kernels",
+    ),
+    mutant(
+        "mass_above: the target counts where its logit was made otherwise", ROWS,
+        "const int64_t next = wants.target + 1;", "const int64_t next = wants.target;", "kernels",
+    ),
+    mutant(
+        "mass_above: what equals the target's logit is above it", ROW,
+        "hn::IfThenElseZero(hn::Gt(z_at, bound), y)", "hn::IfThenElseZero(hn::Ge(z_at, bound), y)", "statistics",
+    ),
+    mutant(
         "rank: the target counts where its logit was made otherwise", ROWS,
         "    if (here && z[wants.target] > wants.target_logit) --rare.above;\n", "    (void)here;\n", "kernels",
     ),

@@ -177,6 +177,10 @@ MUTANTS = [
         "tokens",
     ),
     mutant(
+        "mass_above: rounded above 1", "src/row/statistics.h", "s.mass_above > 1 ? 1 : s.mass_above",
+        "s.mass_above", "tokens",
+    ),
+    mutant(
         "logprob: rounded above 0", STATE, "return x > 0 ? 0 : x;", "return x;", "tokens",
     ),
     mutant(

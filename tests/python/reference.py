@@ -41,6 +41,7 @@ def statistics(logits: Tensor, target: Tensor, o: dict[str, Any]) -> dict[str, T
         "sum_p_squared": p.square().sum(-1),
         "mean_logit": z.mean(-1),
         "max_logprob": z.amax(-1) - lse,
+        "mass_above": (p * (z > chosen[..., None])).sum(-1),
     }
     result = {name: value.where(valid, zero) for name, value in found.items()}
     result["argmax"] = z.argmax(-1).where(valid, torch.full_like(safe, -1))

@@ -306,7 +306,7 @@ def test_results_may_be_changed_in_place(device: str, shape: tuple[int, ...]) ->
     grads = torch.autograd.grad(loss.sum(), (x, w))
     for ours, theirs in zip(grads, torch.autograd.grad(expected.sum(), (x, w))):
         close(ours, 2 * theirs.double())
-    constant = ("argmax", "rank", "sum_p_squared", "mean_logit", "max_logprob")
+    constant = ("argmax", "rank", "sum_p_squared", "mean_logit", "max_logprob", "mass_above")
     _, s = linear_cross_entropy(x, w, t, return_statistics=constant)
     for result in (getattr(s, name) for name in constant):
         assert result.shape == t.shape and not result._is_view()

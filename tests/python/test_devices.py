@@ -1150,6 +1150,7 @@ for _cut in ("uneven", "first empty", "last empty"):
     refused(f"class weights of a shard, {_cut}", ValueError, "weight has shape", None, _of,
             weight=torch.ones(5))  # fmt: skip
 refused("rank statistic", NotImplementedError, "rank", return_statistics=("rank",))
+refused("mass statistic", NotImplementedError, "mass_above", return_statistics=("mass_above",))
 refused("sequence_dim out of range", ValueError, "sequence_dim is 2 of an input", sequence_dim=2)
 refused("sequence_dim too small", ValueError, "sequence_dim is -4", sequence_dim=-4)
 refused("sequence_dim of the hidden size", ValueError, "sequence_dim is -1", sequence_dim=-1)

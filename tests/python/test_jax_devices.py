@@ -608,7 +608,8 @@ def test_what_one_rule_cannot_serve_is_refused() -> None:
     def loss(axes: Any = "tp", **options: Any) -> Any:
         return lambda x, w: linear_cross_entropy(x, w, t, axis_name=axes, **options)
 
-    refused("'rank' with axis_name", loss(return_statistics="rank"), kind=NotImplementedError)
+    for name in ("rank", "mass_above"):
+        refused(f"'{name}' with axis_name", loss(return_statistics=name), kind=NotImplementedError)
     refused("axis_name is 'x'; allowed: manual axes of the mesh", loss("x"))
     refused("axis_name is 3; allowed: a str", loss(3), kind=TypeError)
     refused("every axis once", loss(("tp", "tp")))

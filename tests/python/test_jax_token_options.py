@@ -31,7 +31,7 @@ from logitless.jax import cross_entropy, linear_cross_entropy, linear_logprob
 F32, F16, BF16 = DTYPES
 SHAPE, VOCAB, HIDDEN = (3, 80), 1000, 16  # they are large enough for kept state
 DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
-CONSTANT = ("argmax", "rank", "sum_p_squared", "mean_logit", "max_logprob")
+CONSTANT = ("argmax", "rank", "sum_p_squared", "mean_logit", "max_logprob", "mass_above")
 
 
 def upstream(shape: Any, seed: int = 0) -> Any:

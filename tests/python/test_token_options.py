@@ -33,7 +33,7 @@ from test_kept import Ran, ran  # noqa: F401
 from test_linear import BF16, F16, F32, problem
 
 DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
-CONSTANT = ("argmax", "rank", "sum_p_squared", "mean_logit", "max_logprob")
+CONSTANT = ("argmax", "rank", "sum_p_squared", "mean_logit", "max_logprob", "mass_above")
 EVERY = (*DIFFERENTIABLE, *CONSTANT)
 FORWARD = _abi.LINEAR_CROSS_ENTROPY_FORWARD
 BACKWARD = _abi.LINEAR_CROSS_ENTROPY_BACKWARD

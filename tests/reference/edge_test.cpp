@@ -219,7 +219,7 @@ TEST(ReferenceEdges, RunRoundsEveryValueOnceIntoAnyView) {
   auto op = make_op<LinearCrossEntropyForwardBackward>(example);
   const Values values = forward_backward(example);
   std::vector<uint16_t> input(3 * 4, 0x1234), weight(4 * 2), bias(4);
-  std::vector<float> loss(1), numbers(3 * 10);
+  std::vector<float> loss(1), numbers(3 * 11);
   std::vector<int32_t> argmax(3), rank(3);
   op.loss = vector_view(loss.data(), DType::f32, 1);  // [1] is accepted for []
   op.grad_input = matrix_view(input.data(), DType::bf16, 3, 2);
@@ -231,7 +231,7 @@ TEST(ReferenceEdges, RunRoundsEveryValueOnceIntoAnyView) {
        {&op.statistics.lse, &op.statistics.target_logit, &op.statistics.entropy,
         &op.statistics.row_reference, &op.statistics.row_log_sum, &op.statistics.weighted_logit_sum,
         &op.statistics.logprob, &op.statistics.sum_p_squared, &op.statistics.mean_logit,
-        &op.statistics.max_logprob}) {
+        &op.statistics.max_logprob, &op.statistics.mass_above}) {
     view->data = next;
     next += 3;
   }
@@ -244,6 +244,7 @@ TEST(ReferenceEdges, RunRoundsEveryValueOnceIntoAnyView) {
     EXPECT_EQ(numbers[15 + i], static_cast<float>(values.at("weighted_logit_sum")[i]));
     EXPECT_EQ(numbers[24 + i], static_cast<float>(values.at("mean_logit")[i]));
     EXPECT_EQ(numbers[27 + i], static_cast<float>(values.at("max_logprob")[i]));
+    EXPECT_EQ(numbers[30 + i], static_cast<float>(values.at("mass_above")[i]));
     EXPECT_EQ(argmax[i], values.at("argmax")[i]);
     EXPECT_EQ(rank[i], values.at("rank")[i]);
     for (int64_t k = 0; k < 2; ++k) {

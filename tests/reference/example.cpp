@@ -46,6 +46,7 @@ void ask_for_statistics(const Example& example, Op* op) {
                     .max_logprob = each};
   if (example.options.vocab_total > example.columns) return;
   op->statistics.rank = output_vector(example.tokens, DType::i32);
+  op->statistics.mass_above = each;
 }
 
 template <class Op>

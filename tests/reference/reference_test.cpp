@@ -44,6 +44,7 @@ TEST(Reference, UniformLogitsCostLogOfTheVocabulary) {
   expect_near(values.at("sum_p_squared"), {1.0 / 7}, 1e-15, "sum_p_squared");
   EXPECT_EQ(values.at("mean_logit"), (std::vector<double>{3.25}));
   expect_near(values.at("max_logprob"), {-log_v}, 1e-15, "max_logprob");
+  EXPECT_EQ(values.at("mass_above"), (std::vector<double>{0}));
   std::vector<double> gradient(7, 1.0 / 7);
   gradient[2] -= 1;
   expect_near(backward(example).at("grad_logits"), gradient, 1e-15, "grad_logits");
@@ -111,6 +112,7 @@ TEST(Reference, StatisticsOfARowByHand) {
   const auto two = static_cast<float>(std::log(2.0));
   const std::vector<float> logits{-two, two, 0, -two};
   const double ranks[] = {2, 0, 1, 2}, p[] = {0.125, 0.5, 0.25, 0.125};
+  const double above[] = {0.75, 0, 0.5, 0.75};
   for (int64_t t = 0; t < 4; ++t) {
     const Values values = forward(one_row(logits, t));
     EXPECT_EQ(values.at("rank")[0], ranks[t]);
@@ -118,11 +120,12 @@ TEST(Reference, StatisticsOfARowByHand) {
     expect_near(values.at("sum_p_squared"), {22.0 / 64}, 1e-7, "sum_p_squared");
     expect_near(values.at("mean_logit"), {-double{two} / 4}, 1e-15, "mean_logit");
     expect_near(values.at("max_logprob"), {std::log(0.5)}, 1e-7, "max_logprob");
+    expect_near(values.at("mass_above"), {above[t]}, 1e-7, "mass_above");
   }
   Example ignored = one_row(logits, -100);
   const Values values = forward(ignored);
   EXPECT_EQ(values.at("rank")[0], -1);
-  for (const char* name : {"logprob", "sum_p_squared", "mean_logit", "max_logprob"})
+  for (const char* name : {"logprob", "sum_p_squared", "mean_logit", "max_logprob", "mass_above"})
     EXPECT_EQ(values.at(name)[0], 0);
 }
 

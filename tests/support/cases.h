@@ -104,7 +104,7 @@ struct Case {
   bool statistics = false, fault = false;
   bool row_statistics = false;  // only those are asked for that the loss is made of
   bool logprob = false, rank = false, sum_p_squared = false, mean_logit = false;
-  bool max_logprob = false;
+  bool max_logprob = false, mass_above = false;
   bool temperatures = false;  // each token has one
   double inactive = 0;        // this share of the tokens has no upstream gradient
   bool wants_grad_input = true, wants_grad_weight = true;

@@ -127,7 +127,8 @@ std::vector<Row> shape_rows(OpKind op, DType dtype, Part part) {
       c.no_target = !everything && seed % 5 == 0;
       if (everything) {
         apply_everything(c);
-        c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true;
+        c.logprob = c.rank = c.sum_p_squared = c.mean_logit = true;
+        c.max_logprob = c.mass_above = true;
         c.temperatures = seed % 4 == 0;
         if (c.temperatures) c.options.temperature = 1;
         c.inactive = seed % 3 == 0 ? 0.4 : 0;

@@ -234,6 +234,7 @@ class Builder {
     if (c_.mean_logit) add({&s.mean_logit});
     if (c_.max_logprob) add({&s.max_logprob});
     if (c_.rank && !shard) s.rank = output(c_.argmax, {tokens});
+    if (c_.mass_above && !shard) add({&s.mass_above});
     if (c_.statistics || c_.row_statistics) {
       add({&s.lse, &s.target_logit, &s.row_reference, &s.row_log_sum});
     }

@@ -355,7 +355,7 @@ Comparison compare_columns(const reference::Result& whole, const Fields& shard, 
 Comparison judge_shards(const TestDevice& device, const Case& c, const Split& split,
                         const RunPlan& plan) {
   Case of_shards = c;
-  of_shards.rank = false;
+  of_shards.rank = of_shards.mass_above = false;
   of_shards.row_statistics = of_shards.saved_state = true;
   if (is_linear(c.op)) of_shards.grad_input = DType::f32;          // parts of a sum are
   if (c.options.label_smoothing > 0) of_shards.statistics = true;  // weighted_logit_sum

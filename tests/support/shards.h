@@ -129,7 +129,8 @@ struct Split {
 // with a shard of no columns, with one that is masked, with a NaN in one.
 std::vector<Split> splits_of(int64_t vocab, int64_t shards);
 
-// Returns whether the case can be asked of shards that are combined. Combine gives no rank.
+// Returns whether the case can be asked of shards that are combined. Combine gives no rank and no
+// mass_above.
 bool can_be_split(const Case& c);
 
 // Judges the gradients of a shard, but its part of grad_input, as the columns [first, first +

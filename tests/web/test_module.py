@@ -54,7 +54,7 @@ def test_options(page: Page, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("temperatures", [False, True])
 def test_statistics_and_temperatures_of_tokens(page: Page, temperatures: bool) -> None:
-    statistics = ["logprob", "rank", "sumPSquared", "meanLogit", "maxLogprob"]
+    statistics = ["logprob", "rank", "sumPSquared", "meanLogit", "maxLogprob", "massAbove"]
     more = {"ignored": 3, "statistics": statistics, "temperatures": temperatures}
     shares = page.evaluate(LINEAR, [20, 24, 1600, {}, more])
     assert set(statistics) < set(shares)

@@ -101,7 +101,7 @@ def test_every_option_of_a_divergence_that_the_types_have_is_taken(page: Page) -
 
 def test_every_statistic_that_the_types_have_is_written(page: Page) -> None:
     names = sorted(texts("Statistic"))
-    assert len(names) == 12
+    assert len(names) == 13
     got = page.evaluate(
         """async ([statistics]) => {
           const {bias, ...rest} = problem(4, 8, 20);

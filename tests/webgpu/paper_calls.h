@@ -81,7 +81,8 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (c.probabilities && !is({"token_weight"})) return {};
   // Each statistic is asked for with and without the others.
   if (is({"logprob"}) && !c.none) return {};
-  if (is({"rank", "sum_p_squared", "mean_logit", "max_logprob"}) && c.dtype == DType::f16)
+  if (is({"rank", "sum_p_squared", "mean_logit", "max_logprob", "mass_above"}) &&
+      c.dtype == DType::f16)
     return {};
   if (is({"argmax", "rank"}))
     return vector_view(nullptr, c.none ? DType::i32 : DType::i64, c.tokens);
@@ -95,7 +96,7 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
   for_each_tensor(op, unused, [&](const char* name, Access, TensorView& view, auto&&) {
     view = paper_view(c, name);
     const std::string_view is = name;
-    if (CombiningOp<Op> && is == "rank") view = {};  // it has none
+    if (CombiningOp<Op> && (is == "rank" || is == "mass_above")) view = {};  // it has none
     if constexpr (DivergenceOp<Op>) {
       if (is == "vocab_weight" || (is == "target" && c.scaled && !c.optional)) view = {};
       // All columns are kept, or none.

@@ -97,6 +97,7 @@ TEST_F(WebGpuToken, TheLogProbabilityIsOneWhateverElseIsAsked) {
           more.statistics = true;
           check(more, {}, memory, "statistics");
           more.rank = more.sum_p_squared = more.mean_logit = more.max_logprob = true;
+          more.mass_above = true;
           check(more, ones, memory, "more statistics and temperatures");
           more.options.reduction = Reduction::mean;
           more.token_weight = more.vocab_weight = true;
@@ -248,7 +249,7 @@ TEST_F(WebGpuToken, RanksOfManyWindows) {
                             OpKind::linear_forward_backward}) {
       for (const Data data : {Data::normal, Data::constant}) {
         Case c{.op = op, .shape = {70, 20, 5000}, .argmax = DType::i32, .data = data};
-        c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = true;
+        c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = c.mass_above = true;
         c.logprob = c.vocab_weight = true;
         c.ignored = 0.2;
         for (const Memory memory : {Memory::minimum, Memory::recommended}) {
@@ -260,15 +261,41 @@ TEST_F(WebGpuToken, RanksOfManyWindows) {
   }
 }
 
+// Short rows of given logits are read once where no log-probability is asked for.
+TEST_F(WebGpuToken, RanksOfRowsThatAreReadOnce) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const int64_t vocab : {37, 300, 4000}) {
+    Case c{.op = OpKind::forward_backward, .shape = {9, 1, vocab}, .rank = true};
+    c.mass_above = true;
+    c.options.reduction = Reduction::none;
+    Problem<CrossEntropyForwardBackward> p = build<CrossEntropyForwardBackward>(c);
+    std::vector<double> logits = read(p.op.logits);
+    const auto row = [&](int64_t i) { return logits.begin() + i * vocab; };
+    std::fill_n(row(1), vocab, 2.0);  // ties
+    std::fill_n(row(2), vocab, -infinity);
+    row(3)[vocab / 2] = kNone;
+    row(4)[vocab - 1] = infinity;
+    write(p.op.logits, logits);
+    const Outcome outcome = run(p);
+    const Comparison result = compare(expected(device_, p.op, p.model), outcome);
+    EXPECT_TRUE(result.ok()) << result.report;
+    const std::vector<double>& mass = outcome.fields.at("mass_above").value;
+    EXPECT_EQ(mass[1], 0);
+    for (const size_t i : {2, 3, 4}) EXPECT_TRUE(std::isnan(mass[i])) << i;
+  }
+}
+
 // All columns have the same logit, so none is above the target's: its own is not counted either.
 TEST_F(WebGpuToken, EqualLogitsAreNotAbove) {
   for (const int64_t vocab : {37, 5000}) {
     Case c{.op = OpKind::linear_forward_backward, .shape = {9, 20, vocab}, .rank = true};
+    c.mass_above = true;
     Problem<LinearCrossEntropyForwardBackward> p = build<LinearCrossEntropyForwardBackward>(c);
     write(p.op.weight, std::vector<double>(static_cast<size_t>(20 * vocab), 0.37));
     for (const Memory memory : {Memory::minimum, Memory::recommended}) {
       const Outcome outcome = run(p, memory);
       for (const double rank : outcome.fields.at("rank").value) EXPECT_EQ(rank, 0);
+      for (const double mass : outcome.fields.at("mass_above").value) EXPECT_EQ(mass, 0);
     }
   }
 }

@@ -308,11 +308,12 @@ _differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _refuse(call: Call, operands: dict[str, Array], total: int) -> None:
-    if "rank" in call.outputs:
-        raise not_supported(
-            "return_statistics is 'rank' with axis_name; a shard does not know the target's logit "
-            "of another"
-        )
+    for name in names_where("of_whole_rows"):
+        if name in call.outputs:
+            raise not_supported(
+                f"return_statistics is {name!r} with axis_name; a shard does not know the target's "
+                "logit of another"
+            )
     weight = operands.get("vocab_weight")
     if weight is not None and weight.shape != (total,):
         raise wrong_shape(

@@ -44,6 +44,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from logitless import _abi
 from logitless._abi import AnyOptions, Divergence
 from logitless._errors import argument, not_supported
+from logitless._statistics import names_where
 from logitless.jax import _parallel, _run, _shards
 from logitless.jax._call import Call, tokens_of
 from logitless.jax._run import Array, Tensor
@@ -449,9 +450,11 @@ def _refuse_vocabulary(split: Split, given: Iterable[tuple[str, Any]]) -> None:
 
 
 def _refuse(split: Split, op: Op) -> None:
-    if split.vocab_axes and any(result.name == "rank" for result in op.results):
+    whole = names_where("of_whole_rows")
+    name = next((result.name for result in op.results if result.name in whole), None)
+    if split.vocab_axes and name is not None:
         raise not_supported(
-            "return_statistics is 'rank', and linear_weight is split over the mesh axes "
+            f"return_statistics is {name!r}, and linear_weight is split over the mesh axes "
             f"{list(split.vocab_axes)} by its rows; a shard does not know the target's logit of "
             "another (jax.lax.with_sharding_constraint makes the weight whole on every device)"
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from logitless import _abi
 from logitless._abi import KeptSize, Options, View
 from logitless._errors import LogitlessError
+from logitless._statistics import names_where
 from logitless.torch import _device
 from logitless.torch._device import DEVICES, DTYPES
 
@@ -307,7 +308,7 @@ def _planned_bytes(
     forward = Forward(inputs, (), inputs, options, device, memory)
     made = _outputs(forward, (*outputs, *_ROW_STATE))
     for place, view in enumerate(made):
-        if view.name in ("argmax", "rank"):
+        if view.name in names_where("indexes"):
             made[place] = view._replace(dtype=_abi.I64)
         elif view.name == "loss" and options.reduction != _abi.REDUCTION_NONE:
             made[place] = view._replace(shape=(), stride=())

@@ -38,7 +38,7 @@ OF_TENSORS, IN_F32 = (OF_INPUT, OF_WEIGHT, OF_BIAS), (INPUT_IN_F32, WEIGHT_IN_F3
 LOSS, TARGET_LOGIT, LOGPROB, ENTROPY = (
     BITS[name] for name in ("loss", "target_logit", "logprob", "entropy")
 )
-ARGMAX, RANK = BITS["argmax"], BITS["rank"]
+ARGMAX = BITS["argmax"]
 STATISTICS = {BITS[name]: name for name in TABLE}
 DIFFERENTIABLE = sum(BITS[name] for name in names_where("differentiable"))
 CONSTANTS = {bit: name for bit, name in STATISTICS.items() if not bit & DIFFERENTIABLE}

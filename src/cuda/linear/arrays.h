@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "src/cuda/tokens/arrays.h"
+#include "src/host_device.h"
 
 namespace logitless::cuda {
 
@@ -29,9 +30,16 @@ struct Partials {
   // with 1 each tile is a segment.
   int32_t unit_width = 0;   // a segment covers so many tiles
   int32_t single_rows = 0;  // so many rows of a single tile have sums of their own
+  int32_t mass_rows = 0;    // where it is not 0, `mass` lies so many rows behind `above`
   // [single tiles, single_rows]  it is there where a segment is a unit
   float* single_maximum = nullptr;
   float* single_sum = nullptr;  // [single tiles, single_rows]
+
+  // It is sum exp(z_j - maximum) of the columns that `above` counts, or null. Kernels that do not
+  // know of it keep their arguments' places.
+  LOGITLESS_HOST_DEVICE float* mass() const {
+    return mass_rows == 0 ? nullptr : reinterpret_cast<float*>(above + mass_rows * segments);
+  }
 };
 
 // These make a row of gradients of E:  draw_j = scale E_j - smoothing c_j.

@@ -34,7 +34,9 @@ Partials place_partials(Arena* arena, const LinearShape& s, const LinearPlan& p)
   take(s.sums.has(SumKind::argmax), &made.argmax, sums);
   take(s.sums.has(SumKind::logits), &made.logits, sums);
   take(s.sums.has(SumKind::squares), &made.squared, sums);
-  take(s.sums.has(SumKind::above), &made.above, sums);
+  const bool has_mass = s.sums.has(SumKind::mass);
+  take(s.sums.has(SumKind::above), &made.above, has_mass ? 2 * sums : sums);
+  if (has_mass) made.mass_rows = static_cast<int32_t>(p.token_chunk);
   return made;
 }
 

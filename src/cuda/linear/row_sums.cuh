@@ -22,7 +22,7 @@ struct RowTotals {
       // It is max m_b without the target's column, unless a segment has that for an anchor.
       -INFINITY;
   float maximum = 0;  // it includes the target's column; the sums are relative to it
-  float sum = 0, shifted = 0, weighted = 0, logits = 0, squared = 0;
+  float sum = 0, shifted = 0, weighted = 0, logits = 0, squared = 0, mass = 0;
   int argmax = INT32_MAX, above = 0;
 };
 
@@ -93,6 +93,14 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   if (partials.logits != nullptr) all.logits = warp_sum(all.logits);
   if (partials.squared != nullptr) all.squared = warp_sum(all.squared);
   if (partials.above != nullptr) all.above = warp_sum(all.above);
+  if (partials.mass_rows != 0) {  // a loop of its own takes no register from the others
+#pragma unroll 1
+    for (int b = lane; b < count; b += 32) {
+      const float lift = lift_of(partials.maximum[base + b], all.maximum);
+      all.mass = fmaf(partials.mass()[base + b], lift, all.mass);
+    }
+    all.mass = warp_sum(all.mass);
+  }
   if (partials.argmax != nullptr) all.argmax = warp_min(all.argmax);
   return all;
 }
@@ -216,6 +224,7 @@ __device__ inline RowStatistics state_of_totals(const Partials& partials, RowTot
     if (state.log_sum != state.log_sum) state.sum_p_squared = nan_value();
   }
   if (partials.above != nullptr) state.rank = r.above;
+  state.mass_above = state.log_sum == state.log_sum ? r.mass / total : nan_value();
   if (here && at_target > 0) {
     r.shifted = fmaf(at_target, fmaxf(distance, least_exponent), r.shifted);
   }

@@ -203,15 +203,19 @@ __device__ inline void write_state(const RowsCall& call, int64_t i, const RowTar
 // Blocks of a row tell each other their partials here: each writes its own into every block's
 // table.
 struct Exchange {
-  RowPartial table[most_row_blocks];  // a block's rank finds its partial
-  uint64_t arrivals;                  // it is an mbarrier that counts the bytes of `table`
+  CommonPartial table[most_row_blocks];  // a block's rank finds its partial
+  uint64_t arrivals;                     // it is an mbarrier that counts the bytes of `table`
 };
-static_assert(sizeof(RowPartial) == 32);
+static_assert(sizeof(CommonPartial) == 32);
+template <Columns kColumns>
+constexpr int exchanged_bytes = sizeof(CommonPartial) + (kColumns == Columns::more ? 4 : 0);
 
 // Combines the blocks' partials to the row's; every thread of every block calls it. start_exchange
 // and cluster_wait came before, so that every block's mbarrier is known to count.
+template <Columns kColumns>
 __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int cluster,
                                             SumSet wants, Exchange* exchange) {
+  [[maybe_unused]] __shared__ float mass[most_row_blocks];
   const int t = static_cast<int>(threadIdx.x), lane = t % 32;
   if (t < cluster) {
     const uint32_t slot = address_in_block(&exchange->table[rank], t);
@@ -224,11 +228,19 @@ __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int
     send(slot + 20, __float_as_uint(own.squared), arrivals);
     send(slot + 24, static_cast<uint32_t>(own.above), arrivals);
     send(slot + 28, static_cast<uint32_t>(own.argmax), arrivals);
+    if constexpr (kColumns == Columns::more) {
+      send(address_in_block(&mass[rank], t), __float_as_uint(own.mass), arrivals);
+    }
   }
   __syncwarp();
   wait_for_bytes(&exchange->arrivals);
   // Every partial is here and nothing more will come, so this block may end.
-  return combine_lanes(lane < cluster ? exchange->table[lane] : RowPartial{}, wants);
+  RowPartial of_lane;
+  if (lane < cluster) {
+    static_cast<CommonPartial&>(of_lane) = exchange->table[lane];
+    if constexpr (kColumns == Columns::more) of_lane.mass = mass[lane];
+  }
+  return combine_lanes<kColumns>(of_lane, wants);
 }
 
 constexpr int blocks_at_once(Columns columns) {
@@ -266,7 +278,7 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
   const bool exchanges = makes_state && cluster > 1;
   if (exchanges) {
     if (threadIdx.x == 0) {
-      init_expecting(&exchange.arrivals, cluster * static_cast<int>(sizeof(RowPartial)));
+      init_expecting(&exchange.arrivals, cluster * exchanged_bytes<kColumns>);
     }
     __syncwarp();
     cluster_arrive();
@@ -298,13 +310,13 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
       const RowPartial next = tile_partial<T, kColumns>(
           tile, map, call.in.vocab_weight, call.in.start(), static_cast<int>(column), a.call.wants,
           {counted.column - static_cast<int>(column), counted.logit}, &warps);
-      partial = index == 0 ? next : combine_two(partial, next, a.call.wants);
+      partial = index == 0 ? next : combine_two<kColumns>(partial, next, a.call.wants);
     }
     if (exchanges) {
       cluster_wait();  // by now every block has started
-      partial = combine_blocks(partial, rank, cluster, a.call.wants, &exchange);
+      partial = combine_blocks<kColumns>(partial, rank, cluster, a.call.wants, &exchange);
     }
-    state = finish_row(partial, a.call.wants);
+    state = finish_row<kColumns>(partial, a.call.wants);
     if (kColumns == Columns::more && a.call.wants.has(SumKind::logits))
       state.mean_logit /= static_cast<float>(call.in.whole());
     state.target_logit = at_target;

@@ -10,7 +10,7 @@
 namespace logitless::cuda {
 
 // Holds sums of some columns, relative to their own maximum m.
-struct RowPartial {
+struct CommonPartial {
   float maximum = -INFINITY;  // a NaN does not count
   float sum = 0;              // it is sum exp(z - m), and NaN where a logit is
   float shifted = 0;          // it is sum exp(z - m) (z - m)
@@ -19,6 +19,10 @@ struct RowPartial {
   float squared = 0;          // it is sum exp(z - m)^2
   int above = 0;              // it counts the columns above the target
   int argmax = -1;  // it is the lowest column of the maximum, counted in the row, not in the tile
+};
+// Kernels of Columns::more alone have this too, and trade it by itself.
+struct RowPartial : CommonPartial {
+  float mass = 0;  // it is sum exp(z - m) of the columns that `above` counts
 };
 
 // These kinds of kernels differ in what they want of a column. `plain` makes the maximum, the sum
@@ -47,6 +51,7 @@ __device__ inline float shift_of(float maximum) {
 }
 
 // Sums over the lanes, of which those beyond are neutral; every lane gets the sums.
+template <Columns kColumns>
 __device__ inline RowPartial combine_lanes(const RowPartial& own, SumSet wants) {
   RowPartial all;
   all.maximum = warp_max(own.maximum);
@@ -62,6 +67,7 @@ __device__ inline RowPartial combine_lanes(const RowPartial& own, SumSet wants) 
   if (wants.has(SumKind::logits)) all.logits = warp_sum(own.logits);
   if (wants.has(SumKind::squares)) all.squared = warp_sum(own.squared * factor * factor);
   if (wants.has(SumKind::above)) all.above = warp_sum(own.above);
+  if constexpr (kColumns == Columns::more) all.mass = warp_sum(own.mass * factor);
   if (wants.has(SumKind::argmax)) {
     const bool best = own.maximum == all.maximum && own.argmax >= 0;
     all.argmax = warp_min(best ? own.argmax : no_index);
@@ -86,6 +92,7 @@ __device__ float thread_max_mapped(const Tile<T>& tile, const MapFactors& map, i
 
 struct ThreadSums {
   float sum[4] = {}, shifted[4] = {}, weighted[4] = {}, logits[4] = {}, squared[4] = {};
+  float mass[4] = {};
   int above = 0;
 };
 // This is the target of the row that the columns belong to; the column is counted in the tile.
@@ -119,7 +126,10 @@ __device__ void add_unit(const float* raw, int column, int n, float shift, const
       }
       if (kColumns != Columns::more || j >= n) continue;
       z_sum[h] = z;
-      if (wants.has(SumKind::above) && z > target.logit && j != target.column) ++s->above;
+      if (wants.has(SumKind::above) && z > target.logit && j != target.column) {
+        ++s->above;
+        s->mass[c] += e[h];
+      }
     }
   }
   constexpr bool pair = per_unit<T> == 2;
@@ -168,6 +178,7 @@ template <class T, Columns kColumns>
 __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
                                    const TensorView& class_weight, int64_t first, int column,
                                    SumSet wants, const TargetColumn& target, WarpResults* warps) {
+  [[maybe_unused]] __shared__ float mass[most_warps];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const bool leads = lane < static_cast<int>(blockDim.x) / 32;
   RowPartial all;
@@ -203,8 +214,10 @@ __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
   }
   if constexpr (kColumns == Columns::more) {
     const float logits = warp_sum(sum_of(s.logits)), squared = warp_sum(sum_of(s.squared));
+    const float of_mass = warp_sum(sum_of(s.mass));
     const int above = warp_sum(s.above);
     if (lane == 0) {
+      mass[warp] = of_mass;
       warps->logits[warp] = logits;
       warps->squared[warp] = squared;
       warps->above[warp] = above;
@@ -222,18 +235,21 @@ __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
     all.logits = warp_sum(leads ? warps->logits[lane] : 0.0f);
     all.squared = warp_sum(leads ? warps->squared[lane] : 0.0f);
     all.above = warp_sum(leads ? warps->above[lane] : 0);
+    all.mass = warp_sum(leads ? mass[lane] : 0.0f);
   }
   return all;
 }
 
 // Combines two partials, of which the first has the earlier columns; every lane of the warp calls
 // it.
+template <Columns kColumns>
 __device__ inline RowPartial combine_two(const RowPartial& first, const RowPartial& second,
                                          SumSet wants) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  return combine_lanes(lane == 0 ? first : lane == 1 ? second : RowPartial{}, wants);
+  return combine_lanes<kColumns>(lane == 0 ? first : lane == 1 ? second : RowPartial{}, wants);
 }
 
+template <Columns kColumns>
 __device__ inline RowStatistics finish_row(const RowPartial& row, SumSet wants) {
   RowStatistics state;
   state.reference = row.sum == row.sum ? row.maximum : row.sum;
@@ -243,6 +259,9 @@ __device__ inline RowStatistics finish_row(const RowPartial& row, SumSet wants) 
   state.mean_logit = row.logits;  // it is still times the columns, which the caller divides by
   if (wants.has(SumKind::squares)) state.sum_p_squared = row.squared / row.sum / row.sum;
   if (wants.has(SumKind::above)) state.rank = row.above;
+  if constexpr (kColumns == Columns::more) {
+    state.mass_above = state.log_sum == state.log_sum ? row.mass / row.sum : nan_value();
+  }
   state.argmax = row.argmax;
   return state;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // This shader counts how many columns of a window have a logit above the target's, which is known
-// by then. A workgroup takes a row and adds to what earlier windows had. The target's own column is
-// none of them.
+// by then, and adds up their probabilities. A workgroup takes a row and adds to what earlier windows
+// had. The target's own column is none of them.
 // Uses common: numbers, token, window, scale, map.
 
 @group(0) @binding(1) var<storage, read> block: array<f32>;  // [rows, row_stride]
@@ -11,6 +11,7 @@
 @group(0) @binding(5) var<storage, read_write> extras: array<Extra>;  // [tokens]
 
 var<workgroup> above: atomic<u32>;
+var<workgroup> tree: array<f32, 256>;
 
 @compute @workgroup_size(256)
 fn rank(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
@@ -27,19 +28,32 @@ fn rank(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     atomicStore(&above, 0u);
   }
   workgroupBarrier();
+  let m = rows[token].m;
+  let log_sum = rows[token].log_sum;
   let target_logit = rows[token].target_logit;
   let target_column = rows[token].target_column;
   let scale = scale_of(token);
   var own = 0u;
+  var mass = 0.0;
   for (var local = thread; local < p.columns; local += 256u) {
     let z = map_raw(block[p.base + r * p.row_stride + local], scale).z;
     if (p.first_column + local != target_column && is_above(z, target_logit)) {
       own += 1u;
+      mass += exp_nonpositive(max(z - m, -200.0));
     }
   }
   atomicAdd(&above, own);
+  tree[thread] = mass;
+  for (var step = 128u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      tree[thread] += tree[thread + step];
+    }
+  }
   workgroupBarrier();
   if (thread == 0u) {
     extras[token].rank += atomicLoad(&above);
+    let all = extras[token].mass_above + tree[0] * exp_nonpositive(max(-log_sum, -200.0));
+    extras[token].mass_above = select(min(all, 1.0), log_sum, is_nan(log_sum));
   }
 }

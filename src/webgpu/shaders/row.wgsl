@@ -99,6 +99,7 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
   var own = vec4<f32>(0.0, 0.0, 0.0, 1.0e9);
   // It has the sum of e^2, the sum of z, and how many columns are above the target's.
   var more = vec4<f32>(0.0);
+  var mass = vec4<f32>(0.0);  // its x has the sum of e of these
   for (var k = 0u; k < 16u; k++) {
     let column = lane + k * row_threads;
     if (column < columns) {
@@ -111,6 +112,7 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
       if (more_statistics) {
         let is_over = column != s.target_column && is_above(z, s.target_logit);
         more += vec4<f32>(e * e, z, select(0.0, 1.0, is_over), 0.0);
+        mass.x += select(0.0, e, is_over);
       }
     }
   }
@@ -126,11 +128,15 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
   if (more_statistics) {
     workgroupBarrier();
     more = reduce_sums(first, lane, more);
+    workgroupBarrier();
+    mass = reduce_sums(first, lane, mass);
     if (is_made && lane == 0u) {
       let squared = more.x / (max(all.x, 1.0) * max(all.x, 1.0));
       extras[token].sum_p_squared = select(squared, s.log_sum, is_nan(s.log_sum));
       extras[token].mean_logit = more.y / p.classes;
       extras[token].rank = u32(more.z);
+      let above = min(mass.x / max(all.x, 1.0), 1.0);
+      extras[token].mass_above = select(above, s.log_sum, is_nan(s.log_sum));
     }
   }
   s = completed(token, s);

@@ -33,6 +33,7 @@ from torch.autograd import Function
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import argument, not_supported, wrong_device
+from logitless._statistics import names_where
 from logitless.torch import _autograd, _kept, _ops, _run
 from logitless.torch._autograd import Call, asked_of, cast, cast_bias, first_order, taken
 from logitless.torch._device import allows_tf32
@@ -264,11 +265,12 @@ def _whole_upstream(
 
 def refuse(call: Call) -> None:
     """What a vocabulary that is split does not have."""
-    if call.wanted & _run.RANK:
-        raise not_supported(
-            "return_statistics is 'rank' with a group; a shard does not know the target's logit of "
-            "another"
-        )
+    for name in names_where("of_whole_rows"):
+        if call.wanted & _run.BITS[name]:
+            raise not_supported(
+                f"return_statistics is {name!r} with a group; a shard does not know the target's "
+                "logit of another"
+            )
     if call.main_grad is not None:
         raise not_supported('grad_accumulation="main_grad" is not supported with a group')
 

@@ -13,6 +13,24 @@ namespace {
 
 struct NoPanel {};
 
+// Returns the sum of a segment's exponentials whose logits are above the target's. Few calls ask
+// for it, so that it reads them once more and takes no register from the other sums.
+__device__ inline float sum_above(const LinearCall& call, const Chunk& chunk, const WarpTile& tile,
+                                  int64_t target, float anchor, float maximum) {
+  const MapFactors map = map_of_token(call.map, chunk.tokens, chunk.first + tile.row);
+  float mass = 0;
+#pragma unroll 1
+  for (int j = threadIdx.x % 32 * 4; j < tile.count; j += 128) {
+    float z[4];
+    load_four<false>(call, map, tile, j, z);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (z[i] > anchor && j + i != target) mass += exp_nonpositive(z[i] - maximum);
+    }
+  }
+  return warp_sum(mass);
+}
+
 template <class E, bool kPlain, bool kSums>
 __global__ void __launch_bounds__(256, 2)
     exponentials_kernel(LinearCall call, Chunk chunk, Block block, Partials partials,
@@ -104,6 +122,10 @@ __global__ void __launch_bounds__(256, 2)
     if (partials.logits != nullptr) logits = warp_sum(logits);
     if (partials.squared != nullptr) squared = warp_sum(squared);
     if (partials.above != nullptr) above = warp_sum(above);
+    if (partials.mass_rows != 0) {
+      const float mass = sum_above(call, chunk, tile, target, anchor, maximum);
+      if (lane == 0) partials.mass()[at] = mass;
+    }
   }
   if (lane != 0) return;
   partials.maximum[at] = maximum;

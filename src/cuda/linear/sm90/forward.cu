@@ -262,16 +262,30 @@ bool has_code() { return LOGITLESS_HAS_SM90A; }
 
 namespace {
 
-// The weighted sum of logits has no class weights of 1 beside it. The forward runs once more for
-// that second sum, which only class weights and mean_logit together ask for.
-void add_up_logits(const LinearWork& work, Arguments arguments) {
-  if (arguments.partials.logits == nullptr) return;
-  arguments.partials.weighted = arguments.partials.logits;
-  arguments.options.class_weight = nullptr;
+void sum_once_more(const LinearWork& work, Arguments arguments) {
   arguments.panel = {};
   if (work.call.shape.dtype == DType::f16)
     return launch_options<__half, Mode::sums>(work, arguments);
   launch_options<__nv_bfloat16, Mode::sums>(work, arguments);
+}
+
+// Two sums have no place beside another one, so that the forward runs once more where both are
+// asked for: that of the exponentials above the target beside the squares, and that of logits
+// beside the class-weighted one. Returns what is left to be made.
+Partials make_second_sums(const LinearWork& work, Arguments arguments) {
+  Partials& p = arguments.partials;
+  Partials rest = p;
+  if (p.mass_rows != 0 && p.squared != nullptr) {
+    p.squared = nullptr;
+    sum_once_more(work, arguments);
+    rest.mass_rows = 0;
+    p = rest;
+  }
+  if (p.logits == nullptr) return rest;
+  p.weighted = p.logits;
+  arguments.options.class_weight = nullptr;
+  sum_once_more(work, arguments);
+  return rest;
 }
 
 }  // namespace
@@ -279,8 +293,8 @@ void add_up_logits(const LinearWork& work, Arguments arguments) {
 void HopperEngine::logits(const LinearWork& work, int64_t first, int64_t columns,
                           const Panel& panel) const {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  const Arguments arguments = make_arguments(call, plan, m, chunk, first, columns, panel);
-  add_up_logits(work, arguments);
+  Arguments arguments = make_arguments(call, plan, m, chunk, first, columns, panel);
+  arguments.partials = make_second_sums(work, arguments);
   if (call.shape.dtype == DType::f16) {
     if (panel.data == nullptr) return launch<__half, Mode::sums>(work, arguments);
     return launch<__half, Mode::sums_e>(work, arguments);

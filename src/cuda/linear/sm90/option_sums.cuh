@@ -16,7 +16,7 @@ constexpr int no_column = 0xffff;
 struct Sums {
   float maximum[2] = {-infinity(), -infinity()}, sum[2] = {0, 0};
   float shifted[2] = {0, 0}, weighted[2] = {0, 0};  // shifted is counted in log2
-  float squared[2] = {0, 0};
+  float squared[2] = {0, 0};  // or, where has_mass, the exponentials above the target
   float from[2] = {nan_value(), nan_value()};
   // The low 16 bits have the column of the maximum, if it may be the row's; the bits above count
   // the columns above the target.
@@ -66,10 +66,35 @@ __device__ inline void weigh(const float (&d)[96], const LeftOut& mask, const Ar
   sums->weighted[1] += sum.y;
 }
 
-// Counts those of 64 columns that are above the target.
+// Returns whether exponentials above the target are added up: in the place of the squares, because
+// there is no register left.
+__device__ inline bool has_mass(const Arguments& a) { return again(a.partials.mass_rows != 0); }
+
 template <bool kRare>
-__device__ inline void count_above(const float (&d)[96], const HalfRows& rows, const RowData& data,
-                                   const LeftOut& mask, const Arguments& a, Sums* sums) {
+__device__ inline void add_mass(const float (&d)[96], const HalfRows& rows, const RowData& data,
+                                const LeftOut& mask, const Arguments& a, Sums* sums) {
+  if (!has_mass(a)) return;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float target = of_row(data.anchor, rows.part, h), from = sums->from[h];
+    float mass = 0;
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+      if (kRare && n % 8 == 0 && stops(a)) break;
+      const float z = d[4 * (n / 2) + 2 * h + n % 2];
+      const bool moved = kRare && from == from;
+      const float distance = moved ? (z - from) * log2e : fmaf(z, log2e, -rows.anchor[h]);
+      const bool counts = z > target && !is_masked<kRare>(mask, 8 * (n / 2) + n % 2, h);
+      mass += counts ? exp2_fast(distance) : 0.0f;
+    }
+    sums->squared[h] += mass;
+  }
+}
+
+// Counts those of 64 columns that are above the target, and adds them up.
+template <bool kRare>
+__device__ inline void add_above(const float (&d)[96], const HalfRows& rows, const RowData& data,
+                                 const LeftOut& mask, const Arguments& a, Sums* sums) {
   if (!again(a.partials.above != nullptr)) return;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -83,6 +108,7 @@ __device__ inline void count_above(const float (&d)[96], const HalfRows& rows, c
     }
     sums->lowest[h] += above << 16;
   }
+  add_mass<kRare>(d, rows, data, mask, a, sums);
 }
 
 // Returns what is kept of an element beside its sums.
@@ -136,7 +162,7 @@ __device__ inline void move_start(const HalfRows& rows, const Arguments& a, int 
   if (sum != 0) {
     sums->shifted[h] = factor * fmaf(-down, sum, sums->shifted[h]);
     sums->sum[h] = factor * sum;
-    if constexpr (has_more<kSet>) sums->squared[h] *= factor * factor;
+    if constexpr (has_more<kSet>) sums->squared[h] *= factor * (has_mass(a) ? 1.0f : factor);
   }
   sums->from[h] = top;
 }
@@ -280,7 +306,7 @@ __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, c
     if (!rare) {
       add_highest<kSet, false>(d, rows, data, LeftOut{}, a, highest, block, sums);
       if (is_weighted<kSet>(a)) weigh<false>(d, LeftOut{}, a, column, sums);
-      if (has_more<kSet>) count_above<false>(d, rows, data, LeftOut{}, a, sums);
+      if (has_more<kSet>) add_above<false>(d, rows, data, LeftOut{}, a, sums);
       return sum_64<T, kMode, kSet, false>(d, rows, LeftOut{}, a, valid, box, sums);
     }
   }
@@ -293,7 +319,7 @@ __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, c
   }
   add_highest<kSet, true>(d, rows, data, mask, a, highest, block, sums);
   if (is_weighted<kSet>(a)) weigh<true>(d, mask, a, column, sums);
-  if (has_more<kSet>) count_above<true>(d, rows, data, mask, a, sums);
+  if (has_more<kSet>) add_above<true>(d, rows, data, mask, a, sums);
   sum_64<T, kMode, kSet, true>(d, rows, mask, a, valid, box, sums);
 }
 
@@ -322,6 +348,7 @@ __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int 
   int above[2] = {sums.lowest[0] >> 16, sums.lowest[1] >> 16};
   const bool squares = has_more<kSet> && a.partials.squared != nullptr;
   const bool counts = has_more<kSet> && a.partials.above != nullptr;
+  const bool weighs = has_more<kSet> && a.partials.mass_rows != 0;
   int lowest[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -332,13 +359,13 @@ __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int 
     const float lifted = factor * fmaf(-by, own, sums.shifted[h]) * ln2;
     sum[h] = own == 0 ? 0.0f : own * factor;
     shifted[h] = own == 0 ? 0.0f : lifted;
-    squared[h] = own == 0 ? 0.0f : sums.squared[h] * factor * factor;
+    squared[h] = own == 0 ? 0.0f : sums.squared[h] * factor * (weighs ? 1.0f : factor);
     lowest[h] = sums.maximum[h] == maximum[h] ? sums.lowest[h] & no_column : no_column;
   }
   quad_reduce(sum, add);
   if (is_weighted<kSet>(a)) quad_reduce(weighted, add);
   if (shifts) quad_reduce(shifted, add);
-  if (squares) quad_reduce(squared, add);
+  if (squares || weighs) quad_reduce(squared, add);
   if (counts) quad_reduce(above, [](int x, int y) { return x + y; });
   if (names) quad_reduce(lowest, [](int x, int y) { return min(x, y); });
 #pragma unroll
@@ -352,6 +379,7 @@ __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int 
     if (shifts) a.partials.shifted[to] = shifted[h];
     if (squares) a.partials.squared[to] = squared[h];
     if (counts) a.partials.above[to] = above[h];
+    if (weighs) a.partials.mass()[to] = squared[h];
     if (names) a.partials.argmax[to] = rows.column + (lowest[h] == no_column ? 0 : lowest[h]);
   }
 }

@@ -62,6 +62,7 @@ struct Extra {
   mean_logit: f32,
   rank: u32,  // it may be none
   max_logprob: f32,  // Combine has it
+  mass_above: f32,
   // It is of the token's own temperature, as in Params (window.wgsl); NaN if that is none.
   slope: f32,
   cap_out: f32,
