@@ -9,6 +9,7 @@
 #include "src/cuda/linear/plan_time.h"
 #include "src/cuda/linear/portable/engine.h"
 #include "src/cuda/runtime/blas.h"
+#include "src/message.h"
 
 namespace logitless::cuda {
 namespace {
@@ -306,6 +307,10 @@ DivergencePlan recommended_plan(const DivergenceCall& call, uint64_t minimum,
 
 Status divergence_workspace(const Call& call, const DeviceInfo& device, uint64_t given,
                             WorkspaceSize* size) {
+  if (call.shard() || call.row_reference || call.teacher_row_reference || call.target_logit) {
+    return error(StatusCode::not_supported, "vocab_total is %lld; cuda allows of a divergence: 0",
+                 static_cast<long long>(call.options.vocab_total));
+  }
   Status status = find_matrix_library();
   const auto extent = [](const TensorView& v, int axis) { return v ? v.shape[axis] : 0; };
   if (status.ok()) {
