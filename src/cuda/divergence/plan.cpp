@@ -9,7 +9,6 @@
 #include "src/cuda/linear/plan_time.h"
 #include "src/cuda/linear/portable/engine.h"
 #include "src/cuda/runtime/blas.h"
-#include "src/message.h"
 
 namespace logitless::cuda {
 namespace {
@@ -160,7 +159,8 @@ class DivergencePrice {
   double seconds() const {
     const bool by_chunk = p_.way == DivergenceWay::chunks;
     double sum = 30 * speed_.launch;
-    if (p_.way != DivergenceWay::from_kept) {
+    const bool known = p_.way == DivergenceWay::columns && call_.shard.given;
+    if (p_.way != DivergenceWay::from_kept && !known) {
       sum += in_pieces(s_.tokens, p_.chunk, [&](int64_t rows) {
         const double own = logits(rows, s_.vocab) + passes(rows);
         return by_chunk ? own + gradients(rows, s_.vocab, true) : own;
@@ -307,10 +307,6 @@ DivergencePlan recommended_plan(const DivergenceCall& call, uint64_t minimum,
 
 Status divergence_workspace(const Call& call, const DeviceInfo& device, uint64_t given,
                             WorkspaceSize* size) {
-  if (call.shard() || call.row_reference || call.teacher_row_reference || call.target_logit) {
-    return error(StatusCode::not_supported, "vocab_total is %lld; cuda allows of a divergence: 0",
-                 static_cast<long long>(call.options.vocab_total));
-  }
   Status status = find_matrix_library();
   const auto extent = [](const TensorView& v, int axis) { return v ? v.shape[axis] : 0; };
   if (status.ok()) {

@@ -84,13 +84,18 @@ class DivergenceRun {
       const Chunk chunk = chunk_of(first, std::min(p_.chunk, tokens() - first));
       if (!gathers_all) with_student(chunk, gather);
       if (p_.way != DivergenceWay::columns) with_teacher(chunk, gather);
+      if (p_.way == DivergenceWay::columns && call_.shard.given) continue;
       rows_of(chunk);
       if (p_.way == DivergenceWay::chunks) {
         gradients(chunk, panel(0, vocab()), first > 0, true);
       }
     }
     if (p_.way == DivergenceWay::whole) gradients(all(), panel(0, vocab()), false, true);
-    if (p_.way == DivergenceWay::columns) gradients_by_columns();
+    if (p_.way != DivergenceWay::columns) return;
+    if (call_.shard.given) {
+      divergence_given_states(rows_call(all(), 0, vocab(), vocab()), stream_);
+    }
+    gradients_by_columns();
   }
 
   // Makes both heads' logits of rows and columns.
@@ -138,6 +143,7 @@ class DivergenceRun {
     rows.label_weight = call_.options.label_weight;
     rows.has_target = static_cast<bool>(s.in.target);
     rows.states = m_.states;
+    rows.shard = call_.shard;
     return rows;
   }
 
@@ -146,8 +152,9 @@ class DivergenceRun {
     logits(chunk, 0, vocab(), vocab());
     DivergenceRows rows = rows_call(chunk, 0, vocab(), vocab());
     const DivergenceStatistics& out = call_.statistics;
-    rows.has_outputs =
-        call_.loss || out.entropy || out.teacher_entropy || out.acceptance || out.logprob;
+    rows.has_outputs = call_.loss || out.entropy || out.teacher_entropy || out.acceptance ||
+                       out.logprob || call_.hands_states_on();
+    rows.sums_columns = call_.sums_columns();
     rows.losses = m_.losses;
     rows.loss = call_.loss;
     rows.statistics = out;
