@@ -84,10 +84,13 @@ Call::Call(int32_t of_kind, const Execution& on) : kind(of_kind), execution(on) 
 Fields Call::fields() const {
   Fields made;
   for (const TensorField& field : tensor_fields(kind)) {
-    const bool sums = accumulate && (field.name == std::string_view("grad_weight") ||
-                                     field.name == std::string_view("grad_bias"));
-    made.field[made.count++] = {field.name, sums ? Access::read_write : field.access,
-                                &tensor_at(*this, field)};
+    const std::string_view name = field.name;
+    Access access = field.access;
+    if (accumulate && (name == "grad_weight" || name == "grad_bias")) access = Access::read_write;
+    if (sums_of_shard() && (name.ends_with("row_reference") || name.ends_with("row_log_sum"))) {
+      access = Access::read;
+    }
+    made.field[made.count++] = {field.name, access, &tensor_at(*this, field)};
   }
   return made;
 }
@@ -107,14 +110,14 @@ SumSet Call::sums() const {
 }
 
 bool Call::targets_only() const {
-  return linear && forward && !gradients && target_logit && !kept && !loss &&
+  return linear && !diverges && forward && !gradients && target_logit && !kept && !loss &&
          sums_of_statistics().empty();
 }
 
 TokenStatistics Call::statistics() const {
   TokenStatistics written;
   const auto take = [](const char*, Access, TensorView& to, const Tensor& from) { to = from; };
-  if (forward) for_each_statistic(written, *this, take);
+  if (forward && !sums_of_shard()) for_each_statistic(written, *this, take);
   return written;
 }
 

@@ -98,6 +98,8 @@ struct Call {
   Tensor logprob{}, rank{}, sum_p_squared{}, mean_logit{};        // each is [N]
   Tensor max_logprob{}, mass_above{};                             // [N] [N]
   Tensor teacher_entropy{}, acceptance{};                         // each is [N]
+  Tensor teacher_row_reference{}, teacher_row_log_sum{};          // each is [N]
+  Tensor divergence_sum{}, slope_sum{}, slope_mean{};             // each is [N]
   Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
   Tensor grad_loss{};                                             // [N] or []
   Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // each is [N]
@@ -141,8 +143,10 @@ struct Call {
   SumSet sums() const;
   // Returns whether nothing but the targets' logits is asked for, which takes no product.
   bool targets_only() const;
+  // Returns whether a divergence is asked for its sums, of rows whose states it is given.
+  bool sums_of_shard() const { return divergence_sum || slope_sum; }
   // Returns whether the rows' state comes from an earlier Forward.
-  bool state_given() const { return !forward && row_reference; }
+  bool state_given() const { return row_reference && (!forward || sums_of_shard()); }
   // Returns options whose map from raw logits to z is the teacher's.
   LossOptions teacher_options() const {
     LossOptions o = options;

@@ -31,7 +31,8 @@ Kept kept_in(const Call& call, uint64_t bytes) {
   Kept kept;
   const int64_t tokens = call.tokens(), vocab = call.vocab(), rows = kept_rows_of(tokens);
   const int64_t whole = divide_up(vocab, kept_block);
-  if (tokens > 0) {
+  const bool keeps = tokens > 0 && !(call.diverges && call.shard());
+  if (keeps) {
     const auto of_rows = static_cast<uint64_t>(tokens * kept_row_width) * sizeof(float);
     const auto of_block = static_cast<uint64_t>(rows * kept_block * size_of(call.input.dtype));
     const uint64_t room = bytes > of_rows ? (bytes - of_rows) / of_block : 0;

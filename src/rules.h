@@ -102,5 +102,7 @@ Status check_kept_key(const Call& call);
 Status check_probability_input(const Call& call);
 Status check_divergence_options(const Call& call);
 Status check_teacher(const Call& call);
+Status check_divergence_states(const Call& call);
+Status check_divergence_shard(const Call& call);
 
 }  // namespace logitless

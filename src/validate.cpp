@@ -207,10 +207,9 @@ Status check_products(const Call& call) {
   const int64_t of_teacher = call.teacher_input ? call.teacher_input.shape[1] : 0;
   if (!fits(n, of_teacher) || !fits(v, of_teacher)) {
     return error(StatusCode::invalid_argument,
-                 "teacher_weight: N = %lld, V = %lld, D = %lld; allowed: no product of two above "
-                 "2^56",
-                 static_cast<long long>(n), static_cast<long long>(v),
-                 static_cast<long long>(of_teacher));
+                 "%s: N = %lld, V = %lld, D = %lld; allowed: no product of two above 2^56",
+                 call.shard() ? "vocab_total" : "teacher_weight", static_cast<long long>(n),
+                 static_cast<long long>(v), static_cast<long long>(of_teacher));
   }
   if (fits(n, v) && fits(n, d) && fits(v, d)) return {};
   return error(StatusCode::invalid_argument,
@@ -235,6 +234,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_companions,
     check_kept,
     check_teacher,
+    check_divergence_states,
     check_devices,
     check_ranks,
     check_nonnegative,

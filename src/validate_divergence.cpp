@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "src/message.h"
+#include "src/row/divergence.h"
 #include "src/rules.h"
 
 namespace logitless {
@@ -91,9 +92,89 @@ Status check_teacher(const Call& call) {
   if (call.target) return {};
   const char* needs = call.divergence.label_weight != 0 ? "label_weight"
                       : call.forward && call.logprob    ? "logprob"
+                      : call.target_logit               ? "target_logit"
                                                         : nullptr;
   if (needs == nullptr) return {};
   return error(StatusCode::invalid_argument, "target is missing; %s needs it", needs);
+}
+
+namespace {
+
+constexpr const char* kStates[] = {"row_reference", "row_log_sum", "teacher_row_reference",
+                                   "teacher_row_log_sum"};
+
+Status check_all_states(const Call& call, const char* needs) {
+  for (const char* name : kStates) {
+    if (call[name]) continue;
+    return error(StatusCode::invalid_argument,
+                 "%s is missing; %s needs the whole vocabulary's states of both heads", name,
+                 needs);
+  }
+  return {};
+}
+
+Status check_sums(const Call& call) {
+  const char* sum = call.divergence_sum ? "divergence_sum" : "slope_sum";
+  const Status status = check_all_states(call, sum);
+  if (!status.ok()) return status;
+  for (const char* name :
+       {"loss", "entropy", "teacher_entropy", "logprob", "target_logit", "kept"}) {
+    if (!call[name]) continue;
+    return error(StatusCode::invalid_argument, "%s is given beside %s; allowed: acceptance", name,
+                 sum);
+  }
+  return {};
+}
+
+Status check_states_of_backward(const Call& call) {
+  const char* given = nullptr;
+  for (const char* name : kStates) {
+    if (call[name]) given = name;
+  }
+  if (call.shard()) given = "Backward on a shard of the vocabulary";
+  if (given == nullptr) {
+    if (!call.slope_mean) return {};
+    return error(StatusCode::invalid_argument,
+                 "slope_mean is given without row_reference; allowed: beside the states");
+  }
+  if (call.kept) {
+    return error(StatusCode::invalid_argument, "kept is given beside %s; allowed: one of them",
+                 call.shard() ? "vocab_total" : given);
+  }
+  const Status status = check_all_states(call, given);
+  if (!status.ok()) return status;
+  const bool has_mean = effective_kind(call.divergence) != DivergenceKind::forward_kl;
+  if (has_mean && !call.slope_mean) {
+    return error(StatusCode::invalid_argument,
+                 "slope_mean is missing; row_reference needs it beside every kind but forward_kl");
+  }
+  return {};
+}
+
+}  // namespace
+
+// Forward and Backward on shards hand each other the rows' states and sums.
+Status check_divergence_states(const Call& call) {
+  if (!call.diverges) return {};
+  if (!call.forward) return check_states_of_backward(call);
+  return call.sums_of_shard() ? check_sums(call) : Status();
+}
+
+// A shard's Forward gives states or sums.
+Status check_divergence_shard(const Call& call) {
+  if (call.acceptance && !call.sums_of_shard()) {
+    return error(
+        StatusCode::invalid_argument,
+        "acceptance is given on a shard of the vocabulary without divergence_sum; allowed: "
+        "beside it, as a sum");
+  }
+  for (const char* name : {"logprob", "kept"}) {
+    if (!call.forward || !call[name]) continue;
+    return error(StatusCode::invalid_argument,
+                 "%s is given on a shard of the vocabulary; %s allows: the whole vocabulary", name,
+                 call.op_name());
+  }
+  return {};
 }
 
 }  // namespace logitless

@@ -209,12 +209,6 @@ Status check_shard_fields(const Call& call) {
     return error(StatusCode::invalid_argument,
                  "anchor is given on the whole vocabulary; allowed: a shard of it (vocab_total)");
   }
-  if (call.diverges) {
-    return error(StatusCode::not_supported,
-                 "vocab_total is %lld and V %lld; %s allows: the whole vocabulary",
-                 static_cast<long long>(call.vocab_total()), static_cast<long long>(call.vocab()),
-                 call.op_name());
-  }
   if (call.forward && call.gradients) {
     return error(StatusCode::not_supported,
                  "vocab_total is %lld and V %lld: %s does not run on a shard of the vocabulary; "
@@ -227,6 +221,7 @@ Status check_shard_fields(const Call& call) {
                  "loss is given on a shard of the vocabulary; allowed: statistics, which `combine` "
                  "turns into the loss");
   }
+  if (call.diverges) return check_divergence_shard(call);
   for (const Statistic& statistic : kStatistics) {
     if (statistic.of_whole_rows && call.*statistic.tensor) {
       return error(StatusCode::not_supported,

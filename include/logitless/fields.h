@@ -62,6 +62,10 @@ concept ConsumingOp = requires(Op op) { op.consume_kept; };
 template <class Op>
 concept DivergenceOp = requires(Op op) { op.teacher; };
 template <class Op>
+concept SummingOp = requires(Op op) { op.divergence_sum; };
+template <class Op>
+concept ShardDivergenceOp = requires(Op op) { op.states; };
+template <class Op>
 concept CombiningOp = requires(Op op) { op.shard_row_reference; };
 
 // These are parts of the listing below: what Combine reads of shards, a teacher, and statistics.
@@ -86,6 +90,23 @@ constexpr void for_each_teacher_tensor(Teacher& teacher, C& c, F& f) {
   f("teacher_bias", read, teacher.bias, c.teacher_bias);
   f("teacher_logits", read, teacher.logits, c.teacher_logits);
   f("teacher_temperature", read, teacher.temperature, c.teacher_temperature);
+}
+template <class Op, class C, class F>
+constexpr void for_each_tensor_of_shard(Op& op, C& c, F& f) {
+  constexpr Access read = Access::read, write = Access::write;
+  Access access = read;
+  if constexpr (SummingOp<Op>) access = op.sums() ? read : write;
+  f("row_reference", access, op.states.row_reference, c.row_reference);
+  f("row_log_sum", access, op.states.row_log_sum, c.row_log_sum);
+  f("teacher_row_reference", access, op.states.teacher_row_reference, c.teacher_row_reference);
+  f("teacher_row_log_sum", access, op.states.teacher_row_log_sum, c.teacher_row_log_sum);
+  if constexpr (SummingOp<Op>) {
+    f("target_logit", write, op.target_logit, c.target_logit);
+    f("divergence_sum", write, op.divergence_sum, c.divergence_sum);
+    f("slope_sum", write, op.slope_sum, c.slope_sum);
+  } else {
+    f("slope_mean", read, op.slope_mean, c.slope_mean);
+  }
 }
 template <class Statistics, class C, class F>
   requires std::is_same_v<std::remove_const_t<Statistics>, DivergenceStatistics>
@@ -141,6 +162,7 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
     f("loss", write, op.loss, c.loss);
     for_each_statistic(op.statistics, c, f);
   }
+  if constexpr (ShardDivergenceOp<T>) for_each_tensor_of_shard(op, c, f);
   if constexpr (AnchoredOp<T>) f("anchor", read, op.anchor, c.anchor);
   if constexpr (KeepingOp<T>) {
     const Access kept = ForwardOp<T> ? write : Access::read_write;  // Backward marks rows

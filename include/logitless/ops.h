@@ -112,6 +112,15 @@ struct DivergenceStatistics {
   TensorView logprob{};          // [N] f32; it is log p_t of the student
 };
 
+// What a divergence on a shard of the vocabulary needs of both heads' rows: Forward writes the
+// shard's own, or with the sums it is given the whole vocabulary's, as Backward is.
+struct DivergenceStates {
+  TensorView row_reference{};          // [N] f32; of the student
+  TensorView row_log_sum{};            // [N] f32
+  TensorView teacher_row_reference{};  // [N] f32
+  TensorView teacher_row_log_sum{};    // [N] f32
+};
+
 struct Softmax {
   TensorView logits{};         // [R, C]
   TensorView probabilities{};  // [R, C]  it may be logits itself
@@ -218,30 +227,37 @@ struct LinearDivergenceForward {
   TensorView weight{};  // [V, D]
   TensorView bias{};    // [V]
   Teacher teacher{};
-  TensorView target{};     // [N]  i32 or i64; optional
-  TensorView loss{};       // [N] where the reduction is none, else []
-  TensorView kept{};       // [blocks * N to 64, 64]  Backward uses it: kept_size()
-  TensorView kept_rows{};  // [N, 8] f32; it goes with `kept`
+  TensorView target{};          // [N]  i32 or i64; optional
+  TensorView loss{};            // [N] where the reduction is none, else []
+  TensorView kept{};            // [blocks * N to 64, 64]  Backward uses it: kept_size()
+  TensorView kept_rows{};       // [N, 8] f32; it goes with `kept`
+  DivergenceStates states{};    // inputs where one of the sums is asked for, else outputs
+  TensorView target_logit{};    // [N] f32; it is -inf where another shard has it
+  TensorView divergence_sum{};  // [N] f32; of the divergence, over the columns of the views
+  TensorView slope_sum{};       // [N] f32; of p f, which dz subtracts
   LossOptions options{};
   DivergenceOptions divergence{};
   LossWeights weights{};  // there are no class weights
   DivergenceStatistics statistics{};
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
+  constexpr bool sums() const { return divergence_sum || slope_sum; }
 };
 
 struct LinearDivergenceBackward {
-  TensorView input{};        // [N, D]
-  TensorView weight{};       // [V, D]
-  TensorView bias{};         // [V]
-  Teacher teacher{};         // it may be absent beside `kept`
-  TensorView target{};       // [N]  i32 or i64; optional
-  TensorView grad_loss{};    // [N] where the reduction is none, else []; it is 1 by default
-  TensorView kept{};         // Forward wrote it; it comes with kept_rows
-  TensorView kept_rows{};    // [N, 8]  f32
-  uint64_t kept_key = 0;     // kept_size() said it of that Forward
-  TensorView grad_input{};   // [N, D]
-  TensorView grad_weight{};  // [V, D]
-  TensorView grad_bias{};    // [V]
+  TensorView input{};         // [N, D]
+  TensorView weight{};        // [V, D]
+  TensorView bias{};          // [V]
+  Teacher teacher{};          // it may be absent beside `kept`
+  TensorView target{};        // [N]  i32 or i64; optional
+  TensorView grad_loss{};     // [N] where the reduction is none, else []; it is 1 by default
+  TensorView kept{};          // Forward wrote it; it comes with kept_rows
+  TensorView kept_rows{};     // [N, 8]  f32
+  uint64_t kept_key = 0;      // kept_size() said it of that Forward
+  DivergenceStates states{};  // of the whole vocabulary; all or none
+  TensorView slope_mean{};    // [N] f32; the whole vocabulary's slope_sum, beside the states
+  TensorView grad_input{};    // [N, D]
+  TensorView grad_weight{};   // [V, D]
+  TensorView grad_bias{};     // [V]
   bool accumulate_grad_weight = false;  // it adds to grad_weight and grad_bias, which must be f32
   LossOptions options{};
   DivergenceOptions divergence{};

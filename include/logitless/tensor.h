@@ -57,7 +57,7 @@ struct TensorView {
   std::array<int64_t, 2> shape{};
   std::array<int64_t, 2> stride{};  // they count elements; 0 broadcasts an input
 
-  explicit operator bool() const { return rank != -1; }
+  constexpr explicit operator bool() const { return rank != -1; }
   template <class T>
   T* as() const {
     return reinterpret_cast<T*>(static_cast<char*>(data) + byte_offset);

@@ -55,7 +55,8 @@ MORE_TENSORS = (
 # Then came the options of a divergence, and these.
 DIVERGENCE_TENSORS = (
     "teacher_input", "teacher_weight", "teacher_bias", "teacher_logits", "teacher_temperature",
-    "teacher_entropy", "acceptance", "mass_above",
+    "teacher_entropy", "acceptance", "mass_above", "teacher_row_reference", "teacher_row_log_sum",
+    "divergence_sum", "slope_sum", "slope_mean",
 )  # fmt: skip
 
 
@@ -222,6 +223,8 @@ class Divergence(NamedTuple):
     teacher_logit_scale: float = 1.0
     teacher_softcap: float = 0.0
     teacher_temperature: float = 1.0
+    vocab_start: int = 0
+    vocab_total: int = 0
 
 
 AnyOptions: TypeAlias = Options | Divergence

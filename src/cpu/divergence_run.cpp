@@ -27,6 +27,13 @@ DivergenceTerms terms_of(const DivergenceOptions& o) {
   return {effective_kind(o), o.beta, 1 - o.beta, o.label_weight};
 }
 
+// What a token's outputs are, but its loss; all 0 where it does not count.
+struct DivergenceOutputs {
+  float entropy = 0, teacher_entropy = 0, acceptance = 0, logprob = 0;
+  float divergence_sum = 0, slope_sum = 0, target_logit = 0;
+  float row_reference = 0, row_log_sum = 0, teacher_row_reference = 0, teacher_row_log_sum = 0;
+};
+
 class DivergenceRun : public LinearProducts {
  public:
   DivergenceRun(const Call& call, const LinearShape& shape, const LinearPlan& plan, char* memory)
@@ -35,8 +42,9 @@ class DivergenceRun : public LinearProducts {
         map_(logit_map(call.options)),
         teacher_map_(logit_map(call.teacher_options())) {
     const bool has_mean = terms_.kind != DivergenceKind::forward_kl;
-    wants_ = {.value = call.forward && (call.loss || call.kept),
-              .mean = has_mean && (call.gradients || call.kept),
+    const bool makes_dz = (call.gradients && !call.state_given()) || call.kept;
+    wants_ = {.value = call.forward && (call.loss || call.kept || call.divergence_sum),
+              .mean = has_mean && (makes_dz || call.slope_sum),
               .acceptance = call.forward && call.acceptance};
   }
 
@@ -85,9 +93,11 @@ class DivergenceRun : public LinearProducts {
   void load_teacher(int64_t tile, float* t) const;
   void sum_logits(Head head, int64_t tile, const TensorView& bias, const Lane& lane) const;
   void make_logits();
+  RowState state_of(Head head, int64_t n) const;
   void begin_rows();
   void sum_columns();
   void finish_row(int64_t n) const;
+  void put_outputs(int64_t i, const DivergenceOutputs& of_token) const;
   void write_statistics(int64_t n, const DivergenceSums& row) const;
   void keep_gradients() const;
   void kept_row_of(int64_t tile, int64_t n, float* row) const;
@@ -147,17 +157,24 @@ void DivergenceRun::make_logits() {
   });
 }
 
+RowState DivergenceRun::state_of(Head head, int64_t n) const {
+  if (call_.state_given()) {
+    const int64_t i = tokens_->row[first_ + n];
+    const bool own = head == student;
+    return {.reference = f32_at(own ? call_.row_reference : call_.teacher_row_reference, i),
+            .log_sum = f32_at(own ? call_.row_log_sum : call_.teacher_row_log_sum, i)};
+  }
+  const SumSet wants = sums_of(head);
+  RowState state = sum_of_tiles(n, blocks(head), nullptr, wants).finish(wants);
+  state.target_logit = states(head)[n].target_logit;
+  return state;
+}
+
 // Makes the states of both heads' rows.
 void DivergenceRun::begin_rows() {
   for_each_token([&](int64_t n) {
     RowState state[2];
-    for (const Head head : {student, teacher}) {
-      const SumSet wants = sums_of(head);
-      const float target_logit = states(head)[n].target_logit;
-      state[head] = sum_of_tiles(n, blocks(head), nullptr, wants).finish(wants);
-      state[head].target_logit = target_logit;
-      states(head)[n] = state[head];
-    }
+    for (const Head head : {student, teacher}) states(head)[n] = state[head] = state_of(head, n);
     const RowState &z = state[student], &t = state[teacher];
     const float apart = (z.reference - t.reference) + (z.log_sum - t.log_sum);
     rows()[n] = {z.reference, z.log_sum, t.reference, t.log_sum, apart};
@@ -187,6 +204,9 @@ void DivergenceRun::finish_row(int64_t n) const {
     acceptance += wants_.acceptance ? block.acceptance : 0;
   }
   DivergenceRow& row = rows()[n];
+  if (call_.slope_mean && terms_.kind != DivergenceKind::forward_kl) {
+    mean = f32_at(call_.slope_mean, tokens_->row[first_ + n]);
+  }
   row.mean = std::isfinite(mean) ? static_cast<float>(mean) : nan_value;
   // A mixture that is the teacher's alone is no distance from it.
   if (terms_.kind == DivergenceKind::skew_kl && terms_.rest == 0 && !std::isnan(value)) value = 0;
@@ -197,16 +217,43 @@ void DivergenceRun::finish_row(int64_t n) const {
   }
 }
 
+// Writes those of a token that are asked for.
+void DivergenceRun::put_outputs(int64_t i, const DivergenceOutputs& of_token) const {
+  const auto put = [&](const TensorView& view, float value) {
+    if (view) write_f32(view, i, value);
+  };
+  put(call_.entropy, of_token.entropy);
+  put(call_.teacher_entropy, of_token.teacher_entropy);
+  put(call_.acceptance, of_token.acceptance);
+  put(call_.logprob, of_token.logprob);
+  put(call_.divergence_sum, of_token.divergence_sum);
+  put(call_.slope_sum, of_token.slope_sum);
+  put(call_.target_logit, of_token.target_logit);
+  if (call_.state_given()) return;  // these are then inputs
+  put(call_.row_reference, of_token.row_reference);
+  put(call_.row_log_sum, of_token.row_log_sum);
+  put(call_.teacher_row_reference, of_token.teacher_row_reference);
+  put(call_.teacher_row_log_sum, of_token.teacher_row_log_sum);
+}
+
 void DivergenceRun::write_statistics(int64_t n, const DivergenceSums& row) const {
   const int64_t k = first_ + n, i = tokens_->row[k];
   const RowState& state = states(student)[n];
   float loss = row.value;
   if (terms_.label_weight != 0) loss -= terms_.label_weight * state.logprob();
   losses()[k] = tokens_->token_weight[k] * loss;
-  if (call_.entropy) write_f32(call_.entropy, i, state.entropy);
-  if (call_.teacher_entropy) write_f32(call_.teacher_entropy, i, states(teacher)[n].entropy);
-  if (call_.acceptance) write_f32(call_.acceptance, i, row.acceptance);
-  if (call_.logprob) write_f32(call_.logprob, i, state.logprob());
+  const RowState& of_teacher = states(teacher)[n];
+  put_outputs(i, {.entropy = state.entropy,
+                  .teacher_entropy = of_teacher.entropy,
+                  .acceptance = row.acceptance,
+                  .logprob = state.logprob(),
+                  .divergence_sum = row.value,
+                  .slope_sum = row.mean,
+                  .target_logit = state.target_logit,
+                  .row_reference = state.reference,
+                  .row_log_sum = state.log_sum,
+                  .teacher_row_reference = of_teacher.reference,
+                  .teacher_row_log_sum = of_teacher.log_sum});
   if (!call_.kept) return;
   // |dz| of reverse_kl is at most 2 (D + 2), that of the others 2; the label's term adds its
   // weight.
@@ -291,10 +338,7 @@ void DivergenceRun::run_chunk(const Tokens& tokens, int64_t first, int64_t count
 
 void DivergenceRun::write_loss(const Tokens& tokens) const {
   write_losses(tokens, losses(), call_.loss, call_.options);
-  for (const TensorView* view :
-       {&call_.entropy, &call_.teacher_entropy, &call_.acceptance, &call_.logprob}) {
-    if (*view) for_each_other(tokens, [&](int64_t i) { write_f32(*view, i, 0); });
-  }
+  for_each_other(tokens, [&](int64_t i) { put_outputs(i, {}); });
 }
 
 void DivergenceRun::check_kept(const Tokens& tokens) const {

@@ -53,7 +53,8 @@ Column column_of(double beta, const Row& student, const Row& teacher, size_t j) 
   return c;
 }
 
-// What a column adds to D, what it is rounded relative to, and its derivative.
+// What a column adds to D, what it is rounded relative to, and its derivative. No value is
+// negative: what makes it so adds up to 0 over the whole vocabulary.
 struct Part {
   double value, rounded, slope;
 };
@@ -70,15 +71,15 @@ Part part_of(DivergenceKind kind, double beta, const Column& c) {
   const double of_q = information(c.q, c.log_q_m);
   switch (kind) {
     case DivergenceKind::forward_kl:
-      return {information(c.q, -c.d), information(c.q, std::fabs(c.d)), apart};
+      return {information(c.q, -c.d) + (c.p - c.q), information(c.q, std::fabs(c.d)), apart};
     case DivergenceKind::reverse_kl:
-      return {information(c.p, c.d), information(c.p, std::fabs(c.d)), apart};
+      return {information(c.p, c.d) + (c.q - c.p), information(c.p, std::fabs(c.d)), apart};
     case DivergenceKind::jsd: {
       const double sizes = std::fabs(of_p) + beta * std::fabs(of_q);
       return {of_p + beta * of_q, sizes, sizes};
     }
     case DivergenceKind::skew_kl:
-      return {of_q, std::fabs(of_q),
+      return {of_q + (1 - beta) * (c.p - c.q), std::fabs(of_q),
               (1 - beta) * c.p * std::fabs(share((1 - beta) * (c.p - c.q), c.m))};
     case DivergenceKind::tv:
       break;
@@ -128,9 +129,11 @@ std::vector<Estimate> forward_dz(const std::vector<Column>& columns) {
   return dz;
 }
 
-// The other kinds' dz.
+// The other kinds' dz, and sum_k p_k f_k over these columns, which is what is subtracted where
+// slope_mean is null.
 std::vector<Estimate> centered_dz(DivergenceKind kind, double beta, const Row& student,
-                                  const std::vector<Column>& columns) {
+                                  const std::vector<Column>& columns, const double* slope_mean,
+                                  Estimate* slope_sum) {
   const bool mixes = kind == DivergenceKind::jsd || kind == DivergenceKind::skew_kl;
   const bool bounds = !student.probability_error.empty();
   const double scale = mixes ? 1 - beta : 1;
@@ -142,12 +145,16 @@ std::vector<Estimate> centered_dz(DivergenceKind kind, double beta, const Row& s
     mean += c.p == 0 ? 0 : c.p * f.back().value;
     size += c.p == 0 ? 0 : c.p * std::fabs(f.back().value);
   }
+  *slope_sum = {std::isfinite(mean) ? mean : nan_value, 4 * u32 * (log_v + 3) * size + tiny32};
+  if (slope_mean != nullptr) mean = *slope_mean;
   if (!std::isfinite(mean)) mean = nan_value;
   double mean_error = 4 * u32 * (log_v + 3) * size;
   for (size_t j = 0; bounds && j < columns.size(); ++j) {
-    mean_error +=
-        columns[j].p * f[j].error + student.probability_error[j] * std::fabs(f[j].value - mean);
+    const double of_f = columns[j].p * f[j].error, of_p = student.probability_error[j];
+    slope_sum->error += of_f + (columns[j].p == 0 ? 0 : of_p * std::fabs(f[j].value));
+    mean_error += of_f + of_p * std::fabs(f[j].value - mean);
   }
+  if (slope_mean != nullptr) mean_error = 0;
   std::vector<Estimate> dz;
   for (size_t j = 0; j < columns.size(); ++j) {
     const double p = columns[j].p, centered = f[j].value - mean;
@@ -165,7 +172,8 @@ std::vector<Estimate> centered_dz(DivergenceKind kind, double beta, const Row& s
 TeacherHead::TeacherHead(const Call& call)
     : call_(static_cast<int32_t>(call.teacher_logits ? LOGITLESS_CROSS_ENTROPY_FORWARD
                                                      : LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD),
-            call.execution) {
+            call.execution),
+      state_given_(call.state_given()) {
   call_.options = call.teacher_options();
   call_.logits = call.teacher_logits;
   call_.input = call.teacher_input;
@@ -178,11 +186,13 @@ Row TeacherHead::row(const Token& token, int64_t i, const BoundModel& model,
                      bool with_bounds) const {
   Token own = token;
   own.temperature = token.teacher_temperature;
-  return make_row({call_, weight_, bias_, model, with_bounds}, own, i);
+  const GivenState given{token.teacher_row_reference, token.teacher_row_log_sum, true};
+  return make_row({call_, weight_, bias_, model, with_bounds}, own, i,
+                  state_given_ ? &given : nullptr);
 }
 
 DivergenceRow divergence_row(const DivergenceOptions& options, const Row& student,
-                             const Row& teacher) {
+                             const Row& teacher, const double* slope_mean) {
   const DivergenceKind kind = kind_of(options);
   const double beta = mixture_of(options);
   const size_t count = student.z.size();
@@ -190,7 +200,7 @@ DivergenceRow divergence_row(const DivergenceOptions& options, const Row& studen
   DivergenceRow row;
   if (std::isnan(student.lse) || std::isnan(teacher.lse) || std::isnan(student.log_sum) ||
       std::isnan(teacher.log_sum)) {
-    row.divergence.value = row.acceptance.value = nan_value;
+    row.divergence.value = row.acceptance.value = row.slope_sum.value = nan_value;
     row.dz.assign(count, {nan_value, 0});
     return row;
   }
@@ -214,8 +224,9 @@ DivergenceRow divergence_row(const DivergenceOptions& options, const Row& studen
   row.divergence.value = row.divergence.value < 0 ? 0 : row.divergence.value;
   row.divergence.error += 4 * u32 * (log_v + 3) * row.divergence.value;
   row.acceptance.error += 4 * u32 * (log_v + 3) * row.acceptance.value;
-  row.dz = kind == DivergenceKind::forward_kl ? forward_dz(columns)
-                                              : centered_dz(kind, beta, student, columns);
+  row.dz = kind == DivergenceKind::forward_kl
+               ? forward_dz(columns)
+               : centered_dz(kind, beta, student, columns, slope_mean, &row.slope_sum);
   return row;
 }
 

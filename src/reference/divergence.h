@@ -14,16 +14,18 @@ struct TeacherHead {
 
  private:
   Call call_;
+  bool state_given_;
   std::vector<double> weight_, bias_;  // [V, Dt] [V]
 };
 
-// D and what its gradient is made of.
+// D and what its gradient is made of; over the columns of the views.
 struct DivergenceRow {
-  Estimate divergence, acceptance;
+  Estimate divergence, acceptance, slope_sum;
   std::vector<Estimate> dz;  // [V]  of D alone
 };
+// `slope_mean` is that of the whole vocabulary where the states are.
 DivergenceRow divergence_row(const DivergenceOptions& options, const Row& student,
-                             const Row& teacher);
+                             const Row& teacher, const double* slope_mean);
 
 Estimate divergence_loss(const RowOf& student, const DivergenceRow& row);
 RowGradient divergence_gradient(const Call& call, const Tokens& tokens, const Token& token,

@@ -103,6 +103,11 @@ class Evaluation {
   void evaluate_probabilities(const Token& token, int64_t i);
   void evaluate_shards(const Token& token, int64_t i);
   void evaluate_divergence(const Token& token, int64_t i);
+  // A divergence's sums are made of a state that is given.
+  bool is_given(std::string_view name) const {
+    const bool state = name == "row_reference" || name == "row_log_sum";
+    return state && call_.state_given();
+  }
   bool wants_gradient() const {
     return call_.grad_logits || call_.grad_input || call_.grad_weight || call_.grad_bias;
   }
@@ -139,13 +144,18 @@ class Evaluation {
 void Evaluation::prepare() {
   create("loss", call_.loss, 0);
   for (const Statistic& statistic : statistics()) {
-    if (!call_.forward || !call_[statistic.name]) continue;
+    if (!call_.forward || !call_[statistic.name] || is_given(statistic.name)) continue;
     create(statistic.name, call_[statistic.name], statistic.is_index() ? -1 : 0);
     if (statistic.is_index()) output(statistic.name)->accepted.assign(call_.tokens(), {-1});
   }
   if (call_.diverges && call_.forward) {
     create("teacher_entropy", call_.teacher_entropy, 0);
     create("acceptance", call_.acceptance, 0);
+    for (const char* name : {"teacher_row_reference", "teacher_row_log_sum"}) {
+      if (!call_.sums_of_shard()) create(name, call_[name], 0);
+    }
+    create("divergence_sum", call_.divergence_sum, 0);
+    create("slope_sum", call_.slope_sum, 0);
   }
   create("grad_logits", call_.grad_logits, 0);
   create("grad_input", call_.grad_input, 0);
@@ -183,12 +193,17 @@ void Evaluation::evaluate_shards(const Token& token, int64_t i) {
 void Evaluation::evaluate_divergence(const Token& token, int64_t i) {
   const Row student = make_row({call_, weight_, bias_, model_, with_bounds_}, token, i);
   const Row teacher = teacher_->row(token, i, model_, with_bounds_);
-  const DivergenceRow row = divergence_row(call_.divergence, student, teacher);
-  const RowOf of{call_, tokens_, token, student};
+  const double* mean = call_.gradients && call_.state_given() ? &token.slope_mean : nullptr;
+  const DivergenceRow row = divergence_row(call_.divergence, student, teacher, mean);
+  const RowOf of{call_, tokens_, token, student}, of_teacher{call_, tokens_, token, teacher};
   if (call_.loss) token_loss_[i] = divergence_loss(of, row);
   write_statistics(of, &Statistic::of_row, i);
   set(output("teacher_entropy"), i, {teacher.entropy, teacher.entropy_error});
   set(output("acceptance"), i, row.acceptance);
+  set(output("teacher_row_reference"), i, row_reference(of_teacher));
+  set(output("teacher_row_log_sum"), i, row_log_sum(of_teacher));
+  set(output("divergence_sum"), i, row.divergence);
+  set(output("slope_sum"), i, row.slope_sum);
   if (wants_gradient()) {
     add_gradient(divergence_gradient(call_, tokens_, token, student, row), i);
   }

@@ -59,7 +59,7 @@ void form_probabilities(Row* row) {
 }
 
 // Makes B, and the errors of p and the entropy, from logit_error.
-void bound_statistics(Row* row) {
+void bound_statistics(bool state_is_given, Row* row) {
   const size_t columns = row->z.size();
   double self_information = 0, p_error = 0, p_z = 0, entropy_error = 0;
   for (size_t j = 0; j < columns; ++j) {
@@ -71,8 +71,8 @@ void bound_statistics(Row* row) {
     entropy_error += p * row->logit_error[j] * (1 + std::fabs(log_p + row->entropy));
   }
   const double log_v = std::log2(static_cast<double>(columns));
-  row->lse_error = 4 * u32 * (self_information + log_v + 3 + std::fabs(row->log_sum)) +
-                   u32 * std::fabs(row->lse) + p_error;
+  row->lse_error = 4 * u32 * (3 + std::fabs(row->log_sum)) + u32 * std::fabs(row->lse);
+  if (!state_is_given) row->lse_error += 4 * u32 * (self_information + log_v) + p_error;
   row->entropy_error = entropy_error + 4 * u32 * (log_v + 3 + std::fabs(row->lse) + p_z);
   row->probability_error.assign(columns, tiny32);
   for (size_t j = 0; j < columns; ++j) {
@@ -134,6 +134,11 @@ double gamma(const BoundModel& model, int64_t length) {
 }
 
 Row make_row(const RowSource& source, const Token& token, int64_t i) {
+  const GivenState given{token.row_reference, token.row_log_sum, source.call.diverges};
+  return make_row(source, token, i, source.call.state_given() ? &given : nullptr);
+}
+
+Row make_row(const RowSource& source, const Token& token, int64_t i, const GivenState* state) {
   const Call& call = source.call;
   Row row;
   row.temperature = token.temperature;
@@ -141,9 +146,9 @@ Row make_row(const RowSource& source, const Token& token, int64_t i) {
   const std::vector<double> raw =
       call.linear ? linear_logits(source, i, &products) : read_row(call.logits, i);
   map_logits(call.options, raw, &row);
-  if (call.state_given()) {
-    row.reference = token.row_reference;
-    row.log_sum = token.row_log_sum;
+  if (state != nullptr) {
+    row.reference = state->reference;
+    row.log_sum = state->log_sum;
   } else {
     sum_exponentials(&row);
   }
@@ -151,7 +156,7 @@ Row make_row(const RowSource& source, const Token& token, int64_t i) {
   if (!call.forward && call.entropy) row.entropy = token.entropy;
   if (source.with_bounds) {
     bound_logits(source, products, &row);
-    bound_statistics(&row);
+    bound_statistics(state != nullptr && state->without_error, &row);
   }
   return row;
 }
@@ -165,7 +170,7 @@ Row softmax_row(std::vector<double> logits, bool with_bounds) {
   form_probabilities(&row);
   if (with_bounds) {
     bound_logits({defaults, none, none, {}, true}, none, &row);
-    bound_statistics(&row);
+    bound_statistics(false, &row);
   }
   return row;
 }

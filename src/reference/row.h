@@ -40,6 +40,12 @@ struct Row {
   double entropy_error = 0;
 };
 
+// A row's state that an earlier Forward has written.
+struct GivenState {
+  double reference, log_sum;
+  bool without_error;  // B is then only what p loses as it is made of the state
+};
+
 struct RowSource {
   const Call& call;
   const std::vector<double>& weight;  // [V, D]  only linear ops have it
@@ -50,6 +56,8 @@ struct RowSource {
 
 // Makes the row of token i. It reads no other row.
 Row make_row(const RowSource& source, const Token& token, int64_t i);
+// The same of that state, where there is one.
+Row make_row(const RowSource& source, const Token& token, int64_t i, const GivenState* state);
 // Makes what a row of plain logits needs, with the rest at its defaults, for Softmax.
 Row softmax_row(std::vector<double> logits, bool with_bounds);
 

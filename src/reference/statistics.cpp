@@ -155,6 +155,8 @@ Index whole_argmax(const WholeRow& whole) {
   return any;
 }
 
+}  // namespace
+
 Estimate row_reference(const RowOf& of) {
   const Row& row = of.row;
   if (!has_bounds(of) || !std::isfinite(row.reference)) return {row.reference, 0};
@@ -162,12 +164,14 @@ Estimate row_reference(const RowOf& of) {
   for (size_t j = 0; j < row.z.size(); ++j) most = std::max(most, row.z[j] + row.logit_error[j]);
   return {row.reference, most - row.reference};
 }
-Estimate whole_reference(const WholeRow& whole) { return {whole.reference, 0}; }
-
 Estimate row_log_sum(const RowOf& of) {
   const Row& row = of.row;
   return {row.log_sum, row.lse_error - u32 * std::fabs(row.lse) + row_reference(of).error};
 }
+
+namespace {
+
+Estimate whole_reference(const WholeRow& whole) { return {whole.reference, 0}; }
 Estimate whole_log_sum(const WholeRow& whole) { return whole.log_sum; }
 
 Estimate weighted_sum(const Row& row, const std::vector<double>& class_weight) {

@@ -57,6 +57,8 @@ struct Statistic {
   bool is_index() const { return of_row.index != nullptr; }
 };
 std::span<const Statistic> statistics();
+Estimate row_reference(const RowOf& of);
+Estimate row_log_sum(const RowOf& of);
 Estimate logprob(const RowOf& of);
 
 Estimate combined_lse(const WholeRow& row);

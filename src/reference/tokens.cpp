@@ -116,6 +116,22 @@ bool is_active(const Call& call, double grad_loss, const Token& token) {
   return !none || token.grad_lse != 0 || token.grad_target_logit != 0 || token.grad_entropy != 0;
 }
 
+// Reads what an earlier Forward has written; outputs are not read.
+void read_saved(const Call& call, Tokens* tokens) {
+  const auto n = static_cast<int64_t>(tokens->token.size());
+  const auto set = [&](double Token::* member, const TensorView& view, bool reads) {
+    if (!reads || !view) return;
+    const std::vector<double> values = per_token(view, n, 0);
+    for (int64_t i = 0; i < n; ++i) tokens->token[i].*member = values[i];
+  };
+  set(&Token::row_reference, call.row_reference, call.state_given());
+  set(&Token::row_log_sum, call.row_log_sum, call.state_given());
+  set(&Token::teacher_row_reference, call.teacher_row_reference, call.state_given());
+  set(&Token::teacher_row_log_sum, call.teacher_row_log_sum, call.state_given());
+  set(&Token::entropy, call.entropy, !call.forward);
+  set(&Token::slope_mean, call.slope_mean, !call.forward);
+}
+
 }  // namespace
 
 Status read_tokens(const Call& call, Tokens* tokens) {
@@ -139,13 +155,7 @@ Status read_tokens(const Call& call, Tokens* tokens) {
   const auto grad_lse = per_token(call.grad_lse, n, 0);
   const auto grad_target_logit = per_token(call.grad_target_logit, n, 0);
   const auto grad_entropy = per_token(call.grad_entropy, n, 0);
-  // A Forward's are outputs, so nothing reads them.
-  const auto given = [&](const TensorView& view) {
-    return per_token(call.forward ? TensorView{} : view, n, 0);
-  };
-  const auto row_reference = given(call.row_reference);
-  const auto row_log_sum = given(call.row_log_sum);
-  const auto entropy = given(call.entropy);
+  read_saved(call, tokens);
   for (int64_t i = 0; i < n; ++i) {
     Token& token = tokens->token[i];
     if (!token.counts) continue;
@@ -154,9 +164,6 @@ Status read_tokens(const Call& call, Tokens* tokens) {
     token.grad_lse = grad_lse[i];
     token.grad_target_logit = grad_target_logit[i];
     token.grad_entropy = grad_entropy[i];
-    token.row_reference = row_reference[i];
-    token.row_log_sum = row_log_sum[i];
-    token.entropy = entropy[i];
     token.active = is_active(call, upstream[i], token);
     if (token.active) ++tokens->active;
     token.temperature = usable_temperature(call.options, temperature[i]);

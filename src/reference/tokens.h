@@ -21,6 +21,7 @@ struct Token {
   double grad_lse = 0, grad_target_logit = 0, grad_entropy = 0;
   // These are as Forward wrote them, where the op has them.
   double row_reference = 0, row_log_sum = 0, entropy = 0;
+  double teacher_row_reference = 0, teacher_row_log_sum = 0, slope_mean = 0;
 };
 
 struct Tokens {

@@ -277,6 +277,10 @@ Problem problem_of(const Call& call) {
   p.combines = call.combines;
   p.diverges = call.diverges;
   if (call.diverges) p.teacher = teacher_of(call);
+  for (const char* name : {"row_reference", "row_log_sum", "teacher_row_reference",
+                           "teacher_row_log_sum", "divergence_sum", "slope_sum", "target_logit"}) {
+    p.hands_states |= call.diverges && call[name];
+  }
   p.hidden = call.linear ? call.hidden() : 0;
   p.state_given = !call.forward && static_cast<bool>(call["row_reference"]);
   p.has_bias = static_cast<bool>(call["bias"]);
@@ -323,6 +327,13 @@ Problem problem_of(const Call& call) {
 
 Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, Plan* plan) {
   const Problem p = on_device(problem, limits);
+  if (problem.diverges && (problem.vocab_total > problem.vocab || problem.hands_states)) {
+    return error(StatusCode::not_supported,
+                 "vocab_total is %lld and V %lld; webgpu allows of a divergence: the whole "
+                 "vocabulary, without states and sums",
+                 static_cast<long long>(problem.vocab_total),
+                 static_cast<long long>(problem.vocab));
+  }
   if (problem.reads_kept && !p.reads_kept && !p.teacher.is_there) {
     return error(StatusCode::not_supported,
                  "kept: this device binds %llu bytes, and nothing is kept on it; teacher_weight or "

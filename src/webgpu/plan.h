@@ -63,10 +63,11 @@ struct TeacherProblem {
 struct Problem {
   int64_t tokens = 0, vocab = 0, vocab_total = 0, hidden = 0;
   bool linear = false, gradients = false, softmax = false, probabilities = false;
-  bool state_given = false;  // row_reference and row_log_sum are given
-  bool combines = false;     // the tokens' states come from shards of the vocabulary
-  bool diverges = false;     // there are two heads
-  bool reads_kept = false;   // of a divergence, whose gradient Forward has kept
+  bool state_given = false;   // row_reference and row_log_sum are given
+  bool combines = false;      // the tokens' states come from shards of the vocabulary
+  bool diverges = false;      // there are two heads
+  bool hands_states = false;  // of a divergence, which are for shards
+  bool reads_kept = false;    // of a divergence, whose gradient Forward has kept
   TeacherProblem teacher;
   bool has_bias = false, bias_bound = false;
   bool has_vocab_weight = false, vocab_weight_bound = false, sums_vocab_weight = false;

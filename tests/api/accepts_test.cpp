@@ -255,9 +255,26 @@ const Accept kAccepts[] = {
      [](Subject& s) {
        if (!s.diverges()) return false;
        s.divergence->label_weight = 0;
-       s.drop({"target", "logprob"});
+       s.drop({"target", "logprob", "target_logit"});
        return true;
      }},
+    {"a divergence's sums or states", [](Subject& s) { return s.make_sums(); }},
+    {"a divergence's sums without acceptance",
+     [](Subject& s) {
+       if (!s.diverges() || !s.forward() || !s.make_sums()) return false;
+       s.drop({"acceptance", "slope_sum"});
+       return true;
+     }},
+    {"states of forward_kl without a mean",
+     [](Subject& s) {
+       if (!s.diverges() || s.forward() || !s.make_sums()) return false;
+       s.drop({"slope_mean"});
+       return true;
+     }},
+    {"a divergence on a shard",
+     [](Subject& s) { return s.diverges() && s.make_shard(); }},
+    {"a divergence's sums on a shard",
+     [](Subject& s) { return s.diverges() && s.forward() && s.make_shard() && s.make_sums(); }},
     {"a beta that nobody reads",
      [](Subject& s) {
        if (!s.diverges()) return false;

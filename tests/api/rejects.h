@@ -49,6 +49,21 @@ inline Mistake divergence(T DivergenceOptions::* member, T value) {
 inline Mistake diverging(std::function<bool(Subject&)> how) {
   return [=](Subject& s) { return s.diverges() && how(s); };
 }
+// A divergence's Forward has a field that its sums, or those of a shard, do not go with.
+inline Mistake beside_sums(const char* name) {
+  return diverging([=](Subject& s) {
+    const bool forward = s.forward() && !s.gradients();
+    const TensorView view = forward ? s[name] : TensorView{};
+    return forward && s.make_sums() && (s[name] = view);
+  });
+}
+inline Mistake on_shard(const char* name) {
+  return diverging([=](Subject& s) {
+    const bool forward = s.forward() && !s.gradients();
+    const TensorView view = forward ? s[name] : TensorView{};
+    return forward && s.make_shard() && (s[name] = view);
+  });
+}
 inline Mistake mixing(float beta) {
   return diverging([=](Subject& s) {
     s.divergence->kind = DivergenceKind::skew_kl, s.divergence->beta = beta;
@@ -257,9 +272,11 @@ inline const Reject kOpRejects[] = {
        return true;
      },
      invalid_argument, "loss"},
-    {"row_reference alone", [](Subject& s) { return !s.forward() && missing({"row_log_sum"})(s); },
+    {"row_reference alone",
+     [](Subject& s) { return !s.forward() && s.give_states() && missing({"row_log_sum"})(s); },
      invalid_argument, "row_log_sum"},
-    {"row_log_sum alone", [](Subject& s) { return !s.forward() && missing({"row_reference"})(s); },
+    {"row_log_sum alone",
+     [](Subject& s) { return !s.forward() && s.give_states() && missing({"row_reference"})(s); },
      invalid_argument, "row_reference"},
     {"grad_entropy alone", [](Subject& s) { return !s.forward() && missing({"entropy"})(s); },
      invalid_argument, "entropy"},
@@ -267,7 +284,8 @@ inline const Reject kOpRejects[] = {
     {"kept_rows alone", missing({"kept"}), invalid_argument, "kept"},
     {"kept without the row state",
      [](Subject& s) {
-       return s.has("kept") && missing({"row_reference", "row_log_sum"})(s) && !s.forward();
+       const bool loss = s.has("kept") && !s.diverges() && !s.forward();
+       return loss && missing({"row_reference", "row_log_sum"})(s);
      },
      invalid_argument, "row_reference"},
     {"kept of another Forward",
@@ -315,8 +333,72 @@ inline const Reject kDivergenceRejects[] = {
      invalid_argument, "label_smoothing"},
     {"a divergence with a z_loss", diverging(option(&LossOptions::z_loss, 0.1f)), invalid_argument,
      "z_loss"},
-    {"a divergence of a shard", diverging(option(&LossOptions::vocab_total, int64_t{16})),
-     not_supported, "vocab_total"},
+    {"sums without a teacher's state", diverging([](Subject& s) {
+       if (!s.forward() || !s.make_sums()) return false;
+       s.drop({"teacher_row_log_sum"});
+       return true;
+     }),
+     invalid_argument, "teacher_row_log_sum"},
+    {"slope_sum without a state", diverging([](Subject& s) {
+       if (!s.forward() || !s.make_sums()) return false;
+       s.drop({"divergence_sum", "row_reference"});
+       return true;
+     }),
+     invalid_argument, "row_reference is missing; slope_sum"},
+    {"a loss beside sums", beside_sums("loss"), invalid_argument, "loss is given"},
+    {"an entropy beside sums", beside_sums("entropy"), invalid_argument, "entropy is given"},
+    {"a teacher's entropy beside sums", beside_sums("teacher_entropy"), invalid_argument,
+     "teacher_entropy is given"},
+    {"a logprob beside sums", beside_sums("logprob"), invalid_argument, "logprob is given"},
+    {"a target's logit beside sums", beside_sums("target_logit"), invalid_argument,
+     "target_logit is given"},
+    {"kept beside sums or states", diverging([](Subject& s) {
+       if (!s.has("kept") || s.of_sums.empty()) return false;
+       const TensorView kept = s["kept"], rows = s["kept_rows"];
+       s.make_sums();
+       s["kept"] = kept, s["kept_rows"] = rows;
+       return true;
+     }),
+     invalid_argument, "kept is given beside"},
+    {"Backward with some of the states", diverging([](Subject& s) {
+       if (s.forward() || !s.make_sums()) return false;
+       s.drop({"teacher_row_log_sum"});
+       return true;
+     }),
+     invalid_argument, "teacher_row_log_sum"},
+    {"states without slope_mean", diverging([](Subject& s) {
+       if (s.forward() || !s.make_sums()) return false;
+       s.divergence->kind = DivergenceKind::reverse_kl;
+       s.drop({"slope_mean"});
+       return true;
+     }),
+     invalid_argument, "slope_mean is missing"},
+    {"slope_mean without states", diverging([](Subject& s) {
+       if (s.forward() || s.of_sums.empty()) return false;
+       s["slope_mean"] = s.of_sums["slope_mean"];
+       return true;
+     }),
+     invalid_argument, "slope_mean is given"},
+    {"a target_logit without a target", diverging([](Subject& s) {
+       if (!s.has("target_logit")) return false;
+       s.divergence->label_weight = 0;
+       s.drop({"target", "logprob"});
+       return true;
+     }),
+     invalid_argument, "target is missing; target_logit"},
+    {"a loss of a shard's divergence", on_shard("loss"), invalid_argument, "loss is given"},
+    {"a logprob of a shard's divergence", on_shard("logprob"), invalid_argument,
+     "logprob is given"},
+    {"an acceptance of a shard without sums", on_shard("acceptance"), invalid_argument,
+     "acceptance is given"},
+    {"kept of a shard's divergence", diverging([](Subject& s) {
+       if (!s.has("kept")) return false;
+       const TensorView kept = s["kept"], rows = s["kept_rows"];
+       s.make_shard();
+       s["kept"] = kept, s["kept_rows"] = rows;
+       return true;
+     }),
+     invalid_argument, "kept is given"},
     {"teacher_input alone", missing({"teacher_weight"}), invalid_argument, "teacher_weight"},
     {"teacher_weight alone", missing({"teacher_input"}), invalid_argument, "teacher_input"},
     {"no teacher", diverging([](Subject& s) {
@@ -533,8 +615,10 @@ inline const Reject kFieldRejects[] = {
      },
      wrong_dtype, "shard_argmax"},
     {"vocab_weight [V] on a shard",
-     [](Subject& s) { return s.make_shard() && (s["vocab_weight"].shape[0] = 5) > 0; }, wrong_shape,
-     "vocab_weight"},
+     [](Subject& s) {
+       return s.has("vocab_weight") && s.make_shard() && (s["vocab_weight"].shape[0] = 5) > 0;
+     },
+     wrong_shape, "vocab_weight"},
     {"loss on a shard",
      [](Subject& s) {
        if (!s.forward()) return false;
@@ -560,7 +644,7 @@ inline const Reject kFieldRejects[] = {
      "anchor"},
     {"ForwardBackward on a shard",
      [](Subject& s) {
-       if (!s.forward() || !s.gradients() || s.diverges()) return false;
+       if (!s.forward() || !s.gradients()) return false;
        s.drop({"loss", "vocab_weight"});
        s.options->vocab_total = 16;
        return true;

@@ -43,6 +43,8 @@ struct Subject {
   TensorView anchor{};                               // only a shard is given it
   TensorView teacher_logits{};              // they are given in the place of a teacher's head
   DivergenceOptions* divergence = nullptr;  // only divergences have them
+  // These are given where a divergence takes the states of the whole vocabulary.
+  std::map<std::string, TensorView> of_sums;
   Execution execution{};
   Workspace workspace{};
   WorkspaceSize size{};  // `workspace` asked for it, for the unbroken op
@@ -77,13 +79,30 @@ struct Subject {
   // Cuts the op to what remains legal on a shard [4, 4 + V) of a vocabulary of 16; returns false
   // where the op cannot be one.
   bool make_shard() {
-    if (options == nullptr || (forward() && gradients()) || combines() || diverges()) return false;
+    if (options == nullptr || (forward() && gradients()) || combines()) return false;
     options->vocab_start = 4;
     options->vocab_total = 16;
     drop({"loss", "rank", "mass_above", "kept", "kept_rows"});
     if (has("anchor")) (*this)["anchor"] = anchor;
+    if (diverges()) return forward() ? drop({"logprob", "acceptance"}), true : make_sums();
     (*this)["vocab_weight"].shape[0] = 16;
     return true;
+  }
+  // Gives a divergence's Forward its sums, and its Backward states; returns false where there are
+  // none.
+  bool make_sums() {
+    if (of_sums.empty()) return false;
+    drop({"loss", "entropy", "teacher_entropy", "logprob", "target_logit", "kept", "kept_rows"});
+    for (const auto& [name, view] : of_sums) (*this)[name] = view;
+    if (ask_workspace(&size).ok()) give_workspace(size.recommended);
+    return true;
+  }
+  // Gives a Backward the rows' states, which a divergence's takes in the place of kept state.
+  bool give_states() { return diverges() ? make_sums() : true; }
+  // Gives a field that an op has only without others.
+  bool give(const std::string& name) {
+    if (of_sums.contains(name)) return make_sums();
+    return name == "teacher_logits" ? give_teacher_logits() : make_shard();
   }
   // Gives the teacher's logits in the place of its head.
   bool give_teacher_logits() {
@@ -118,6 +137,11 @@ struct Subject {
           "mass_above",
           "teacher_entropy",
           "acceptance",
+          "teacher_row_reference",
+          "teacher_row_log_sum",
+          "divergence_sum",
+          "slope_sum",
+          "slope_mean",
           "grad_lse",
           "grad_target_logit",
           "grad_entropy",
@@ -251,6 +275,13 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
                     fill_subject(view, access, static_cast<char*>(view.data));
                   });
   if (s->has("teacher_logits")) std::swap(s->teacher_logits, (*s)["teacher_logits"]);
+  for (const char* name : {"divergence_sum", "slope_sum", "slope_mean"}) {
+    if (s->has(name)) std::swap(s->of_sums[name], (*s)[name]);
+  }
+  for (const char* name :
+       {"row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum"}) {
+    if (s->has("slope_mean")) std::swap(s->of_sums[name], (*s)[name]);
+  }
   if (s->has("anchor")) std::swap(s->anchor, (*s)["anchor"]);
   Subject* raw = s.get();
   s->ask_workspace = [&op, raw](WorkspaceSize* size) {

@@ -102,4 +102,32 @@ void add_kept(Op* op) {
   if constexpr (GradientOp<Op>) op->kept_key = kept.key;
 }
 
+// Makes an op one of a shard: a Forward of its states, or with `sums` of its sums; a Backward that
+// is given states.
+template <class Op>
+void make_shard(Op* op, bool sums = false) {
+  const auto row = [&](int64_t n) {
+    TensorView v = vector_view(reinterpret_cast<void*>(n << 40), DType::f32, op->input.shape[0]);
+    v.device = op->input.device;
+    return v;
+  };
+  op->options.vocab_total = 2 * op->weight.shape[0];
+  op->options.vocab_start = 3;
+  op->states = {row(42), row(43), row(44), row(45)};
+  if constexpr (ForwardOp<Op>) {
+    const DivergenceStatistics asked = op->statistics;
+    op->loss = {};
+    op->statistics = {};
+    if (sums) {
+      op->divergence_sum = row(46), op->slope_sum = row(47);
+      op->statistics.acceptance = asked.acceptance;
+    } else {
+      op->statistics = {.entropy = asked.entropy, .teacher_entropy = asked.teacher_entropy};
+      if (op->target) op->target_logit = row(48);
+    }
+  } else {
+    op->slope_mean = row(47);
+  }
+}
+
 }  // namespace logitless::cuda

@@ -56,8 +56,16 @@ void for_ops(F&& use) {
           use(forward);
           add_kept(&forward);
           use(forward);
+          for (const bool sums : {false, true}) {
+            auto shard = divergence_op<Forward>(s, asked);
+            make_shard(&shard, sums);
+            use(shard);
+          }
           auto back = divergence_op<Back>(s, asked);
           use(back);
+          auto of_shard = back;
+          make_shard(&of_shard);
+          use(of_shard);
           add_kept(&back);
           back.teacher = {};
           use(back);
@@ -210,6 +218,25 @@ TEST(DivergenceRecorded, AnEngineStoresTheLogits) {
     s.dtype = DType::f32;
     EXPECT_EQ(stored(divergence_op<Both>(s)), 0);
     s.dtype = DType::bf16;
+  }
+}
+
+// States that are given take no product, in no way that a Backward has.
+TEST(DivergenceRecorded, MakesTheProductsOfAShard) {
+  const HeadSizes s{512, 256, 60000, 128};
+  RecordedCuda machine({kDevices[1]});
+  for (const bool sums : {false, true}) {
+    Forward forward = divergence_op<Forward>(s);
+    make_shard(&forward, sums);
+    EXPECT_EQ(products_of(&machine, forward), 2);
+  }
+  for (const DivergenceKind kind : {DivergenceKind::forward_kl, DivergenceKind::jsd}) {
+    const Back plain = divergence_op<Back>(s, {.kind = kind});
+    Back given = plain;
+    make_shard(&given);
+    const bool in_parts = kind != DivergenceKind::forward_kl;  // of 16384 columns
+    EXPECT_EQ(products_of(&machine, given), in_parts ? 4 * 4 : 4);
+    EXPECT_LT(products_of(&machine, given, 0), products_of(&machine, plain, 0));
   }
 }
 

@@ -48,4 +48,21 @@ MUTANTS = [
         "divergences, upstream: its mantissa is lost", RUN, "{std::ldexp(1.0f, power - 1), 2 * last}",
         "{std::ldexp(1.0f, power - 1), 1}", "divergences",
     ),
+    mutant(
+        "divergences of shards: a mean of their own", RUN, "if (call_.slope_mean && terms_.kind != DivergenceKind::forward_kl)",
+        "if (call_.slope_mean && terms_.kind == DivergenceKind::forward_kl)", "divergence-shards",
+    ),
+    mutant(
+        "divergences of shards: one head's sum for both", RUN, "own ? call_.row_log_sum : call_.teacher_row_log_sum",
+        "own ? call_.row_log_sum : call_.row_log_sum", "divergence-shards",
+    ),
+    mutant(
+        "divergences of shards: states of the compacted index", RUN, "const int64_t i = tokens_->row[first_ + n];\n    const bool own",
+        "const int64_t i = first_ + n;\n    const bool own", "divergence-shards",
+    ),
+    mutant(
+        "divergences of shards: a target elsewhere is 0", RUN,
+        "states(student)[n].target_logit = states(teacher)[n].target_logit =\n          -std::numeric_limits<float>::infinity();",
+        "states(student)[n].target_logit = states(teacher)[n].target_logit = 0;", "divergence-shards",
+    ),
 ]  # fmt: skip

@@ -39,6 +39,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "divergences": [of_cpu("conformance", "divergence", TABLE)],
     "divergence-edges": [of_cpu("divergence", "")],
+    "divergence-shards": [of_cpu("divergence_shards", "")],
     "linear-bf16": [of_cpu("conformance", LINEAR, TABLE, "_bf16")],
     "edges": [of_cpu("edges", LINEAR)],
     "nonfinite": [of_cpu("nonfinite", LINEAR)],

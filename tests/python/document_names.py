@@ -168,6 +168,10 @@ def join() -> Any:
     return dist.group.WORLD
 
 
+def a_group() -> Names:
+    return {"tp_group": join()}
+
+
 def a_split_vocabulary() -> Names:
     import torch
     import torch.distributed as dist
@@ -231,6 +235,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
     "docs/distillation.md": [
         ("import linear_divergence", a_teacher),
         ("patch_trl(", a_trl_distiller),
+        ("group=tp_group", a_group),
         ("logitless_jax", jax_arrays),
     ],
     "docs/python.md": [

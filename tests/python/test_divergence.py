@@ -828,7 +828,7 @@ def wrong(h: Heads) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "beta": ({"kind": "jsd", "beta": 1.5}, value, r"^beta is 1\.5; allowed: 0, or 2\^-90 to 1"),
         "beta, too small": ({"kind": "jsd", "beta": 1e-60}, value, r"^beta is 1e-60; allowed: 0, "),
         "beta, a tensor": ({"kind": "jsd", "beta": ranks}, kind, r"^beta is a Tensor; allowed"),
-        "group": ({"group": object()}, NotImplementedError, r"^group is a object; allowed: None"),
+        "group": ({"group": object()}, value, r"^group is given, but torch\.distributed"),
         "reduction": ({"reduction": "avg"}, value, r"^reduction is 'avg'; allowed"),
         "label_weight": (
             {"target": h.target, "label_weight": -1.0}, value, r"^label_weight is -1; allowed"

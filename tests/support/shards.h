@@ -33,6 +33,11 @@ Op shard_of(const Op& whole, int64_t first, int64_t count) {
     op.options.vocab_total = whole.weight.shape[0];
     op.weight = columns_of(whole.weight, first, count, 0);
     op.bias = columns_of(whole.bias, first, count, 0);
+    if constexpr (DivergenceOp<Op>) {
+      op.teacher.weight = columns_of(whole.teacher.weight, first, count, 0);
+      op.teacher.bias = columns_of(whole.teacher.bias, first, count, 0);
+      op.teacher.logits = columns_of(whole.teacher.logits, first, count, 1);
+    }
   } else {
     op.options.vocab_total = whole.logits.shape[1];
     op.logits = columns_of(whole.logits, first, count, 1);

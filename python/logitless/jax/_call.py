@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
     def of_shards(self, vocab: int) -> Call:
         """The same of a device's columns, as the first of so many."""
-        return self._replace(options=self.of_loss._replace(vocab_start=0, vocab_total=vocab))
+        return self._replace(options=self.options._replace(vocab_start=0, vocab_total=vocab))
 
     @property
     def kinds(self) -> Kinds:

@@ -4,7 +4,8 @@ two heads"."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+import math
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import jax
 
@@ -18,7 +19,8 @@ from logitless._divergence import (
     names_of,
     options_of,
 )
-from logitless._errors import renames
+from logitless._errors import argument, invalid, renames
+from logitless.jax import _parallel_divergence
 from logitless.jax._call import Call
 from logitless.jax._functions import (
     _arrays,
@@ -42,7 +44,10 @@ if TYPE_CHECKING:
     from logitless._call import EmptyMean, Reduction
     from logitless._divergence import Kind, Names
 
-    DivergenceOptions: TypeAlias = _divergence.DivergenceOptions[Any]
+    class DivergenceOptions(_divergence.DivergenceOptions[Any], total=False):
+        axis_name: str | tuple[str, ...] | None
+        upstream: Literal["whole", "parts"] | None
+
 
 DivergenceStatistics: TypeAlias = _divergence.DivergenceStatistics[Array]
 
@@ -84,6 +89,8 @@ def linear_divergence(
     empty_mean: EmptyMean = "zero",
     memory: int | str | None = None,
     return_statistics: Any = (),
+    axis_name: str | tuple[str, ...] | None = None,
+    upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
     """How far the student's head is from the teacher's, over the whole vocabulary, without either's
     logits: for distillation, between the distributions p = softmax(input @ linear_weight.T +
@@ -118,7 +125,11 @@ def linear_divergence(
     DivergenceStatistics, which have no gradient; the result is then (loss, DivergenceStatistics).
 
     Sharded arrays: tokens may be split along any dimension; the vocabulary is whole on every
-    device, and one that is split over devices is an error.
+    device, and one that is split over devices is an error. `axis_name`, `upstream`: mesh axes over
+    which the vocabulary is split inside of jax.shard_map, as of linear_cross_entropy. A device's
+    linear_weight, linear_bias, teacher_weight, teacher_bias and teacher_logits are then its own
+    columns, everything else is the same on all devices of the axes, and so are all results, to the
+    bit.
     """
     shift = _integer("shift", shift)
     check_shift_has_target(shift, target)
@@ -135,17 +146,24 @@ def linear_divergence(
     arrays = _heads(given)
     one_temperature = teacher_temperature is None
     of_tokens, options = _of_tokens(
-        arrays, target, token_weight, normalizer, _numbers(options), shift, one_temperature
-    )
+        arrays, target, token_weight, normalizer, _numbers(options), shift, one_temperature,
+        axis_name is None,
+    )  # fmt: skip
     shape = arrays["input"].shape[:-1]
-    tokens = shape or (1,)
+    tokens = (shape or (1,)) if axis_name is None else (math.prod(shape),)
+    if axis_name is None and upstream is not None:
+        raise invalid(f"upstream is {upstream!r} without axis_name")
     operands = {
         name: x.reshape(*tokens, x.shape[-1]) if name in _ROWS else x for name, x in arrays.items()
     }
     operands |= {n: x if n == "normalizer" else x.reshape(tokens) for n, x in of_tokens.items()}
     call = Call(tuple(operands), ("loss", *names), options, parse_memory(memory))
     with _casts_named():
-        made = _shaped(loss(call, list(operands.values())), shape)
+        if axis_name is None:
+            made = loss(call, list(operands.values()))
+        else:
+            made = _parallel_divergence.divergence(call, operands, axis_name, upstream)
+        made = _shaped(made, shape)
     value = made.pop("loss")
     if not names:
         return value
@@ -184,7 +202,7 @@ _teacher_temperature = renames({"temperature": "teacher_temperature"})(_temperat
 
 def _of_tokens(
     arrays: dict[str, Array], target: Any, token_weight: Any, normalizer: Any, options: Divergence,
-    shift: int, one_temperature: bool,
+    shift: int, one_temperature: bool, whole: bool,
 ) -> tuple[dict[str, Array], Divergence]:  # fmt: skip
     """The arrays of tokens and the normalizer, those of labels moved by `shift`, and the options
     with what of the others is a number."""
@@ -195,7 +213,7 @@ def _of_tokens(
     if target is None:
         ignored = IGNORE_INDEX  # which nobody reads
     else:
-        found["target"], ignored = _labels(target, ignored, shift, arrays, True)
+        found["target"], ignored = _labels(target, ignored, shift, arrays, whole)
     if token_weight is not None:
         found["token_weight"] = _token_weight(token_weight, shape, shift)
     by, counted = _normalizer(normalizer)

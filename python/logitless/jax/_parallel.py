@@ -150,7 +150,7 @@ def _summed(part: Array, shard: Shard, dtype: Any) -> Array:
 
 def _own_options(call: Call) -> Any:
     """An ignore_index that is no target has no other meaning after the rotation."""
-    options = call.of_loss
+    options = call.options
     if 0 <= options.ignore_index < options.vocab_total:
         options = options._replace(ignore_index=_OWN_IGNORED)
     return options
@@ -158,7 +158,7 @@ def _own_options(call: Call) -> Any:
 
 def _rotated(call: Call, shard: Shard, operands: dict[str, Array]) -> dict[str, Array]:
     """The operands as the device's own call takes them."""
-    total = call.of_loss.vocab_total
+    total = call.options.vocab_total
     start = lax.axis_index(shard.axes) * (total // shard.size)
     target, ignore = operands["target"], _own_options(call).ignore_index
     local = target - start.astype(target.dtype)
@@ -263,7 +263,9 @@ def _differentiable(
     return forward(call, shard, primals | rest)[0]
 
 
-def _forward_rule(call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
+def refuse_to_differentiate(shard: Shard, rest: Any) -> None:
+    """What the rule of a forward refuses: constants that move, and gradients of which nothing says
+    what is handed on."""
     for name, p in rest.items():
         if p.perturbed and jnp.issubdtype(p.value.dtype, jnp.floating):
             name = argument(name)
@@ -278,6 +280,10 @@ def _forward_rule(call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
             "jax.shard_map) or a part of it (jax.grad around it); use check_vma=True, or pass "
             f"upstream={_WHOLE!r} or upstream={_PARTS!r}"
         )
+
+
+def _forward_rule(call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
+    refuse_to_differentiate(shard, rest)
     wanted = {name: None for name, p in primals.items() if p.perturbed}  # its keys are static
     operands = jax.tree.map(lambda p: p.value, primals | rest)
     outputs, kept = forward(call, shard, operands, keeps=True)

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from logitless import _abi
-from logitless._abi import AnyOptions, Divergence, Options, Plan, View
+from logitless._abi import AnyOptions, Divergence, Plan, View
 from logitless._errors import LogitlessRuntimeError, argument, not_supported, wrong_dtype
 
 Array = jax.Array
@@ -235,7 +235,7 @@ def abstract(
 
 
 def _is_of_shard(options: AnyOptions | None) -> bool:
-    return isinstance(options, Options) and bool(options.vocab_total)
+    return options is not None and bool(options.vocab_total)
 
 
 def _attributes(options: AnyOptions | None) -> dict[str, Any]:

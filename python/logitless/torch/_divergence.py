@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from logitless._divergence import Kind, Names
 
     class DivergenceOptions(_divergence.DivergenceOptions[Tensor], total=False):
-        group: None
+        group: Any
 
 
 DivergenceStatistics: TypeAlias = _divergence.DivergenceStatistics[Tensor]
@@ -97,7 +97,7 @@ def linear_divergence(
     empty_mean: EmptyMean = "zero",
     memory: int | str | None = None,
     return_statistics: Any = (),
-    group: None = None,
+    group: Any = None,
 ) -> Any:
     """How far the student's head is from the teacher's, over the whole vocabulary, without either's
     logits: for distillation, between the distributions p = softmax(input @ linear_weight.T +
@@ -129,47 +129,62 @@ def linear_divergence(
     need one. `shift`: position i is given the target of i + shift with that label's token_weight
     and temperatures; the last `shift` positions have none and do not count. reduction, normalizer,
     empty_mean and memory are linear_cross_entropy's. `return_statistics`: names of
-    DivergenceStatistics; the result is then (loss, DivergenceStatistics). `group`: None; a
-    vocabulary over ranks is not supported yet.
+    DivergenceStatistics; the result is then (loss, DivergenceStatistics). `group`: a process group
+    (or its name) over which the vocabulary is split: linear_weight, linear_bias, teacher_weight,
+    teacher_bias and teacher_logits are this rank's columns, everything else is the same on every
+    rank, and so are all results, to the bit. A Split says more (docs/devices.md), but has no
+    blocks, sequence_dim and local_tokens here.
 
     Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError, whose message
     names the argument, its value and what is allowed.
     """
-    if group is not None:
-        raise not_supported(
-            f"group is a {type(group).__name__}; allowed: None (linear_divergence has the whole "
-            "vocabulary on one device; linear_cross_entropy splits it over ranks)"
-        )
     check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
         check_bias(linear_bias, linear_weight)
     shift = int(shift)
-    check_shift_has_target(shift, target)
-    if target is not None:
-        check_target(input, target, "input")
-    names = names_of(return_statistics)
-    options = options_of(
-        kind, beta, label_weight, reduction, ignore_index, logit_scale, softcap, temperature,
-        teacher_logit_scale, teacher_softcap, teacher_temperature, empty_mean,
-    )  # fmt: skip
-    teacher = _teacher(input, teacher_input, teacher_weight, teacher_bias, teacher_logits)
-    bound = _memory.default() if memory is None else parse_memory(memory)
-    inputs, options = _of_tokens(
-        (input, linear_weight, linear_bias), teacher, target, token_weight, normalizer, options,
-        shift, teacher_temperature is None,
-    )  # fmt: skip
-    wanted = BITS["loss"] + sum([BITS[name] for name in names])
+    shard = None if group is None else _shard_of(group, input, linear_weight)
     try:
+        check_shift_has_target(shift, target)
+        if target is not None:
+            check_target(input, target, "input")
+        names = names_of(return_statistics)
+        options = options_of(
+            kind, beta, label_weight, reduction, ignore_index, logit_scale, softcap, temperature,
+            teacher_logit_scale, teacher_softcap, teacher_temperature, empty_mean,
+        )  # fmt: skip
+        teacher = _teacher(input, teacher_input, teacher_weight, teacher_bias, teacher_logits)
+        bound = _memory.default() if memory is None else parse_memory(memory)
+        inputs, options = _of_tokens(
+            (input, linear_weight, linear_bias), teacher, target, token_weight, normalizer, options,
+            shift, teacher_temperature is None,
+        )  # fmt: skip
+        if shard is not None and shard.size == 1:
+            inputs, shard = _of_one(inputs, shard), None
         _check_meta(inputs)
         plain = not dispatches(*inputs)
         if plain:
             _check(inputs, options)
         elif _ops.shapes_alone(*inputs):
             _divergence_run.check_shapes(inputs.in_dtype(_autocast_dtype(input)), options, wanted)
-        loss, *statistics = _divergence_ops.divergence(
-            inputs, options, bound, wanted, _autocast_dtype(input), plain
-        )
+    except LogitlessError as error:
+        if shard is not None:
+            from logitless.torch._split import exchange
+
+            exchange.tell(error, input, shard)
+        raise
+    wanted = BITS["loss"] + sum([BITS[name] for name in names])
+    try:
+        if shard is not None:
+            from logitless.torch._split import divergence as split
+
+            loss, *statistics = split.divergence(
+                inputs, options, bound, wanted, _autocast_dtype(input), shard
+            )
+        else:
+            loss, *statistics = _divergence_ops.divergence(
+                inputs, options, bound, wanted, _autocast_dtype(input), plain
+            )
     except LogitlessError as error:
         error.args = (_in_callers_words(error, input.shape[:-1], shift, None, memory is None),)
         raise
@@ -177,6 +192,31 @@ def linear_divergence(
         return loss
     made = dict(zip(names, statistics))
     return loss, _divergence.DivergenceStatistics(*[made.get(n) for n in _divergence.STATISTICS])
+
+
+def _shard_of(group: Any, input: Tensor, weight: Tensor) -> Any:
+    from logitless.torch._split import divergence as of_ranks
+    from logitless.torch._split import placed, shards
+    from logitless.torch._split.given import Split
+
+    split = group if type(group) is Split else Split(group)
+    of_ranks.refuse(split)
+    for name, tensor in (("input", input), ("linear_weight", weight)):
+        if placed.is_placed(tensor):
+            raise not_supported(
+                f"{name} is a DTensor; allowed for linear_divergence: plain tensors, as of "
+                "to_local()"
+            )
+    return shards.shard_of(split, input, weight)
+
+
+def _of_one(inputs: Inputs, shard: Any) -> Inputs:
+    """Of a group of one: what the call without a group is given."""
+    from logitless.torch._split import divergence as of_ranks
+    from logitless.torch._split import shards
+
+    shards.of_one(shard, inputs.weight, inputs.bias)
+    return of_ranks.of_columns(inputs, shard).inputs
 
 
 _TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_logits")

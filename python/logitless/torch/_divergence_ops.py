@@ -37,7 +37,7 @@ _OPTIONS = (
     "int reduction, int ignore_index, float logit_scale, float softcap, float temperature_number, "
     "int empty_mean, float normalizer_number, int kind, float beta, float label_weight, "
     "float teacher_logit_scale, float teacher_softcap, float teacher_temperature_number, "
-    "int? memory, ScalarType? cast"
+    "SymInt vocab_start, SymInt vocab_total, int? memory, ScalarType? cast"
 )
 _TF32 = Divergence._fields.index("allow_tf32")  # it is asked when a call runs
 _FIRST_OPTION = len(Inputs._fields)
@@ -57,6 +57,17 @@ _library.define(
 _library.define(
     f"divergence_backward({_TENSORS}, {_OPTIONS}, int wanted, Tensor grad_loss, Tensor? kept, "
     f"Tensor? kept_rows) -> ({_GRADS})",
+    tags=_tags,
+)
+# Of a shard of the vocabulary: [k, N] of its own states, [k, N] of its sums, and its gradients, of
+# which that of the input is a part in f32.
+_library.define(f"divergence_states({_TENSORS}, {_OPTIONS}, int wanted) -> Tensor", tags=_tags)
+_library.define(
+    f"divergence_sums({_TENSORS}, {_OPTIONS}, int wanted, Tensor states) -> Tensor", tags=_tags
+)
+_library.define(
+    f"divergence_shard_backward({_TENSORS}, {_OPTIONS}, int wanted, Tensor grad_loss, "
+    f"Tensor states, Tensor? slope_mean) -> ({_GRADS})",
     tags=_tags,
 )
 
@@ -135,6 +146,38 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs, *_, wanted = _split(args)
     return _ops._fake_grads(inputs[:3], _run.gradients_of(wanted, inputs[:3]))
+
+
+def _states(*args: Any) -> Tensor:
+    return _run.states(*_split(args))
+
+
+def _states_fake(*args: Any) -> Tensor:
+    inputs, *_, wanted = _split(args)
+    rows = len(_run.rows_of_states(inputs.target is not None, wanted))
+    return inputs.input.new_empty((rows, inputs.tokens()), dtype=torch.float32)
+
+
+def _sums(*args: Any) -> Tensor:
+    return _run.sums(*_split(args), args[-1])
+
+
+def _sums_fake(*args: Any) -> Tensor:
+    inputs, *_, wanted = _split(args)
+    rows = len(_run.rows_of_sums(wanted))
+    return inputs.input.new_empty((rows, inputs.tokens()), dtype=torch.float32)
+
+
+def _shard_backward(*args: Any) -> tuple[Tensor, ...]:
+    inputs = Inputs(*args[:_FIRST_OPTION])
+    return _filled(_run.shard_backward(*_split(args), *args[_WANTED + 1 :]), inputs.input)
+
+
+def _shard_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    inputs, *_, wanted = _split(args)
+    flat = inputs.flat()
+    dtypes = _run.gradients_of_shard(wanted, inputs)
+    return _ops._fake_grads(flat[:3], dtypes)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -222,6 +265,9 @@ def _never_twice(ctx: Any, *_: Any) -> Any:
 for _name, _kernel, _fake in (
     ("divergence", _forward, _forward_fake),
     ("divergence_backward", _backward, _backward_fake),
+    ("divergence_states", _states, _states_fake),
+    ("divergence_sums", _sums, _sums_fake),
+    ("divergence_shard_backward", _shard_backward, _shard_backward_fake),
 ):
     for _where in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _where)

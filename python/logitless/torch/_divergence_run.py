@@ -23,10 +23,12 @@ from logitless.torch._kept import FRESH, Keep, Kept, State
 
 # A call is asked for these, as bits: outputs in their order, the gradients that may follow, that
 # they are made with the loss, that Forward keeps dz, and that no graph is traced, so that gradients
-# that wait are the call's alone.
+# that wait are the call's alone. Of a shard also the sum of what dz subtracts.
 OUTPUTS = ("loss", *STATISTICS)
 BITS = {name: 1 << place for place, name in enumerate(OUTPUTS)}
-OF_INPUT, OF_WEIGHT, OF_BIAS, FUSED, KEEP, PLAIN = (1 << (len(OUTPUTS) + i) for i in range(6))
+OF_INPUT, OF_WEIGHT, OF_BIAS, FUSED, KEEP, PLAIN, SLOPE = (
+    1 << (len(OUTPUTS) + i) for i in range(7)
+)
 OF_TENSORS = (OF_INPUT, OF_WEIGHT, OF_BIAS)
 
 Dtypes = tuple[torch.dtype | None, ...]
@@ -122,7 +124,9 @@ def _as_given(outputs: Sequence[Tensor | None], options: Divergence) -> list[Ten
     ]
 
 
-_FORWARD = (*Inputs._fields, *OUTPUTS, "kept", "kept_rows")
+_STATES = ("row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum")
+_OF_SHARD = (*_STATES, "target_logit", "divergence_sum", "slope_sum")
+_FORWARD = (*Inputs._fields, *OUTPUTS, "kept", "kept_rows", *_OF_SHARD)
 _GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 
 
@@ -175,6 +179,96 @@ def forward_backward(
     tensors = (*given, *_as_given(outputs, options), *grads)
     _launch(_abi.LINEAR_DIVERGENCE_FORWARD_BACKWARD, names, tensors, options, memory)
     return outputs, _shaped(grads, inputs.input)
+
+
+def rows_of_states(has_target: bool, wanted: int) -> tuple[str, ...]:
+    """What states() makes of each token of a shard."""
+    asked = [name for name in ("entropy", "teacher_entropy") if wanted & BITS[name]]
+    return (*_STATES, *(("target_logit",) if has_target else ()), *asked)
+
+
+def rows_of_sums(wanted: int) -> tuple[str, ...]:
+    asked = [("slope_sum", wanted & SLOPE), ("acceptance", wanted & BITS["acceptance"])]
+    return ("divergence_sum", *(name for name, bit in asked if bit))
+
+
+def gradients_of_shard(wanted: int, inputs: Inputs) -> Dtypes:
+    """The parts of the input's gradient are f32, which the ranks add up."""
+    first, *others = gradients_of(wanted, inputs[:3])
+    return (None if first is None else torch.float32, *others)
+
+
+def _of_shard(
+    given: Inputs, options: Divergence, memory: int | None, made: dict[str, Tensor]
+) -> None:
+    """Forward with these tensors beside its inputs."""
+    tensors = (*given, *(made.get(name) for name in _FORWARD[len(given) :]))
+    _launch(_abi.LINEAR_DIVERGENCE_FORWARD, _FORWARD, tensors, options, memory)
+
+
+def states(
+    inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int
+) -> Tensor:
+    """[k, N] f32 of a shard's own columns, the rows of rows_of_states(). A `memory` that the
+    Backward which may follow cannot keep to is refused here."""
+    given = inputs.in_dtype(dtype).flat()
+    if memory is not None and memory >= 0 and any(gradients_of(wanted, inputs[:3])):
+        dtypes = gradients_of_shard(wanted, inputs)
+        least, recommended = _bounds_of_shard(
+            _views(given), _with_tf32(options, given.input), dtypes
+        )
+        if memory < least:
+            raise _abi.too_small(memory, least, recommended)
+    names = rows_of_states(given.target is not None, wanted)
+    rows = given.input.new_empty((len(names), given.tokens()), dtype=torch.float32)
+    _of_shard(given, options, memory, dict(zip(names, rows)))
+    return rows
+
+
+def sums(
+    inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int,
+    whole: Tensor,
+) -> Tensor:  # fmt: skip
+    """[k, N] f32 over a shard's columns, the rows of rows_of_sums(). `whole` [4, N]: the whole
+    vocabulary's states."""
+    given = inputs.in_dtype(dtype).flat()
+    names = rows_of_sums(wanted)
+    rows = given.input.new_empty((len(names), given.tokens()), dtype=torch.float32)
+    _of_shard(given, options, memory, {**dict(zip(_STATES, whole)), **dict(zip(names, rows))})
+    return rows
+
+
+def shard_backward(
+    inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int,
+    grad_loss: Tensor, whole: Tensor, slope_mean: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
+    """grad_input [N, D] as far as the shard's columns make it, and the gradients of its rows."""
+    given = inputs.in_dtype(dtype).flat()
+    grads = _made(given, gradients_of_shard(wanted, inputs))
+    upstream = grad_loss.resolve_neg()
+    if options.reduction == _abi.REDUCTION_NONE:
+        upstream = upstream.reshape(-1)
+    names = (*Inputs._fields, "grad_loss", *_GRADIENTS, "kept", "kept_rows", *_STATES, "slope_mean")
+    tensors = (*given, upstream, *grads, None, None, *whole, slope_mean)
+    _launch(_abi.LINEAR_DIVERGENCE_BACKWARD, names, tensors, options, memory)
+    return grads
+
+
+@functools.lru_cache(_device.MOST_SHAPES)
+def _bounds_of_shard(
+    views: tuple[View, ...], options: Divergence, dtypes: Dtypes
+) -> tuple[int, int]:
+    """The bytes of a shard's Backward, wherever its tensors lie."""
+    of_divergence: Any = options
+    device = (views[0].device_type, views[0].device_index)
+    forward = _kept.Forward(views, (), views, of_divergence, device, None)
+    (grad_loss,) = _kept._outputs(forward, ("grad_loss",))
+    if options.reduction != _abi.REDUCTION_NONE:
+        grad_loss = grad_loss._replace(shape=(), stride=())
+    given = (grad_loss, *_kept._outputs(forward, (*_STATES, "slope_mean")))
+    gradients = _kept._gradients(forward, Keep(dtypes))
+    plan = forward.plan(_abi.LINEAR_DIVERGENCE_BACKWARD, (*given, *gradients), {}, kept_key=0)
+    return plan.minimum, plan.recommended
 
 
 def backward(

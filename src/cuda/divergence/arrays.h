@@ -27,6 +27,15 @@ struct DivergenceState {
   float inverse, teacher_inverse;
 };
 
+// What a shard of the vocabulary hands on, by token: the states are its own, or `given`, those of
+// the whole vocabulary.
+struct DivergenceOfShard {
+  bool given = false;
+  DivergenceStates states{};
+  TensorView target_logit{}, divergence_sum{}, slope_sum{};  // outputs
+  TensorView slope_mean{};                                   // given where dz has a mean
+};
+
 // Where dz goes, times the student's slope; zeros go where no token has a row.
 struct DivergencePanel {
   char* data = nullptr;  // [rows, pitch]  null where no dz is made
@@ -52,6 +61,8 @@ struct DivergenceRows {
   float* losses = nullptr;      // [N]  by token; there where the losses are reduced
   TensorView loss{};            // [N]
   DivergenceStatistics statistics{};
+  DivergenceOfShard shard{};
+  bool sums_columns = true;           // something is made of sums over the columns
   DivergenceState* states = nullptr;  // [N]  compacted; there where they are known or kept
   bool has_states = false;            // they are known but for `mean`
   DivergencePanel dz{};

@@ -119,6 +119,13 @@ DivergenceCall make_divergence(const Call& call) {
                      may_store(made.teacher, call.teacher_options(), call.teacher_weight);
   }
   if (needs_teacher) made.teacher_logits = call.teacher_logits;
+  made.shard = {.given = call.state_given(),
+                .states = {call.row_reference, call.row_log_sum, call.teacher_row_reference,
+                           call.teacher_row_log_sum},
+                .target_logit = call.target_logit,
+                .divergence_sum = call.divergence_sum,
+                .slope_sum = call.slope_sum};
+  if (made.options.kind != DivergenceKind::forward_kl) made.shard.slope_mean = call.slope_mean;
   if (!call.forward) return made;
   made.loss = call.loss;
   made.statistics = {call.entropy, call.teacher_entropy, call.acceptance, call.logprob};
@@ -127,7 +134,13 @@ DivergenceCall make_divergence(const Call& call) {
                  {.lse = call.teacher_entropy,
                   .target_logit = call.acceptance,
                   .entropy = call.entropy,
+                  .row_reference = made.shard.given ? call.divergence_sum : call.row_reference,
+                  .row_log_sum = made.shard.given ? call.slope_sum : call.row_log_sum,
+                  .weighted_logit_sum = call.target_logit,
                   .logprob = call.logprob}};
+  if (made.shard.given) return made;
+  made.others.statistics.mean_logit = call.teacher_row_reference;
+  made.others.statistics.sum_p_squared = call.teacher_row_log_sum;
   return made;
 }
 

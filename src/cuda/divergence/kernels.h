@@ -15,6 +15,8 @@ void divergence_states(const Chunk& chunk, const Partials& student, const Partia
 // there is a panel, of `rows` rows: those behind the chunk's become 0.
 void divergence_rows(DivergenceRows rows, DivergenceKind kind, int64_t launched,
                      const DeviceInfo& device, Stream* stream);
+// Writes the states [N] of rows that are given them, without a look at their logits.
+void divergence_given_states(const DivergenceRows& rows, Stream* stream);
 // some_columns.cu makes dz of some columns, with the states known.
 void divergence_block(const DivergenceRows& rows, DivergenceKind kind, int64_t launched,
                       Stream* stream);

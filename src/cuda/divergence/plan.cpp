@@ -198,7 +198,8 @@ class DivergencePrice {
   double seconds() const {
     const bool by_chunk = p_.way == DivergenceWay::chunks;
     double sum = 30 * speed_.launch;
-    if (p_.way != DivergenceWay::from_kept) {
+    const bool known = p_.way == DivergenceWay::columns && call_.shard.given;
+    if (p_.way != DivergenceWay::from_kept && !known) {
       sum += in_pieces(s_.tokens, p_.chunk, [&](int64_t rows) {
         const double own = logits(rows, s_.vocab) + passes(rows);
         return by_chunk ? own + gradients(rows, s_.vocab, true) : own;

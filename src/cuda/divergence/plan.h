@@ -17,6 +17,7 @@ struct DivergenceCall {
   TokenInput teacher_in;      // its tokens have maps where each has a temperature
   TokenOutputs others;        // tokens that do not count get it
   DivergenceStatistics statistics;
+  DivergenceOfShard shard;
   TensorView loss;
   DivergenceOptions options;
   TensorView kept, kept_rows;
@@ -26,6 +27,20 @@ struct DivergenceCall {
   float lift = 1;          // kept dz is stored times this
   bool may_store = false;  // both heads are such as an engine may store the logits of
   bool makes_teacher() const { return static_cast<bool>(teacher.weight); }
+  // Returns whether a Forward writes something that a shard hands on.
+  bool hands_states_on() const {
+    const DivergenceStates& s = shard.states;
+    const bool states = s.row_reference || s.row_log_sum || s.teacher_row_reference ||
+                        s.teacher_row_log_sum || shard.target_logit;
+    return shard.divergence_sum || shard.slope_sum || (!shard.given && states);
+  }
+  // Returns whether rows are summed over, once their states are known.
+  bool sums_columns() const {
+    const bool statistics =
+        this->statistics.entropy || this->statistics.teacher_entropy || this->statistics.acceptance;
+    return loss || keeps || statistics || shard.divergence_sum || shard.slope_sum ||
+           (gradients() && !shard.given);
+  }
   bool gradients() const { return student.shape.gradients(); }
   // Returns whether kept dz is copied times its rows' factors: the input of f16 has no room for
   // them.

@@ -154,6 +154,20 @@ __device__ inline TwoHeads two_heads(const DivergenceState& s, float z, float t)
   return {exp2_fast((z - s.reference) * log2e) * s.inverse,
           exp2_fast((t - s.teacher_reference) * log2e) * s.teacher_inverse, (z - t) - s.apart};
 }
+// Returns the state of token i's row that is given.
+__device__ inline DivergenceState given_state(const DivergenceOfShard& shard, int64_t i) {
+  const DivergenceStates& given = shard.states;
+  DivergenceState s{.reference = load(given.row_reference, i),
+                    .log_sum = load(given.row_log_sum, i),
+                    .teacher_reference = load(given.teacher_row_reference, i),
+                    .teacher_log_sum = load(given.teacher_row_log_sum, i)};
+  s.apart = (s.reference - s.teacher_reference) + (s.log_sum - s.teacher_log_sum);
+  s.inverse = expf(-s.log_sum);
+  s.teacher_inverse = expf(-s.teacher_log_sum);
+  const float mean = present(shard.slope_mean) ? load(shard.slope_mean, i) : 0.0f;
+  s.mean = isfinite(mean) ? mean : nan_value();
+  return s;
+}
 // log p of a logit; two products may round it to more than 0.
 __device__ inline float log_of(float z, float reference, float log_sum) {
   const float x = (z - reference) - log_sum;

@@ -89,6 +89,8 @@ class DivergenceRun {
       if (!gathers_all()) {
         with_student(chunk, gather);
         with_teacher(chunk, gather);
+      } else if (call_.shard.given) {
+        break;
       }
       rows_of(chunk);
       if (p_.way == DivergenceWay::chunks) {
@@ -99,7 +101,11 @@ class DivergenceRun {
       with_head(call_.student, m_.ready, all(), gather);
       gradients(all(), panel(0, vocab()), false, true);
     }
-    if (p_.way == DivergenceWay::columns) gradients_by_columns();
+    if (p_.way != DivergenceWay::columns) return;
+    if (call_.shard.given) {
+      divergence_given_states(rows_call(all(), 0, vocab(), vocab()), stream_);
+    }
+    gradients_by_columns();
   }
 
   // Makes both heads' logits of rows and columns.
@@ -123,9 +129,11 @@ class DivergenceRun {
     with_teacher(chunk, multiply(m_.teacher_logits));
   }
 
+  // Returns whether an engine's sums make the states; a shard may be given them.
+  bool makes_states() const { return p_.sum_columns > 0 && !call_.shard.given; }
   // Does the same with the device's engine, and makes the states of whole rows.
   void store(const Chunk& chunk, int64_t first, int64_t columns, int64_t pitch) {
-    const bool whole = columns == vocab();
+    const bool sums_all = columns == vocab() && makes_states();
     const auto by = [&](float* to, const Partials& sums) {
       return [&, to](const LinearWork& work) {
         engine_for(device_).store_logits(work, {.to = to,
@@ -133,12 +141,12 @@ class DivergenceRun {
                                                 .row = gathers_all() ? chunk.first : 0,
                                                 .first = first,
                                                 .columns = columns,
-                                                .partials = whole ? sums : Partials{}});
+                                                .partials = sums_all ? sums : Partials{}});
       };
     };
     with_student(chunk, by(m_.logits, m_.sums));
     with_teacher(chunk, by(m_.teacher_logits, m_.teacher_sums));
-    if (whole) divergence_states(chunk, m_.sums, m_.teacher_sums, m_.states, stream_);
+    if (sums_all) divergence_states(chunk, m_.sums, m_.teacher_sums, m_.states, stream_);
   }
 
   // Returns what the kernels of the rows take, for columns [first, first + columns).
@@ -165,6 +173,7 @@ class DivergenceRun {
     rows.label_weight = call_.options.label_weight;
     rows.has_target = static_cast<bool>(s.in.target);
     rows.states = m_.states;
+    rows.shard = call_.shard;
     return rows;
   }
 
@@ -173,11 +182,12 @@ class DivergenceRun {
     logits(chunk, 0, vocab(), vocab());
     DivergenceRows rows = rows_call(chunk, 0, vocab(), vocab());
     const DivergenceStatistics& out = call_.statistics;
-    rows.has_outputs =
-        call_.loss || out.entropy || out.teacher_entropy || out.acceptance || out.logprob;
+    rows.has_outputs = call_.loss || out.entropy || out.teacher_entropy || out.acceptance ||
+                       out.logprob || call_.hands_states_on();
+    rows.sums_columns = call_.sums_columns();
     rows.losses = m_.losses;
     rows.loss = call_.loss;
-    rows.has_states = p_.sum_columns > 0;
+    rows.has_states = makes_states();
     rows.statistics = out;
     if (call_.keeps) {
       rows.dz = {.data = call_.kept.as<char>(),

@@ -127,6 +127,23 @@ __device__ void add_columns(const DivergenceRows& a, const DivergenceState& s, c
   }
 }
 
+__device__ void put_of_shard(const DivergenceOfShard& shard, int64_t i, const DivergenceState& s,
+                             const RowSums& sums, float target_logit, float guard) {
+  put(shard.target_logit, i, target_logit);
+  put(shard.divergence_sum, i, sums.value + guard);
+  put(shard.slope_sum, i, (isfinite(sums.mean) ? sums.mean : nan_value()) + guard);
+  if (shard.given) return;
+  // The maximum so far begins with a number, and drops a NaN.
+  const auto reference = [](float m, float log_sum) {
+    const bool lost = log_sum == -infinity() || (log_sum != log_sum && m < infinity());
+    return lost ? log_sum : m;
+  };
+  put(shard.states.row_reference, i, reference(s.reference, s.log_sum));
+  put(shard.states.row_log_sum, i, s.log_sum);
+  put(shard.states.teacher_row_reference, i, reference(s.teacher_reference, s.teacher_log_sum));
+  put(shard.states.teacher_row_log_sum, i, s.teacher_log_sum);
+}
+
 // One thread writes what the caller asks of a token.
 __device__ void put_outputs(const DivergenceRows& a, int64_t k, const DivergenceState& s,
                             const RowSums& sums, float target_logit) {
@@ -146,6 +163,7 @@ __device__ void put_outputs(const DivergenceRows& a, int64_t k, const Divergence
   put(a.statistics.teacher_entropy, i, sums.teacher_entropy);
   put(a.statistics.acceptance, i, sums.overlap + guard);
   put(a.statistics.logprob, i, logprob > 0 ? 0.0f : logprob);
+  put_of_shard(a.shard, i, s, sums, target_logit, guard);
 }
 
 __device__ void put_kept_row(const DivergenceRows& a, int64_t k, const DivergenceState& s,
@@ -254,11 +272,14 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   if (kDz && threadIdx.x == 32) dz_of_row = make_dz_row(a, row, pair.student);
   // It is read before dz takes the place of the logits.
   if (threadIdx.x == 0) {
-    target_logit = a.has_target ? pair.student(a.chunk.tokens.target[k]) : 0.0f;
+    const int64_t target = a.has_target ? a.chunk.tokens.target[k] : -1;  // or another shard has it
+    target_logit = target >= 0 ? pair.student(target) : a.has_target ? -infinity() : 0.0f;
   }
   if (share.blocks > 1) cluster_wait();
   __syncthreads();  // dz_of_row is there
-  DivergenceState state = a.has_states ? a.states[k] : state_of(pair, &exchange.states);
+  DivergenceState state = a.shard.given  ? given_state(a.shard, a.chunk.tokens.row[k])
+                          : a.has_states ? a.states[k]
+                                         : state_of(pair, &exchange.states);
   const DzRow dz = with_state(dz_of_row, state);
   RowSums own;
   uint32_t check = 0;
@@ -271,15 +292,17 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
     };
     use(c);
   };
-  pair.template for_columns<true>([&](int j, const float(&z)[4], const float(&t)[4]) {
-    terms_of(z, t, [&](const auto& c) {
-      add_columns(a, state, z, t, c, &own);
-      if constexpr (kTogether) put_dz(a, dz, pair.student, j, z, c, state, &check);
+  if (kTogether || a.sums_columns) {
+    pair.template for_columns<true>([&](int j, const float(&z)[4], const float(&t)[4]) {
+      terms_of(z, t, [&](const auto& c) {
+        add_columns(a, state, z, t, c, &own);
+        if constexpr (kTogether) put_dz(a, dz, pair.student, j, z, c, state, &check);
+      });
     });
-  });
+  }
   const RowSums sums = row_total(own, share, &exchange.sums);
   // An infinite mean leaves no column a gradient.
-  state.mean = isfinite(sums.mean) ? sums.mean : nan_value();
+  if (!a.shard.given) state.mean = isfinite(sums.mean) ? sums.mean : nan_value();
   if (threadIdx.x == 0 && share.rank == 0) {
     if (a.has_outputs) put_outputs(a, k, state, sums, target_logit);
     if (a.states != nullptr) a.states[k] = state;
@@ -303,7 +326,20 @@ int blocks_of(int32_t columns) {
   return blocks;
 }
 
+__global__ void given_states_kernel(const __grid_constant__ DivergenceRows a) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row >= a.chunk.rows || !is_valid(a.chunk, static_cast<int>(row))) return;
+  const int64_t k = a.chunk.first + row;
+  a.states[k] = given_state(a.shard, a.chunk.tokens.row[k]);
+}
+
 }  // namespace
+
+void divergence_given_states(const DivergenceRows& rows, Stream* stream) {
+  constexpr int threads = 128;
+  stream->launch("divergence_given_states", given_states_kernel,
+                 blocks_for(rows.chunk.rows, threads), threads, rows);
+}
 
 void divergence_rows(DivergenceRows rows, DivergenceKind kind, int64_t launched,
                      const DeviceInfo& device, Stream* stream) {

@@ -121,6 +121,36 @@ def before_forward(
     _compare(same, (shard.start, stop, shard.total), shard)
 
 
+def before_divergence(inputs: Any, asked: Any, shard: Any) -> None:
+    """Compares what a divergence is given. Rows of both heads are each rank's own."""
+    if torch.compiler.is_compiling() or not _real(*inputs):
+        return
+    same = {"the call": "divergence"}
+    for name, value in asked.options._asdict().items():
+        if name not in ("vocab_start", "vocab_total", "allow_tf32"):
+            same[name] = repr(_REDUCTIONS[value] if name == "reduction" else value)
+    same |= {
+        "the outputs, in bits": str(asked.wanted),
+        "the dtype of autocast": "None" if asked.dtype is None else str(asked.dtype)[6:],
+        "Split.total": repr(shard.total),
+        "reduce_input_grad": repr(shard.reduce_input_grad),
+        "reduce_dtype": repr("float32" if shard.ordered else "input"),
+        "input.requires_grad": repr(shard.of_input),
+        "whether gradients follow": repr(shard.of_any),
+    }
+    rows = ("weight", "bias", "teacher_weight", "teacher_bias", "teacher_logits")
+    for name, tensor in zip(inputs._fields, inputs):
+        known = argument(name)
+        if name in rows:
+            same[f"{known}'s dtype"] = "None" if tensor is None else str(tensor.dtype)[6:]
+            continue
+        same[f"{known}'s dtype and shape"] = _like(tensor)
+        if tensor is not None:
+            same[f"{known}'s values"] = digest(tensor)
+    stop = max(shard.start, min(shard.start + inputs.weight.shape[0], shard.total))
+    _compare(same, (shard.start, stop, shard.total), shard)
+
+
 def instead_of_forward(error: LogitlessError, shard: Any) -> None:
     """Tells the ranks that wait in a forward that this one's arguments are wrong."""
     _compare({"the call": f"refused ({error})"}, None, shard)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A divergence of two heads whose vocabulary is split over mesh axes, inside jax.shard_map: every
+device holds V/P rows of both heads, and the hidden states of both are the same on all P.
+
+    forward    each device's states of both heads, one all-gather of 16 to 28 bytes a token and
+               device, combined in the axis' order by the core's Combine; each device's sums over
+               its columns, one all-gather of 4 to 12 bytes, added in that order
+    backward   each device's Backward on its columns, from the global states and the global mean
+               that dz subtracts; grad_input's parts are exchanged as _parallel.py has it
+
+Targets are rotated and upstream gradients handed on as there.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from logitless import _abi, _divergence
+from logitless._abi import Divergence, Options
+from logitless._errors import LogitlessError, argument, invalid, wrong_shape
+from logitless.jax import _parallel, _shards
+from logitless.jax._call import Call, asked_of
+from logitless.jax._parallel import Shard, _gather, _rotated, _run, _union
+from logitless.jax._run import Array, Tensor, pvary, varying
+
+_F32 = np.dtype(np.float32)
+_STATES = ("row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum")
+_SPLIT = ("weight", "bias", "teacher_weight", "teacher_bias", "teacher_logits")
+_PRIMALS = ("input", "weight", "bias")
+
+
+def _options(call: Call) -> Divergence:
+    assert isinstance(call.options, Divergence)
+    return call.options
+
+
+def _subtracts_mean(options: Divergence) -> bool:
+    if options.kind in _divergence.MIXTURES and options.beta == 0:
+        return False
+    return options.kind != _abi.FORWARD_KL
+
+
+def _tokens(call: Call, operands: dict[str, Array]) -> tuple[Array, Options]:
+    """The targets and options of Combine; without targets one stands in that is never ignored."""
+    options = _options(call)
+    ignored = options.ignore_index if "target" in operands else -1
+    target = operands.get("target")
+    if target is None:
+        target = jnp.zeros(operands["input"].shape[0], jnp.int32)
+    return target, Options(
+        reduction=_abi.REDUCTION_NONE, ignore_index=ignored, vocab_total=options.vocab_total
+    )
+
+
+def _own(call: Call, shard: Shard, operands: dict[str, Array]) -> tuple[dict[str, Array], Any]:
+    if "target" not in operands:
+        return operands, call.options
+    return _rotated(call, shard, operands), _parallel._own_options(call)
+
+
+def _folded(
+    call: Call, shard: Shard, operands: dict[str, Array], own: dict[str, Array], options: Any
+) -> dict[str, Array]:
+    """The whole vocabulary's states, logprob and entropies [N]."""
+    target, of_combine = _tokens(call, operands)
+    shape = target.shape
+    names = [*_STATES, *(("target_logit",) if "target" in operands else ())]
+    names += [name for name in ("entropy", "teacher_entropy") if name in call.outputs]
+    results = [Tensor(name, shape, _F32) for name in names]
+    made = _run(_abi.LINEAR_DIVERGENCE_FORWARD, own, results, options, call.memory)
+    every = jnp.moveaxis(_gather(jnp.stack([made[name] for name in names]), shard), 1, 0)
+    states = dict(zip(names, every))  # [P, N] each
+    found: dict[str, Array] = {}
+    for head in ("", "teacher_"):
+        given = {
+            "target": target,
+            "shard_row_reference": states[f"{head}row_reference"],
+            "shard_row_log_sum": states[f"{head}row_log_sum"],
+            "shard_target_logit": states.get("target_logit", states["row_reference"]),
+        }
+        wanted = ["row_reference", "row_log_sum"]
+        if f"{head}entropy" in states:
+            given["shard_entropy"] = states[f"{head}entropy"]
+            wanted.append("entropy")
+        if not head and "target" in operands:
+            wanted.append("logprob")
+        of_head = [Tensor(name, shape, _F32) for name in wanted]
+        combined = _run(_abi.COMBINE, given, of_head, of_combine)
+        found |= {f"{head}{name}": x for name, x in combined.items()}
+    return found
+
+
+def _losses(call: Call, operands: dict[str, Array], found: dict[str, Array]) -> Array:
+    """[] or [N]"""
+    options = _options(call)
+    losses = found["divergence_sum"]
+    if options.label_weight:
+        losses = losses - options.label_weight * found["logprob"]
+    if "token_weight" in operands:
+        losses = losses * operands["token_weight"]
+    target, of_combine = _tokens(call, operands)
+    tokens = _shards.Tokens(target, of_combine.ignore_index, options.vocab_total)
+    losses = jnp.where(tokens.outside(), jnp.nan, losses)  # the CPU has refused it
+    losses = jnp.where(tokens.ignored(), 0.0, losses)
+    if call.per_token:
+        return losses
+    total = _shards.tree_sum(losses)
+    if options.reduction == _abi.REDUCTION_SUM:
+        return total
+    by = operands.get("normalizer")
+    if by is None:
+        by = jnp.float32(options.normalizer) if options.normalizer else _shards.divisor(tokens)
+    by = by.astype(jnp.float32)
+    empty = jnp.nan if options.empty_mean == _abi.EMPTY_MEAN_NAN else 0.0
+    return jnp.where(by == 0, empty, total / jnp.where(by == 0, 1.0, by))
+
+
+def forward(
+    call: Call, shard: Shard, operands: dict[str, Array], gradients: bool = False
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The outputs, and what Backward takes of them."""
+    own, options = _own(call, shard, operands)
+    found = _folded(call, shard, operands, own, options)
+    names = ["divergence_sum"]
+    if gradients and _subtracts_mean(_options(call)):
+        names.append("slope_sum")
+    names += [name for name in ("acceptance",) if name in call.outputs]
+    shape = found["row_reference"].shape
+    states = {name: found[name] for name in _STATES}
+    results = [Tensor(name, shape, _F32) for name in names]
+    made = _run(_abi.LINEAR_DIVERGENCE_FORWARD, own | states, results, options, call.memory)
+    every = _gather(jnp.stack([made[name] for name in names]), shard)  # [P, k, N]
+    found |= dict(zip(names, _shards.ordered_sum(list(every))))
+    found["loss"] = _losses(call, operands, found)
+    kept = states | ({"slope_mean": found["slope_sum"]} if "slope_sum" in found else {})
+    return {name: found[name] for name in call.outputs}, kept
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(
+    call: Call, shard: Shard, primals: dict[str, Array], rest: dict[str, Array]
+) -> dict[str, Array]:
+    return forward(call, shard, primals | rest)[0]
+
+
+def _forward_rule(call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
+    _parallel.refuse_to_differentiate(shard, rest)
+    wanted = {name: None for name, p in primals.items() if p.perturbed}  # its keys are static
+    operands = jax.tree.map(lambda p: p.value, primals | rest)
+    outputs, kept = forward(call, shard, operands, gradients=True)
+    return outputs, (operands, kept, wanted)
+
+
+def _backward_rule(call: Call, shard: Shard, residuals: Any, cotangents: Any) -> Any:
+    operands, kept, wanted = residuals
+    of_outputs = [cotangents[name] for name in call.outputs]
+    tokens = operands["input"].shape[:1]
+    asked, upstream = asked_of(call, of_outputs, tokens)
+    if shard.upstream == _parallel._PARTS:
+        upstream = {name: jax.lax.psum(x, shard.axes) for name, x in upstream.items()}
+    results = [
+        Tensor(f"grad_{name}", operands[name].shape, np.dtype(operands[name].dtype))
+        for name in wanted
+    ]
+    parts = [t._replace(dtype=_F32) if t.name == "grad_input" else t for t in results]
+    own, options = _own(asked, shard, {name: operands[name] for name in asked.names})
+    made = _run(_abi.LINEAR_DIVERGENCE_BACKWARD, own | kept | upstream, parts, options, call.memory)
+    made = _parallel.exchanged(shard, made, results)
+    return {name: made.get(f"grad_{name}") for name in _PRIMALS if name in operands}, None
+
+
+_differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _check_split(shard: Shard, operands: dict[str, Array]) -> None:
+    """What of the teacher is split over the axes, as far as JAX's types say it."""
+    axes = varying(jax.lax.axis_index(shard.axes)) if shard.checked else frozenset[str]()
+    for name in _SPLIT:
+        if name in operands and not axes <= varying(operands[name]):
+            raise invalid(
+                f"{argument(name)} is the same on all devices of the mesh axes {sorted(axes)}; "
+                "allowed: one that is split over axis_name"
+            )
+
+
+def divergence(
+    call: Call, operands: dict[str, Array], axis_name: Any, upstream: Any
+) -> dict[str, Array]:
+    """The outputs by name, of tokens [N] and heads whose rows are split."""
+    axes = _parallel._axes_of(axis_name)
+    if operands["weight"].ndim != 2:
+        raise wrong_shape(
+            f"linear_weight has shape {operands['weight'].shape}; allowed: [V/P, D], split over "
+            "axis_name"
+        )
+    whole = {n: x for n, x in operands.items() if n in _PRIMALS or n not in _SPLIT}
+    shard = _parallel._shard_of(axes, whole, upstream)
+    _check_split(shard, operands)
+    call = call.of_shards(shard.size * operands["weight"].shape[0])
+    others = _union(map(varying, operands.values())) - set(axes)
+    alike = {name: pvary(x, others) for name, x in operands.items()}
+    primals = {name: alike.pop(name) for name in _PRIMALS if name in alike}
+    try:
+        made: dict[str, Array] = _differentiable(call, shard, primals, alike)
+    except LogitlessError:
+        raise
+    except NotImplementedError:  # jax.shard_map outside of jit, where nothing is differentiated
+        made = forward(call, shard, primals | alike)[0]
+    return made

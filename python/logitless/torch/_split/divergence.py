@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A divergence of two heads whose vocabulary is split over a process group: every rank holds some
+rows of both heads; hidden states of both and targets are the same on all.
+
+    forward    each rank's states of both heads, one all-gather of 16 to 28 bytes a token and rank,
+               which every rank folds in the ranks' order; then each rank's sums over its columns,
+               one all-gather of 4 to 12 bytes, added in that order
+    backward   each rank's Backward on its columns, from the global states and the global mean that
+               dz subtracts: its grad_weight is done, its grad_input is a part, exchanged as rule.py
+               has it
+
+Each of the three makes the logits of both heads again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from logitless import _abi, _divergence
+from logitless._abi import Divergence, Options
+from logitless._errors import argument, not_supported, wrong_device
+from logitless.torch import _divergence_ops as ops
+from logitless.torch import _divergence_run as run
+from logitless.torch import _run
+from logitless.torch._autograd import first_order
+from logitless.torch._divergence_run import BITS, OF_TENSORS, SLOPE, Inputs
+from logitless.torch._split import combine, exchange, ranks, rule, shards, sums
+from logitless.torch._split.given import Split
+from logitless.torch._split.shards import Shard
+from logitless.torch._split.sums import Tokens
+
+
+class Asked(NamedTuple):
+    """What a call is asked for, beside tensors."""
+
+    options: Divergence
+    memory: int | None
+    dtype: torch.dtype | None  # of the products, under autocast
+    wanted: int
+
+    def bits(self, *names: str) -> int:
+        return self.wanted & sum([BITS[name] for name in names])
+
+    def needs_logprob(self) -> bool:
+        return bool(self.options.label_weight or self.bits("logprob"))
+
+
+def subtracts_mean(options: Divergence) -> bool:
+    """Whether dz has a mean: forward_kl has none, and what at a beta of 0 is forward_kl."""
+    if options.kind in _divergence.MIXTURES and options.beta == 0:
+        return False
+    return options.kind != _abi.FORWARD_KL
+
+
+def refuse(split: Split) -> None:
+    """What a split has and a divergence does not serve."""
+    for name in ("blocks", "sequence_dim", "local_tokens"):
+        value = getattr(split, name)
+        if value is not None and value is not False:
+            raise not_supported(
+                f"Split.{name} is {value!r}; allowed for linear_divergence: "
+                f"{getattr(Split(), name)!r}"
+            )
+
+
+class _Own(NamedTuple):
+    """A rank's own columns. Where it has none, one that is nobody's stands in, so that this rank
+    refuses what the others refuse."""
+
+    inputs: Inputs
+    start: int
+    empty: bool
+
+
+def of_columns(inputs: Inputs, shard: Shard) -> _Own:
+    """The rows of both heads that are columns of the vocabulary: padding lies behind them."""
+    weight = inputs.weight
+    padding = max(weight.shape[0] - (shard.total - shard.start), 0)
+    left = weight.shape[0] - padding
+    empty = left <= 0
+
+    def rows(t: Tensor | None) -> Tensor | None:
+        if t is None or (not padding and not empty):
+            return t
+        return t.new_zeros(1, *t.shape[1:]) if empty else t[: t.shape[0] - padding]
+
+    def columns(t: Tensor | None) -> Tensor | None:
+        if t is None or (not padding and not empty):
+            return t
+        return t.new_zeros(*t.shape[:-1], 1) if empty else t[..., : t.shape[-1] - padding]
+
+    own = _run.replaced(
+        inputs, weight=rows(weight), bias=rows(inputs.bias),
+        teacher_weight=rows(inputs.teacher_weight), teacher_bias=rows(inputs.teacher_bias),
+        teacher_logits=columns(inputs.teacher_logits),
+    )  # fmt: skip
+    return _Own(own, 0 if empty else shard.start, empty)
+
+
+def _arguments(own: _Own, asked: Asked, shard: Shard) -> tuple[Any, ...]:
+    options = _run.replaced(asked.options, vocab_start=own.start, vocab_total=shard.total)
+    return ops.arguments(own.inputs, options, asked.memory, asked.dtype, asked.wanted)
+
+
+def _own_states(shard: Shard, given: Inputs, own: _Own, asked: Asked) -> Tensor:
+    """[1, k, N]"""
+    shards.check_rows(shard, own.inputs.weight, (given.weight, given.bias))
+    states: Tensor = torch.ops.logitless.divergence_states(*_arguments(own, asked, shard))
+    if own.empty:
+        names = run.rows_of_states(given.target is not None, asked.wanted)
+        states = torch.stack([torch.full_like(s, _NONE.get(n, 0.0)) for n, s in zip(names, states)])
+    return states.unsqueeze(0)
+
+
+_NONE = dict.fromkeys(
+    ("row_reference", "teacher_row_reference", "target_logit"), -float("inf")
+)  # of a shard without columns
+
+
+def _own_sums(shard: Shard, own: _Own, asked: Asked, states: Tensor) -> Tensor:
+    """[1, k, N]"""
+    made: Tensor = torch.ops.logitless.divergence_sums(*_arguments(own, asked, shard), states)
+    return (torch.zeros_like(made) if own.empty else made).unsqueeze(0)
+
+
+class _Whole(NamedTuple):
+    """What the ranks' states come to."""
+
+    states: Tensor  # [4, N]
+    found: dict[str, Tensor]  # the student's logprob and the entropies that are asked for, [N]
+
+
+def _folded(states: Tensor, tokens: Tokens, shard: Shard, asked: Asked, has_target: bool) -> _Whole:
+    """Of [P, k, N]."""
+    place = {name: i for i, name in enumerate(run.rows_of_states(has_target, asked.wanted))}
+    made, found = [], {}
+    options = Options(
+        reduction=_abi.REDUCTION_NONE, ignore_index=asked.options.ignore_index,
+        vocab_total=shard.total,
+    )  # fmt: skip
+    for head in ("", "teacher_"):
+        entropy, wanted = f"{head}entropy", 0
+        names = [f"{head}row_reference", f"{head}row_log_sum"]
+        names.append("target_logit" if has_target else names[0])
+        if entropy in place:
+            names.append(entropy)
+            wanted |= _run.ENTROPY
+        given = wanted
+        if not head and asked.needs_logprob():
+            wanted |= _run.LOGPROB
+        every = torch.stack([states[:, place[name]] for name in names], 1)  # [P, 3 or 4, N]
+        row_state, outputs = combine.combine(
+            every, None, tokens._replace(normalizer=None), options, given, wanted
+        )
+        made.append(row_state)
+        outputs_by_name = dict(zip(_run.OUTPUTS.values(), outputs))
+        found.update({
+            f"{head}{name}": made_of for name, made_of in outputs_by_name.items()
+            if made_of is not None
+        })  # fmt: skip
+    return _Whole(torch.cat(made), found)
+
+
+def _losses(divergence: Tensor, found: dict[str, Tensor], given: Inputs, asked: Asked,
+            shard: Shard) -> Tensor:  # fmt: skip
+    """[N]"""
+    losses = divergence
+    if asked.options.label_weight:
+        losses = losses - asked.options.label_weight * found["logprob"]
+    if given.token_weight is not None:
+        losses = losses * given.token_weight
+    if given.target is None:
+        return losses
+    target = given.target.long()
+    outside = (target < 0) | (target >= shard.total)  # the CPU has refused it
+    losses = torch.where(outside, float("nan"), losses)
+    return torch.where(target == asked.options.ignore_index, 0.0, losses)
+
+
+def _tokens(given: Inputs, asked: Asked) -> tuple[Tokens, Asked]:
+    """Without a target every token counts: one stands in that is never ignored."""
+    if given.target is not None:
+        return Tokens(given.target, given.token_weight, None, given.normalizer), asked
+    target = given.input.new_zeros(given.tokens(), dtype=torch.int64)
+    asked = asked._replace(options=_run.replaced(asked.options, ignore_index=-1))
+    return Tokens(target, given.token_weight, None, given.normalizer), asked
+
+
+class ShardedDivergence(Function):
+    """The outputs that are wanted, in their order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, rest: tuple[Any, ...],
+        asked: Asked, shard: Shard,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.asked, ctx.shard = asked, shard
+        ctx.set_materialize_grads(False)
+        inputs = Inputs(input, weight, bias, *rest)
+        given = inputs.flat()
+        own = of_columns(given, shard)
+        facts: Sequence[int] = ()
+        if shards.waits(input):
+            facts = exchange.facts_of(shard, input, own.inputs.weight[: 0 if own.empty else None],
+                                      asked.wanted)  # fmt: skip
+        states = exchange.together(shard, input, facts, _own_states, shard, given, own, asked)
+        tokens, of_tokens = _tokens(given, asked)
+        has_target = given.target is not None
+        whole = _folded(exchange.all_gather(states, shard), tokens, shard, of_tokens, has_target)
+        parts = exchange.together(shard, input, (), _own_sums, shard, own, asked, whole.states)
+        total = sums.ordered_sum(exchange.all_gather(parts, shard))  # [k, N]
+        made = dict(zip(run.rows_of_sums(asked.wanted), total))
+        found = {**whole.found, **made}
+        losses = _losses(made["divergence_sum"], found, given, asked, shard)
+        of_loss: Any = of_tokens.options
+        found["loss"] = sums.reduced(losses, tokens, of_loss)
+        shape = input.shape[:-1]
+        outputs = tuple(
+            [
+                found[name].clone()
+                if found[name].dim() == 0
+                else found[name].reshape(shape).clone()
+                for name, bit in BITS.items()
+                if asked.wanted & bit
+            ]
+        )
+        ctx.save_for_backward(*inputs, whole.states, made.get("slope_sum"))
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        if upstream[0] is None:
+            return (None,) * 6
+        return *first_order(ctx, ShardedDivergence._gradients, upstream), None, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        asked, shard = ctx.asked, ctx.shard
+        if ranks.ON and shard.size > 1:
+            ranks.before_backward(upstream[:1], ctx.needs_input_grad[0], ctx.saved_tensors, shard)
+        *saved, states, slope_mean = ctx.saved_tensors
+        inputs = Inputs(*saved)
+        wanted = sum(bit for bit, need in zip(OF_TENSORS, ctx.needs_input_grad) if need)
+        own = of_columns(inputs.flat(), shard)
+        made = exchange.together(
+            shard, inputs.input, (), _own_gradients, shard, own, asked._replace(wanted=wanted),
+            upstream[0], states, slope_mean,
+        )  # fmt: skip
+        grads: list[Tensor | None] = [
+            g if need else None for g, need in zip(made, ctx.needs_input_grad)
+        ]
+        part, grad_weight, grad_bias = grads
+        grad_input = None
+        if part is not None:
+            shape, dtype = inputs.input.shape, inputs.input.dtype
+            grad_input = exchange.reduce_grad_input(part, shard, shape, dtype)
+        return (
+            grad_input, rule._padded(grad_weight, inputs.weight),
+            rule._padded(grad_bias, inputs.bias),
+        )  # fmt: skip
+
+
+def _own_gradients(
+    shard: Shard, own: _Own, asked: Asked, grad_loss: Tensor, states: Tensor,
+    slope_mean: Tensor | None,
+) -> Sequence[Tensor]:  # fmt: skip
+    backward: Any = torch.ops.logitless.divergence_shard_backward
+    made: Sequence[Tensor] = backward(*_arguments(own, asked, shard), grad_loss, states, slope_mean)
+    if not own.empty:
+        return made
+    part, weight, bias = made
+    return torch.zeros_like(part), weight[:0], bias[:0]
+
+
+def _check_devices(inputs: Inputs) -> None:
+    for name, t in zip(Inputs._fields, inputs):
+        if t is not None and t.device != inputs.input.device:
+            raise wrong_device(
+                f"{argument(name)} is on {t.device}; allowed: {inputs.input.device}, where the "
+                "input is"
+            )
+
+
+def divergence(
+    inputs: Inputs, options: Divergence, memory: int | None, wanted: int,
+    dtype: torch.dtype | None, shard: Shard,
+) -> Sequence[Tensor]:  # fmt: skip
+    """The outputs that are `wanted`, in their order."""
+    _check_devices(inputs)
+    bits = wanted
+    needed = [
+        torch.is_grad_enabled() and t is not None and t.requires_grad
+        for t in (inputs.input, inputs.weight, inputs.bias)
+    ]
+    if any(needed):
+        bits |= sum(bit for bit, need in zip(OF_TENSORS, needed) if need)
+        bits |= SLOPE if subtracts_mean(options) else 0
+    shard = _run.replaced(shard, of_input=needed[0], of_any=any(needed))
+    asked = Asked(options, memory, dtype, bits)
+    if ranks.ON and shard.size > 1:
+        ranks.before_divergence(inputs, asked, shard)
+    if torch.compiler.is_compiling():
+        return _traced(inputs, asked, shard)
+    apply: Any = ShardedDivergence.apply
+    outputs: Sequence[Tensor] = apply(*inputs[:3], tuple(inputs[3:]), asked, shard)
+    return outputs
+
+
+# As of the other losses, for torch.compile (rule.py).
+_make_library: Any = torch.library.Library
+_library = _make_library("logitless", "FRAGMENT")
+_library.define(
+    f"sharded_divergence({ops._TENSORS}, {ops._OPTIONS}, int wanted, str group, int rank, "
+    "int size, bool reduce_input_grad, bool ordered, bool of_input, bool of_any, str revision) "
+    "-> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _sharded_divergence(*args: Any) -> list[Tensor]:
+    inputs, options, memory, dtype, wanted = ops._split(args)
+    group, rank, size, reduces, ordered, of_input, of_any, _ = args[ops._WANTED + 1 :]
+    shard = Shard(
+        group, rank, size, options.vocab_start, options.vocab_total, reduce_input_grad=reduces,
+        ordered=ordered, of_input=of_input, of_any=of_any,
+    )  # fmt: skip
+    apply: Any = ShardedDivergence.apply
+    asked = Asked(options, memory, dtype, wanted)
+    return list(apply(*inputs[:3], tuple(inputs[3:]), asked, shard))
+
+
+_library.impl("sharded_divergence", _sharded_divergence, "CompositeImplicitAutograd")
+
+
+def _traced(inputs: Inputs, asked: Asked, shard: Shard) -> Sequence[Tensor]:
+    options = _run.replaced(asked.options, vocab_start=shard.start, vocab_total=shard.total)
+    made: Sequence[Tensor] = torch.ops.logitless.sharded_divergence(
+        *ops.arguments(inputs, options, asked.memory, asked.dtype, asked.wanted), shard.group,
+        shard.rank, shard.size, shard.reduce_input_grad, shard.ordered, shard.of_input,
+        shard.of_any, rule._REVISION,
+    )  # fmt: skip
+    return made
