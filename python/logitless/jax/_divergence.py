@@ -19,7 +19,7 @@ from logitless._divergence import (
     names_of,
     options_of,
 )
-from logitless._errors import argument, invalid, renames
+from logitless._errors import invalid, renames
 from logitless.jax import _parallel_divergence
 from logitless.jax._call import Call
 from logitless.jax._functions import (

@@ -149,6 +149,7 @@ def linear_divergence(
         if target is not None:
             check_target(input, target, "input")
         names = names_of(return_statistics)
+        wanted = BITS["loss"] + sum([BITS[name] for name in names])
         options = options_of(
             kind, beta, label_weight, reduction, ignore_index, logit_scale, softcap, temperature,
             teacher_logit_scale, teacher_softcap, teacher_temperature, empty_mean,
@@ -168,12 +169,12 @@ def linear_divergence(
         elif _ops.shapes_alone(*inputs):
             _divergence_run.check_shapes(inputs.in_dtype(_autocast_dtype(input)), options, wanted)
     except LogitlessError as error:
+        error.args = (_in_callers_words(error, input.shape[:-1], shift, None, memory is None),)
         if shard is not None:
             from logitless.torch._split import exchange
 
             exchange.tell(error, input, shard)
         raise
-    wanted = BITS["loss"] + sum([BITS[name] for name in names])
     try:
         if shard is not None:
             from logitless.torch._split import divergence as split
