@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Divergences on the device, in every way that a plan has (src/cuda/divergence/divergence.h), each
 // judged against the reference; and a Backward of dz that Forward has kept.
+#include <algorithm>
+#include <cmath>
 #include <map>
 
 #include "planned.h"
@@ -161,11 +163,38 @@ TEST_P(StoredLogits, OfATeacherAlike) {
 
 // Every tile has rows of its own scale: none may be summed from where another's maximum is.
 TEST_P(StoredLogits, OfAnySize) {
-  for (const float scale : {1e-3f, 30.0f, 3000.0f}) {
+  for (const float scale : {1e-3f, 30.0f, 3000.0f, 1e10f, 1e25f}) {
     Case c = large();
     c.options.logit_scale = c.divergence.teacher_logit_scale = scale;
     c.divergence.kind = DivergenceKind::jsd;
     judge_stored(c);
+  }
+}
+
+// A NaN stays in its row, and a column far below all others, alone in the last tile, counts for
+// nothing.
+TEST_P(StoredLogits, OfRowsWithNaN) {
+  for (const int64_t vocab : {4117, 192 * 22 + 1}) {
+    Case c = large();
+    c.shape.vocab = vocab;
+    c.divergence.kind = DivergenceKind::reverse_kl;
+    c.options.reduction = Reduction::none;
+    Problem<Both> p = build<Both>(c);
+    const auto fill_row = [](const TensorView& view, int64_t row, double value) {
+      std::vector<double> values = read(view);
+      std::fill_n(values.begin() + row * view.shape[1], view.shape[1], value);
+      write(view, values);
+    };
+    fill_row(p.op.input, 3, NAN);
+    fill_row(p.op.teacher.input, 700, INFINITY);
+    const double far = dtype_ == DType::f16 ? -3e4 : -1e12;
+    fill_row(p.op.weight, vocab - 1, far);
+    fill_row(p.op.teacher.weight, vocab - 1, far);
+    fill_row(p.op.input, 5, 1);
+    fill_row(p.op.teacher.input, 5, 1);
+    const Comparison result =
+        compare(expected(device_, p.op, p.model), execute(device_, p.op, p.pool, {}));
+    EXPECT_TRUE(result.ok()) << result.report << ": " << describe(c);
   }
 }
 

@@ -656,7 +656,9 @@ def test_what_cannot_be_served_is_refused() -> None:
     x, w, _, t = LAYOUTS["both"].put_all(*arrays())
     for name in ("rank", "mass_above"):
         with pytest.raises(Exception, match=f"'{name}', and linear_weight is split over the mesh"):
-            jax.jit(lambda x, w: linear_cross_entropy(x, w, t, return_statistics=name))(x, w)
+            jax.jit(lambda x, w, name=name: linear_cross_entropy(x, w, t, return_statistics=name))(
+                x, w
+            )
     with pytest.raises(Exception, match="memory is 100 bytes; allowed: >= "):
         jax.jit(lambda x, w: linear_cross_entropy(x, w, t, memory=100))(x, w)
     x, w, _, t = LAYOUTS["tokens"].put_all(*arrays())

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// LinearDivergence ops on every CUDA device: cuBLASLt makes the products, kernels of the rows what
-// lies between them (docs/kernels/divergence.md).
+// LinearDivergence ops on every CUDA device: cuBLASLt makes the products, and on Hopper a kernel of
+// our own those of the logits; kernels of the rows make what lies between them
+// (docs/kernels/divergence.md).
 #pragma once
 
 #include "src/backend.h"

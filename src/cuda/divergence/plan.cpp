@@ -19,7 +19,7 @@ constexpr std::array<int64_t, 8> chunk_sizes{2048, 1536, 1024, 768, 512, 256, 12
 // should have more than a few.
 constexpr int64_t stored_rows = 512;
 bool is_worth_storing(int64_t chunk, int64_t vocab) {
-  return vocab >= 4096 && 8 * chunk >= 7 * round_up(chunk, stored_rows);
+  return vocab >= 4096 && chunk > 0 && 8 * chunk >= 7 * round_up(chunk, stored_rows);
 }
 constexpr std::array<int64_t, 6> widths{16384, 8192, 4096, 2048, 1024, 512};
 

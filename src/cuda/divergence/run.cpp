@@ -98,7 +98,7 @@ class DivergenceRun {
       }
     }
     if (p_.way == DivergenceWay::whole) {
-      with_head(call_.student, m_.ready, all(), gather);
+      if (shape().grad_weight) with_head(call_.student, m_.ready, all(), gather);
       gradients(all(), panel(0, vocab()), false, true);
     }
     if (p_.way != DivergenceWay::columns) return;
@@ -110,7 +110,7 @@ class DivergenceRun {
 
   // Makes both heads' logits of rows and columns.
   void logits(const Chunk& chunk, int64_t first, int64_t columns, int64_t most_columns) {
-    if (p_.sum_columns > 0) return store(chunk, first, columns, panel_pitch(most_columns));
+    if (p_.sum_columns > 0) return store(chunk, first, columns, panel_pitch(most_columns), false);
     const int64_t pitch = panel_pitch(most_columns), most_rows = std::min(p_.chunk, tokens());
     HeadProducts::Logits block{.rows = chunk.rows,
                                .column = first,
@@ -131,9 +131,8 @@ class DivergenceRun {
 
   // Returns whether an engine's sums make the states; a shard may be given them.
   bool makes_states() const { return p_.sum_columns > 0 && !call_.shard.given; }
-  // Does the same with the device's engine, and makes the states of whole rows.
-  void store(const Chunk& chunk, int64_t first, int64_t columns, int64_t pitch) {
-    const bool sums_all = columns == vocab() && makes_states();
+  // Does the same with the device's engine. With sums, it makes the states of whole rows too.
+  void store(const Chunk& chunk, int64_t first, int64_t columns, int64_t pitch, bool makes_sums) {
     const auto by = [&](float* to, const Partials& sums) {
       return [&, to](const LinearWork& work) {
         engine_for(device_).store_logits(work, {.to = to,
@@ -141,12 +140,12 @@ class DivergenceRun {
                                                 .row = gathers_all() ? chunk.first : 0,
                                                 .first = first,
                                                 .columns = columns,
-                                                .partials = sums_all ? sums : Partials{}});
+                                                .partials = makes_sums ? sums : Partials{}});
       };
     };
     with_student(chunk, by(m_.logits, m_.sums));
     with_teacher(chunk, by(m_.teacher_logits, m_.teacher_sums));
-    if (sums_all) divergence_states(chunk, m_.sums, m_.teacher_sums, m_.states, stream_);
+    if (makes_sums) divergence_states(chunk, m_.sums, m_.teacher_sums, m_.states, stream_);
   }
 
   // Returns what the kernels of the rows take, for columns [first, first + columns).
@@ -179,7 +178,11 @@ class DivergenceRun {
 
   // Makes the outputs of a chunk's tokens, and what its gradients are made of.
   void rows_of(const Chunk& chunk) {
-    logits(chunk, 0, vocab(), vocab());
+    if (makes_states()) {
+      store(chunk, 0, vocab(), panel_pitch(vocab()), true);
+    } else {
+      logits(chunk, 0, vocab(), vocab());
+    }
     DivergenceRows rows = rows_call(chunk, 0, vocab(), vocab());
     const DivergenceStatistics& out = call_.statistics;
     rows.has_outputs = call_.loss || out.entropy || out.teacher_entropy || out.acceptance ||

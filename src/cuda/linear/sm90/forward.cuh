@@ -25,7 +25,7 @@ constexpr bool keeps_codes = std::is_same_v<T, __half> && kMode == Mode::sums_e;
 
 constexpr int half_right_rows = tile_columns / 2, group_clusters = 4;
 
-// The kernels of with_options.cuh read this; plain.cuh reads nothing of it.
+// The kernels of with_options.cuh read this; plain.cuh reads the slopes of logits that are stored.
 struct TileOptions {
   MapFactors map;           // where rows have maps of their own, it leaves the temperature to them
   const TokenMap* row_map;  // [N]  by token; where it is null `map` serves all rows

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the forward modes without options. What becomes of a tile's logits is worked out under
-// the products of its other half and of the next tile:
+// These are the forward modes without options, but for a scale of logits that are stored. What
+// becomes of a tile's logits is worked out under the products of its other half and of the next
+// tile:
 //   its last steps    the 64 upper rows' products, then the lower ones'; under these the upper
 //                     rows' exponentials
 //   the next tile's   first steps, of the upper rows; under these the lower rows' exponentials
@@ -12,8 +13,10 @@
 // one: its products are done, and these 16 KB a warpgroup are given back when the boxes have been
 // read. Logits go to memory as they are, 32 bytes of eight rows at a time.
 // The sums of logits have no anchor: nothing is known of their rows, and both heads of a divergence
-// need them to the last bits. A lane's start from the greatest of its own.
+// need them to the last bits. Each lane's start from the greatest of its own logits.
 #pragma once
+
+#include <cfloat>
 
 #include "src/cuda/linear/sm90/plain_input.cuh"
 #include "src/cuda/linear/units.cuh"
@@ -263,21 +266,19 @@ __device__ inline void store_rows(const float (&d)[96], const LeftOut& mask, con
       *reinterpret_cast<float2*>(to + 8 * i) = {d[4 * i + 2 * h], d[4 * i + 2 * h + 1]};
     }
   }
+  if (a.partials.sum == nullptr) return;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float maximum = find_maximum<kMasked>(d, mask, h);
-    const float scale = of_row(data.slope, at.part, h) * log2e;
-    const float most = maximum == -infinity() ? 0.0f : maximum;
-    // The product is rounded, which is made good below: it is an exponent of the whole sum.
-    const float from = most * scale;
+    const float from = maximum == -infinity() ? 0.0f : maximum;
+    const float scale = fminf(of_row(data.slope, at.part, h) * log2e, FLT_MAX);  // 0 stays 0
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < 24; ++i) {
-      sum += exp2_fast(fmaf(element<kMasked>(d, mask, i, h, 0), scale, -from)) +
-             exp2_fast(fmaf(element<kMasked>(d, mask, i, h, 1), scale, -from));
+      sum += exp2_fast((element<kMasked>(d, mask, i, h, 0) - from) * scale) +
+             exp2_fast((element<kMasked>(d, mask, i, h, 1) - from) * scale);
     }
-    sums->sum[h] = sum * exp2_fast(-fmaf(most, scale, -from));
-    sums->maximum[h] = maximum;
+    sums->sum[h] = sum, sums->maximum[h] = maximum;
   }
 }
 
