@@ -497,6 +497,41 @@ static void test_divergence(int32_t device) {
   g_what = "";
 }
 
+/* The same heads, whose states are given: reverse_kl's sums, and one without a state. */
+static void test_divergence_sums(int32_t device) {
+  logitless_divergence_options options = LOGITLESS_DIVERGENCE_OPTIONS_INIT;
+  float teacher[4] = {2, 2, -1, -1}, sums[2][2];
+  float states[4][2] = {
+      {logf(3), logf(3)}, {logf(4.0f / 3), logf(4.0f / 3)}, {2, -1}, {logf(2), logf(2)}};
+  const float want = 0.75f * logf(1.5f) - 0.25f * logf(2);
+  logitless_tensor logits = view(teacher, LOGITLESS_F32, 2, 2, 2), state[4], sum[2];
+  for (int i = 0; i < 4; ++i) state[i] = view(states[i], LOGITLESS_F32, 1, 2, 0);
+  for (int i = 0; i < 2; ++i) sum[i] = view(sums[i], LOGITLESS_F32, 1, 2, 0);
+  g_what = "sums of divergences";
+  set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD, device);
+  g_op.value.kind = LOGITLESS_LINEAR_DIVERGENCE_FORWARD;
+  g_op.value.target = NULL;
+  g_op.value.loss = NULL;
+  g_op.value.teacher_logits = &logits;
+  g_op.value.divergence = &options;
+  options.kind = LOGITLESS_REVERSE_KL;
+  g_op.value.row_reference = &state[0];
+  g_op.value.row_log_sum = &state[1];
+  g_op.value.teacher_row_reference = &state[2];
+  g_op.value.divergence_sum = &sum[0];
+  g_op.value.slope_sum = &sum[1];
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "teacher_row_log_sum is missing") != NULL);
+  g_op.value.teacher_row_log_sum = &state[3];
+  CHECK(ask() == LOGITLESS_OK);
+  CHECK(run() == LOGITLESS_OK);
+  CHECK(g_status.value.message[0] == 0);
+  for (int i = 0; i < 2; ++i) {
+    CHECK(fabsf(sums[0][i] - want) < 1e-6f && fabsf(sums[1][i] - want) < 1e-6f);
+  }
+  g_what = "";
+}
+
 /* Each of two shards has one column: logits [0, log 3] of both tokens. */
 static void test_combine(int32_t device) {
   const float log3 = logf(3), loss = 0.5f * logf(16.0f / 3), lse[] = {logf(4), logf(4)};
@@ -548,6 +583,8 @@ int main(void) {
   test_statistics_and_temperatures(LOGITLESS_CPU);
   test_divergence(LOGITLESS_REFERENCE);
   test_divergence(LOGITLESS_CPU);
+  test_divergence_sums(LOGITLESS_REFERENCE);
+  test_divergence_sums(LOGITLESS_CPU);
   test_combine(LOGITLESS_REFERENCE);
   test_combine(LOGITLESS_CPU);
   if (g_failures == 0) printf("every check passed\n");

@@ -239,6 +239,30 @@ def without_gradients(me: Rank) -> Results:
 
 
 @case
+def a_group_of_one_is_the_call_without(me: Rank) -> Results:
+    h = heads()
+    own = [dist.new_group([rank]) for rank in range(me.size)][me.rank]
+    options: dict[str, Any] = {"kind": "jsd", "target": h.target, "label_weight": 0.3}
+    alone = linear_divergence(*h[:4], **options)
+    wanted = torch.autograd.grad(alone, h.leaves[:2])
+    for padding in (0, 2):
+        weight, teacher = h.weight.detach(), h.teacher_weight
+        if padding:
+            weight, teacher = (
+                torch.cat((t, torch.full_like(t[:padding], float("nan"))))
+                for t in (weight, teacher)
+            )
+        weight.requires_grad_()
+        loss = linear_divergence(
+            h.input, weight, h.teacher_input, teacher, group=Split(own, total=VOCAB), **options
+        )
+        grads = torch.autograd.grad(loss, (h.input, weight))
+        assert torch.equal(loss, alone) and torch.equal(grads[0], wanted[0])
+        assert torch.equal(grads[1][:VOCAB], wanted[1]) and not grads[1][VOCAB:].any()
+    return {"loss": alone}
+
+
+@case
 def a_part_of_a_sum(me: Rank) -> Results:
     h = heads()
     whole = torch.autograd.grad(expected(h, kind="jsd")[0], h.input)[0]

@@ -40,7 +40,7 @@ endfunction()
 
 set(defaults LOGITLESS_WEBGPU_LIMITS=default)
 set(webgpu_suites)
-foreach(suite conformance divergence determinism invariance edges nonfinite invariants shards workspace kept temperatures statistics inactive
+foreach(suite conformance divergence divergence_shards determinism invariance edges nonfinite invariants shards workspace kept temperatures statistics inactive
               combine)
   list(APPEND webgpu_suites $<TARGET_OBJECTS:${suite}_test_objects>)
 endforeach()
@@ -56,7 +56,7 @@ if("$ENV{LOGITLESS_TEST_FULL}")
 endif()
 add_webgpu_test(edges webgpu_suite ${edges} ${defaults})
 add_webgpu_test(combine webgpu_suite */Combines.* ${defaults})
-add_webgpu_test(divergences webgpu_suite */Divergences.* ${defaults})
+add_webgpu_test(divergences webgpu_suite */Divergences.*:*/DivergenceShards.WebGPU* ${defaults})
 add_webgpu_test(kept webgpu_suite */KeptState.*:WebGpuKept.* ${defaults})
 add_webgpu_test(options webgpu_suite */Temperatures.*_f32:*/TokenStatistics.*_f32:*/InactiveTokens.*_f32 ${defaults})
 # Each case of these is many runs, and a run on a processor's Vulkan is mostly the loader's and the compiler's time.
