@@ -57,7 +57,7 @@ inline Mistake beside_sums(const char* name) {
     return forward && s.make_sums() && (s[name] = view);
   });
 }
-inline Mistake on_shard(const char* name) {
+inline Mistake on_divergences_shard(const char* name) {
   return diverging([=](Subject& s) {
     const bool forward = s.forward() && !s.gradients();
     const TensorView view = forward ? s[name] : TensorView{};
@@ -386,10 +386,11 @@ inline const Reject kDivergenceRejects[] = {
        return true;
      }),
      invalid_argument, "target is missing; target_logit"},
-    {"a loss of a shard's divergence", on_shard("loss"), invalid_argument, "loss is given"},
-    {"a logprob of a shard's divergence", on_shard("logprob"), invalid_argument,
+    {"a loss of a shard's divergence", on_divergences_shard("loss"), invalid_argument,
+     "loss is given"},
+    {"a logprob of a shard's divergence", on_divergences_shard("logprob"), invalid_argument,
      "logprob is given"},
-    {"an acceptance of a shard without sums", on_shard("acceptance"), invalid_argument,
+    {"an acceptance of a shard without sums", on_divergences_shard("acceptance"), invalid_argument,
      "acceptance is given"},
     {"kept of a shard's divergence", diverging([](Subject& s) {
        if (!s.has("kept")) return false;

@@ -266,6 +266,16 @@ TEST_P(DivergenceShards, AreTheWhole) {
   }
 }
 
+// An engine may store the logits of shards of some size.
+TEST_P(DivergenceShards, OfManyColumns) {
+  if (std::string("cuda") != device_.name()) return;
+  for (const DivergenceKind kind : kDivergenceKinds) {
+    Case c = plain({1000, 40, 8500}, kind);
+    c.temperatures = true;
+    expect_shards(build<Both>(c), {4200, 4300}, name_of(kind));
+  }
+}
+
 TEST_P(DivergenceShards, WithEveryOption) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const float beta : {0.0f, 0.3f, 1.0f}) {

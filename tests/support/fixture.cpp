@@ -238,13 +238,12 @@ void compare_values(const std::string& name, const reference::Output& want, cons
 
 // If row_reference m may be any number within log s + log 2 of the row's maximum, row_log_sum is
 // held to what m leaves of the lse, and the maximum's own error is no excuse.
-reference::Result beside_anchors(const reference::Result& want, const Fields& got) {
-  reference::Result beside = want;
-  const auto reference = beside.outputs.find("row_reference"),
-             log_sum = beside.outputs.find("row_log_sum");
-  if (reference == beside.outputs.end() || log_sum == beside.outputs.end()) return beside;
-  const auto anchor = got.find("row_reference");
-  if (anchor == got.end()) return beside;
+void move_to_anchors(const std::string& head, const Fields& got, reference::Result* beside) {
+  const auto reference = beside->outputs.find(head + "row_reference"),
+             log_sum = beside->outputs.find(head + "row_log_sum");
+  if (reference == beside->outputs.end() || log_sum == beside->outputs.end()) return;
+  const auto anchor = got.find(head + "row_reference");
+  if (anchor == got.end()) return;
   for (size_t i = 0; i < anchor->second.value.size(); ++i) {
     const double m = anchor->second.value[i], maximum = reference->second.value[i];
     // These are exact.
@@ -253,6 +252,11 @@ reference::Result beside_anchors(const reference::Result& want, const Fields& go
     reference->second.bound[i] += log_sum->second.value[i] + std::log(2.0);
     log_sum->second.value[i] -= m - maximum;
   }
+}
+reference::Result beside_anchors(const reference::Result& want, const Fields& got) {
+  reference::Result beside = want;
+  move_to_anchors("", got, &beside);
+  move_to_anchors("teacher_", got, &beside);
   return beside;
 }
 

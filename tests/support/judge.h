@@ -21,7 +21,9 @@ reference::Result expected(const TestDevice& device, const Op& op, reference::Bo
       want = evaluate_outside(op, model);
     }
   }
-  if constexpr (LinearOp<Op> && ForwardOp<Op> && !DivergenceOp<Op>) {
+  if constexpr (DivergenceOp<Op>) {
+    want.anchored = !device.reference_is_maximum(op.input.dtype);
+  } else if constexpr (LinearOp<Op> && ForwardOp<Op>) {
     const bool needs_maximum =
         op.statistics.entropy || op.statistics.argmax || op.statistics.max_logprob;
     want.anchored = !needs_maximum && !device.reference_is_maximum(op.input.dtype);
