@@ -269,8 +269,8 @@ TEST_P(DivergenceShards, AreTheWhole) {
 // An engine may store the logits of shards of some size.
 TEST_P(DivergenceShards, OfManyColumns) {
   if (std::string("cuda") != device_.name()) return;
-  for (const DivergenceKind kind : kDivergenceKinds) {
-    Case c = plain({1000, 40, 8500}, kind);
+  for (const DivergenceKind kind : {DivergenceKind::reverse_kl, DivergenceKind::jsd}) {
+    Case c = plain({500, 16, 8500}, kind);
     c.temperatures = true;
     expect_shards(build<Both>(c), {4200, 4300}, name_of(kind));
   }
