@@ -479,8 +479,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "the mass above of the last window",
         _RANK,
-        "let all = extras[token].mass_above + tree[0]",
-        "let all = tree[0]",
+        "var all = extras[token].mass_above;",
+        "var all = 0.0;",
         "ranks",
     ),
     _mutant(
@@ -500,8 +500,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "the mass above: not of the whole row's probability",
         _RANK,
-        "tree[0] * exp_nonpositive(max(-log_sum, -200.0));",
-        "tree[0];",
+        "all + tree[0] * share",
+        "all + tree[0]",
         "ranks",
     ),
     _mutant(

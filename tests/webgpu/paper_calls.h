@@ -3,6 +3,7 @@
 // the WebGPU backend asks for, or how it binds them.
 #pragma once
 
+#include <set>
 #include <string>
 
 #include "logitless/fields.h"
@@ -101,6 +102,12 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
       if (is == "vocab_weight" || (is == "target" && c.scaled && !c.optional)) view = {};
       // All columns are kept, or none.
       if (is.starts_with("kept") && c.none) view = {};
+      // A shard of the vocabulary has these.
+      static const std::set<std::string_view> of_shards{
+          "row_reference",       "row_log_sum",  "teacher_row_reference",
+          "teacher_row_log_sum", "target_logit", "divergence_sum",
+          "slope_sum",           "slope_mean"};
+      if (of_shards.contains(is)) view = {};
     }
     if (!view) return;
     int64_t elements = 1;

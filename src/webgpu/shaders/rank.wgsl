@@ -33,27 +33,37 @@ fn rank(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let target_logit = rows[token].target_logit;
   let target_column = rows[token].target_column;
   let scale = scale_of(token);
+  let share = exp_nonpositive(max(-log_sum, -200.0));
   var own = 0u;
-  var mass = 0.0;
-  for (var local = thread; local < p.columns; local += 256u) {
-    let z = map_raw(block[p.base + r * p.row_stride + local], scale).z;
-    if (p.first_column + local != target_column && is_above(z, target_logit)) {
-      own += 1u;
-      mass += exp_nonpositive(max(z - m, -200.0));
+  var all = extras[token].mass_above;
+  // Probabilities are added up 1024 columns at a time, of which windows have whole ones, so that the
+  // sum is the same in any windows.
+  for (var slot = 0u; slot < p.columns; slot += 1024u) {
+    var mass = 0.0;
+    for (var local = slot + thread; local < min(slot + 1024u, p.columns); local += 256u) {
+      let z = map_raw(block[p.base + r * p.row_stride + local], scale).z;
+      if (p.first_column + local != target_column && is_above(z, target_logit)) {
+        own += 1u;
+        mass += exp_nonpositive(max(z - m, -200.0));
+      }
     }
+    tree[thread] = mass;
+    for (var step = 128u; step > 0u; step /= 2u) {
+      workgroupBarrier();
+      if (thread < step) {
+        tree[thread] += tree[thread + step];
+      }
+    }
+    workgroupBarrier();
+    if (thread == 0u) {
+      all = min(all + tree[0] * share, 1.0);
+    }
+    workgroupBarrier();
   }
   atomicAdd(&above, own);
-  tree[thread] = mass;
-  for (var step = 128u; step > 0u; step /= 2u) {
-    workgroupBarrier();
-    if (thread < step) {
-      tree[thread] += tree[thread + step];
-    }
-  }
   workgroupBarrier();
   if (thread == 0u) {
     extras[token].rank += atomicLoad(&above);
-    let all = extras[token].mass_above + tree[0] * exp_nonpositive(max(-log_sum, -200.0));
-    extras[token].mass_above = select(min(all, 1.0), log_sum, is_nan(log_sum));
+    extras[token].mass_above = select(all, log_sum, is_nan(log_sum));
   }
 }
