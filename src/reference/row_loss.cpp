@@ -164,8 +164,9 @@ void RowGradient::set(const LossOptions& options, const Row& row, size_t j, cons
   if (options.softcap > 0) {
     const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / row.temperature;
     const double cap_error = row.temperature * row.logit_error[j] / options.softcap;
-    error[j] +=
-        dz_magnitude * (4 * u32 * steepest + 2 * std::fabs(row.saturation[j]) * slope * cap_error);
+    // dz may be far below its own error, where terms cancel.
+    error[j] += (dz_magnitude + dz.error) *
+                (4 * u32 * steepest + 2 * std::fabs(row.saturation[j]) * slope * cap_error);
   }
 }
 
