@@ -116,6 +116,7 @@ def test_every_output_is_of_one_call(name: str, launched: list[int]) -> None:
     x, w, b, t = problem((9,), 17, 8, bias=True, ignored=0)
     t[4] = -100
     with patch_trl():
+        launched.clear()  # the patch tries TRL's formulas first
         found = fused(x, w, b, t, **OPTIONS[name])
     assert len(launched) == 1
     assert not any(value[4] for value in found.values())
