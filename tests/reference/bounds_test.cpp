@@ -154,8 +154,8 @@ DzBounds dz_bounds(const Transcript& t) {
                       0.5 * p_error + 0.75 * (p_error * (1 + information) + p * t.h_error) +
                       4 * u * m;
     const double c = t.z[j] * 0.75 / 2, slope = std::fabs(t.slope[j]);
-    bounds.error.push_back(slope * dz +
-                           m * (4 * u * 2 + 2 * std::fabs(c) * slope * 0.75 * t.error[j] / 2));
+    bounds.error.push_back(
+        slope * dz + (m + dz) * (4 * u * 2 + 2 * std::fabs(c) * slope * 0.75 * t.error[j] / 2));
     bounds.magnitude.push_back(m * slope);
   }
   bounds.stored = (3 + ga * (w + 2 * lambda * std::fabs(t.lse)) + 0.5 + 3 + 0.75 * (1 + t.h)) * 2;
