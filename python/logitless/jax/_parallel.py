@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -339,14 +339,21 @@ def loss(call: Call, operands: dict[str, Array], axis_name: Any, upstream: Any) 
     shard = _shard_of(axes, operands, upstream)
     total = shard.size * operands["weight"].shape[0]
     _refuse(call, operands, total)
-    call = call.of_shards(total)
+    return applied(_differentiable, forward, call.of_shards(total), shard, operands, axes)
+
+
+def applied(
+    differentiable: Callable[..., dict[str, Array]], forward: Callable[..., Any], call: Call,
+    shard: Shard, operands: dict[str, Array], axes: Sequence[str],
+) -> dict[str, Array]:  # fmt: skip
+    """The outputs of a call whose vocabulary is split over the axes."""
     # Over other axes all vary alike from here on: JAX itself adds up the gradients of those that
     # did not.
     others = _union(map(varying, operands.values())) - set(axes)
     alike = {name: pvary(x, others) for name, x in operands.items()}
     primals = {name: alike.pop(name) for name in _PRIMALS if name in alike}
     try:
-        made: dict[str, Array] = _differentiable(call, shard, primals, alike)
+        made: dict[str, Array] = differentiable(call, shard, primals, alike)
     except LogitlessError:
         raise
     except NotImplementedError:  # jax.shard_map outside of jit, where nothing is differentiated

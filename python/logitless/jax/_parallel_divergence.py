@@ -22,16 +22,16 @@ import numpy as np
 
 from logitless import _abi, _divergence
 from logitless._abi import Divergence, Options
-from logitless._errors import LogitlessError, argument, invalid, wrong_shape
+from logitless._errors import argument, invalid, wrong_shape
 from logitless.jax import _parallel, _shards
 from logitless.jax._call import Call, asked_of
-from logitless.jax._parallel import Shard, _gather, _rotated, _run, _union
-from logitless.jax._run import Array, Tensor, pvary, varying
+from logitless.jax._parallel import Shard, _gather, _rotated, _run
+from logitless.jax._run import Array, Tensor, varying
 
 _F32 = np.dtype(np.float32)
 _STATES = ("row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum")
 _SPLIT = ("weight", "bias", "teacher_weight", "teacher_bias", "teacher_logits")
-_PRIMALS = ("input", "weight", "bias")
+_PRIMALS = _parallel._PRIMALS
 
 
 def _options(call: Call) -> Divergence:
@@ -202,13 +202,4 @@ def divergence(
     shard = _parallel._shard_of(axes, whole, upstream)
     _check_split(shard, operands)
     call = call.of_shards(shard.size * operands["weight"].shape[0])
-    others = _union(map(varying, operands.values())) - set(axes)
-    alike = {name: pvary(x, others) for name, x in operands.items()}
-    primals = {name: alike.pop(name) for name in _PRIMALS if name in alike}
-    try:
-        made: dict[str, Array] = _differentiable(call, shard, primals, alike)
-    except LogitlessError:
-        raise
-    except NotImplementedError:  # jax.shard_map outside of jit, where nothing is differentiated
-        made = forward(call, shard, primals | alike)[0]
-    return made
+    return _parallel.applied(_differentiable, forward, call, shard, operands, axes)
