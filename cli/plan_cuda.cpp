@@ -183,13 +183,16 @@ cuda::DeviceInfo planned_device() {
 }
 
 // Both heads' products, made twice where dz is of some columns at a time, and the gradients'.
-int products(const Call& call, const cuda::DivergencePlan& p) {
+double products(const Call& call, const cuda::DivergencePlan& p) {
   using cuda::DivergenceWay;
   const int gradients = static_cast<int>(static_cast<bool>(call.grad_input)) +
                         static_cast<int>(static_cast<bool>(call.grad_weight));
   const int heads = 1 + call.teacher_is_head();
   if (p.way == DivergenceWay::from_kept) return gradients;
-  return heads * (p.way == DivergenceWay::columns ? 2 : 1) + gradients;
+  const auto vocab = static_cast<double>(call.vocab());
+  const double again =
+      p.way == DivergenceWay::columns && vocab > 0 ? 1 - static_cast<double>(p.stored) / vocab : 0;
+  return heads * (1 + again) + gradients;
 }
 
 json kept_of(const Call& call, uint64_t bytes) {
@@ -214,6 +217,7 @@ json divergence_plan(const Call& call, std::optional<uint64_t> memory) {
             {"token_chunk", chunk},
             {"chunks", (tokens + chunk - 1) / chunk},
             {"block_columns", p.columns > 0 ? p.columns : call.vocab()},
+            {"stored_columns", p.stored},
             {"products", products(call, p)},
             {"bytes", p.bytes},
             {"predicted_ms", p.seconds * 1e3}}},

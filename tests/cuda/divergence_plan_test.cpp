@@ -110,6 +110,46 @@ TEST(DivergencePlan, ALlamasRunsInLittleMemory) {
   EXPECT_EQ(q.way, DivergenceWay::chunks);
 }
 
+// Without a target every token counts, and aligned rows of whole 16 bytes are read where they lie.
+TEST(DivergencePlan, InputsAreNotCopiedWhereEveryTokenCounts) {
+  const auto copies = [](const Call& call) {
+    const DivergenceCall made = make_divergence(call);
+    const DivergencePlan p = smallest_plan(made, kH200);
+    char* const base = reinterpret_cast<char*>(int64_t{1} << 40);
+    const DivergenceMemory m = place_divergence(made, p, base);
+    EXPECT_EQ(m.student.m.input == nullptr, m.teacher.m.input == nullptr);
+    return m.student.m.input != nullptr;
+  };
+  EXPECT_FALSE(copies(Call(divergence_op<Both>(kLlama))));
+  EXPECT_FALSE(copies(Call(divergence_op<LinearDivergenceForward>(kLlama))));
+  EXPECT_TRUE(copies(Call(divergence_op<Both>(kLlama, {.target = true}))));
+  EXPECT_TRUE(copies(Call(divergence_op<Back>(kLlama))));
+  EXPECT_TRUE(copies(Call(divergence_op<Both>({33, 64, 300, 64}))));
+  EXPECT_TRUE(copies(Call(divergence_op<Both>({32, 60, 300, 60}))));
+  Both op = divergence_op<Both>(kLlama);
+  for (TensorView* v : {&op.input, &op.teacher.input}) v->byte_offset = 8;
+  EXPECT_TRUE(copies(Call(op)));
+  // Nobody knows the address yet, and the plan must do for any.
+  for (TensorView* v : {&op.input, &op.teacher.input}) v->byte_offset = 0, v->data = nullptr;
+  EXPECT_TRUE(copies(Call(op)));
+}
+
+// More memory means fewer products, from six to four.
+TEST(DivergencePlan, MemoryHoldsDzOfAShareOfTheColumns) {
+  const DivergenceCall call = make_divergence(Call(divergence_op<Both>(kLlama)));
+  int64_t stored = 0;
+  for (const uint64_t bytes : {384, 768, 1184, 1600, 2104}) {
+    const DivergencePlan p = quickest_plan(call, bytes * MiB, kH200);
+    EXPECT_EQ(p.way, DivergenceWay::columns) << bytes;
+    EXPECT_GE(p.stored, stored) << bytes;
+    EXPECT_LT(p.stored, kLlama.vocab) << bytes;
+    EXPECT_EQ(p.stored % 64, 0);
+    stored = p.stored;
+  }
+  EXPECT_GT(stored, kLlama.vocab / 2);
+  EXPECT_EQ(quickest_plan(call, 3072 * MiB, kH200).way, DivergenceWay::whole);
+}
+
 TEST(DivergencePlan, AFrozenHeadNeedsNoDzOfAllTokens) {
   const Both op = divergence_op<Both>(kLlama, {.grad_weight = false});
   const DivergenceCall call = make_divergence(Call(op));
@@ -173,13 +213,19 @@ std::vector<Place> places_of(const DivergenceCall& call, const DivergencePlan& p
   const uint64_t rows = by_chunk ? p.chunk : all, pitch = m.student.plan.hidden_pitch;
   const uint64_t chunk = p.way == DivergenceWay::none ? std::min(p.chunk, s.tokens) : p.chunk;
   const uint64_t width = by_columns || call.scales_panel() ? p.columns : panel_pitch(s.vocab);
-  const uint64_t logits = by_columns ? rows * width * 4 : chunk * panel_pitch(s.vocab) * 4;
+  const bool blocks = by_columns && gradients;
+  const LogitsOfHeads& made = blocks ? m.block : m.logits;
+  const uint64_t logits = blocks ? rows * width * 4 : chunk * panel_pitch(s.vocab) * 4;
   std::vector<Place> places{{"tokens", m.tokens.row, tokens * 4},
                             {"states", m.states, tokens * sizeof(DivergenceState)},
                             {"grad_weight_sum", m.student.m.grad_weight_sum, s.vocab * pitch * 4}};
-  if (m.dz != reinterpret_cast<char*>(m.logits)) {
-    places.push_back({"dz", m.dz, rows * width * element});
-  }
+  const auto push_dz = [&](const char* name, const char* dz, uint64_t columns) {
+    if (dz == reinterpret_cast<const char*>(made.student)) return;
+    places.push_back({name, dz, rows * columns * element});
+  };
+  const bool some = by_columns || call.scales_panel();
+  push_dz("dz", m.dz, by_columns ? p.stored : panel_pitch(s.vocab));
+  if (blocks || !by_columns) push_dz("block_dz", m.block_dz, some ? p.columns : 0);
   const DivergenceHead& head = gradients ? m.ready : m.student;
   const uint64_t inputs = whole && !gradients ? chunk : rows;
   places.push_back({"input", head.m.input, inputs * pitch * element});
@@ -190,8 +236,9 @@ std::vector<Place> places_of(const DivergenceCall& call, const DivergencePlan& p
     places.push_back({"grad_input_sum", m.student.m.grad_input_sum, sums * pitch * 4});
   }
   if (gradients && whole) return places;
-  places.push_back({"logits", m.logits, logits});
-  places.push_back({"teacher_logits", m.teacher_logits, logits});
+  places.push_back({"logits", made.student, logits});
+  places.push_back({"teacher_logits", made.teacher, logits});
+  if (blocks) return places;
   for (const Partials* sums : {&m.sums, &m.teacher_sums}) {
     const uint64_t size = std::min(chunk, tokens) * sums->segments * 4;
     places.push_back({"maximum", sums->maximum, size});

@@ -40,6 +40,7 @@ struct DivergenceOfShard {
 struct DivergencePanel {
   char* data = nullptr;  // [rows, pitch]  null where no dz is made
   int64_t pitch = 0;
+  int32_t columns = 0;  // it has the first so many of the launch's
   DType dtype = DType::f32;
   // Kept for another call: rows are by token, each times `lift` and nothing else; a row that is not
   // finite becomes zeros, and is marked.

@@ -75,6 +75,14 @@ bool may_store(const LinearCall& head, const LossOptions& options, const Tensor&
          options.logit_scale > 0;
 }
 
+// Returns whether the products can read the caller's own rows, where every token counts. They are
+// whole 16 bytes a row with nothing between, and no rows lie behind the last one.
+bool reads_rows(const Tensor& input, const LinearShape& s) {
+  const bool memory = input.stride[1] == 1 && input.stride[0] == s.hidden &&
+                      s.hidden * size_of(s.dtype) % most_alignment == 0;
+  return memory && input.alignment == most_alignment && whole_rows(s.tokens) == s.tokens;
+}
+
 void add_kept(const Call& call, DivergenceCall* made) {
   TokenInput& in = made->student.in;
   const bool is_half = call.input.dtype == DType::f16;
@@ -119,6 +127,13 @@ DivergenceCall make_divergence(const Call& call) {
                      may_store(made.teacher, call.teacher_options(), call.teacher_weight);
   }
   if (needs_teacher) made.teacher_logits = call.teacher_logits;
+  if (call.forward && !call.target) {
+    const auto set = [](LinearCall* head) {
+      head->shape.kernels.reads_input = reads_rows(head->input, head->shape);
+    };
+    set(&made.student);
+    if (made.makes_teacher()) set(&made.teacher);
+  }
   made.shard = {.given = call.state_given(),
                 .states = {call.row_reference, call.row_log_sum, call.teacher_row_reference,
                            call.teacher_row_log_sum},

@@ -15,13 +15,17 @@ namespace {
 
 // Logits of more tokens at a time make no product quicker; a product has tiles of 256.
 constexpr std::array<int64_t, 8> chunk_sizes{2048, 1536, 1024, 768, 512, 256, 128, 64};
+// Each chunk of whole rows that states are made of reads both weights.
+constexpr std::array<int64_t, 4> state_chunks{128, 192, 256, 512};
+// The share of the columns whose dz is made with the states is a multiple of one of so many parts.
+constexpr int64_t stored_parts = 24;
 // Tiles of engines that store logits have so many rows, which should be full, and the vocabulary
 // should have more than a few.
 constexpr int64_t stored_rows = 512;
 bool is_worth_storing(int64_t chunk, int64_t vocab) {
   return vocab >= 4096 && chunk > 0 && 8 * chunk >= 7 * round_up(chunk, stored_rows);
 }
-constexpr std::array<int64_t, 6> widths{16384, 8192, 4096, 2048, 1024, 512};
+constexpr std::array<int64_t, 9> widths{16384, 8192, 4096, 3072, 2560, 2048, 1536, 1024, 512};
 
 // Returns how many tokens' input is gathered at a time.
 int64_t input_rows(const DivergenceCall& call, const DivergencePlan& p) {
@@ -29,19 +33,18 @@ int64_t input_rows(const DivergenceCall& call, const DivergencePlan& p) {
   return all ? whole_rows(call.student.shape.tokens) : p.chunk;
 }
 
-// Returns how many logits of a head there is room for.
-int64_t logits_of(const DivergenceCall& call, const DivergencePlan& p) {
-  const LinearShape& s = call.student.shape;
-  if (p.way == DivergenceWay::from_kept) return 0;
+// Returns how many logits of a head's whole rows there is room for.
+int64_t row_logits(const DivergenceCall& call, const DivergencePlan& p) {
+  const bool known = p.way == DivergenceWay::columns && call.shard.given;
+  if (p.way == DivergenceWay::from_kept || known) return 0;
   // Where dz takes their place, a product reads rows behind the last token too.
-  const int64_t rows = p.way == DivergenceWay::none ? std::min(p.chunk, s.tokens) : p.chunk;
-  const int64_t chunk = rows * panel_pitch(s.vocab);
-  if (p.way != DivergenceWay::columns) return chunk;
-  return std::max(chunk, whole_rows(s.tokens) * p.columns);
+  const int64_t tokens = call.student.shape.tokens;
+  const int64_t rows = p.way == DivergenceWay::none ? std::min(p.chunk, tokens) : p.chunk;
+  return rows * panel_pitch(call.student.shape.vocab);
 }
 
-// Returns how many elements of dz there is room for.
-int64_t dz_elements(const DivergenceCall& call, const DivergencePlan& p) {
+// Returns how many elements of dz that is made of whole rows there is room for.
+int64_t dz_of_rows(const DivergenceCall& call, const DivergencePlan& p) {
   const LinearShape& s = call.student.shape;
   switch (p.way) {
     case DivergenceWay::whole:
@@ -49,17 +52,22 @@ int64_t dz_elements(const DivergenceCall& call, const DivergencePlan& p) {
     case DivergenceWay::chunks:
       return p.chunk * panel_pitch(s.vocab);
     case DivergenceWay::columns:
-      return whole_rows(s.tokens) * p.columns;
-    case DivergenceWay::from_kept:
-      return call.scales_panel() ? whole_rows(s.tokens) * p.columns : 0;
+      return whole_rows(s.tokens) * p.stored;
     default:
       return 0;
   }
 }
-// f32 takes the place of the logits, where these are not needed again.
-bool dz_in_place(const DivergenceCall& call, const DivergencePlan& p) {
-  const bool passes = p.way == DivergenceWay::chunks || p.way == DivergenceWay::columns;
-  return passes && call.student.shape.dtype == DType::f32;
+// Returns how many elements of some columns' dz there is room for.
+int64_t dz_of_block(const DivergenceCall& call, const DivergencePlan& p) {
+  const bool some = p.way == DivergenceWay::columns || call.scales_panel();
+  return some ? whole_rows(call.student.shape.tokens) * p.columns : 0;
+}
+
+LogitsOfHeads place_logits(const DivergenceCall& call, int64_t logits, Arena* arena) {
+  LogitsOfHeads both;
+  if (logits > 0) both.student = arena->take<float>(logits);
+  if (logits > 0 && call.makes_teacher()) both.teacher = arena->take<float>(logits);
+  return both;
 }
 
 // The sums of stored logits, which are done with before grad_input is summed in their place.
@@ -77,7 +85,9 @@ void place_sums(const DivergenceCall& call, const DivergencePlan& p, Arena* aren
 
 // What a gather of so many rows writes.
 void place_input(const LinearShape& s, int64_t rows, Arena* arena, DivergenceHead* head) {
-  head->m.input = arena->take<char>(rows * head->plan.hidden_pitch * size_of(s.dtype));
+  if (!s.kernels.reads_input) {
+    head->m.input = arena->take<char>(rows * head->plan.hidden_pitch * size_of(s.dtype));
+  }
   head->m.target_logit = arena->take<float>(rows);
   if (s.maps) head->m.slope = arena->take<float>(rows);
 }
@@ -124,6 +134,50 @@ void place_factors(const DivergenceCall& call, Arena* arena, DivergenceMemory* m
   m->student.m.tokens = m->ordered;
 }
 
+// What is done with before the gradients are made lies where their arrays are: grad_input's sums
+// and all tokens' input when dz of all tokens is there, else the logits of some columns and their
+// dz. Returns the student with the input that the gradients' products read.
+DivergenceHead place_stages(const DivergenceCall& call, const DivergencePlan& p, Arena* to,
+                            DivergenceMemory* memory) {
+  const LinearShape& s = call.student.shape;
+  Arena& arena = *to;
+  DivergenceMemory& m = *memory;
+  const bool in_place = s.dtype == DType::f32;  // where the logits are not needed again
+  const auto take_dz = [&](int64_t elements) {
+    return elements > 0 ? arena.take<char>(elements * size_of(s.dtype)) : nullptr;
+  };
+  if (p.way == DivergenceWay::columns) m.dz = take_dz(dz_of_rows(call, p));
+  const uint64_t start = arena.used();
+  m.logits = place_logits(call, row_logits(call, p), &arena);
+  if (p.sum_columns > 0) place_sums(call, p, &arena, &m);
+  const uint64_t end = arena.used();
+  DivergenceHead gathered = m.student;
+  if (p.way == DivergenceWay::whole) {
+    arena.back_to(start);
+    place_input(s, whole_rows(s.tokens), &arena, &gathered);
+    if (s.grad_input) {
+      m.student.m.grad_input_sum = arena.take<float>(s.tokens * m.student.plan.hidden_pitch);
+    }
+    arena.at_least(end);
+  }
+  if (p.way == DivergenceWay::columns) {
+    arena.back_to(start);
+    m.block = place_logits(call, whole_rows(s.tokens) * p.columns, &arena);
+  }
+  if (in_place && p.way == DivergenceWay::columns) {
+    m.block_dz = reinterpret_cast<char*>(m.block.student);
+  } else {
+    m.block_dz = take_dz(dz_of_block(call, p));
+  }
+  if (in_place && p.way == DivergenceWay::chunks) {
+    m.dz = reinterpret_cast<char*>(m.logits.student);
+  } else if (p.way != DivergenceWay::columns) {
+    m.dz = take_dz(dz_of_rows(call, p));
+  }
+  arena.at_least(end);
+  return gathered;
+}
+
 }  // namespace
 
 const char* name_of(DivergenceWay way) {
@@ -153,32 +207,11 @@ DivergenceMemory place_divergence(const DivergenceCall& call, const DivergencePl
   m.student.m.library = m.teacher.m.library = library;
   m.student.m.tokens = m.teacher.m.tokens = m.tokens;
   m.teacher.m.tokens.map = m.teacher_maps;
-  // Sums of grad_input, and all tokens' input, lie where the logits were, when dz of all tokens is
-  // there.
-  const uint64_t start = arena.used();
-  const int64_t logits = logits_of(call, p);
-  if (logits > 0) m.logits = arena.take<float>(logits);
-  if (logits > 0 && call.makes_teacher()) m.teacher_logits = arena.take<float>(logits);
-  if (p.sum_columns > 0) place_sums(call, p, &arena, &m);
-  const uint64_t end = arena.used();
-  DivergenceHead gathered = m.student;
-  if (p.way == DivergenceWay::whole) {
-    arena.back_to(start);
-    place_input(s, whole_rows(s.tokens), &arena, &gathered);
-    if (s.grad_input) {
-      m.student.m.grad_input_sum = arena.take<float>(s.tokens * m.student.plan.hidden_pitch);
-    }
-    arena.at_least(end);
-  }
-  if (dz_in_place(call, p)) {
-    m.dz = reinterpret_cast<char*>(m.logits);
-  } else if (const int64_t elements = dz_elements(call, p)) {
-    m.dz = arena.take<char>(elements * size_of(s.dtype));
-  }
+  const DivergenceHead gathered = place_stages(call, p, &arena, &m);
   if (call.from_kept) place_factors(call, &arena, &m);
   if (call.gradients()) {
     const bool some = p.way == DivergenceWay::columns || call.scales_panel();
-    place_gradients(call, p, some ? p.columns : s.vocab, &arena, &m);
+    place_gradients(call, p, some ? std::max(p.columns, p.stored) : s.vocab, &arena, &m);
   }
   m.ready = m.student;
   m.ready.m.input = gathered.m.input;
@@ -206,8 +239,9 @@ class DivergencePrice {
       });
     }
     if (p_.way == DivergenceWay::whole) sum += gradients(s_.tokens, s_.vocab, false);
+    if (p_.stored > 0) sum += gradients(s_.tokens, p_.stored, false);
     if (p_.way == DivergenceWay::columns) {
-      sum += in_pieces(s_.vocab, p_.columns, [&](int64_t columns) {
+      sum += in_pieces(s_.vocab - p_.stored, p_.columns, [&](int64_t columns) {
         return logits(s_.tokens, columns) + moved(s_.tokens, columns, read() + dz()) +
                gradients(s_.tokens, columns, false);
       });
@@ -255,9 +289,11 @@ class DivergencePrice {
   double passes(int64_t rows) const {
     const bool makes_dz =
         p_.way == DivergenceWay::whole || p_.way == DivergenceWay::chunks || call_.keeps;
-    const bool again = makes_dz && call_.options.kind != DivergenceKind::forward_kl;
-    const int reads = 2 + (again ? 1 : 0) - (p_.sum_columns > 0 ? 1 : 0);
-    return moved(rows, s_.vocab, reads * read() + (makes_dz ? dz() : 0));
+    const bool again = call_.options.kind != DivergenceKind::forward_kl;
+    const int64_t columns = makes_dz ? s_.vocab : p_.stored;
+    const int reads = 2 - (p_.sum_columns > 0 ? 1 : 0);
+    return moved(rows, s_.vocab, reads * read()) +
+           moved(rows, columns, (again ? read() : 0) + dz());
   }
   double gradients(int64_t rows, int64_t columns, bool adds) const {
     double sum = 0;
@@ -283,6 +319,16 @@ int64_t chunk_of(int64_t tokens, int64_t most) {
   return std::min(most, whole_rows(std::max<int64_t>(tokens, 1)));
 }
 
+// Returns how many tokens' whole rows of logits lie where a block's logits and dz will.
+int64_t chunk_in_block(const DivergenceCall& call, int64_t columns) {
+  const LinearShape& s = call.student.shape;
+  const int64_t logits = call.makes_teacher() ? 8 : 4;
+  const int64_t dz = s.dtype == DType::f32 ? 0 : size_of(s.dtype);
+  const int64_t bytes = whole_rows(s.tokens) * columns * (logits + dz);
+  const int64_t fitting = bytes / (panel_pitch(s.vocab) * logits) / 8 * 8;
+  return std::clamp(fitting, chunk_sizes.back(), chunk_sizes.front());
+}
+
 DeviceSpeed speed_of(const DeviceInfo& device) { return engines().back()->speed(device); }
 
 // Calls consider(plan) with every plan there is.
@@ -292,7 +338,7 @@ void each_plan(const DivergenceCall& call, const DeviceInfo& device, F&& conside
   const DeviceSpeed speed = speed_of(device);
   const int64_t stored = call.may_store ? engine_for(device).columns_of_sums() : 0;
   const auto use = [&](DivergencePlan p) {
-    p.columns = std::min(p.columns, panel_pitch(s.vocab));
+    p.columns = std::min(p.columns, panel_pitch(s.vocab - p.stored));
     if (is_worth_storing(p.chunk, s.vocab)) p.sum_columns = stored;
     consider(finished(call, p, speed));
   };
@@ -312,10 +358,25 @@ void each_plan(const DivergenceCall& call, const DeviceInfo& device, F&& conside
   }
   if (!call.gradients()) return;
   for (const int64_t width : widths) {
-    const int64_t fitting = whole_rows(s.tokens) * width / panel_pitch(s.vocab) / 8 * 8;
-    const int64_t chunk =
-        chunk_of(s.tokens, std::clamp(fitting, chunk_sizes.back(), chunk_sizes.front()));
-    use({.way = DivergenceWay::columns, .chunk = chunk, .columns = width});
+    const auto by_chunk = [&](int64_t most) {
+      use({.way = DivergenceWay::columns, .chunk = chunk_of(s.tokens, most), .columns = width});
+    };
+    const int64_t least = chunk_in_block(call, width);
+    by_chunk(least);
+    if (call.shard.given) continue;  // nothing is made of whole rows
+    for (const int64_t most : state_chunks) {
+      if (most > least) by_chunk(most);
+    }
+  }
+  if (call.shard.given) return;
+  const int64_t part = s.vocab / (64 * stored_parts) * 64;
+  for (int64_t parts = 1; part > 0 && parts < stored_parts; ++parts) {
+    for (const int64_t chunk : {256, 512, 1024}) {
+      use({.way = DivergenceWay::columns,
+           .chunk = chunk_of(s.tokens, chunk),
+           .columns = 4096,
+           .stored = parts * part});
+    }
   }
 }
 

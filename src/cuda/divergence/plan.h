@@ -56,6 +56,10 @@ struct DivergenceHead {
   LinearPlan plan;
   LinearMemory m;
 };
+struct LogitsOfHeads {
+  float* student = nullptr;  // [rows, pitch]
+  float* teacher = nullptr;  // [rows, pitch]
+};
 struct DivergenceMemory {
   Tokens tokens;                      // they are compacted
   Tokens ordered;                     // each in its own place, for kept dz
@@ -63,12 +67,13 @@ struct DivergenceMemory {
   float* losses = nullptr;            // [N]  by token
   DivergenceState* states = nullptr;  // [N]  compacted
   DivergenceHead student, teacher;
-  DivergenceHead ready;             // the student, with the input that the gradients' products read
-  Partials sums, teacher_sums;      // of stored logits
-  float* logits = nullptr;          // [rows, pitch]
-  float* teacher_logits = nullptr;  // [rows, pitch]
-  char* dz = nullptr;               // [rows, dz_pitch]  it may be `logits`
-  float* scales = nullptr;          // [N]
+  DivergenceHead ready;         // the student, with the input that the gradients' products read
+  Partials sums, teacher_sums;  // of stored logits
+  LogitsOfHeads logits;         // of a chunk's whole rows
+  LogitsOfHeads block;          // of some columns of all tokens, in the same place
+  char* dz = nullptr;           // [rows, dz_pitch]  made of whole rows; it may be their logits
+  char* block_dz = nullptr;     // [N, dz_pitch]  of some columns; it may be their logits
+  float* scales = nullptr;      // [N]
   uint64_t bytes = 0;
 };
 // Places the arrays of a plan; without a workspace it counts their bytes.

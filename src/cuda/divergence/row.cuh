@@ -71,6 +71,9 @@ struct HeadRow {
   }
 };
 
+// Products read columns of dz up to a multiple of 8, which become 0.
+__device__ inline int whole_eights(int columns) { return (columns + 7) / 8 * 8; }
+
 // The blocks of a cluster share a row: which of them this is, and of how many.
 struct RowShare {
   int rank, blocks;
@@ -87,18 +90,14 @@ template <HeadMaps kMaps>
 struct RowPair {
   HeadRow<kMaps> student, teacher;
   RowShare share;
-  int end;  // products read columns up to a multiple of 8, which become 0
 
   __device__ RowPair(const DivergenceRows& a, int row, int64_t token, RowShare share)
-      : student(a, a.student, row, token),
-        teacher(a, a.teacher, row, token),
-        share(share),
-        end((a.columns + 7) / 8 * 8) {}
+      : student(a, a.student, row, token), teacher(a, a.teacher, row, token), share(share) {}
 
-  // Calls use(j, z, z') with this thread's columns, from the first or, with kBack, from the last
-  // ones, which the pass before has left in the cache.
+  // Calls use(j, z, z') with this thread's columns before `end`, from the first or, with kBack,
+  // from the last ones, which the pass before has left in the cache.
   template <bool kBack, class F>
-  __device__ void for_columns(F&& use) const {
+  __device__ void for_columns(int end, F&& use) const {
     const int threads = static_cast<int>(blockDim.x), all = threads * share.blocks * 4;
     const int own = (share.rank * threads + static_cast<int>(threadIdx.x)) * 4;
     int left = own < end ? (end - own + all - 1) / all : 0;
@@ -150,9 +149,12 @@ struct RowPair {
   }
 };
 
+// The state may be of logits that another product has rounded otherwise, and of large ones the
+// exponential may then overflow: a probability is at most 1.
 __device__ inline TwoHeads two_heads(const DivergenceState& s, float z, float t) {
-  return {exp2_fast((z - s.reference) * log2e) * s.inverse,
-          exp2_fast((t - s.teacher_reference) * log2e) * s.teacher_inverse, (z - t) - s.apart};
+  return {__saturatef(exp2_fast((z - s.reference) * log2e) * s.inverse),
+          __saturatef(exp2_fast((t - s.teacher_reference) * log2e) * s.teacher_inverse),
+          (z - t) - s.apart};
 }
 // Returns the state of token i's row that is given.
 __device__ inline DivergenceState given_state(const DivergenceOfShard& shard, int64_t i) {
@@ -252,7 +254,7 @@ __device__ inline bool is_finite(DType dtype, uint32_t check) {
 __device__ inline void clear_dz(const DivergenceRows& a, char* row, RowShare share) {
   const float zeros[4] = {};
   uint32_t check = 0;
-  const int threads = static_cast<int>(blockDim.x), end = (a.columns + 7) / 8 * 8;
+  const int threads = static_cast<int>(blockDim.x), end = whole_eights(a.dz.columns);
   int j = (share.rank * threads + static_cast<int>(threadIdx.x)) * 4;
   for (; j < end; j += threads * share.blocks * 4) put_four(a.dz.dtype, zeros, row, j, &check);
 }

@@ -47,6 +47,12 @@ class DivergenceRun {
   template <class F>
   void with_head(const LinearCall& call, DivergenceHead head, const Chunk& chunk, F&& use) const {
     head.plan.extra_rows = whole_rows(chunk.rows) - chunk.rows;
+    if (call.shape.kernels.reads_input) {
+      // Only products read it, which do not write there.
+      const int64_t row = gathers_all() ? 0 : chunk.first;
+      head.m.input = static_cast<char*>(call.input.data) + call.input.byte_offset +
+                     row * call.shape.hidden * element();
+    }
     const LinearWork work{call, head.plan, head.m, device_, stream_, chunk};
     use(work);
   }
@@ -77,7 +83,12 @@ class DivergenceRun {
 
   // Returns whether the rows of all tokens' inputs are there at once, not a chunk's.
   bool gathers_all() const { return p_.way == DivergenceWay::columns; }
-  static void gather(const LinearWork& work) { gather_input(work, false, false); }
+  static void gather(LinearWork work) {
+    LinearMemory memory = work.m;
+    if (work.call.shape.kernels.reads_input) memory.input = nullptr;
+    gather_input({work.call, work.plan, memory, work.device, work.stream, work.chunk}, false,
+                 false);
+  }
 
   void from_logits() {
     if (gathers_all()) {
@@ -94,30 +105,42 @@ class DivergenceRun {
       }
       rows_of(chunk);
       if (p_.way == DivergenceWay::chunks) {
-        gradients(chunk, panel(0, vocab()), first > 0, true);
+        gradients(chunk, rows_panel(), first > 0, true);
       }
     }
     if (p_.way == DivergenceWay::whole) {
       if (shape().grad_weight) with_head(call_.student, m_.ready, all(), gather);
-      gradients(all(), panel(0, vocab()), false, true);
+      gradients(all(), rows_panel(), false, true);
     }
     if (p_.way != DivergenceWay::columns) return;
     if (call_.shard.given) {
-      divergence_given_states(rows_call(all(), 0, vocab(), vocab()), stream_);
+      divergence_given_states(rows_call(all(), all_columns()), stream_);
     }
+    if (p_.stored > 0) gradients(all(), rows_panel(), false, false);
     gradients_by_columns();
   }
 
-  // Makes both heads' logits of rows and columns.
-  void logits(const Chunk& chunk, int64_t first, int64_t columns, int64_t most_columns) {
-    if (p_.sum_columns > 0) return store(chunk, first, columns, panel_pitch(most_columns), false);
-    const int64_t pitch = panel_pitch(most_columns), most_rows = std::min(p_.chunk, tokens());
+  // Some columns of every row, of at most so many, and where their logits lie.
+  struct Columns {
+    int64_t first, columns, most;
+    LogitsOfHeads to;
+    int64_t pitch() const { return panel_pitch(most); }
+  };
+  Columns all_columns() const { return {0, vocab(), vocab(), m_.logits}; }
+  Columns columns_from(int64_t first) const {
+    return {first, std::min(p_.columns, vocab() - first), p_.columns, m_.block};
+  }
+
+  // Makes both heads' logits.
+  void logits(const Chunk& chunk, const Columns& c) {
+    if (p_.sum_columns > 0) return store(chunk, c, false);
+    const int64_t most_rows = std::min(p_.chunk, tokens());
     HeadProducts::Logits block{.rows = chunk.rows,
-                               .column = first,
-                               .columns = columns,
+                               .column = c.first,
+                               .columns = c.columns,
                                .most_rows = std::max<int64_t>(most_rows, chunk.rows),
-                               .most_columns = most_columns,
-                               .pitch = pitch};
+                               .most_columns = c.most,
+                               .pitch = c.pitch()};
     block.row = gathers_all() ? chunk.first : 0;
     const auto multiply = [&](float* to) {
       return [&, to](const LinearWork& work) {
@@ -125,49 +148,47 @@ class DivergenceRun {
         HeadProducts(work).logits(block);
       };
     };
-    with_student(chunk, multiply(m_.logits));
-    with_teacher(chunk, multiply(m_.teacher_logits));
+    with_student(chunk, multiply(c.to.student));
+    with_teacher(chunk, multiply(c.to.teacher));
   }
 
   // Returns whether an engine's sums make the states; a shard may be given them.
   bool makes_states() const { return p_.sum_columns > 0 && !call_.shard.given; }
   // Does the same with the device's engine. With sums, it makes the states of whole rows too.
-  void store(const Chunk& chunk, int64_t first, int64_t columns, int64_t pitch, bool makes_sums) {
+  void store(const Chunk& chunk, const Columns& c, bool makes_sums) {
     const auto by = [&](float* to, const Partials& sums) {
       return [&, to](const LinearWork& work) {
         engine_for(device_).store_logits(work, {.to = to,
-                                                .pitch = pitch,
+                                                .pitch = c.pitch(),
                                                 .row = gathers_all() ? chunk.first : 0,
-                                                .first = first,
-                                                .columns = columns,
+                                                .first = c.first,
+                                                .columns = c.columns,
                                                 .partials = makes_sums ? sums : Partials{}});
       };
     };
-    with_student(chunk, by(m_.logits, m_.sums));
-    with_teacher(chunk, by(m_.teacher_logits, m_.teacher_sums));
+    with_student(chunk, by(c.to.student, m_.sums));
+    with_teacher(chunk, by(c.to.teacher, m_.teacher_sums));
     if (makes_sums) divergence_states(chunk, m_.sums, m_.teacher_sums, m_.states, stream_);
   }
 
-  // Returns what the kernels of the rows take, for columns [first, first + columns).
-  DivergenceRows rows_call(const Chunk& chunk, int64_t first, int64_t columns,
-                           int64_t most_columns) const {
-    const int64_t pitch = panel_pitch(most_columns);
+  // Returns what the kernels of the rows take.
+  DivergenceRows rows_call(const Chunk& chunk, const Columns& c) const {
     const LinearCall &s = call_.student, &t = call_.teacher;
     DivergenceRows rows{.in = s.in,
                         .chunk = chunk,
-                        .student = {.made = m_.logits,
-                                    .pitch = pitch,
+                        .student = {.made = c.to.student,
+                                    .pitch = c.pitch(),
                                     .bias = s.bias,
                                     .map = s.map,
                                     .maps = m_.tokens.map},
-                        .teacher = {.made = m_.teacher_logits,
-                                    .pitch = pitch,
+                        .teacher = {.made = c.to.teacher,
+                                    .pitch = c.pitch(),
                                     .given = call_.teacher_logits,
                                     .bias = t.bias,
                                     .map = t.map,
                                     .maps = m_.teacher_maps},
-                        .first = first,
-                        .columns = static_cast<int32_t>(columns)};
+                        .first = c.first,
+                        .columns = static_cast<int32_t>(c.columns)};
     rows.beta = call_.options.beta;
     rows.label_weight = call_.options.label_weight;
     rows.has_target = static_cast<bool>(s.in.target);
@@ -179,11 +200,11 @@ class DivergenceRun {
   // Makes the outputs of a chunk's tokens, and what its gradients are made of.
   void rows_of(const Chunk& chunk) {
     if (makes_states()) {
-      store(chunk, 0, vocab(), panel_pitch(vocab()), true);
+      store(chunk, all_columns(), true);
     } else {
-      logits(chunk, 0, vocab(), vocab());
+      logits(chunk, all_columns());
     }
-    DivergenceRows rows = rows_call(chunk, 0, vocab(), vocab());
+    DivergenceRows rows = rows_call(chunk, all_columns());
     const DivergenceStatistics& out = call_.statistics;
     rows.has_outputs = call_.loss || out.entropy || out.teacher_entropy || out.acceptance ||
                        out.logprob || call_.hands_states_on();
@@ -195,34 +216,42 @@ class DivergenceRun {
     if (call_.keeps) {
       rows.dz = {.data = call_.kept.as<char>(),
                  .pitch = panel_pitch(vocab()),
+                 .columns = static_cast<int32_t>(vocab()),
                  .dtype = shape().dtype,
                  .kept_rows = call_.kept_rows.as<float>(),
                  .lift = call_.lift,
                  .layout = kept_dz_by_token};
-    } else if (p_.way == DivergenceWay::whole || p_.way == DivergenceWay::chunks) {
-      const int64_t row = p_.way == DivergenceWay::whole ? chunk.first : 0;
-      rows.dz = dz_panel(panel_pitch(vocab()), row);
+    } else if (m_.dz != nullptr) {
+      rows.dz = to_panel(rows_panel(), p_.way == DivergenceWay::chunks ? 0 : chunk.first);
     }
     divergence_rows(rows, call_.options.kind, whole_rows(chunk.rows), device_, stream_);
   }
 
-  DivergencePanel dz_panel(int64_t pitch, int64_t row) const {
-    return {.data = m_.dz + row * pitch * element(), .pitch = pitch, .dtype = shape().dtype};
+  DivergencePanel to_panel(const Panel& panel, int64_t row) const {
+    return {.data = panel.data + row * panel.pitch * element(),
+            .pitch = panel.pitch,
+            .columns = static_cast<int32_t>(panel.columns),
+            .dtype = shape().dtype};
   }
-  // Returns dz of columns [first, first + columns), as it lies in the workspace.
-  Panel panel(int64_t first, int64_t columns) const {
-    const bool some = p_.way == DivergenceWay::columns || call_.scales_panel();
-    return {m_.dz, panel_pitch(some ? p_.columns : vocab()), first, columns, false};
+  // Returns dz that is made of whole rows, as it lies in the workspace.
+  Panel rows_panel() const {
+    const int64_t columns = p_.way == DivergenceWay::columns ? p_.stored : vocab();
+    return {m_.dz, panel_pitch(columns), 0, columns, false};
+  }
+  // And that of some columns.
+  Panel block_panel(int64_t first) const {
+    const int64_t columns = std::min(p_.columns, vocab() - first);
+    return {m_.block_dz, panel_pitch(p_.columns), first, columns, false};
   }
 
   void gradients_by_columns() {
-    for (int64_t first = 0; first < vocab(); first += p_.columns) {
-      const int64_t columns = std::min(p_.columns, vocab() - first);
-      logits(all(), first, columns, p_.columns);
-      DivergenceRows rows = rows_call(all(), first, columns, p_.columns);
-      rows.dz = dz_panel(panel_pitch(p_.columns), 0);
+    for (int64_t first = p_.stored; first < vocab(); first += p_.columns) {
+      const Columns c = columns_from(first);
+      logits(all(), c);
+      DivergenceRows rows = rows_call(all(), c);
+      rows.dz = to_panel(block_panel(first), 0);
       divergence_block(rows, call_.options.kind, whole_rows(tokens()), stream_);
-      gradients(all(), panel(first, columns), false, first + columns >= vocab());
+      gradients(all(), block_panel(first), false, first + c.columns >= vocab());
     }
   }
 
@@ -252,8 +281,8 @@ class DivergenceRun {
       const int64_t columns = std::min(p_.columns, vocab() - first);
       const Panel kept{call_.kept.as<char>() + first * element(), pitch, first, columns, false};
       scale_panel(shape().dtype, kept, m_.scales, tokens(), whole_rows(tokens()),
-                  panel(first, columns), stream_);
-      gradients(all(), panel(first, columns), false, first + columns >= vocab());
+                  block_panel(first), stream_);
+      gradients(all(), block_panel(first), false, first + columns >= vocab());
     }
   }
 

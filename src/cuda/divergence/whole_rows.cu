@@ -159,8 +159,8 @@ __device__ void put_outputs(const DivergenceRows& a, int64_t k, const Divergence
     }
     *loss_of(a.losses, a.loss, i) = tokens.token_weight[k] * (loss + guard);
   }
-  put(a.statistics.entropy, i, sums.entropy);
-  put(a.statistics.teacher_entropy, i, sums.teacher_entropy);
+  put(a.statistics.entropy, i, sums.entropy + 0 * s.log_sum);
+  put(a.statistics.teacher_entropy, i, sums.teacher_entropy + 0 * s.teacher_log_sum);
   put(a.statistics.acceptance, i, sums.overlap + guard);
   put(a.statistics.logprob, i, logprob > 0 ? 0.0f : logprob);
   put_of_shard(a.shard, i, s, sums, target_logit, guard);
@@ -186,9 +186,9 @@ struct RowExchange {
 };
 
 template <HeadMaps kMaps>
-__device__ DivergenceState state_of(const RowPair<kMaps>& row, Exchange<4>* exchange) {
+__device__ DivergenceState state_of(const RowPair<kMaps>& row, int columns, Exchange<4>* exchange) {
   RunningSum student, teacher;
-  row.template for_columns<false>([&](int, const float(&z)[4], const float(&t)[4]) {
+  row.template for_columns<false>(columns, [&](int, const float(&z)[4], const float(&t)[4]) {
     const float most = student.most(z), most_of_teacher = teacher.most(t);
     if (most > student.maximum || most_of_teacher > teacher.maximum) {  // rare behind the first
       student.raise(most);
@@ -279,10 +279,11 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   __syncthreads();  // dz_of_row is there
   DivergenceState state = a.shard.given  ? given_state(a.shard, a.chunk.tokens.row[k])
                           : a.has_states ? a.states[k]
-                                         : state_of(pair, &exchange.states);
+                                         : state_of(pair, a.columns, &exchange.states);
   const DzRow dz = with_state(dz_of_row, state);
   RowSums own;
   uint32_t check = 0;
+  const int dz_end = whole_eights(a.dz.columns);
   const auto terms_of = [&](const float(&z)[4], const float(&t)[4], auto&& use) {
     const ColumnTerms<kKind> c[4] = {
         {two_heads(state, z[0], t[0]), a.beta},
@@ -293,10 +294,13 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
     use(c);
   };
   if (kTogether || a.sums_columns) {
-    pair.template for_columns<true>([&](int j, const float(&z)[4], const float(&t)[4]) {
+    const int end = kTogether ? whole_eights(a.columns) : a.columns;
+    pair.template for_columns<true>(end, [&](int j, const float(&z)[4], const float(&t)[4]) {
       terms_of(z, t, [&](const auto& c) {
         add_columns(a, state, z, t, c, &own);
-        if constexpr (kTogether) put_dz(a, dz, pair.student, j, z, c, state, &check);
+        if constexpr (kTogether) {
+          if (j < dz_end) put_dz(a, dz, pair.student, j, z, c, state, &check);
+        }
       });
     });
   }
@@ -309,7 +313,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   }
   if constexpr (!kDz) return;
   if constexpr (!kTogether) {
-    pair.template for_columns<false>([&](int j, const float(&z)[4], const float(&t)[4]) {
+    pair.template for_columns<false>(dz_end, [&](int j, const float(&z)[4], const float(&t)[4]) {
       terms_of(z, t, [&](const auto& c) { put_dz(a, dz, pair.student, j, z, c, state, &check); });
     });
   }
