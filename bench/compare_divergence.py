@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divergences of a student's and a teacher's head, loss and gradients: ours beside torch.compile of
-bf16 logits, TRL's, Unsloth's and Liger's functions, and four cuBLAS products of the same operands.
+logits, TRL's, Unsloth's and Liger's functions, and four cuBLAS products of the same operands.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/compare_divergence.py --pairs 8192x4096x128256x4096 --peers-from peers
@@ -14,9 +14,10 @@ absent or fails is left out, with one line that says so. `--near SIZE` takes a t
 is the student's but for noise of that relative size.
 
 One process; all take turns in bursts, in an order that turns round every round; medians of
-`--rounds`. bf16, random data. MiB: the allocator's peak beyond the inputs and their gradients. The
-last column is the error of grad_input against f32 logits, of its norm. Needs a GPU; `--pairs
-64x32x300x16` tries it anywhere, and its figures mean nothing."""
+`--rounds`. Random data of `--dtype`; f32 products are without TF32. MiB: the allocator's
+peak beyond the inputs and their gradients. The last column is the error of grad_input against f32
+logits, of its norm. Needs a GPU; `--pairs 64x32x300x16` tries it anywhere, and its figures mean
+nothing."""
 
 from __future__ import annotations
 
@@ -37,26 +38,27 @@ from logitless import torch as logitless
 from logitless.integrations import liger, unsloth
 from logitless.integrations.trl import TrlPatch
 
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "tv")
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # as peers name three of them
 Call = Callable[[], Tensor]
 
 
 class Pair:
-    def __init__(self, sizes: list[int], near: float, device: str) -> None:
+    def __init__(self, sizes: list[int], near: float, device: str, dtype: torch.dtype) -> None:
         tokens, hidden, vocab, width = sizes
         torch.manual_seed(0)
-        self.input = torch.randn(tokens, hidden, device=device).bfloat16().requires_grad_()
+        self.input = torch.randn(tokens, hidden, device=device).to(dtype).requires_grad_()
         weight = torch.randn(vocab, hidden, device=device) / hidden**0.5
-        self.weight = weight.bfloat16().requires_grad_()
+        self.weight = weight.to(dtype).requires_grad_()
         if near:
             self.teacher_input = self.input.detach().clone()
             noise = 1 + near * torch.randn(vocab, hidden, device=device)
-            self.teacher_weight = (weight * noise).bfloat16()
+            self.teacher_weight = (weight * noise).to(dtype)
         else:
-            self.teacher_input = torch.randn(tokens, width, device=device).bfloat16()
+            self.teacher_input = torch.randn(tokens, width, device=device).to(dtype)
             teacher = torch.randn(vocab, width, device=device) / width**0.5
-            self.teacher_weight = teacher.bfloat16()
+            self.teacher_weight = teacher.to(dtype)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.input, self.weight, self.teacher_input, self.teacher_weight
@@ -218,7 +220,8 @@ class Contenders:
 
 
 def compare(shape: str, kind: str, given: argparse.Namespace, device: str) -> None:
-    pair = Pair([int(extent) for extent in shape.split("x")], given.near, device)
+    sizes = [int(extent) for extent in shape.split("x")]
+    pair = Pair(sizes, given.near, device, getattr(torch, DTYPES[given.dtype]))
     contenders = Contenders(pair, kind)
     in_their_names = adapters(pair, kind) if kind in BETAS else {}
     for name, call in {**ours(pair, kind), **in_their_names}.items():
@@ -242,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", default="8192x4096x128256x4096,8192x2048x151936x4096")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--near", type=float, default=0)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--burst", type=float, default=0.25, help="seconds")
@@ -249,7 +253,7 @@ def main() -> None:
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    print(f"{name}, torch {torch.__version__}, N x D x V x the teacher's D, bf16")
+    print(f"{name}, torch {torch.__version__}, N x D x V x the teacher's D, {given.dtype}")
     for shape in given.pairs.split(","):
         for kind in given.kinds.split(","):
             compare(shape, kind, given, device)
