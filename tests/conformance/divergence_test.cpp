@@ -410,6 +410,44 @@ TEST_P(Divergences, KeptStateServesAnyBackward) {
   }
 }
 
+// dz of reverse_kl has no bound: rows of it that 16 bits have no room for are kept beside ordinary
+// ones, and a Backward of any upstream gradients has both.
+TEST_P(Divergences, KeptStateOfRowsFarFromTheirTeacher) {
+  if (std::string("reference") == device_.name()) return;
+  for (const int64_t vocab : {5, 421, 20011}) {
+    for (const int upstream : {0, 1, 2}) {
+      for (const float teacher_scale : {1.0f, 4096.0f}) {
+        Case c = plain({20, 24, vocab}, DivergenceKind::reverse_kl);
+        c.bias = c.wants_grad_bias = true, c.bias_dtype = DType::f32;
+        c.grad_loss = c.token_weight = upstream == 1;
+        c.divergence.label_weight = upstream == 1 ? 0.3f : 0;
+        c.divergence.teacher_logit_scale = teacher_scale;
+        if (upstream == 2) c.options.reduction = Reduction::mean;
+        KeptDivergence k(device_, c);
+        set(k.p.op.bias, [](int64_t j, double) { return j < 2 ? 10.0 : 0.0; });
+        set(k.p.op.teacher.input, [&](int64_t i, double x) {
+          const int64_t row = i / 24;
+          return x * (row == 3 ? 4000 : row == 11 ? 9000 : 1.0);
+        });
+        if (upstream == 1) {
+          set(k.p.op.grad_loss, [](int64_t i, double x) { return i == 11 ? 1e-3 : x; });
+        }
+        const std::string what = std::to_string(vocab) + " columns, upstream " +
+                                 std::to_string(upstream) + ", scale " +
+                                 std::to_string(teacher_scale);
+        k.take(execute(device_, k.forward, k.p.pool));
+        const reference::Result want = expected(device_, k.p.op, k.p.model);
+        const std::vector<double>& dz = want.outputs.at("grad_bias").value;
+        const double most = std::fabs(*std::max_element(dz.begin(), dz.end()));
+        EXPECT_GT(most, upstream == 0 ? 1100 : 0) << what;
+        const Outcome got = execute(device_, k.without_teacher(), k.p.pool);
+        const Comparison result = compare(want, got);
+        EXPECT_TRUE(result.ok()) << what << "\n" << result.report;
+      }
+    }
+  }
+}
+
 // A row of NaN shows in Backward where it is active, and only there.
 TEST_P(Divergences, KeptStateOfARowOfNaN) {
   if (std::string("reference") == device_.name()) return;
