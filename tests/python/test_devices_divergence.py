@@ -5,7 +5,7 @@ beside f64 of the whole vocabulary, the same bits on every rank, errors on all o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -628,14 +628,6 @@ def _at_the_start(own: Any, asked: Any, shard: Any) -> Any:
 
 def run(me: Rank, name: str) -> Results:
     return CASES[name](me)
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, ranks.Group]]:
-    made = {size: ranks.Group(size, tmp_path_factory.mktemp("ranks")) for size in ranks.SIZES}
-    yield made
-    for group in made.values():
-        group.stop()
 
 
 ON_THE_CPU = ("errors_on_every_rank", "ranks_that_are_compared", "autocast_and_checkpoint")

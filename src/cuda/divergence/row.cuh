@@ -6,6 +6,7 @@
 
 #include "src/cuda/divergence/arrays.h"
 #include "src/cuda/divergence/column.cuh"
+#include "src/cuda/divergence/state.cuh"
 #include "src/cuda/linear/chunk.cuh"
 #include "src/cuda/logit_map.cuh"
 #include "src/cuda/runtime/copies.cuh"
@@ -168,7 +169,7 @@ __device__ inline DivergenceState given_state(const DivergenceOfShard& shard, in
                     .log_sum = load(given.row_log_sum, i),
                     .teacher_reference = load(given.teacher_row_reference, i),
                     .teacher_log_sum = load(given.teacher_row_log_sum, i)};
-  s.apart = (s.reference - s.teacher_reference) + (s.log_sum - s.teacher_log_sum);
+  s.apart = apart_of(s);
   s.inverse = expf(-s.log_sum);
   s.teacher_inverse = expf(-s.teacher_log_sum);
   const float mean = present(shard.slope_mean) ? load(shard.slope_mean, i) : 0.0f;
@@ -271,7 +272,7 @@ __device__ void put_dz(const DivergenceRows& a, const DzRow& row, const HeadRow<
                        const DivergenceState& state, uint32_t* check) {
   float dz[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) dz[i] = c[i].dz(state.mean);
+  for (int i = 0; i < 4; ++i) dz[i] = dz_of(c[i], state.mean);
   if (a.label_weight != 0) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -222,7 +222,7 @@ __device__ DivergenceState state_of(const RowPair<kMaps>& row, Exchange<4>* exch
                     .teacher_log_sum = logf(teacher.sum),
                     .inverse = 1 / student.sum,
                     .teacher_inverse = 1 / teacher.sum};
-  s.apart = (s.reference - s.teacher_reference) + (s.log_sum - s.teacher_log_sum);
+  s.apart = apart_of(s);
   return s;
 }
 
