@@ -435,6 +435,7 @@ TEST_P(Divergences, KeptStateOfRowsFarFromTheirTeacher) {
         const std::string what = std::to_string(vocab) + " columns, upstream " +
                                  std::to_string(upstream) + ", scale " +
                                  std::to_string(teacher_scale);
+        if (upstream == 2) k.forward.loss = {};  // dz needs the divergence all the same
         k.take(execute(device_, k.forward, k.p.pool));
         const reference::Result want = expected(device_, k.p.op, k.p.model);
         const std::vector<double>& dz = want.outputs.at("grad_bias").value;

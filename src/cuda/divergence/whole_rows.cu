@@ -110,7 +110,9 @@ __device__ void add_columns(const DivergenceRows& a, const DivergenceState& s, c
   if constexpr (kKind != DivergenceKind::forward_kl) {
     sums->mean += sum_of_four([&](int i) { return c[i].c.p * c[i].slope(); });
   }
-  if (!a.has_outputs) return;
+  // What is kept of reverse_kl is divided by a number made of the divergence.
+  const bool divides = kKind == DivergenceKind::reverse_kl && a.dz.kept_rows != nullptr;
+  if (!a.has_outputs && !divides) return;
   sums->value += sum_of_four([&](int i) { return fmaxf(c[i].value(), 0.0f); });
   if (!a.has_statistics) return;
   const DivergenceStatistics& out = a.statistics;
