@@ -115,13 +115,13 @@ def options_of(
     )
 
 
-def check_teachers_rows(name: str, shape: Sequence[int], tokens: Sequence[int]) -> None:
+def check_teachers_rows(
+    name: str, shape: Sequence[int], tokens: Sequence[int], whose: str = "the tokens of input"
+) -> None:
     """teacher_input and teacher_logits are [..., D] and [..., V], of the tokens of input."""
     if len(shape) == 0 or tuple(shape[:-1]) != tuple(tokens):
         allowed = ", ".join((*map(str, tokens), "V" if name == "teacher_logits" else "D"))
-        raise wrong_shape(
-            f"{name} has shape {tuple(shape)}; allowed: ({allowed}), the tokens of input"
-        )
+        raise wrong_shape(f"{name} has shape {tuple(shape)}; allowed: ({allowed}), {whose}")
 
 
 def check_shift_has_target(shift: int, target: object) -> None:

@@ -19,6 +19,8 @@ constexpr double nan_value = std::numeric_limits<double>::quiet_NaN();
 // One column of both heads.
 struct Column {
   double p, q, m;
+  bool may_count =
+      false;           // or be left out: beside a -inf logit, where f32 begins to have no number
   double d;            // log p - log q
   double log_p_m = 0;  // log(p / m), of a p above 0
   double log_q_m = 0;  // log(q / m), of a q above 0
@@ -31,12 +33,27 @@ double relative_error(const Row& row, size_t j) {
   return row.logit_error[j] + row.lse_error + 4 * u32 * (3 + std::fabs(row.z[j] - row.reference));
 }
 
+// Beside a -inf logit a probability below the least normal f32 counts as 0.
+void leave_out_tiny(double log_of_greater, Column* c) {
+  if (!std::isinf(c->d)) return;
+  const double own_error = std::max(c->p_relative, c->q_relative);  // the infinite one has none
+  const double least = std::log(tiny32), log_2 = std::log(2.0);
+  c->may_count = log_of_greater >= least - log_2 - own_error && log_of_greater <= least + own_error;
+  if (log_of_greater < least) c->p = c->q = 0;
+}
+
 Column column_of(double beta, const Row& student, const Row& teacher, size_t j) {
   Column c;
   c.p = student.probability[j];
   c.q = teacher.probability[j];
-  c.m = (1 - beta) * c.p + beta * c.q;
   c.d = student.log_probability[j] - teacher.log_probability[j];
+  if (!student.logit_error.empty()) {
+    c.p_relative = relative_error(student, j);
+    c.q_relative = relative_error(teacher, j);
+    c.d_error = c.p_relative + c.q_relative;
+  }
+  leave_out_tiny(std::max(student.log_probability[j], teacher.log_probability[j]), &c);
+  c.m = (1 - beta) * c.p + beta * c.q;
   if (c.p > 0) c.log_p_m = -std::log1p(beta * std::expm1(-c.d));
   // Where p is little beside q, expm1 has no digit left of what a small beta leaves beside it.
   if (c.q > 0 && beta < 1) {
@@ -46,10 +63,6 @@ Column column_of(double beta, const Row& student, const Row& teacher, size_t j) 
   // e^d is beyond a double where one is nothing beside the other.
   if (c.p > 0 && !std::isfinite(c.log_p_m)) c.log_p_m = c.d - std::log(beta);
   if (c.q > 0 && !std::isfinite(c.log_q_m)) c.log_q_m = -c.d - std::log(1 - beta);
-  if (student.logit_error.empty()) return c;
-  c.p_relative = relative_error(student, j);
-  c.q_relative = relative_error(teacher, j);
-  c.d_error = c.p_relative + c.q_relative;
   return c;
 }
 
@@ -85,6 +98,11 @@ Part part_of(DivergenceKind kind, double beta, const Column& c) {
       break;
   }
   return {0.5 * apart, 0.5 * apart, 0.5 * std::max(c.p, c.q)};
+}
+
+// Whether a column with this infinite d makes D infinite.
+bool is_infinite_beside(DivergenceKind kind, double d) {
+  return kind == (d < 0 ? DivergenceKind::forward_kl : DivergenceKind::reverse_kl);
 }
 
 // f_j, of which dz_j = scale p_j (f_j - sum_k p_k f_k), and its error.
@@ -207,6 +225,7 @@ DivergenceRow divergence_row(const DivergenceOptions& options, const Row& studen
   std::vector<Column> columns;
   for (size_t j = 0; j < count; ++j) {
     const Column& c = columns.emplace_back(column_of(beta, student, teacher, j));
+    row.undecided |= c.may_count && is_infinite_beside(kind, c.d);
     if (c.p == 0 && c.q == 0) continue;
     const Part part = part_of(kind, beta, c);
     row.divergence.value += part.value;

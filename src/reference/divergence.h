@@ -22,6 +22,7 @@ struct TeacherHead {
 struct DivergenceRow {
   Estimate divergence, acceptance, slope_sum;
   std::vector<Estimate> dz;  // [V]  of D alone
+  bool undecided = false;    // it may be infinite or not
 };
 // `slope_mean` is that of the whole vocabulary where the states are.
 DivergenceRow divergence_row(const DivergenceOptions& options, const Row& student,

@@ -195,6 +195,7 @@ void Evaluation::evaluate_divergence(const Token& token, int64_t i) {
   const Row teacher = teacher_->row(token, i, model_, with_bounds_);
   const double* mean = call_.gradients && call_.state_given() ? &token.slope_mean : nullptr;
   const DivergenceRow row = divergence_row(call_.divergence, student, teacher, mean);
+  result_.undecided |= row.undecided;
   const RowOf of{call_, tokens_, token, student}, of_teacher{call_, tokens_, token, teacher};
   if (call_.loss) token_loss_[i] = divergence_loss(of, row);
   write_statistics(of, &Statistic::of_row, i);

@@ -36,6 +36,8 @@ struct Result {
   int32_t fault = 0;  // it is or-ed into the op's fault word
   // row_reference may then be near the maximum, and row_log_sum is the rest of lse
   bool anchored = false;
+  // A divergence may be infinite or not (the edge at 2^-126): nothing can be compared with this.
+  bool undecided = false;
 };
 
 // Evaluates a validated op on host memory. It reads the op's inputs (and, accumulating, its

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <tuple>
 
 #include "tests/support/divergences.h"
 #include "tests/support/gather.h"
@@ -146,6 +147,44 @@ TEST_P(Divergences, ColumnsThatAreMasked) {
         if (masked & 2) set(p.op.teacher.bias, mask);
         set(p.op.target, [](int64_t i, double) { return static_cast<double>(9 * i); });
         judged(p, name_of(kind) + " masked " + std::to_string(masked));
+      }
+    }
+  }
+}
+
+// Beside a -inf logit a probability that f32 has no number for counts as 0: nothing is infinite of
+// it. The first columns share what there is, so that p and q are small beside 1 and beside the
+// maximum both.
+TEST_P(Divergences, ProbabilitiesThatF32HasNoNumberFor) {
+  using enum DivergenceKind;
+  for (const DivergenceKind kind : kDivergenceKinds) {
+    for (const int64_t vocab : {3, 1030}) {
+      for (const int of_tokens : {0, 1, 2}) {
+        Case c = plain({3, 5, vocab}, kind);
+        c.bias = c.teacher_bias = true, c.bias_dtype = DType::f32;
+        c.no_target = of_tokens == 0, c.logprob = of_tokens != 0;
+        c.divergence.label_weight = of_tokens == 2 ? 0.3f : 0;
+        const Problem<Both> p = build<Both>(c);
+        for (const TensorView& weight : {p.op.weight, p.op.teacher.weight}) {
+          set(weight, [](int64_t, double) { return 0.0; });
+        }
+        if (of_tokens != 0) set(p.op.target, [](int64_t, double) { return 0.0; });
+        for (const bool of_teacher : {false, true}) {  // it has the -inf
+          const auto& [masked, other] = of_teacher ? std::tie(p.op.teacher.bias, p.op.bias)
+                                                   : std::tie(p.op.bias, p.op.teacher.bias);
+          for (const double power : {120.0, 130.0, 140.0, 200.0}) {
+            const double tiny = std::log(static_cast<double>(vocab)) - power * std::log(2.0);
+            set(masked, [&](int64_t j, double) { return j == vocab - 1 ? -kInf : j % 2 * 0.5; });
+            set(other, [&](int64_t j, double) { return j == vocab - 1 ? tiny : 0.0; });
+            const std::string what = name_of(kind) + " of 2^-" + std::to_string(power) +
+                                     (of_teacher ? ", the teacher's -inf" : ", the student's -inf");
+            const Outcome got = judged(p, what);
+            const bool infinite = power < 126 && kind == (of_teacher ? reverse_kl : forward_kl);
+            for (const double loss : got.fields.at("loss").value) {
+              EXPECT_EQ(std::isinf(loss), infinite) << what;
+            }
+          }
+        }
       }
     }
   }
@@ -367,6 +406,45 @@ TEST_P(Divergences, KeptStateServesAnyBackward) {
       const Comparison other = compare(expected(device_, k.p.op, k.p.model),
                                        execute(device_, k.without_teacher(), k.p.pool));
       EXPECT_TRUE(other.ok()) << name_of(kind) << " other tokens\n" << other.report;
+    }
+  }
+}
+
+// dz of reverse_kl has no bound: rows of it that 16 bits have no room for are kept beside ordinary
+// ones, and a Backward of any upstream gradients has both.
+TEST_P(Divergences, KeptStateOfRowsFarFromTheirTeacher) {
+  if (std::string("reference") == device_.name()) return;
+  for (const int64_t vocab : {5, 421, 20011}) {
+    for (const int upstream : {0, 1, 2}) {
+      for (const float teacher_scale : {1.0f, 4096.0f}) {
+        Case c = plain({20, 24, vocab}, DivergenceKind::reverse_kl);
+        c.bias = c.wants_grad_bias = true, c.bias_dtype = DType::f32;
+        c.grad_loss = c.token_weight = upstream == 1;
+        c.divergence.label_weight = upstream == 1 ? 0.3f : 0;
+        c.divergence.teacher_logit_scale = teacher_scale;
+        if (upstream == 2) c.options.reduction = Reduction::mean;
+        KeptDivergence k(device_, c);
+        set(k.p.op.bias, [](int64_t j, double) { return j < 2 ? 10.0 : 0.0; });
+        set(k.p.op.teacher.input, [&](int64_t i, double x) {
+          const int64_t row = i / 24;
+          return x * (row == 3 ? 4000 : row == 11 ? 9000 : 1.0);
+        });
+        if (upstream == 1) {
+          set(k.p.op.grad_loss, [](int64_t i, double x) { return i == 11 ? 1e-3 : x; });
+        }
+        const std::string what = std::to_string(vocab) + " columns, upstream " +
+                                 std::to_string(upstream) + ", scale " +
+                                 std::to_string(teacher_scale);
+        if (upstream == 2) k.forward.loss = {};  // dz needs the divergence all the same
+        k.take(execute(device_, k.forward, k.p.pool));
+        const reference::Result want = expected(device_, k.p.op, k.p.model);
+        const std::vector<double>& dz = want.outputs.at("grad_bias").value;
+        const double most = std::fabs(*std::max_element(dz.begin(), dz.end()));
+        EXPECT_GT(most, upstream == 0 ? 1100 : 0) << what;
+        const Outcome got = execute(device_, k.without_teacher(), k.p.pool);
+        const Comparison result = compare(want, got);
+        EXPECT_TRUE(result.ok()) << what << "\n" << result.report;
+      }
     }
   }
 }

@@ -49,6 +49,10 @@ MUTANTS = [
         "{std::ldexp(1.0f, power - 1), 1}", "divergences",
     ),
     mutant(
+        "divergences, kept: no row is far from its teacher", RUN,
+        "terms_.kind == DivergenceKind::reverse_kl ? row.value : 0", "0", "divergence-edges",
+    ),
+    mutant(
         "divergences of shards: a mean of their own", RUN, "if (call_.slope_mean && terms_.kind != DivergenceKind::forward_kl)",
         "if (call_.slope_mean && terms_.kind == DivergenceKind::forward_kl)", "divergence-shards",
     ),

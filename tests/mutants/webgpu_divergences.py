@@ -20,6 +20,12 @@ def _mutant(name: str, file: str, old: str, new: str, tests: str = "divergences"
 
 DIVERGENCES: tuple[Mutant, ...] = (
     _mutant(
+        "what f32 has no number for is infinite",
+        _HEADS,
+        "divergence == forward_kl && no_p && c.q > 0.0",
+        "divergence == forward_kl && no_p && c.q >= 0.0",
+    ),
+    _mutant(
         "the last column is dropped",
         _PAIR,
         "if (local >= p.columns) {\n      continue;",

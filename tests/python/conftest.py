@@ -20,6 +20,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import logitless.torch  # noqa: E402, F401
+import ranks  # noqa: E402
 import rotation  # noqa: E402
 from logitless.torch import _run  # noqa: E402
 
@@ -92,3 +93,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(_run, "launch", spy)
     yield kinds
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, ranks.Group]]:
+    """By their size, of processes that wait for a file's cases."""
+    made = {size: ranks.Group(size, tmp_path_factory.mktemp("ranks")) for size in ranks.SIZES}
+    yield made
+    for group in made.values():
+        group.stop()

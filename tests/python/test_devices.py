@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -1500,14 +1500,6 @@ def mutated(me: Rank, name: str) -> Results:
 
 def run(me: Rank, name: str) -> Results:
     return CASES[name](me)
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, ranks.Group]]:
-    made = {size: ranks.Group(size, tmp_path_factory.mktemp("ranks")) for size in ranks.SIZES}
-    yield made
-    for group in made.values():
-        group.stop()
 
 
 @case

@@ -8,7 +8,7 @@ import copy
 import functools
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -665,14 +665,6 @@ def mutated(me: Rank, name: str) -> Results:
 
 def run(me: Rank, name: str) -> Results:
     return CASES[name][1](me) or {}
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, ranks.Group]]:
-    made = {size: ranks.Group(size, tmp_path_factory.mktemp("ranks")) for size in ranks.SIZES}
-    yield made
-    for group in made.values():
-        group.stop()
 
 
 @pytest.mark.parametrize(

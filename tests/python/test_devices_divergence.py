@@ -4,7 +4,8 @@ beside f64 of the whole vocabulary, the same bits on every rank, errors on all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ranks
-from logitless.torch import Split, linear_divergence
+from logitless.torch import LinearDivergenceLoss, Split, linear_divergence
 from logitless.torch._split import divergence as of_ranks
 from logitless.torch._split import ranks as _ranks
 from ranks import Rank
@@ -220,6 +221,111 @@ def a_shard_without_probability(me: Rank) -> Results:
     return results
 
 
+def _own_tokens(t: Tensor, me: Rank, dim: int) -> Tensor:
+    return t.detach().chunk(me.size, dim)[me.rank].clone()
+
+
+def _shape_of_tokens(me: Rank) -> tuple[int, ...]:
+    return (2 * me.size, 3 * me.size)
+
+
+def _teacher_logits(h: Heads) -> dict[str, Tensor]:
+    return {"teacher_logits": torch.randn(*h.target.shape, VOCAB)}
+
+
+@case
+def hidden_states_split_over_the_sequence(me: Rank) -> Results:
+    """Targets, what belongs to labels, teacher's logits and results are those of all tokens."""
+    results: dict[str, Tensor] = {}
+    for i, (kind, options) in enumerate(KINDS.items()):
+        for j, (name, of) in enumerate((*OPTIONS.items(), ("logits", _teacher_logits))):
+            dim, reduction = (0, 1, -2)[(i + j) % 3], ("none", "mean")[(i + j) % 2]
+            h = heads(shape=_shape_of_tokens(me))
+            given = {**options, **of(h), "reduction": reduction}
+            whole, own = Shard(h, me, padding=2), Shard(h, me, padding=2)
+            own.input = _own_tokens(h.input, me, dim).requires_grad_()
+            own.teacher = (_own_tokens(h.teacher_input, me, dim), own.teacher[1])
+            own.split = dataclasses.replace(own.split, sequence_dim=dim)
+            made, wanted = own(**given), whole(**given)
+            assert torch.equal(made, wanted)
+            upstream = torch.rand_like(made)
+            made.backward(upstream), wanted.backward(upstream)
+            grads: Any = (own.input.grad, own.weight.grad, whole.input.grad, whole.weight.grad)
+            assert torch.equal(grads[0], _own_tokens(grads[2], me, dim))
+            assert torch.equal(grads[1], grads[3])
+            results[f"{kind} {name}"] = made
+    return results
+
+
+@case
+def tokens_of_a_rank_alone(me: Rank) -> Results:
+    """With local_tokens all of them are those of the rank's own tokens; a mean is a part."""
+    for options in KINDS.values():
+        for dim in (0, 1):
+            for reduction in ("none", "sum", "mean"):
+                h = heads(shape=_shape_of_tokens(me))
+                shape = h.input.shape[:-1]
+                of_tokens: dict[str, Any] = {
+                    "target": h.target, "token_weight": torch.rand(shape),
+                    "temperature": 0.5 + torch.rand(shape),
+                    "teacher_temperature": 0.5 + torch.rand(shape),
+                }  # fmt: skip
+                common: dict[str, Any] = {
+                    **options, "reduction": reduction, "label_weight": 0.3,
+                    "return_statistics": STATISTICS,
+                }  # fmt: skip
+                whole, own = Shard(h, me), Shard(h, me)
+                own.input = _own_tokens(h.input, me, dim).requires_grad_()
+                own.teacher = (_own_tokens(h.teacher_input, me, dim), own.teacher[1])
+                own.split = dataclasses.replace(own.split, sequence_dim=dim, local_tokens=True)
+                wanted, known = whole(**common, **of_tokens)
+                made, found = own(
+                    **common, **{k: _own_tokens(v, me, dim) for k, v in of_tokens.items()}
+                )
+                for name in STATISTICS:
+                    theirs = _own_tokens(getattr(known, name), me, dim)
+                    assert torch.equal(getattr(found, name), theirs), name
+                if reduction == "none":
+                    assert torch.equal(made, _own_tokens(wanted, me, dim))
+                    upstream = torch.randn(shape)
+                    made.backward(_own_tokens(upstream, me, dim)), wanted.backward(upstream)
+                else:
+                    parts = made.detach().clone()
+                    dist.all_reduce(parts)
+                    near(parts, wanted)
+                    made.backward(), wanted.backward()
+                near(own.input.grad, _own_tokens(whole.input.grad, me, dim))
+                near(own.weight.grad, whole.weight.grad)
+    return {}
+
+
+@case
+def ranks_with_upstream_gradients_of_their_own(me: Rank) -> Results:
+    h = heads(shape=_shape_of_tokens(me))
+    whole, own = Shard(h, me), Shard(h, me)
+    own.input = _own_tokens(h.input, me, 1).requires_grad_()
+    own.teacher = (_own_tokens(h.teacher_input, me, 1), own.teacher[1])
+    own.split = dataclasses.replace(own.split, sequence_dim=1, local_tokens=True)
+    own(kind="jsd").backward(torch.tensor(1.0 + me.rank))
+    factors = torch.arange(1.0, 1 + me.size).repeat_interleave(3) / h.target.numel()
+    whole(kind="jsd", reduction="none").backward(factors.expand(h.target.shape))
+    near(own.input.grad, _own_tokens(whole.input.grad, me, 1))
+    near(own.weight.grad, whole.weight.grad)
+    return {}
+
+
+@case
+def the_module_takes_a_group(me: Rank) -> Results:
+    h = heads()
+    shard = Shard(h, me)
+    module: Any = LinearDivergenceLoss("jsd", beta=0.3, return_statistics="acceptance")
+    loss, statistics = module(shard.input, shard.weight, *shard.teacher, group=shard.split)
+    wanted, known = Shard(h, me)(kind="jsd", beta=0.3, return_statistics="acceptance")
+    assert torch.equal(loss, wanted)
+    assert torch.equal(statistics.acceptance, known.acceptance)
+    return {"loss": loss}
+
+
 @case
 def without_gradients(me: Rank) -> Results:
     h = heads(trains=False)
@@ -312,6 +418,9 @@ def torch_compile(me: Rank) -> Results:
         for reduction in ("none", "mean"):
             torch._dynamo.reset()
             eager, traced = Shard(h, me), Shard(h, me)
+            if kind == "reverse_kl":  # each rank's tokens are its own
+                for one in (eager, traced):
+                    one.split = dataclasses.replace(one.split, sequence_dim=1, local_tokens=True)
             options: dict[str, Any] = {
                 "kind": kind, "reduction": reduction, "target": h.target, "label_weight": 0.3,
                 "return_statistics": ("acceptance", "logprob"), "group": eager.split,
@@ -385,9 +494,61 @@ def errors_on_every_rank(me: Rank) -> Results:
 @case
 def what_a_split_has_not(me: Rank) -> Results:
     h = heads()
-    for field, value in (("blocks", me.size), ("sequence_dim", 0)):
-        with pytest.raises(NotImplementedError, match=rf"^Split\.{field} is {value}; allowed"):
-            Shard(h, me)(group=Split(dist.group.WORLD, **{field: value}))
+    with pytest.raises(NotImplementedError, match=rf"^Split\.blocks is {me.size}; allowed"):
+        Shard(h, me)(group=Split(dist.group.WORLD, blocks=me.size))
+    h = heads(shape=_shape_of_tokens(me))
+    split = Split(dist.group.WORLD, sequence_dim=0)
+
+    def refused(words: str, kind: type[Exception] = ValueError, **options: Any) -> None:
+        shard = Shard(h, me)
+        own = _own_tokens(h.input, me, 0), _own_tokens(h.teacher_input, me, 0)
+        teacher: Any = (own[1], h.teacher_weight)
+        if "teacher_logits" in options:
+            teacher = (None, None)
+        with pytest.raises(kind, match=words):
+            linear_divergence(own[0], shard.weight, *teacher, **{"group": split, **options})
+
+    logits = torch.randn(*h.target.shape, VOCAB)
+    refused(
+        r"^teacher_logits has shape .*, the tokens of all ranks",
+        teacher_logits=_own_tokens(logits, me, 0),
+    )
+    refused(r"the whole input, which is split equally", target=_own_tokens(h.target, me, 0))
+    local = dataclasses.replace(split, local_tokens=True)
+    refused(r"^target has shape", target=h.target, group=local)
+    refused(
+        r"^reduce_input_grad is False", group=dataclasses.replace(split, reduce_input_grad=False)
+    )
+    refused(r"^sequence_dim is 2 of an input", group=dataclasses.replace(split, sequence_dim=2))
+    bad = h.target.clone()
+    bad[0, 1] = VOCAB
+    with pytest.raises(ValueError, match=rf"^target\[0, 1\] .* is {VOCAB}; allowed"):
+        shard = Shard(h, me)
+        shard.input, shard.teacher = _own_tokens(h.input, me, 0), (
+            _own_tokens(h.teacher_input, me, 0), shard.teacher[1],
+        )  # fmt: skip
+        shard(group=dataclasses.replace(shard.split, sequence_dim=0), target=bad)
+    return {}
+
+
+@case
+def tensors_that_one_rank_gives(me: Rank) -> Results:
+    """What is gathered must be there, and as wide, on all."""
+    h = heads(shape=_shape_of_tokens(me))
+    for changed in ("token_weight", "teacher"):
+        shard = Shard(h, me)
+        target = _own_tokens(h.target, me, 0)
+        rows, options = _own_tokens(h.teacher_input, me, 0), {"target": target}
+        if me.rank == 0 and changed == "teacher":
+            rows = rows[..., :-1]
+            shard.teacher = (rows, shard.teacher[1][:, :-1])
+        if me.rank == 0 and changed == "token_weight":
+            options["token_weight"] = torch.ones_like(target, dtype=F32)
+        shard.input, shard.teacher = _own_tokens(h.input, me, 0), (rows, shard.teacher[1])
+        split = dataclasses.replace(shard.split, sequence_dim=0, local_tokens=True)
+        words = "^which tensors of tokens" if changed == "token_weight" else "^the teacher's hidden"
+        with pytest.raises(ValueError, match=words):
+            shard(group=split, **options)
     return {}
 
 
@@ -467,14 +628,6 @@ def _at_the_start(own: Any, asked: Any, shard: Any) -> Any:
 
 def run(me: Rank, name: str) -> Results:
     return CASES[name](me)
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, ranks.Group]]:
-    made = {size: ranks.Group(size, tmp_path_factory.mktemp("ranks")) for size in ranks.SIZES}
-    yield made
-    for group in made.values():
-        group.stop()
 
 
 ON_THE_CPU = ("errors_on_every_rank", "ranks_that_are_compared", "autocast_and_checkpoint")

@@ -995,7 +995,6 @@ def test_the_module_holds_every_option(device: str) -> None:
     of_call = set(inspect.signature(LinearDivergenceLoss.forward).parameters) - {"self"}
     of_call -= {"temperature", "teacher_temperature"}
     held = {name: p.default for name, p in function.items() if name not in of_call}
-    del held["group"]
     assert {name: p.default for name, p in module.items()} == held
     h = heads(device)
     options: dict[str, Any] = {

@@ -129,21 +129,23 @@ void put(const TensorView& view, int64_t at, double value) {
   conformance::write(view, all);
 }
 
-// What is infinite by a column of q = 0 is not where f32 has no number for its p; the bounds know
-// nothing of that.
-bool infinite_by_q(const Case& c) {
+// dz of reverse_kl has no bound. CUDA makes it in f16 where the input is, and there it ends at 1023
+// unless it is kept for another call.
+bool is_bounded(const TestDevice& device, const Case& c) {
   const DivergenceOptions& d = c.divergence;
-  return d.kind == DivergenceKind::reverse_kl || (d.kind == DivergenceKind::jsd && d.beta == 1);
+  const bool reverse =
+      d.kind == DivergenceKind::reverse_kl || (d.kind == DivergenceKind::jsd && d.beta == 1);
+  return reverse && c.dtype == DType::f16 && std::string("cuda") == device.name();
 }
 
 // Makes some numbers infinite, NaN or far from the others: columns of a bias, of which one may be
 // that of both heads, elements of given logits and of hidden states. Returns what it did.
 template <class Op>
-std::string poison(Random& random, const Case& c, const Problem<Op>& p) {
+std::string poison(Random& random, const TestDevice& device, const Case& c, const Problem<Op>& p) {
   if (c.placement == Placement::broadcast || random.below(3) != 0) return "";
   constexpr double values[] = {-kInf, -kInf, -1e30, 60, 0x1p-140, 0, kInf, NAN};
   const auto value = [&] { return random.pick(values); };
-  const auto of_teacher = [&](double x) { return x < -1e4 && infinite_by_q(c) ? NAN : x; };
+  const auto of_teacher = [&](double x) { return x == -1e30 && is_bounded(device, c) ? -kInf : x; };
   const auto [tokens, hidden, vocab] = c.shape;
   const int64_t column = random.below(vocab);
   const auto& [student, teacher] = std::tie(p.op.bias, p.op.teacher.bias);
@@ -186,12 +188,16 @@ RunPlan memory_of(Random& random, const TestDevice& device, Op op) {
 
 // Counts calls, and how near they come to their bounds.
 struct Tally {
-  int64_t calls = 0, cases = 0;
+  int64_t calls = 0, cases = 0, undecided = 0;  // the contract allows either answer of the last
   std::map<std::string, std::pair<double, uint64_t>> worst;  // the largest share, and its seed
   std::vector<uint64_t> failing;
 
-  void add(const Case& c, const std::string& what, const Comparison& result) {
+  void add(const Case& c, const std::string& what, const reference::Result& want,
+           const Outcome& got) {
     ++calls;
+    if (want.undecided) ++undecided;
+    if (want.undecided) return;
+    const Comparison result = conformance::compare(want, got);
     auto& [share, seed] = worst[kKindNames[static_cast<int>(c.divergence.kind)]];
     if (result.worst_ratio >= share) share = result.worst_ratio, seed = c.seed;
     if (result.ok()) return;
@@ -204,27 +210,27 @@ struct Tally {
 template <class Op>
 void run_one(Random& random, const TestDevice& device, const Case& c, Tally* tally) {
   const Problem<Op> p = conformance::build<Op>(c);
-  const std::string poisoned = poison(random, c, p);
+  const std::string poisoned = poison(random, device, c, p);
   const RunPlan plan = memory_of(random, device, p.op);
   const Outcome got = conformance::execute(device, p.op, p.pool, plan);
   tally->add(c, poisoned + ", " + std::to_string(got.given) + " bytes",
-             conformance::compare(conformance::expected(device, p.op, p.model), got));
+             conformance::expected(device, p.op, p.model), got);
 }
 
 // A Forward that keeps dz, and two Backwards of it.
 void run_kept(Random& random, const TestDevice& device, const Case& c, Tally* tally) {
   KeptDivergence k(device, c);
-  const std::string poisoned = poison(random, c, k.p);
+  const std::string poisoned = poison(random, device, c, k.p);
   const Outcome kept =
       conformance::execute(device, k.forward, k.p.pool, memory_of(random, device, k.forward));
   const auto forward = conformance::expected(device, k.forward, k.p.model);
-  tally->add(c, poisoned + ", keeping", conformance::compare(forward, kept));
+  tally->add(c, poisoned + ", keeping", forward, kept);
   k.take(kept);
   const auto want = conformance::expected(device, k.p.op, k.p.model);
   for (const char* what : {", kept", ", kept, again"}) {
     const LinearDivergenceBackward op = k.without_teacher();
     const Outcome got = conformance::execute(device, op, k.p.pool, memory_of(random, device, op));
-    tally->add(c, poisoned + what, conformance::compare(want, got));
+    tally->add(c, poisoned + what, want, got);
   }
 }
 
@@ -251,6 +257,7 @@ int run(uint64_t first, int64_t calls, int64_t cases, const TestDevice& device) 
   }
   figure("calls", tally.calls);
   figure("cases", tally.cases);
+  figure("undecided", tally.undecided);
   for (const auto& [kind, worst] : tally.worst) {
     std::printf("worst %s: %.4f of seed %" PRIu64 "\n", kind.c_str(), worst.first, worst.second);
   }

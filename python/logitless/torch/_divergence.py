@@ -133,7 +133,8 @@ def linear_divergence(
     (or its name) over which the vocabulary is split: linear_weight, linear_bias, teacher_weight,
     teacher_bias and teacher_logits are this rank's columns, everything else is the same on every
     rank, and so are all results, to the bit. A Split says more (docs/devices.md), but has no
-    blocks, sequence_dim and local_tokens here.
+    blocks here; with its sequence_dim, teacher_input is split as `input` is, and teacher_logits
+    are of all tokens.
 
     Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError, whose message
     names the argument, its value and what is allowed.
@@ -144,21 +145,27 @@ def linear_divergence(
         check_bias(linear_bias, linear_weight)
     shift = int(shift)
     shard = None if group is None else _shard_of(group, input, linear_weight)
+    tokens = input.shape[:-1]
     try:
         check_shift_has_target(shift, target)
         if target is not None:
-            check_target(input, target, "input")
+            _check_target(input, target, shard, shift)
         names = names_of(return_statistics)
         wanted = BITS["loss"] + sum([BITS[name] for name in names])
         options = options_of(
             kind, beta, label_weight, reduction, ignore_index, logit_scale, softcap, temperature,
             teacher_logit_scale, teacher_softcap, teacher_temperature, empty_mean,
         )  # fmt: skip
-        teacher = _teacher(input, teacher_input, teacher_weight, teacher_bias, teacher_logits)
+        every = tokens if shard is None else torch.Size(shard.whole(tokens))
+        if shard is not None and not shard.local_tokens:
+            tokens = every
+        teacher = _teacher(
+            input.shape[:-1], every, teacher_input, teacher_weight, teacher_bias, teacher_logits
+        )
         bound = _memory.default() if memory is None else parse_memory(memory)
         inputs, options = _of_tokens(
             (input, linear_weight, linear_bias), teacher, target, token_weight, normalizer, options,
-            shift, teacher_temperature is None,
+            shift, teacher_temperature is None, tokens,
         )  # fmt: skip
         if shard is not None and shard.size == 1:
             inputs, shard = _of_one(inputs, shard), None
@@ -166,10 +173,10 @@ def linear_divergence(
         plain = not dispatches(*inputs)
         if plain:
             _check(inputs, options)
-        elif _ops.shapes_alone(*inputs):
+        elif every == input.shape[:-1] and _ops.shapes_alone(*inputs):
             _divergence_run.check_shapes(inputs.in_dtype(_autocast_dtype(input)), options, wanted)
     except LogitlessError as error:
-        error.args = (_in_callers_words(error, input.shape[:-1], shift, None, memory is None),)
+        error.args = (_in_callers_words(error, tokens, shift, None, memory is None),)
         if shard is not None:
             from logitless.torch._split import exchange
 
@@ -187,7 +194,8 @@ def linear_divergence(
                 inputs, options, bound, wanted, _autocast_dtype(input), plain
             )
     except LogitlessError as error:
-        error.args = (_in_callers_words(error, input.shape[:-1], shift, None, memory is None),)
+        ranks = None if shard is None else shard.gathered()
+        error.args = (_in_callers_words(error, tokens, shift, ranks, memory is None),)
         raise
     if not names:
         return loss
@@ -223,8 +231,19 @@ def _of_one(inputs: Inputs, shard: Any) -> Inputs:
 _TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_logits")
 
 
-def _teacher(input: Tensor, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Without gradients. Which of them go together the core says."""
+def _check_target(input: Tensor, target: Any, shard: Any, shift: int) -> None:
+    if shard is None:
+        return check_target(input, target, "input")
+    from logitless.torch._split import shards
+
+    return shards.check_tokens(input, target, shard, shift)
+
+
+def _teacher(
+    own: torch.Size, every: torch.Size, *given: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Without gradients. Which of them go together the core says. Logits are of every token, hidden
+    states of a rank's `own` ones."""
     for name, value in zip(_TEACHER, given):
         if value is None:
             continue
@@ -235,7 +254,9 @@ def _teacher(input: Tensor, *given: Tensor | None) -> tuple[Tensor | None, ...]:
             if value.dim() != 1:
                 raise wrong_shape(f"teacher_bias has shape {tuple(value.shape)}; allowed: [V]")
         else:
-            check_teachers_rows(name, value.shape, input.shape[:-1])
+            logits = name == "teacher_logits" and every != own
+            whose = "the tokens of all ranks" if logits else "the tokens of input"
+            check_teachers_rows(name, value.shape, every if logits else own, whose)
     return tuple([None if value is None else value.detach() for value in given])
 
 
@@ -245,11 +266,10 @@ _teacher_temperature = renames({"temperature": "teacher_temperature"})(_temperat
 def _of_tokens(
     student: tuple[Tensor, Tensor, Tensor | None], teacher: tuple[Tensor | None, ...],
     target: Tensor | None, token_weight: Tensor | None, normalizer: float | Tensor | None,
-    options: Divergence, shift: int, one_temperature: bool,
+    options: Divergence, shift: int, one_temperature: bool, tokens: torch.Size,
 ) -> tuple[Inputs, Divergence]:  # fmt: skip
     """The tensors of a call, those of labels moved by `shift`, and the options with what of the
-    others is a number."""
-    tokens = student[0].shape[:-1]
+    others is a number. `tokens`: the shape of those that have labels."""
     if target is not None and shift:
         target = _shifted(target, shift, options.ignore_index)
     number, temperatures = _temperature(options.temperature, tokens, shift)

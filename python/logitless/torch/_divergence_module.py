@@ -22,7 +22,8 @@ R = TypeVar("R")
 class LinearDivergenceLoss(Options, Generic[R]):
     """linear_divergence, with the options kept. R is what a call gives: a Tensor, or with
     statistics (Tensor, DivergenceStatistics). Temperatures that are tensors move with the module
-    and are no part of its checkpoint; each call may have others."""
+    and are no part of its checkpoint; each call may have others. `group` is a call's, as it is no
+    part of a checkpoint or a copy either."""
 
     temperature: float | Tensor
     teacher_temperature: float | Tensor | None
@@ -48,7 +49,7 @@ class LinearDivergenceLoss(Options, Generic[R]):
             linear_bias: Tensor | None = ..., teacher_bias: Tensor | None = ...,
             teacher_logits: Tensor | None = ..., token_weight: Tensor | None = ...,
             normalizer: float | Tensor | None = ..., temperature: float | Tensor | None = ...,
-            teacher_temperature: float | Tensor | None = ...,
+            teacher_temperature: float | Tensor | None = ..., group: Any = ...,
         ) -> R: ...  # fmt: skip
 
     else:
@@ -107,6 +108,7 @@ class LinearDivergenceLoss(Options, Generic[R]):
         normalizer: float | Tensor | None = None,
         temperature: float | Tensor | None = None,
         teacher_temperature: float | Tensor | None = None,
+        group: Any = None,
     ) -> Any:
         options = self._options()
         if temperature is not None:
@@ -116,7 +118,7 @@ class LinearDivergenceLoss(Options, Generic[R]):
         return linear_divergence(
             input, linear_weight, teacher_input, teacher_weight, target=target,
             linear_bias=linear_bias, teacher_bias=teacher_bias, teacher_logits=teacher_logits,
-            token_weight=token_weight, normalizer=normalizer, **options,
+            token_weight=token_weight, normalizer=normalizer, group=group, **options,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

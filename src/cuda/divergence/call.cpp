@@ -90,7 +90,9 @@ void add_kept(const Call& call, DivergenceCall* made) {
   made->kept_rows = call.kept_rows;
   made->keeps = call.kept && call.forward;
   made->from_kept = call.kept && !call.forward;
-  made->alike = !in.per_row_upstream && !in.token_weight && !in.makes_maps;
+  // A row of f16 that has no bound is divided by a number of its own.
+  const bool divides = is_half && effective_kind(call.divergence) == DivergenceKind::reverse_kl;
+  made->alike = !in.per_row_upstream && !in.token_weight && !in.makes_maps && !divides;
   if (call.kept && is_half) made->lift = lift_of(call.divergence);
   if (!is_half) return;
   if (made->from_kept) {

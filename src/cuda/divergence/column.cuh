@@ -79,8 +79,6 @@ struct ColumnTerms<DivergenceKind::forward_kl> {
   __device__ float value() const { return c.q == 0 ? c.p : fmaf(-c.q, c.d, less); }
   // Returns f_j, whose mean over p is subtracted.
   __device__ float slope() const { return 0; }
-  // Returns dz_j; `mean` is sum_k p_k f_k.
-  __device__ float dz(float) const { return less; }
 };
 
 template <>
@@ -89,7 +87,6 @@ struct ColumnTerms<DivergenceKind::reverse_kl> {
   __device__ ColumnTerms(const TwoHeads& c, float) : c(c) {}
   __device__ float value() const { return c.p == 0 ? c.q : fmaf(c.p, c.d, -difference(c)); }
   __device__ float slope() const { return c.p == 0 ? 0.0f : c.d; }
-  __device__ float dz(float mean) const { return c.p * (slope() - mean); }
 };
 
 template <>
@@ -98,7 +95,6 @@ struct ColumnTerms<DivergenceKind::tv> {
   __device__ ColumnTerms(const TwoHeads& c, float) : c(c) {}
   __device__ float value() const { return 0.5f * fabsf(difference(c)); }
   __device__ float slope() const { return c.d == 0 ? 0.0f : copysignf(0.5f, c.d); }
-  __device__ float dz(float mean) const { return c.p * (slope() - mean); }
 };
 
 template <>
@@ -123,7 +119,6 @@ struct ColumnTerms<DivergenceKind::jsd> {
     return fmaf(-beta * c.q, log_m_over_q, -((1 - beta) * c.p) * log_m_over_p);
   }
   __device__ float slope() const { return -log_m_over_p; }
-  __device__ float dz(float mean) const { return (1 - beta) * c.p * (slope() - mean); }
 };
 
 template <>
@@ -145,7 +140,20 @@ struct ColumnTerms<DivergenceKind::skew_kl> {
     const float size = __fdividef((1 - beta) * r.s, fmaf(part, r.e, rest));
     return above ? -size : size;
   }
-  __device__ float dz(float mean) const { return (1 - beta) * c.p * (slope() - mean); }
 };
+
+// Returns dz_j; `mean` is sum_k p_k f_k.
+template <DivergenceKind kKind>
+__device__ float dz_of(const ColumnTerms<kKind>& column, float mean) {
+  if constexpr (kKind == DivergenceKind::forward_kl) {
+    return column.less;
+  } else {
+    float p = column.c.p;
+    if constexpr (kKind == DivergenceKind::jsd || kKind == DivergenceKind::skew_kl) {
+      p *= 1 - column.beta;
+    }
+    return p * (column.slope() - mean);
+  }
+}
 
 }  // namespace logitless::cuda

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A Backward makes its gradients of dz that a Forward has kept by token: each row has a factor, 0
-// where the token has no gradient, NaN where nobody has kept its dz.
+// where the token has no gradient, NaN where nobody has kept its dz. Of f16 the factor goes to the
+// copied dz, as far as there is room.
 #include "src/cuda/divergence/kernels.h"
 #include "src/cuda/linear/linear.cuh"
 #include "src/kept.h"
+#include "src/row/gradient.h"
 
 namespace logitless::cuda {
 namespace {
@@ -27,7 +29,7 @@ __device__ float own_factor(const KeptFactors& a, int64_t i) {
   const float slope = a.tokens.map == nullptr ? a.slope : a.tokens.map[i].slope;
   const float g =
       token_gradient(a.in, *a.tokens.scalars, i, 1, token_weight(a.in, i), RowState{}).probability;
-  return g * slope;
+  return g * slope * row.rest;
 }
 
 __global__ void __launch_bounds__(threads) factors_kernel(const __grid_constant__ KeptFactors a) {
@@ -49,6 +51,29 @@ __global__ void __launch_bounds__(threads) factors_kernel(const __grid_constant_
   a.ordered.row[i] = static_cast<int32_t>(i);
   if (a.scales != nullptr) a.scales[i] = v;
   a.factors[i] = {a.scales != nullptr && v != 0 ? 1.0f : v, 0, 0, 0};
+}
+
+// Of f16: a row's dz is up to 32768 where its factor is above 1, so that all factors are divided by
+// the power of two that makes the largest 1, and the call's by its inverse. Rows far below that
+// keep their bits where f16 has them: dz is divided by up to 64, what it was stored times, and the
+// rest divides the input and grad_input's sums. One block takes all rows.
+constexpr int fit_threads = 1024;
+__global__ void __launch_bounds__(fit_threads) fit_kernel(const __grid_constant__ KeptFactors a) {
+  float most = 1;
+  for (int64_t i = threadIdx.x; i < a.tokens.total; i += fit_threads) {
+    const float v = fabsf(a.scales[i]);
+    if (isfinite(v)) most = fmaxf(most, v);
+  }
+  most = static_cast<float>(power_of_two_above(block_max(most)));
+  if (most == 1) return;
+  if (threadIdx.x == 0) a.ordered.scalars->gradient_scale *= most;
+  const float of_dz = fminf(most, 64);
+  for (int64_t i = threadIdx.x; i < a.tokens.total; i += fit_threads) {
+    const float v = a.scales[i], scale = v / of_dz;
+    if (v == 0 || !isfinite(v)) continue;
+    a.scales[i] = fabsf(scale) > 1 ? copysignf(1, v) : scale;
+    a.factors[i].scale = (fabsf(scale) > 1 ? fabsf(scale) : 1.0f) * (of_dz / most);
+  }
 }
 
 // A warp takes a row.
@@ -96,6 +121,8 @@ __global__ void __launch_bounds__(threads)
 void kept_factors(const KeptFactors& arguments, Stream* stream) {
   stream->launch("kept_factors", factors_kernel, blocks_for(arguments.tokens.total, threads),
                  threads, arguments);
+  if (arguments.scales != nullptr)
+    stream->launch("fit_factors", fit_kernel, 1, fit_threads, arguments);
 }
 
 void gather_scaled(const TensorView& input, const RowFactors* factors, int64_t rows, int64_t pitch,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Both heads' states of each row, from the sums that an engine has made with the logits.
 #include "src/cuda/divergence/kernels.h"
+#include "src/cuda/divergence/state.cuh"
 #include "src/cuda/linear/chunk.cuh"
 #include "src/cuda/linear/units.cuh"
 
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(threads)
                     .teacher_log_sum = of_lane(own.log_sum, 1),
                     .inverse = of_lane(own.inverse, 0),
                     .teacher_inverse = of_lane(own.inverse, 1)};
-  s.apart = (s.reference - s.teacher_reference) + (s.log_sum - s.teacher_log_sum);
+  s.apart = apart_of(s);
   if (threadIdx.x % 32 == 0) states[chunk.first + row] = s;
 }
 

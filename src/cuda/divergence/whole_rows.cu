@@ -110,7 +110,9 @@ __device__ void add_columns(const DivergenceRows& a, const DivergenceState& s, c
   if constexpr (kKind != DivergenceKind::forward_kl) {
     sums->mean += sum_of_four([&](int i) { return c[i].c.p * c[i].slope(); });
   }
-  if (!a.has_outputs) return;
+  // What is kept of reverse_kl is divided by a number made of the divergence.
+  const bool divides = kKind == DivergenceKind::reverse_kl && a.dz.kept_rows != nullptr;
+  if (!a.has_outputs && !divides) return;
   sums->value += sum_of_four([&](int i) { return fmaxf(c[i].value(), 0.0f); });
   if (!a.has_statistics) return;
   const DivergenceStatistics& out = a.statistics;
@@ -166,13 +168,21 @@ __device__ void put_outputs(const DivergenceRows& a, int64_t k, const Divergence
   put_of_shard(a.shard, i, s, sums, target_logit, guard);
 }
 
+// Returns what a row's dz is divided by where it is kept in f16, a power of two: |dz| of reverse_kl
+// is at most 2 (D + 2), and the label's term adds its weight.
+__device__ float divisor_of_row(const DivergenceRows& a, float divergence) {
+  if (a.dz.dtype != DType::f16) return 1;
+  const float of_most = (2 * (divergence + 2) + a.label_weight) * (a.dz.lift / 32768);
+  return of_most > 1 && isfinite(of_most) ? ldexpf(1, ilogbf(of_most) + 1) : 1;
+}
+
 __device__ void put_kept_row(const DivergenceRows& a, int64_t k, const DivergenceState& s,
-                             bool is_finite) {
+                             float divisor, bool is_finite) {
   auto* row = reinterpret_cast<KeptRow*>(a.dz.kept_rows) + a.chunk.tokens.row[k];
   *row = {.reference = s.reference,
           .log_sum = s.log_sum,
           .target_logit = 0,
-          .rest = 0,
+          .rest = divisor,
           .overwritten = is_finite ? 0.0f : 1.0f,
           .layout = a.dz.layout,
           .columns = static_cast<float>(a.columns),
@@ -214,7 +224,7 @@ __device__ DivergenceState state_of(const RowPair<kMaps>& row, int columns, Exch
                     .teacher_log_sum = logf(teacher.sum),
                     .inverse = 1 / student.sum,
                     .teacher_inverse = 1 / teacher.sum};
-  s.apart = (s.reference - s.teacher_reference) + (s.log_sum - s.teacher_log_sum);
+  s.apart = apart_of(s);
   return s;
 }
 
@@ -236,14 +246,14 @@ __device__ RowSums row_total(const RowSums& own, RowShare share,
 
 // Marks a row whose dz is kept; one that is not finite becomes zeros.
 __device__ void finish_kept_row(const DivergenceRows& a, int64_t k, const DivergenceState& s,
-                                const DzRow& dz, bool finite, RowShare share,
+                                const DzRow& dz, float divisor, bool finite, RowShare share,
                                 Exchange<1>* exchange) {
   const float own[1] = {__all_sync(whole_warp, finite) ? 0.0f : 1.0f};
   float others = 0;
   exchange->all(own, share, [&](const float(&x)[1]) { others += x[0]; });
   finite = __all_sync(whole_warp, others == 0);
   if (!finite) clear_dz(a, dz.to, share);
-  if (threadIdx.x == 0 && share.rank == 0) put_kept_row(a, k, s, finite);
+  if (threadIdx.x == 0 && share.rank == 0) put_kept_row(a, k, s, divisor, finite);
 }
 
 template <DivergenceKind kKind, HeadMaps kMaps, bool kDz>
@@ -280,7 +290,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   DivergenceState state = a.shard.given  ? given_state(a.shard, a.chunk.tokens.row[k])
                           : a.has_states ? a.states[k]
                                          : state_of(pair, a.columns, &exchange.states);
-  const DzRow dz = with_state(dz_of_row, state);
+  DzRow dz = with_state(dz_of_row, state);
   RowSums own;
   uint32_t check = 0;
   const int dz_end = whole_eights(a.dz.columns);
@@ -312,6 +322,11 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
     if (a.states != nullptr) a.states[k] = state;
   }
   if constexpr (!kDz) return;
+  float divisor = 1;
+  if constexpr (kKind == DivergenceKind::reverse_kl) {
+    if (a.dz.kept_rows != nullptr) divisor = divisor_of_row(a, sums.value);
+    dz.factor *= 1 / divisor;
+  }
   if constexpr (!kTogether) {
     pair.template for_columns<false>(dz_end, [&](int j, const float(&z)[4], const float(&t)[4]) {
       terms_of(z, t, [&](const auto& c) { put_dz(a, dz, pair.student, j, z, c, state, &check); });
@@ -319,7 +334,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   }
   if (a.dz.kept_rows == nullptr) return;
   const bool finite = is_finite(a.dz.dtype, check);
-  finish_kept_row(a, k, state, dz, finite, share, &exchange.finite);
+  finish_kept_row(a, k, state, dz, divisor, finite, share, &exchange.finite);
 }
 
 // Blocks of a cluster have eight columns a thread or more.

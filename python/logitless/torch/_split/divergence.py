@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A divergence of two heads whose vocabulary is split over a process group: every rank holds some
-rows of both heads; hidden states of both and targets are the same on all.
+rows of both heads; hidden states of both and targets are the same on all, or split along a
+dimension of tokens, as rule.py has it: they are gathered first, and grad_input's sums go to the
+tokens' owners.
 
     forward    each rank's states of both heads, one all-gather of 16 to 28 bytes a token and rank,
                which every rank folds in the ranks' order; then each rank's sums over its columns,
@@ -27,7 +29,7 @@ from logitless._errors import argument, not_supported, wrong_device
 from logitless.torch import _divergence_ops as ops
 from logitless.torch import _divergence_run as run
 from logitless.torch import _run
-from logitless.torch._autograd import first_order
+from logitless.torch._autograd import cast, first_order
 from logitless.torch._divergence_run import BITS, OF_TENSORS, SLOPE, Inputs
 from logitless.torch._split import combine, exchange, ranks, rule, shards, sums
 from logitless.torch._split.given import Split
@@ -59,13 +61,11 @@ def subtracts_mean(options: Divergence) -> bool:
 
 def refuse(split: Split) -> None:
     """What a split has and a divergence does not serve."""
-    for name in ("blocks", "sequence_dim", "local_tokens"):
-        value = getattr(split, name)
-        if value is not None and value is not False:
-            raise not_supported(
-                f"Split.{name} is {value!r}; allowed for linear_divergence: "
-                f"{getattr(Split(), name)!r}"
-            )
+    if split.blocks is not None:
+        raise not_supported(
+            f"Split.blocks is {split.blocks!r}; allowed for linear_divergence: None, for its sums "
+            "are those of each rank's columns"
+        )
 
 
 class _Own(NamedTuple):
@@ -100,6 +100,36 @@ def of_columns(inputs: Inputs, shard: Shard) -> _Own:
         teacher_logits=columns(inputs.teacher_logits),
     )  # fmt: skip
     return _Own(own, 0 if empty else shard.start, empty)
+
+
+_OF_TOKENS = ("target", "token_weight", "temperature", "teacher_temperature")
+
+
+def _gathered(inputs: Inputs, asked: Asked, shard: Shard) -> Inputs:
+    """Those of all tokens, of each rank's own. Teacher's logits are those of all tokens already."""
+    dim = shard.sequence_dim
+    if dim is None:
+        return inputs
+    shape, made = inputs.input.shape[:-1], {}
+    for name in ("input", "teacher_input"):
+        rows = getattr(inputs, name)
+        if rows is not None:
+            made[name] = exchange.gather_tokens(cast(rows, asked.dtype), shard, dim)
+    for name in _OF_TOKENS if shard.local_tokens else ():
+        values = getattr(inputs, name)
+        if values is not None:
+            whole = exchange.gather_tokens(values.view(shape), shard, dim)
+            made[name] = whole.reshape(-1) if values.dim() == 1 else whole
+    return _run.replaced(inputs, **made)
+
+
+def _facts_of_tokens(inputs: Inputs, shard: Shard) -> tuple[int, int]:
+    if shard.sequence_dim is None:
+        return 0, 0
+    teacher = inputs.teacher_input
+    names = ("teacher_input", *(_OF_TOKENS if shard.local_tokens else ()))
+    given = sum(1 << i for i, name in enumerate(names) if getattr(inputs, name) is not None)
+    return 0 if teacher is None else teacher.shape[-1], given
 
 
 def _arguments(own: _Own, asked: Asked, shard: Shard) -> tuple[Any, ...]:
@@ -202,12 +232,17 @@ class ShardedDivergence(Function):
         ctx.asked, ctx.shard = asked, shard
         ctx.set_materialize_grads(False)
         inputs = Inputs(input, weight, bias, *rest)
-        given = inputs.flat()
-        own = of_columns(given, shard)
+        ctx.shape, ctx.dtype = input.shape, input.dtype
         facts: Sequence[int] = ()
         if shards.waits(input):
-            facts = exchange.facts_of(shard, input, own.inputs.weight[: 0 if own.empty else None],
-                                      asked.wanted)  # fmt: skip
+            rows, _ = shards.columns(shard, weight, None)
+            gathered = _facts_of_tokens(inputs, shard)
+            facts = exchange.facts_of(shard, input, rows, asked.wanted, gathered)
+        if shard.sequence_dim is not None:
+            exchange.together(shard, input, facts, lambda: None)  # it decides what is gathered
+            inputs, facts = _gathered(inputs, asked, shard), ()
+        given = inputs.flat()
+        own = of_columns(given, shard)
         states = exchange.together(shard, input, facts, _own_states, shard, given, own, asked)
         tokens, of_tokens = _tokens(given, asked)
         has_target = given.target is not None
@@ -216,22 +251,19 @@ class ShardedDivergence(Function):
         total = sums.ordered_sum(exchange.all_gather(parts, shard))  # [k, N]
         made = dict(zip(run.rows_of_sums(asked.wanted), total))
         found = {**whole.found, **made}
-        losses = _losses(made["divergence_sum"], found, given, asked, shard)
+        found["loss"] = _losses(made["divergence_sum"], found, given, asked, shard)
+        shape = inputs.input.shape[:-1]
+        outputs = [
+            rule._as_result(found[name].reshape(shape), shard, shard.local_tokens)
+            for name, bit in BITS.items()
+            if asked.wanted & bit
+        ]
         of_loss: Any = of_tokens.options
-        found["loss"] = sums.reduced(losses, tokens, of_loss)
-        shape = input.shape[:-1]
-        outputs = tuple(
-            [
-                found[name].clone()
-                if found[name].dim() == 0
-                else found[name].reshape(shape).clone()
-                for name, bit in BITS.items()
-                if asked.wanted & bit
-            ]
-        )
+        if of_loss.reduction != _abi.REDUCTION_NONE:
+            outputs[0] = sums.reduced(outputs[0].reshape(-1), tokens, of_loss).clone()
         ctx.save_for_backward(*inputs, whole.states, made.get("slope_sum"))
         ctx.mark_non_differentiable(*outputs[1:])
-        return outputs
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
@@ -247,10 +279,13 @@ class ShardedDivergence(Function):
         *saved, states, slope_mean = ctx.saved_tensors
         inputs = Inputs(*saved)
         wanted = sum(bit for bit, need in zip(OF_TENSORS, ctx.needs_input_grad) if need)
-        own = of_columns(inputs.flat(), shard)
+        given, grad_loss = inputs.flat(), upstream[0]
+        if shard.local_tokens and grad_loss is not None:
+            grad_loss, given, asked = _of_all(grad_loss, given, asked, shard, ctx.shape[:-1])
+        own = of_columns(given, shard)
         made = exchange.together(
             shard, inputs.input, (), _own_gradients, shard, own, asked._replace(wanted=wanted),
-            upstream[0], states, slope_mean,
+            grad_loss, states, slope_mean,
         )  # fmt: skip
         grads: list[Tensor | None] = [
             g if need else None for g, need in zip(made, ctx.needs_input_grad)
@@ -258,12 +293,27 @@ class ShardedDivergence(Function):
         part, grad_weight, grad_bias = grads
         grad_input = None
         if part is not None:
-            shape, dtype = inputs.input.shape, inputs.input.dtype
-            grad_input = exchange.reduce_grad_input(part, shard, shape, dtype)
+            grad_input = exchange.reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
         return (
             grad_input, rule._padded(grad_weight, inputs.weight),
             rule._padded(grad_bias, inputs.bias),
         )  # fmt: skip
+
+
+def _of_all(
+    grad_loss: Tensor, given: Inputs, asked: Asked, shard: Shard, shape: torch.Size
+) -> tuple[Tensor, Inputs, Asked]:
+    """The upstream gradient of all tokens [N], of a loss that is not reduced, from that of each
+    rank's own tokens of `shape`."""
+    tokens, of_tokens = _tokens(given, asked)
+    of_loss: Any = of_tokens.options
+    if of_loss.reduction == _abi.REDUCTION_MEAN:
+        grad_loss = sums.mean_of(grad_loss, tokens, of_loss)
+    dim = shard.sequence_dim
+    assert dim is not None
+    whole = exchange.gather_tokens(grad_loss.expand(shape), shard, dim).reshape(-1)
+    options = _run.replaced(asked.options, reduction=_abi.REDUCTION_NONE, normalizer=0.0)
+    return whole, given._replace(normalizer=None), asked._replace(options=options)
 
 
 def _own_gradients(
@@ -317,18 +367,18 @@ _make_library: Any = torch.library.Library
 _library = _make_library("logitless", "FRAGMENT")
 _library.define(
     f"sharded_divergence({ops._TENSORS}, {ops._OPTIONS}, int wanted, str group, int rank, "
-    "int size, bool reduce_input_grad, bool ordered, bool of_input, bool of_any, str revision) "
-    "-> Tensor[]",
+    "int size, int? sequence_dim, bool local_tokens, bool reduce_input_grad, bool ordered, "
+    "bool of_input, bool of_any, str revision) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def _sharded_divergence(*args: Any) -> list[Tensor]:
     inputs, options, memory, dtype, wanted = ops._split(args)
-    group, rank, size, reduces, ordered, of_input, of_any, _ = args[ops._WANTED + 1 :]
+    group, rank, size, dim, local, reduces, ordered, of_input, of_any, _ = args[ops._WANTED + 1 :]
     shard = Shard(
-        group, rank, size, options.vocab_start, options.vocab_total, reduce_input_grad=reduces,
-        ordered=ordered, of_input=of_input, of_any=of_any,
+        group, rank, size, options.vocab_start, options.vocab_total, dim, local, reduces, ordered,
+        of_input=of_input, of_any=of_any,
     )  # fmt: skip
     apply: Any = ShardedDivergence.apply
     asked = Asked(options, memory, dtype, wanted)
@@ -342,7 +392,7 @@ def _traced(inputs: Inputs, asked: Asked, shard: Shard) -> Sequence[Tensor]:
     options = _run.replaced(asked.options, vocab_start=shard.start, vocab_total=shard.total)
     made: Sequence[Tensor] = torch.ops.logitless.sharded_divergence(
         *ops.arguments(inputs, options, asked.memory, asked.dtype, asked.wanted), shard.group,
-        shard.rank, shard.size, shard.reduce_input_grad, shard.ordered, shard.of_input,
-        shard.of_any, rule._REVISION,
+        shard.rank, shard.size, shard.sequence_dim, shard.local_tokens, shard.reduce_input_grad,
+        shard.ordered, shard.of_input, shard.of_any, rule._REVISION,
     )  # fmt: skip
     return made

@@ -15,18 +15,22 @@ from logitless.torch._split import ranks, shards, sums
 from logitless.torch._split.shards import Shard
 
 
-def facts_of(shard: Shard, input: Tensor, weight: Tensor, wanted: int) -> tuple[int, ...]:
-    """What must fit, or be the same, on all ranks."""
+def facts_of(
+    shard: Shard, input: Tensor, weight: Tensor, wanted: int, gathered: tuple[int, int] = (0, 0)
+) -> tuple[int, ...]:
+    """What must fit, or be the same, on all ranks. `gathered`: of what is gathered beside the
+    input, the teacher's hidden size and which of it there is."""
     stop = shard.start + weight.shape[0]
     tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
     own = (shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted)
-    return *own, shard.keeps, shard.of_input, shard.of_any
+    return *own, shard.keeps, shard.of_input, shard.of_any, *gathered
 
 
 _SAME = (
     "Split.total", "the number of the input's tokens", "its hidden size", "Split.blocks",
     "what is asked for, in bits,", "whether gradients follow", "whether the input has one",
-    "whether anything has a gradient",
+    "whether anything has a gradient", "the teacher's hidden size",
+    "which tensors of tokens are given, in bits,",
 )  # fmt: skip
 _NO_FACTS = (0,) * (2 + len(_SAME))
 
@@ -156,9 +160,7 @@ def reduce_grad_input(part: Tensor, shard: Shard, shape: torch.Size, dtype: torc
     so that every rank gets the same bits, whatever the backend does."""
     dim = shard.sequence_dim
     if dim is not None:
-        whole = list(shape)
-        whole[dim] *= shard.size
-        first = part.view(whole).movedim(dim, 0)
+        first = part.view(shard.whole(shape)).movedim(dim, 0)
         if not shard.ordered:
             first = first.to(dtype)
         return _summed(first, shard, dtype).movedim(0, dim)

@@ -41,6 +41,13 @@ class Shard(NamedTuple):
             return None
         return self.sequence_dim, self.size
 
+    def whole(self, shape: Sequence[int]) -> list[int]:
+        """The shape of what every rank has of its own tokens, of all tokens."""
+        made = list(shape)
+        if self.sequence_dim is not None:
+            made[self.sequence_dim] *= self.size
+        return made
+
     def ranges(self, rows: int) -> list[tuple[int, int]]:
         """Where this rank's blocks begin and end among its own rows."""
         if not self.blocks:
@@ -207,8 +214,7 @@ def check_tokens(input: Tensor, target: Any, shard: Shard, shift: int) -> None:
                 "only; pass those of all tokens, without local_tokens, or shift them before"
             )
         return
-    shape = list(input.shape)
-    shape[dim] *= shard.size
+    shape = shard.whole(input.shape)
     what = f"the whole input, which is split equally along sequence_dim {dim} over {shard.size},"
     check_target(torch.empty(shape, device="meta"), target, what)
 
