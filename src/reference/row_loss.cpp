@@ -206,6 +206,9 @@ RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& to
     d.error += 4 * u32 * magnitude + tokens.normalizer_error * d.loss_magnitude;
     gradient.set(call.options, row, j, {d.value, d.error}, magnitude);
   }
+  for (size_t j = 0; j < at_chosen.size(); ++j) {
+    gradient.chosen.push_back(at_chosen[j].statistics_magnitude * std::fabs(row.slope[j]));
+  }
   double of_chosen = 0;
   for (const Chosen& c : token.chosen) of_chosen += std::fabs(c.gradient);
   gradient.stored_scale =
