@@ -60,6 +60,7 @@ DIVERGENCE_TENSORS = (
 )  # fmt: skip
 # Then those of chosen columns.
 CHOSEN_TENSORS = ("ids", "logits_at", "grad_logits_at")
+MOST_CHOSEN = 1024  # a token has at most so many chosen columns
 
 
 class _Sized(ctypes.Structure):
