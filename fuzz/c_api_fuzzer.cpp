@@ -81,6 +81,7 @@ class Scenario {
     s.hidden = in.between(1, 70);
     s.dtype = in.pick({DType::f32, DType::bf16, DType::f16});
     s.vocab_total = s.vocab;
+    s.chosen = 1 + s.hidden % 6;
     Reduction reduction = Reduction::mean;
     if constexpr (LossOp<Op>) {
       op_.options = options_from(in, &extreme_);
@@ -98,11 +99,16 @@ class Scenario {
     if constexpr (LinearOp<Op> && GradientOp<Op>) op_.accumulate_grad_weight = in.coin();
     const uint32_t present = in.any<uint32_t>();
     uint32_t field = 0;
+    bool chooses = false;
     for_each_view([&](std::string_view name, Access access, TensorView& view) {
       const bool required = name == "input" || name == "weight" || name == "logits" ||
                             name == "target" || name == "probabilities" || name == "grad_logits" ||
                             name == "loss" || name == "grad_input" || name.starts_with("shard_");
-      if (!((present >> field++) & 1) && (!required || in.rarely())) return;
+      bool given = ((present >> field++) & 1) || (required && !in.rarely());
+      // What is at the ids comes with them.
+      if (name == "ids") chooses = given;
+      if (name.ends_with("logits_at") && !in.rarely()) given = chooses;
+      if (!given) return;
       view = plain_view(name, s, reduction);
       vary_view(in, name, access != Access::read, &view);
       if (op_accumulates() && (name == "grad_weight" || name == "grad_bias") && !in.rarely()) {

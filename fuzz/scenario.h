@@ -81,7 +81,7 @@ class Input {
 };
 
 struct Sizes {
-  int64_t tokens, vocab, hidden, vocab_total, shards;
+  int64_t tokens, vocab, hidden, vocab_total, shards, chosen;
   DType dtype;  // of input and weight, or of logits
 };
 
@@ -154,6 +154,10 @@ inline TensorView plain_view(std::string_view name, const Sizes& s, Reduction re
   }
   if (is({"input"})) return matrix_view(nullptr, s.dtype, s.tokens, s.hidden);
   if (is({"weight"})) return matrix_view(nullptr, s.dtype, s.vocab, s.hidden);
+  if (is({"ids"})) return matrix_view(nullptr, DType::i64, s.tokens, s.chosen);
+  if (is({"logits_at", "grad_logits_at"})) {
+    return matrix_view(nullptr, DType::f32, s.tokens, s.chosen);
+  }
   if (is({"grad_input"})) return matrix_view(nullptr, DType::f32, s.tokens, s.hidden);
   if (is({"grad_weight"})) return matrix_view(nullptr, DType::f32, s.vocab, s.hidden);
   if (is({"bias", "grad_bias"})) return vector_view(nullptr, DType::f32, s.vocab);
@@ -190,12 +194,14 @@ inline void vary_view(Input& in, std::string_view name, bool written, TensorView
     if (layout == 7 && v->shape[d] <= 1) v->stride[d] = INT64_MAX;
   }
   const int kind = in.between(0, 3);
-  if (name.starts_with("grad_") && size_of(v->dtype) == 4 &&
+  if (name.starts_with("grad_") && name != "grad_logits_at" && size_of(v->dtype) == 4 &&
       (v->rank == 2 || name == "grad_bias")) {
     v->dtype = std::array{DType::f32, DType::bf16, DType::f16, DType::f32}[kind];
   }
   if (name == "probabilities" && kind == 1) v->dtype = DType::bf16;
-  if ((name == "target" || name == "argmax" || name == "rank") && kind == 1) v->dtype = DType::i32;
+  if ((name == "target" || name == "argmax" || name == "rank" || name == "ids") && kind == 1) {
+    v->dtype = DType::i32;
+  }
   if (name == "normalizer" && kind == 1) v->dtype = DType::i64;
   if (v->rank == 0 && kind == 2) v->rank = 1, v->shape[0] = 1;
   v->byte_offset = in.between(0, 3) * size_of(v->dtype);
@@ -240,6 +246,11 @@ inline double value_of(std::string_view name, const Sizes& s, int64_t ignore_ind
     if (draw == 0 && std::abs(ignore_index) < 1000) return static_cast<double>(ignore_index);
     if (draw == 1 && wild) return static_cast<double>(s.vocab_total + random.below(2));
     return static_cast<double>(random.below(s.vocab_total));
+  }
+  if (name == "ids") {
+    const int64_t draw = random.below(16);
+    if (draw == 0 && wild) return static_cast<double>(s.vocab_total + random.below(2));
+    return draw < 3 ? -1 : static_cast<double>(random.below(s.vocab_total));
   }
   if (name == "token_weight" || name == "vocab_weight") return random.below(5) * 0.5;
   if (name == "temperature") return wild && random.below(16) == 0 ? -1 : 0.5 + random.below(4);

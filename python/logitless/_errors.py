@@ -161,6 +161,20 @@ def placed(
     return f"{message[: found.start()]}{name}{where}{also}{of_rank}{message[found.end() :]}"
 
 
+def placed_id(message: str, shape: Sequence[int]) -> str:
+    """The same about an element of ids [..., K] of that shape, which the core was given as [N, K]:
+    "ids[8, 1] is 99; ..." of a `shape` (2, 5, 3) is "ids[1, 3, 1] (flat: ids[8, 1]) is 99; ..."."""
+    found = re.search(r"(?<![\w.-])ids\[(\d+), (\d+)\](?= is )", message)
+    if found is None or len(shape) == 2:
+        return message
+    row, index = int(found[1]), [found[2]]
+    for size in reversed(shape[:-1]):
+        row, place = divmod(row, size)
+        index.insert(0, str(place))
+    where = f"ids[{', '.join(index)}] (flat: {found[0]})"
+    return f"{message[: found.start()]}{where}{message[found.end() :]}"
+
+
 @contextlib.contextmanager
 def places(
     shape: Sequence[int], shift: int = 0, name: str = "target",

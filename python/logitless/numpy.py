@@ -25,6 +25,7 @@ from logitless._errors import (
     invalid,
     not_supported,
     placed,
+    placed_id,
     refuses,
     wrong_dtype,
     wrong_shape,
@@ -81,7 +82,8 @@ def _view(name: str, array: Array) -> tuple[View, Array]:
     """A view the core can read: of another byte order, a negative stride or an odd one, a copy."""
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None:
-        allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
+        indexes = name in ("target", "ids")
+        allowed = "int32, int64" if indexes else "float32, float16, bfloat16"
         if array.dtype.kind == "f":
             allowed += "; use .astype(np.float32)"
         raise wrong_dtype(f"{argument(name)} is {array.dtype}; allowed: {allowed}")
@@ -352,6 +354,67 @@ def linear_logprob(
         return_statistics=("logprob", "entropy") if entropy else "logprob",
     )  # fmt: skip
     return (made.logprob, made.entropy) if entropy else made.logprob
+
+
+def _ids(value: Any, rows: Array) -> Array:
+    """Columns of each token, [..., K] of `rows` [..., D]."""
+    ids = _array("ids", value)
+    if ids.dtype.name not in ("int32", "int64"):
+        way = "; use .astype(np.int64)" if ids.dtype.kind in "iu" else ""
+        raise wrong_dtype(f"ids is {ids.dtype}; allowed: int32, int64{way}")
+    most = _abi.MOST_CHOSEN
+    of_tokens = rows.ndim > 0 and ids.ndim == rows.ndim and ids.shape[:-1] == rows.shape[:-1]
+    if not of_tokens or not 1 <= ids.shape[-1] <= most:
+        tokens = "".join(f"{size}, " for size in rows.shape[:-1])
+        raise wrong_shape(
+            f"ids has shape {ids.shape}; allowed: ({tokens}K), the shape of input with K from 1 to "
+            f"{most} in the place of its last dimension"
+        )
+    return ids
+
+
+def linear_logprobs_at(
+    input: Array, linear_weight: Array, ids: Array, *, temperature: float | Array = 1.0,
+    linear_bias: Array | None = None, logit_scale: float = 1.0, softcap: float | None = 0.0,
+    memory: int | str | None = None,
+) -> Array:  # fmt: skip
+    """Log-probability of the columns `ids` [..., K] of each token, in their shape, never above 0;
+    -inf where an id is -1, which is none. Tokens without any id are not computed. `temperature` as
+    in linear_cross_entropy, in the shape of the tokens."""
+    rows, weight = _array("input", input), _array("linear_weight", linear_weight)
+    chosen = _ids(ids, rows)
+    if weight.ndim != 2:
+        raise wrong_shape(f"linear_weight has shape {weight.shape}; allowed: [V, D]")
+    shape = rows.shape[:-1]
+    options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
+    flat = chosen.reshape(-1, chosen.shape[-1])  # [N, K]
+    none = (flat == -1).all(axis=-1)  # [N]
+    tokens, hidden, vocab = len(flat), rows.shape[-1], weight.shape[0]
+    arrays: dict[str, Array | None] = {
+        "input": rows.reshape(tokens, hidden), "weight": weight,
+        "bias": None if linear_bias is None else _array("linear_bias", linear_bias),
+        "target": np.where(none, options.ignore_index, 0), "ids": flat,
+    }  # fmt: skip
+    if isinstance(options.temperature, np.ndarray):
+        arrays["temperature"] = _temperature(options.temperature, shape, 0)
+        options = options._replace(temperature=1.0)
+    logits = np.empty(flat.shape, np.float32)
+    reference, log_sum = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
+    made: dict[str, Array | None] = {
+        "logits_at": logits, "row_reference": reference, "row_log_sum": log_sum,
+    }  # fmt: skip
+    most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
+    try:
+        kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
+        _run(kind, arrays | made, options, parse_memory(memory), most)
+    except LogitlessError as error:
+        error.args = (with_cast(placed_id(str(error), chosen.shape)),)
+        raise
+    with np.errstate(invalid="ignore"):
+        logprobs = (logits - reference[:, None]) - log_sum[:, None]
+    logprobs[logprobs > 0] = 0  # a NaN stays
+    logprobs[flat == -1] = -np.inf
+    return logprobs.reshape(chosen.shape)
 
 
 class _Divergence:

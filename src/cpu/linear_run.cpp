@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "src/backend.h"
+#include "src/cpu/chosen.h"
 #include "src/cpu/linear_products.h"
 #include "src/cpu/ops.h"
 
@@ -26,7 +27,11 @@ class LinearRun : public LinearProducts {
   LinearRun(const Call& call, const LinearShape& shape, const LinearPlan& plan, char* memory)
       : LinearProducts(call, shape, plan, memory),
         map_(logit_map(call.options)),
-        wants_{call.sums()} {}
+        wants_{call.sums()} {
+    if (shape.chosen > 0) {
+      chosen_ = ChosenColumns(call, plan.token_chunk, at<char>(plan.chosen_at));
+    }
+  }
 
   // Begins the chunk of compacted tokens [first, first + count).
   void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
@@ -61,6 +66,9 @@ class LinearRun : public LinearProducts {
   // A tile's gradients are formed of what an earlier Forward kept.
   bool reads_kept(int64_t tile) const { return !plan_.stored && reads_kept_ && is_kept(tile); }
   void find_anchors();
+  void find_chosen();
+  void add_chosen(const LogitMap& map, int64_t tile, int64_t n, const float* z,
+                  const float* class_weight, float* row) const;
   void keep_row(int64_t tile, int64_t n, const float* z) const;
   void keep_states();
   float* logits_of(int64_t tile, const Lane& lane) const;
@@ -72,11 +80,17 @@ class LinearRun : public LinearProducts {
 
   LogitMap map_;
   BlockWants wants_;
+  ChosenColumns chosen_;
   bool reads_kept_ = false;  // Backward finds the chunk's kept columns fit to be read
 };
 
 void LinearRun::begin_chunk(const Tokens& tokens, int64_t first, int64_t count) {
   LinearProducts::begin_chunk(tokens, first, count);
+  if (shape_.chosen > 0) {
+    for_each_token([&](int64_t n) {
+      chosen_.find(call_, n, tokens.row[first + n], tokens.inv_gradient_scale);
+    });
+  }
   reads_kept_ = !call_.forward && kept_ > 0;
   for (int64_t n = 0; reads_kept_ && exponentials() && n < count; ++n) {
     reads_kept_ = kept_row(tokens, first + n)->overwritten == 0;
@@ -117,6 +131,11 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool
     forward_block(map_of(n), row, bias, class_weight, width, wants, forward ? &blocks[n] : &unused,
                   nullptr, wants.rare() ? &rare_blocks[n] : nullptr);
     if (forward && target >= 0 && target < width) states()[first_ + n].target_logit = row[target];
+    if (call_.logits_at) {
+      for (const ChosenColumn& c : chosen_.within(n, first, width)) {
+        element_at(call_.logits_at, tokens_->row[first_ + n], c.k) = row[c.column - first];
+      }
+    }
     if (forward && is_kept(tile)) keep_row(tile, n, row);
   }
 }
@@ -150,6 +169,39 @@ void LinearRun::find_anchors() {
       if (wants_.sums.has(SumKind::above)) rare()[token].rank_logit = *z;
       if (targets_only && here) states()[token].target_logit = *z;
     }
+  });
+}
+
+// Where no tile is made, the chosen columns of a panel's tokens are, as many at once as a tile has.
+// Each logit is of one token, and comes of the same sums as in its tile.
+void LinearRun::find_chosen() {
+  const int64_t group = plan_.engine.a_rows, most = call_.chosen();
+  for_each_task(executor_, plan_.lanes, divide_up(count_, group), [&](int64_t task, int64_t index) {
+    const Lane lane = this->lane(index);
+    const int64_t row = task * group, rows = std::min(group, count_ - row);
+    int64_t columns[vocab_tile], places[vocab_tile], count = 0;
+    const auto make = [&] {
+      if (count == 0) return;
+      multiply_input(packed_input(), row, rows, source_of(call_.weight, columns), 0, count, lane,
+                     lane.tile);
+      for (int64_t c = 0; c < count; ++c) {
+        const int64_t r = places[c] / most, token = tokens_->row[first_ + row + r];
+        float z = lane.tile[r * vocab_tile + c];
+        const float bias = call_.bias ? element_as_f32(call_.bias, columns[c]) : 0;
+        map_block(map_of(row + r), &z, call_.bias ? &bias : nullptr, 1);
+        element_at(call_.logits_at, token, places[c] % most) = z;
+      }
+      count = 0;
+    };
+    for (int64_t place = 0; place < rows * most; ++place) {
+      const int64_t token = tokens_->row[first_ + row + place / most];
+      const int64_t column = chosen_column(call_, token, place % most);
+      if (column < 0) continue;
+      columns[count] = column;
+      places[count++] = place;
+      if (count == vocab_tile) make();
+    }
+    make();
   });
 }
 
@@ -201,7 +253,9 @@ void LinearRun::forward_pass() {
     states()[first_ + n].target_logit = -std::numeric_limits<float>::infinity();
   }
   const bool counts_above = wants_.sums.has(SumKind::above), targets_only = call_.targets_only();
-  if (counts_above || keeps_exponentials() || targets_only) find_anchors();
+  const bool needs_targets = targets_only && call_.target_logit;
+  if (counts_above || keeps_exponentials() || needs_targets) find_anchors();
+  if (targets_only && call_.logits_at) find_chosen();
   if (targets_only) return;
   for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t index) {
     const Lane lane = this->lane(index);
@@ -246,6 +300,30 @@ void LinearRun::form_row(int64_t tile, const Lane& lane, const TileRows& rows, i
   if (tokens_->target[first_ + n] >= 0 && target >= 0 && target < width) {
     row[target] = target_gradient(map, g, rounded ? anchor : z[target],
                                   class_weight != nullptr ? class_weight[target] : 1.0f);
+  }
+  if (shape_.chosen > 0) add_chosen(map, tile, n, rounded ? nullptr : z, class_weight, row);
+}
+
+// Adds the gradients of the chosen columns to a row. They are part of what is subtracted at the
+// target, which is made of p and 1 - p: where p is near 1 nothing cancels. A rounded exponential
+// tells p too coarsely for that; z is null there, and there is no softcap.
+void LinearRun::add_chosen(const LogitMap& map, int64_t tile, int64_t n, const float* z,
+                           const float* class_weight, float* row) const {
+  const int64_t first = tile * vocab_tile;
+  const auto chosen = chosen_.within(n, first, tile_width(tile));
+  for (size_t next = 0; next < chosen.size();) {
+    const int64_t column = chosen[next].column, j = column - first;
+    float sum = 0;
+    for (; next < chosen.size() && chosen[next].column == column; ++next) {
+      sum += chosen[next].gradient;
+    }
+    if (z == nullptr) {
+      row[j] += static_cast<float>(sum * slope_at(map, 0));
+      continue;
+    }
+    RowGradient g = gradients()[n];
+    g.onehot = (column == tokens_->target[first_ + n] ? g.onehot : 0) - sum;
+    row[j] = target_gradient(map, g, z[j], class_weight != nullptr ? class_weight[j] : 1.0f);
   }
 }
 
@@ -331,7 +409,8 @@ LinearShape shape_of(const Call& call) {
           .class_weight = static_cast<bool>(call.vocab_weight),
           .kept = kept,
           .places = places(call),
-          .sums = call.sums()};
+          .sums = call.sums(),
+          .chosen = call.targets_only() ? 0 : call.chosen()};
 }
 
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size) {
@@ -355,6 +434,7 @@ Status run_linear(const Call& call, const LinearPlan& plan, const Workspace& wor
   Status status = prepare_tokens(call, shape.vocab, memory + plan.tokens_at, &tokens);
   if (!status.ok()) return status;
 
+  if (call.logits_at) fill(call.logits_at, -std::numeric_limits<float>::infinity());
   LinearRun linear(call, shape, plan, memory);
   if (!shape.forward) load_states(call, tokens, linear.states());
   if (!call.forward && call.kept) linear.check_kept(tokens);

@@ -45,6 +45,7 @@ struct LinearShape {
   int64_t kept = 0;
   bool places = false;  // kept rows have places, see Tokens
   SumSet sums{};        // the row's sums that are asked for
+  int64_t chosen = 0;   // tiles are looked through for so many columns of each token
   // tests give that of another CPU; else it is choose_engine(dtype)
   std::optional<Engine> engine{};
   bool all_kept() const { return kept > 0 && kept == vocab; }
@@ -75,7 +76,7 @@ struct LinearPlan {
   // These are byte offsets into the workspace, in order; every one is a multiple of 64.
   uint64_t tokens_at = 0, states_at = 0, gradients_at = 0, blocks_at = 0, logits_at = 0,
            input_along_at = 0, input_across_at = 0, slots_at = 0, weight_sum_at = 0,
-           bias_sum_at = 0, rare_at = 0, rare_blocks_at = 0, lanes_at = 0;
+           bias_sum_at = 0, rare_at = 0, rare_blocks_at = 0, chosen_at = 0, lanes_at = 0;
   // Of two heads the arrays of logits and of blocks have the teacher's behind the student's.
   uint64_t teacher_along_at = 0, losses_at = 0, sums_at = 0;
   uint64_t lane_bytes = 0;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "src/cpu/chosen.h"
 #include "src/message.h"
 #include "src/row/loss.h"
 #include "src/row/statistics.h"
@@ -76,6 +77,23 @@ Status collect(const Call& call, int64_t vocab, Tokens* tokens) {
   return {};
 }
 
+// Looks for an id that is outside, where that is an error.
+Status check_ids(const Call& call, const Tokens& tokens) {
+  if (!call.ids || call.options.out_of_range == OutOfRange::ignore) return {};
+  for (int64_t n = 0; n < tokens.valid; ++n) {
+    const int64_t i = tokens.row[n];
+    for (int64_t k = 0; k < call.chosen(); ++k) {
+      const int64_t id = id_at(call.ids, i, k);
+      if (id >= -1 && id < call.vocab_total()) continue;
+      return error(StatusCode::target_out_of_range,
+                   "ids[%lld, %lld] is %lld; allowed: 0 to %lld, or -1 for none",
+                   static_cast<long long>(i), static_cast<long long>(k), static_cast<long long>(id),
+                   static_cast<long long>(call.vocab_total() - 1));
+    }
+  }
+  return {};
+}
+
 // An upstream gradient of 0 is none, unless a factor of infinity or NaN makes something else of it.
 bool is_active(const Call& call, float grad_loss, float token_weight, int64_t i) {
   const bool zero = grad_loss == 0 || token_weight == 0;
@@ -83,7 +101,7 @@ bool is_active(const Call& call, float grad_loss, float token_weight, int64_t i)
   for (const TensorView* view : {&call.grad_lse, &call.grad_target_logit, &call.grad_entropy}) {
     if (*view && f32_at(*view, i) != 0) return true;
   }
-  return false;
+  return has_chosen_gradient(call, i);
 }
 
 // Leaves tokens without a gradient out of the compacted ones.
@@ -143,6 +161,11 @@ GradientSizes gradient_sizes(const Call& call, const Tokens& tokens) {
     for (int64_t k = 0; k < tokens.valid; ++k) {
       include(f32_at(*view, tokens.row[k]), &sizes.statistic);
     }
+  }
+  if (!call.ids) return sizes;
+  sizes.of_statistics = true;
+  for (int64_t k = 0; k < tokens.valid; ++k) {
+    include(size_of_chosen_gradients(call, tokens.row[k]), &sizes.statistic);
   }
   return sizes;
 }
@@ -245,6 +268,7 @@ Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tok
   tokens->total = call.target ? call.target.shape[0] : call.tokens();
   place_arrays(memory, tokens->total, places(call), tokens);
   Status status = collect(call, vocab, tokens);
+  if (status.ok()) status = check_ids(call, *tokens);
   if (!status.ok()) return status;
   const LossOptions& o = call.options;
   const int64_t whole = vocabulary_of(o, vocab);

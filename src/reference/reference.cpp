@@ -4,6 +4,7 @@
 // use double, plain loops and O(V) memory beside the outputs.
 #include "src/reference/reference.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -22,16 +23,24 @@ namespace {
 // Sums rows of gradients: their value, and the bound before the last rounding.
 struct Sum {
   std::vector<double> value, error;
+  std::vector<double> largest;  // it is the largest chosen column's part of a summand
 
   void resize(int64_t count) {
     value.assign(count, 0.0);
     error.assign(count, 0.0);
+    largest.assign(count, 0.0);
   }
   // Adds a * b_k, k in [0, count), with an error of at most error_of_a |b_k|.
   void add(int64_t offset, double a, double error_of_a, const double* b, int64_t count) {
     for (int64_t k = 0; k < count; ++k) value[offset + k] += a * b[k];
     if (error_of_a == 0) return;
     for (int64_t k = 0; k < count; ++k) error[offset + k] += error_of_a * std::fabs(b[k]);
+  }
+  // A chosen column has `a` in a summand a * b_k.
+  void add_chosen(int64_t offset, double a, const double* b, int64_t count) {
+    for (int64_t k = 0; a != 0 && k < count; ++k) {
+      largest[offset + k] = std::max(largest[offset + k], a * std::fabs(b[k]));
+    }
   }
 };
 
@@ -157,6 +166,7 @@ void Evaluation::prepare() {
     create("divergence_sum", call_.divergence_sum, 0);
     create("slope_sum", call_.slope_sum, 0);
   }
+  create("logits_at", call_.logits_at, -std::numeric_limits<double>::infinity());
   create("grad_logits", call_.grad_logits, 0);
   create("grad_input", call_.grad_input, 0);
   create("grad_weight", call_.grad_weight, 0);
@@ -174,7 +184,11 @@ void Evaluation::prepare() {
 void Evaluation::evaluate_row(const Token& token, int64_t i) {
   const Row row = make_row({call_, weight_, bias_, model_, with_bounds_}, token, i);
   if (call_.loss) token_loss_[i] = row_loss(call_, tokens_, token, row);
-  write_statistics(RowOf{call_, tokens_, token, row}, &Statistic::of_row, i);
+  const RowOf of{call_, tokens_, token, row};
+  write_statistics(of, &Statistic::of_row, i);
+  for (int64_t k = 0; call_.logits_at && k < call_.chosen(); ++k) {
+    set(output("logits_at"), i * call_.chosen() + k, logit_at(of, token.chosen[k].column));
+  }
   if (wants_gradient()) add_gradient(row_gradient(call_, tokens_, token, row), i);
 }
 
@@ -243,6 +257,12 @@ void Evaluation::add_linear_gradient(const RowGradient& gradient, int64_t i) {
       grad_input_.add(0, draw, for_input, weight_.data() + j * hidden, hidden);
     }
     if (call_.grad_weight) grad_weight_.add(j * hidden, draw, for_weight, h.data(), hidden);
+    if (model_.structured && !gradient.chosen.empty()) {
+      const double one = 1, chosen = gradient.chosen[j];
+      if (call_.grad_input) grad_input_.add_chosen(0, chosen, weight_.data() + j * hidden, hidden);
+      if (call_.grad_weight) grad_weight_.add_chosen(j * hidden, chosen, h.data(), hidden);
+      if (call_.grad_bias) grad_bias_.add_chosen(j, chosen, &one, 1);
+    }
     if (!call_.grad_bias) continue;
     grad_bias_.value[j] += draw;
     grad_bias_.error[j] += for_weight;
@@ -251,7 +271,8 @@ void Evaluation::add_linear_gradient(const RowGradient& gradient, int64_t i) {
   Output* output = this->output("grad_input");
   for (int64_t k = 0; k < hidden; ++k) {
     set_rounded(output, call_.grad_input.dtype, i * hidden + k, grad_input_.value[k],
-                grad_input_.error[k] + static_cast<double>(columns) * tiny32);
+                grad_input_.error[k] +
+                    static_cast<double>(columns) * (tiny32 + u32 * grad_input_.largest[k]));
   }
 }
 
@@ -292,7 +313,8 @@ void Evaluation::finish_sum(const char* name, const TensorView& view, Sum* sum) 
       sum->value[k] += old[k];
       sum->error[k] += gamma(model_, tokens_.active) * std::fabs(old[k]);
     }
-    set_rounded(output(name), view.dtype, k, sum->value[k], sum->error[k] + flushed);
+    const double after = static_cast<double>(tokens_.active) * u32 * sum->largest[k];
+    set_rounded(output(name), view.dtype, k, sum->value[k], sum->error[k] + flushed + after);
     // Without a token there are zeros, or the old contents, to the bit.
     if (tokens_.active == 0) output(name)->bound[k] = 0;
   }

@@ -73,6 +73,7 @@ struct RowGradient {
   std::vector<double> value;      // [V]  it is draw
   std::vector<double> error;      // [V]  it is draw's error
   std::vector<double> magnitude;  // [V]  it is M, the sum of the magnitudes of draw's summands
+  std::vector<double> chosen;     // [V]  it is M's part of chosen columns; empty where none are
   double stored_scale = 0;        // a stored 16-bit dz may be multiplied with so much
 
   explicit RowGradient(size_t columns) : value(columns), error(columns), magnitude(columns) {}

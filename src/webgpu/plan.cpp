@@ -281,6 +281,7 @@ Problem problem_of(const Call& call) {
                            "teacher_row_log_sum", "divergence_sum", "slope_sum", "target_logit"}) {
     p.hands_states |= call.diverges && call[name];
   }
+  p.chooses = static_cast<bool>(call.ids);
   p.hidden = call.linear ? call.hidden() : 0;
   p.state_given = !call.forward && static_cast<bool>(call["row_reference"]);
   p.has_bias = static_cast<bool>(call["bias"]);
@@ -327,6 +328,9 @@ Problem problem_of(const Call& call) {
 
 Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, Plan* plan) {
   const Problem p = on_device(problem, limits);
+  if (problem.chooses) {
+    return error(StatusCode::not_supported, "ids: webgpu has no chosen columns; allowed: none");
+  }
   if (problem.diverges && (problem.vocab_total > problem.vocab || problem.hands_states)) {
     return error(StatusCode::not_supported,
                  "vocab_total is %lld and V %lld; webgpu allows of a divergence: the whole "

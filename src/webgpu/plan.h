@@ -67,6 +67,7 @@ struct Problem {
   bool combines = false;      // the tokens' states come from shards of the vocabulary
   bool diverges = false;      // there are two heads
   bool hands_states = false;  // of a divergence, which are for shards
+  bool chooses = false;       // there are chosen columns, which are refused
   bool reads_kept = false;    // of a divergence, whose gradient Forward has kept
   TeacherProblem teacher;
   bool has_bias = false, bias_bound = false;

@@ -258,6 +258,25 @@ const Accept kAccepts[] = {
        s.drop({"target", "logprob", "target_logit"});
        return true;
      }},
+    {"chosen columns", [](Subject& s) { return s.make_chosen(); }},
+    {"chosen columns of i32, in any strides", [](Subject& s) {
+       if (!s.make_chosen()) return false;
+       s["ids"].dtype = DType::i32;
+       for (const char* name : {"ids", "logits_at", "grad_logits_at"}) {
+         if (s.has(name)) s[name].stride = {9, 2};
+       }
+       return true;
+     }},
+    {"1024 chosen columns, all of them one", [](Subject& s) {
+       if (s.forward() || !s.make_chosen()) return false;
+       for (const char* name : {"ids", "grad_logits_at"}) {
+         s[name].shape[1] = 1024, s[name].stride = {1, 0};
+       }
+       return true;
+     }},
+    {"chosen columns alone",
+     [](Subject& s) { return s.make_chosen() && s.write_only("logits_at"); }},
+    {"chosen columns of a shard", [](Subject& s) { return s.make_shard() && s.make_chosen(); }},
     {"a divergence's sums or states", [](Subject& s) { return s.make_sums(); }},
     {"a divergence's sums without acceptance",
      [](Subject& s) {

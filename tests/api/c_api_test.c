@@ -136,8 +136,9 @@ static int32_t run_plan(void) {
   uint32_t count = 0;
   const logitless_op* op = &g_op.value;
   const logitless_tensor* listed[] = {
-      op->logits, op->probabilities, op->input,       op->weight,     op->target,
-      op->loss,   op->grad_loss,     op->grad_logits, op->grad_input, op->grad_weight};
+      op->logits, op->probabilities, op->input,         op->weight,     op->target,
+      op->loss,   op->grad_loss,     op->grad_logits,   op->grad_input, op->grad_weight,
+      op->ids,    op->logits_at,     op->grad_logits_at};
   int32_t code = logitless_plan_create(op, &g_execution.value, g_workspace.value.bytes, &plan,
                                        &g_status.value);
   CHECK((code == LOGITLESS_OK) == (plan != NULL));
@@ -532,6 +533,45 @@ static void test_divergence_sums(int32_t device) {
   g_what = "";
 }
 
+/* Both rows have the logits [0, log 3]; the second column is chosen twice of the first row. */
+static void test_chosen_columns(int32_t device) {
+  int32_t ids[2][3] = {{1, 0, 1}, {-1, 0, -1}};
+  float logits[2][3], gradients[2][3] = {{0.5f, 2, 0.25f}, {NAN, -1, NAN}};
+  logitless_tensor id = view(ids, LOGITLESS_I32, 2, 2, 3),
+                   at = view(logits, LOGITLESS_F32, 2, 2, 3);
+  const float first[] = {logf(3), 0, logf(3)}, grad_weight[] = {1, 0.75f};
+  g_what = "chosen columns";
+  set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD, device);
+  g_op.value.ids = &id;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "ids is given without logits_at") != NULL);
+  g_op.value.logits_at = &at;
+  for (int by_plan = 0; by_plan < 2; ++by_plan) {
+    CHECK((by_plan ? run_plan() : run()) == LOGITLESS_OK);
+    expect_values(logits[0], first, 3);
+    CHECK(logits[1][1] == 0 && isinf(logits[1][0]) && isinf(logits[1][2]));
+  }
+  ids[1][2] = 2;
+  CHECK(run() == LOGITLESS_TARGET_OUT_OF_RANGE);
+  CHECK(strstr(g_status.value.message, "ids[1, 2] is 2; allowed: 0 to 1") != NULL);
+  ids[1][2] = -1;
+  set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD, device);
+  g_one = 0; /* no gradient of the loss */
+  at.data = gradients;
+  g_op.value.ids = &id;
+  g_op.value.grad_logits_at = &at;
+  CHECK(run() == LOGITLESS_OK);
+  expect_values(g_gradient, grad_weight, 2);
+  g_one = 1;
+  /* another op has none */
+  set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD, device);
+  g_op.value.ids = &id;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "ids is set; LinearCrossEntropyForwardBackward does not") !=
+        NULL);
+  g_what = "";
+}
+
 /* Each of two shards has one column: logits [0, log 3] of both tokens. */
 static void test_combine(int32_t device) {
   const float log3 = logf(3), loss = 0.5f * logf(16.0f / 3), lse[] = {logf(4), logf(4)};
@@ -585,6 +625,8 @@ int main(void) {
   test_divergence(LOGITLESS_CPU);
   test_divergence_sums(LOGITLESS_REFERENCE);
   test_divergence_sums(LOGITLESS_CPU);
+  test_chosen_columns(LOGITLESS_REFERENCE);
+  test_chosen_columns(LOGITLESS_CPU);
   test_combine(LOGITLESS_REFERENCE);
   test_combine(LOGITLESS_CPU);
   if (g_failures == 0) printf("every check passed\n");

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mutants: bugs that some test must catch, and which tests are asked."""
 
-from mutants import combine, divergences, kernels, linear, logits, overlap, plans, token_options, tokens
+from mutants import chosen, combine, divergences, kernels, linear, logits, overlap, plans, token_options, tokens
 from mutants.mutant import TESTS, Edit, Mutant
 
 MUTANTS = [
@@ -11,6 +11,7 @@ MUTANTS = [
     *logits.MUTANTS,
     *linear.MUTANTS,
     *divergences.MUTANTS,
+    *chosen.MUTANTS,
     *combine.MUTANTS,
     *overlap.MUTANTS,
     *plans.MUTANTS,

@@ -37,6 +37,8 @@ TESTS: dict[str, list[str]] = {
         of_cpu("nonfinite", LINEAR),
         of_cpu("invariants", LINEAR),
     ],
+    "chosen": [of_cpu("chosen", "")],
+    "chosen-table": [of_cpu("conformance", "linear_backward", TABLE)],
     "divergences": [of_cpu("conformance", "divergence", TABLE)],
     "divergence-edges": [of_cpu("divergence", "")],
     "divergence-shards": [of_cpu("divergence_shards", "")],

@@ -32,6 +32,7 @@ ROLES: dict[str, Any] = {
     "classes": np.ones(VOCAB, np.float32),
     "tokens": np.ones(TOKENS, np.float32),
     "normalizer": np.array(3.0, np.float32),
+    "ids": np.zeros((TOKENS, 3), np.int32),
 }
 TEACHERS = "teacher's "  # roles of a second head, which is as the first
 ROLES |= {f"{TEACHERS}{role}": ROLES[role] for role in ("input", "head", "bias")}
@@ -39,7 +40,7 @@ ROLE_OF = {
     "input": "input", "_input": "input", "e": "input", "hidden": "input", "logits": "logits",
     "linear_weight": "head", "lin_weight": "head", "c": "head", "vocab_weights": "head",
     "lm_head": "head", "linear_bias": "bias", "hidden_states": "input", "input_ids": "target",
-    "index": "target",
+    "index": "target", "ids": "ids",
     "bias": "bias", "target": "target", "targets": "target", "labels": "target",
     "teacher_input": "teacher's input", "teacher_weight": "teacher's head",
     "teacher_bias": "teacher's bias",
@@ -124,18 +125,21 @@ def wrong(role: str, alone: bool) -> Iterator[tuple[str, Any]]:
     elif role == "normalizer":
         yield "shape", np.ones(2, np.float32)
     else:
+        # Of ids the last dimension may be any.
         wider = (*right.shape[:-1], right.shape[-1] + 1)
+        wider = (TOKENS + 1, 3) if role == "ids" else wider
         yield "shape", np.ones(wider, right.dtype)
         yield "rank", right[None, None]
-        if role in ("head", "bias", "target"):
-            yield "dtype", right.astype(np.int16 if role == "target" else np.float16)
+        if role in ("head", "bias", "target", "ids"):
+            indexes = role in ("target", "ids")
+            yield "dtype", right.astype(np.int16 if indexes else np.float16)
 
 
 CASES = [
     pytest.param(name, argument, value, id=f"{name}-{argument}-{what}")
     for name in FUNCTIONS
     for argument, role in tensors(name).items()
-    for what, value in wrong(role, alone="target" not in tensors(name).values())
+    for what, value in wrong(role, alone={"target", "ids"}.isdisjoint(tensors(name).values()))
     if (role, what) != ("target", "rank") or not name.endswith(FLATTENED)
     if what != "dtype" or role == "target" or not name.endswith("unsloth")  # which casts the input
 ]

@@ -234,6 +234,101 @@ def test_a_wrong_target_has_the_callers_index(shift: int) -> None:
         ln.linear_logprob(x[0], w, np.array([0, 0, 0, 0, 99]), shift=shift)
 
 
+CHOSEN_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 2.0, "logit_scale": -0.7},
+    "temperature": {"temperature": 0.6},
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize("name", CHOSEN_OPTIONS)
+def test_log_probabilities_of_chosen_columns(name: str, index: Any, dtype: torch.dtype) -> None:
+    x, w, b, _ = numpy(*problem((3, 11), 53, 24, dtype, bias=True))
+    options = CHOSEN_OPTIONS[name]
+    ids = np.random.default_rng(5).integers(0, 53, (3, 11, 7)).astype(index)
+    ids[..., 4] = ids[..., 0]
+    ids[1, 2, 3] = -1
+    made = ln.linear_logprobs_at(x, w, ids, linear_bias=b, **options)
+    assert made.shape == ids.shape and made.dtype == np.float32
+    for k in range(7):  # K = 1 and any other K have the bits of linear_logprob
+        target = np.maximum(ids[..., k], 0)
+        wanted = ln.linear_logprob(x, w, target, linear_bias=b, **options)
+        wanted[ids[..., k] < 0] = -np.inf
+        one = ln.linear_logprobs_at(x, w, ids[..., k : k + 1], linear_bias=b, **options)
+        assert np.array_equal(made[..., k].view(np.int32), wanted.view(np.int32))
+        assert np.array_equal(one[..., 0].view(np.int32), wanted.view(np.int32))
+
+
+def test_a_temperature_of_each_token_of_chosen_columns() -> None:
+    x, w, _, _ = numpy(*problem((2, 5), 9, 6))
+    ids = np.arange(30).reshape(2, 5, 3) % 9
+    temperature = np.linspace(0.5, 2, 10, dtype=np.float32).reshape(2, 5)
+    made = ln.linear_logprobs_at(x, w, ids, temperature=temperature)
+    for k in range(3):
+        wanted = ln.linear_logprob(x, w, ids[..., k], temperature=temperature)
+        assert np.array_equal(made[..., k], wanted)
+    assert np.array_equal(made, ln.linear_logprobs_at(x, w, ids, temperature=temperature.ravel()))
+
+
+def test_absent_columns_have_no_probability() -> None:
+    x, w, _, _ = numpy(*problem((4,), 9, 6))
+    ids = np.array([[-1, 3], [-1, -1], [2, -1], [1, 0]])
+    x[1] = np.nan  # nobody reads the token that has no column
+    x[2] = np.nan
+    made = ln.linear_logprobs_at(x, w, ids)
+    assert np.array_equal(np.isneginf(made), ids == -1)
+    assert np.isnan(made[2, 0]) and np.isfinite(made[0, 1]) and np.isfinite(made[3]).all()
+    # In a row of -inf there is no number, but what is absent is still absent.
+    masked = np.full(9, -np.inf, np.float32)
+    made = ln.linear_logprobs_at(w[:2, :6], w, ids[2:], linear_bias=masked)
+    assert np.array_equal(np.isneginf(made), ids[2:] == -1) and np.isnan(made[1]).all()
+
+
+def test_a_probability_is_never_above_one() -> None:
+    x, w, _, _ = numpy(*problem((1000,), 1, 6))
+    made = ln.linear_logprobs_at(x, w, np.zeros((1000, 2), np.int64))
+    assert not made.any()
+    x, w, _, _ = numpy(*problem((1000,), 5, 6))
+    made = ln.linear_logprobs_at(x * 100, w, np.arange(5000).reshape(1000, 5) % 5)
+    assert made.max() == 0
+    assert np.allclose(np.exp(made.astype(np.float64)).sum(-1), 1, atol=1e-5)
+
+
+def test_no_token_has_no_chosen_columns() -> None:
+    x, w = np.empty((2, 0, 6), np.float32), np.ones((9, 6), np.float32)
+    assert ln.linear_logprobs_at(x, w, np.empty((2, 0, 4), np.int64)).shape == (2, 0, 4)
+
+
+def test_wrong_ids_have_the_callers_index() -> None:
+    x, w, _, _ = numpy(*problem((2, 5), 9, 6, ignored=0))
+    for wrong in (9, -2, -100):
+        ids = np.zeros((2, 5, 3), np.int64)
+        ids[1, 3, 2] = wrong
+        at = rf"^ids\[1, 3, 2\] \(flat: ids\[8, 2\]\) is {wrong}; allowed: 0 to 8, or -1 for none$"
+        with pytest.raises(ValueError, match=at):
+            ln.linear_logprobs_at(x, w, ids)
+        with pytest.raises(ValueError, match=rf"^ids\[3, 2\] is {wrong}; allowed"):
+            ln.linear_logprobs_at(x[1], w, ids[1])
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 5), (2, 5, 0), (2, 5, 1025), (5, 2, 3), (10, 3), (2, 5, 3, 1)]
+)
+def test_ids_of_another_shape(shape: tuple[int, ...]) -> None:
+    x, w, _, _ = numpy(*problem((2, 5), 9, 6, ignored=0))
+    with pytest.raises(ValueError, match=r"^ids has shape .*; allowed: \(2, 5, K\), .* 1 to 1024"):
+        ln.linear_logprobs_at(x, w, np.zeros(shape, np.int64))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.bool_])
+def test_ids_of_another_dtype(dtype: Any) -> None:
+    x, w, _, _ = numpy(*problem((2, 5), 9, 6, ignored=0))
+    with pytest.raises(TypeError, match=f"^ids is {np.dtype(dtype)}; allowed: int32, int64"):
+        ln.linear_logprobs_at(x, w, np.zeros((2, 5, 3), dtype))
+
+
 @pytest.mark.parametrize("shift", [1, 3])
 def test_a_weight_moves_with_its_label(shift: int) -> None:
     x, w, _, t = numpy(*problem((2, 5), 9, 6))

@@ -115,6 +115,7 @@ class BrowserTestDevice final : public TestDevice {
     return static_cast<const webgpu::WorkspaceBuffers*>(workspace)->made();
   }
   bool synchronous() const override { return false; }
+  bool has_chosen_columns() const override { return false; }
 
  private:
   mutable std::map<size_t, std::vector<webgpu::Buffer>> free_;

@@ -69,7 +69,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
         c.optional ? c.dtype != DType::bf16 : c.dtype == DType::bf16 && c.gradient == DType::f32;
     return given && !c.probabilities ? vector_view(nullptr, DType::f32, c.tokens) : TensorView{};
   }
-  if (!c.optional) return {};
+  if (!c.optional || is({"ids", "logits_at", "grad_logits_at"})) return {};  // it has none of these
   if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
   if (is({"bias", "teacher_bias"}))
     return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
