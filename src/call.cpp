@@ -110,8 +110,8 @@ SumSet Call::sums() const {
 }
 
 bool Call::targets_only() const {
-  return linear && !diverges && forward && !gradients && target_logit && !kept && !loss &&
-         sums_of_statistics().empty();
+  return linear && !diverges && forward && !gradients && (target_logit || logits_at) && !kept &&
+         !loss && sums_of_statistics().empty();
 }
 
 TokenStatistics Call::statistics() const {

@@ -39,6 +39,7 @@ struct TensorField {
 // Returns the tensors of one kind, from the listing of fields.h.
 std::span<const TensorField> tensor_fields(int32_t kind);
 constexpr int32_t kinds = 11;
+inline constexpr int64_t most_chosen = 1024;  // a token has at most so many chosen columns
 
 constexpr const char* name_of_op(int32_t kind) {
   constexpr const char* names[] = {"Softmax",
@@ -104,6 +105,7 @@ struct Call {
   Tensor grad_loss{};                                             // [N] or []
   Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // each is [N]
   Tensor anchor{};                                                // [N]
+  Tensor ids{}, logits_at{}, grad_logits_at{};                    // each is [N, K]
   Tensor kept{}, kept_rows{};  // Backward reads them; kept.h says what they are
   Tensor grad_logits{};        // [N, V]
   Tensor grad_input{}, grad_weight{}, grad_bias{};                          // [N, D] [V, D] [V]
@@ -137,11 +139,13 @@ struct Call {
     return options.vocab_total > 0 && !combines ? options.vocab_start : 0;
   }
   bool shard() const { return vocab_total() > vocab(); }
+  int64_t chosen() const { return ids ? ids.shape[1] : 0; }  // so many columns of each token
   // Returns what the statistics that this call writes are made of.
   SumSet sums_of_statistics() const;
   // Returns the same of all that it writes, beside the exponentials.
   SumSet sums() const;
-  // Returns whether nothing but the targets' logits is asked for, which takes no product.
+  // Returns whether nothing but logits of the targets and of chosen columns is asked for, which
+  // takes no product.
   bool targets_only() const;
   // Returns whether a divergence is asked for its sums, of rows whose states it is given.
   bool sums_of_shard() const { return divergence_sum || slope_sum; }

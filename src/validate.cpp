@@ -81,6 +81,15 @@ Status check_companions(const Call& call) {
   return {};
 }
 
+// Chosen columns are ids and what is written or read at them.
+Status check_chosen(const Call& call) {
+  const char* at = call.forward ? "logits_at" : "grad_logits_at";
+  const bool ids = static_cast<bool>(call["ids"]);
+  if (ids == static_cast<bool>(call[at])) return {};
+  return error(StatusCode::invalid_argument, "%s is given without %s; allowed: both or neither",
+               ids ? "ids" : at, ids ? at : "ids");
+}
+
 // Returns a number in hexadecimal, as keys are printed.
 Text key_text(uint64_t key) {
   Text out{};
@@ -159,6 +168,14 @@ Status check_empty(const Call& call) {
   return {};
 }
 
+// The ids say what K is.
+Status check_chosen_count(const Call& call) {
+  if (!call.ids || (call.chosen() >= 1 && call.chosen() <= most_chosen)) return {};
+  return error(StatusCode::wrong_shape, "ids has shape %s; allowed: [%lld, K], K from 1 to %lld",
+               shape_text(call.ids).text, static_cast<long long>(call.tokens()),
+               static_cast<long long>(most_chosen));
+}
+
 Status check_dtype_pairs(const Call& call) {
   if (call.linear) {
     const DType dtype = call["input"].dtype;
@@ -204,6 +221,11 @@ Status check_products(const Call& call) {
   const int64_t n = call.tokens(), v = call.vocab_total();
   const int64_t d = call.linear ? call.hidden() : call.combines ? call.shards() : 1;
   const auto fits = [](int64_t a, int64_t b) { return b == 0 || a <= most / b; };
+  if (!fits(n, call.chosen())) {
+    return error(StatusCode::invalid_argument,
+                 "ids: N = %lld, K = %lld; allowed: no product of two above 2^56",
+                 static_cast<long long>(n), static_cast<long long>(call.chosen()));
+  }
   const int64_t of_teacher = call.teacher_input ? call.teacher_input.shape[1] : 0;
   if (!fits(n, of_teacher) || !fits(v, of_teacher)) {
     return error(StatusCode::invalid_argument,
@@ -233,6 +255,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_outputs,
     check_companions,
     check_kept,
+    check_chosen,
     check_teacher,
     check_divergence_states,
     check_devices,
@@ -241,6 +264,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_normalizer,
     check_temperature,
     check_empty,
+    check_chosen_count,
     check_combine,
     check_shard_range,
     check_products,

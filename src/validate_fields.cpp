@@ -33,6 +33,7 @@ enum class Shape {
   shard_token,           // [P, N]
   teacher_hidden,        // [N, Dt]
   vocab_teacher_hidden,  // [V, Dt]
+  token_chosen,          // [N, K]
 };
 
 struct FieldRule {
@@ -70,6 +71,9 @@ constexpr FieldRule kFieldRules[] = {
     {"grad_target_logit", Shape::token, kF32, "f32"},
     {"grad_entropy", Shape::token, kF32, "f32"},
     {"anchor", Shape::token, kF32, "f32"},
+    {"ids", Shape::token_chosen, kInts, "i32, i64"},
+    {"logits_at", Shape::token_chosen, kF32, "f32"},
+    {"grad_logits_at", Shape::token_chosen, kF32, "f32"},
     {"kept", Shape::kept, kFloats, "f32, f16, bf16"},
     {"kept_rows", Shape::kept_rows, kF32, "f32"},
     {"grad_logits", Shape::token_vocab, kFloats, "f32, f16, bf16"},
@@ -200,6 +204,7 @@ Status check_ranks(const Call& call) {
       case Shape::shard_token:
       case Shape::teacher_hidden:
       case Shape::vocab_teacher_hidden:
+      case Shape::token_chosen:
         least = most = 2;
         break;
       case Shape::reduced:
@@ -284,6 +289,9 @@ Status check_shapes(const Call& call) {
         break;
       case Shape::shard_token:
         rank = 2, first = call.shards(), second = n;
+        break;
+      case Shape::token_chosen:
+        rank = 2, first = n, second = call.chosen();
         break;
     }
     if (view.shape[0] == first && (rank == 1 || view.shape[1] == second)) return {};

@@ -170,6 +170,9 @@ typedef struct logitless_op {
   /* These are of a shard of the vocabulary; Forward has the sums and Backward the mean. */
   const logitless_tensor *teacher_row_reference, *teacher_row_log_sum; /* [N] [N] */
   const logitless_tensor *divergence_sum, *slope_sum, *slope_mean;     /* [N] [N] [N] */
+  /* LinearCrossEntropy has these of chosen columns: Forward the second, Backward the third */
+  const logitless_tensor* ids;                        /* [N,K] i32 or i64 */
+  const logitless_tensor *logits_at, *grad_logits_at; /* [N,K] [N,K] */
 } logitless_op;
 
 /* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
@@ -234,7 +237,7 @@ typedef struct logitless_plan_arguments {
 #define LOGITLESS_OP_INIT(kind)                                                                   \
   {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                     \
-   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
 #define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}

@@ -58,6 +58,8 @@ concept KeepingOp = requires(Op op) { op.kept; };
 template <class Op>
 concept AnchoredOp = requires(Op op) { op.anchor; };
 template <class Op>
+concept ChoosingOp = requires(Op op) { op.ids; };
+template <class Op>
 concept ConsumingOp = requires(Op op) { op.consume_kept; };
 template <class Op>
 concept DivergenceOp = requires(Op op) { op.teacher; };
@@ -106,6 +108,15 @@ constexpr void for_each_tensor_of_shard(Op& op, C& c, F& f) {
     f("slope_sum", write, op.slope_sum, c.slope_sum);
   } else {
     f("slope_mean", read, op.slope_mean, c.slope_mean);
+  }
+}
+template <class Op, class C, class F>
+constexpr void for_each_chosen_tensor(Op& op, C& c, F& f) {
+  f("ids", Access::read, op.ids, c.ids);
+  if constexpr (ForwardOp<Op>) {
+    f("logits_at", Access::write, op.logits_at, c.logits_at);
+  } else {
+    f("grad_logits_at", Access::read, op.grad_logits_at, c.grad_logits_at);
   }
 }
 template <class Statistics, class C, class F>
@@ -177,6 +188,7 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
     f("grad_target_logit", read, op.grad_target_logit, c.grad_target_logit);
     f("grad_entropy", read, op.grad_entropy, c.grad_entropy);
   }
+  if constexpr (ChoosingOp<T>) for_each_chosen_tensor(op, c, f);
   if constexpr (GradientOp<T>) {
     f("grad_loss", read, op.grad_loss, c.grad_loss);
     if constexpr (LinearOp<T>) {

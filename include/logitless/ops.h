@@ -174,6 +174,8 @@ struct LinearCrossEntropyForward {
   TensorView anchor{};
   TensorView kept{};       // [blocks * N to 64, 64]  Backward needs it of the logits: kept_size()
   TensorView kept_rows{};  // [N, 8] f32; it goes with `kept`
+  TensorView ids{};        // [N, K] i32 or i64; chosen columns, -1 where there is none
+  TensorView logits_at{};  // [N, K] f32; z of these columns
   LossOptions options{};
   LossWeights weights{};
   TokenStatistics statistics{};
@@ -192,6 +194,8 @@ struct LinearCrossEntropyBackward {
   TensorView grad_lse{};           // [N]
   TensorView grad_target_logit{};  // [N]
   TensorView grad_entropy{};       // [N]
+  TensorView ids{};                // [N, K] i32 or i64; chosen columns, -1 where there is none
+  TensorView grad_logits_at{};     // [N, K] f32; it comes with `ids`
   TensorView kept{};               // Forward wrote it; it comes with kept_rows and the row state
   TensorView kept_rows{};          // [N, 8]  f32
   uint64_t kept_key = 0;           // kept_size() said it of that Forward

@@ -58,6 +58,8 @@ DIVERGENCE_TENSORS = (
     "teacher_entropy", "acceptance", "mass_above", "teacher_row_reference", "teacher_row_log_sum",
     "divergence_sum", "slope_sum", "slope_mean",
 )  # fmt: skip
+# Then those of chosen columns.
+CHOSEN_TENSORS = ("ids", "logits_at", "grad_logits_at")
 
 
 class _Sized(ctypes.Structure):
@@ -105,7 +107,7 @@ class Op(_Sized):
         ("kept_key", u64), ("consume_kept", i32), ("reserved_2", i32),
         *((name, POINTER(Tensor)) for name in MORE_TENSORS),
         ("divergence", POINTER(DivergenceOptions)),
-        *((name, POINTER(Tensor)) for name in DIVERGENCE_TENSORS),
+        *((name, POINTER(Tensor)) for name in (*DIVERGENCE_TENSORS, *CHOSEN_TENSORS)),
     ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ struct CpuBackend final : Backend {
   CpuBackend() { cpu::initialize_dispatch(); }
   const char* name() const override { return "cpu"; }
   Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const override {
+    if (call.ids) return no_chosen_columns(*this);
     if (call.linear) return cpu::linear_workspace(call, given, size);
     if (call.combines) return cpu::combine_workspace(call, size);
     return call.loss_op ? cpu::logits_loss_workspace(call, size)

@@ -157,6 +157,7 @@ void Evaluation::prepare() {
     create("divergence_sum", call_.divergence_sum, 0);
     create("slope_sum", call_.slope_sum, 0);
   }
+  create("logits_at", call_.logits_at, -std::numeric_limits<double>::infinity());
   create("grad_logits", call_.grad_logits, 0);
   create("grad_input", call_.grad_input, 0);
   create("grad_weight", call_.grad_weight, 0);
@@ -174,7 +175,11 @@ void Evaluation::prepare() {
 void Evaluation::evaluate_row(const Token& token, int64_t i) {
   const Row row = make_row({call_, weight_, bias_, model_, with_bounds_}, token, i);
   if (call_.loss) token_loss_[i] = row_loss(call_, tokens_, token, row);
-  write_statistics(RowOf{call_, tokens_, token, row}, &Statistic::of_row, i);
+  const RowOf of{call_, tokens_, token, row};
+  write_statistics(of, &Statistic::of_row, i);
+  for (int64_t k = 0; call_.logits_at && k < call_.chosen(); ++k) {
+    set(output("logits_at"), i * call_.chosen() + k, logit_at(of, token.chosen[k].column));
+  }
   if (wants_gradient()) add_gradient(row_gradient(call_, tokens_, token, row), i);
 }
 

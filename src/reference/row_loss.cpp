@@ -5,6 +5,7 @@
 //   f = (1-eps) c_t    k = eps/V    w = f + k sum_j c_j
 //   dz_j = g a [ (w + 2 lambda lse) p_j - f [j=t] - k c_j ] + grad_lse p_j
 //          + grad_target_logit [j=t] - grad_entropy p_j (log p_j + H)
+//          + sum_k [ids_k=j] grad_logits_at_k
 // A term whose factor f or k c_j is exactly 0 is 0, whatever the logit.
 #include <algorithm>
 #include <cmath>
@@ -84,6 +85,22 @@ void add_statistics(const Token& token, bool is_target, const Row& row, size_t j
   d->error += std::fabs(token.grad_lse) * p_error;
   d->error += std::fabs(token.grad_entropy) *
               (p_error * (1 + std::fabs(information)) + p * (row.entropy_error + log_error));
+}
+
+// What the chosen columns add to dz of each column.
+std::vector<Derivative> chosen_gradients(const Token& token, size_t columns) {
+  std::vector<Derivative> sums(token.chosen.empty() ? 0 : columns);
+  std::vector<int64_t> counts(sums.size());
+  for (const Chosen& c : token.chosen) {
+    if (c.column < 0) continue;
+    sums[c.column].value += c.gradient;
+    sums[c.column].statistics_magnitude += std::fabs(c.gradient);
+    ++counts[c.column];
+  }
+  for (size_t j = 0; j < sums.size(); ++j) {
+    sums[j].error = static_cast<double>(counts[j]) * u32 * sums[j].statistics_magnitude;
+  }
+  return sums;
 }
 
 }  // namespace
@@ -177,18 +194,22 @@ RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& to
   const size_t columns = row.z.size();
   const bool rounded = call.kept && call.kept.dtype != DType::f32;
   const double log_error = rounded ? unit_roundoff(call.kept.dtype) : 0;
+  const std::vector<Derivative> at_chosen = chosen_gradients(token, columns);
   RowGradient gradient(columns);
   for (size_t j = 0; j < columns; ++j) {
     const bool is_target = static_cast<int64_t>(j) == token.column;
     Derivative d;
+    if (!at_chosen.empty()) d = at_chosen[j];
     add_loss(f, upstream, tokens.class_weight[j], is_target, row, j, &d);
     add_statistics(token, is_target, row, j, log_error, &d);
     const double magnitude = d.loss_magnitude + d.statistics_magnitude;
     d.error += 4 * u32 * magnitude + tokens.normalizer_error * d.loss_magnitude;
     gradient.set(call.options, row, j, {d.value, d.error}, magnitude);
   }
+  double of_chosen = 0;
+  for (const Chosen& c : token.chosen) of_chosen += std::fabs(c.gradient);
   gradient.stored_scale =
-      (tokens.upstream_scale +
+      (tokens.upstream_scale + of_chosen +
        std::fabs(upstream) * (std::fabs(f.whole) + 2 * f.z_loss * std::fabs(row.lse)) +
        std::fabs(token.grad_lse) + std::fabs(token.grad_target_logit) +
        std::fabs(token.grad_entropy) * (1 + std::fabs(row.entropy))) *

@@ -104,12 +104,7 @@ bool has_bounds(const RowOf& of) { return !of.row.logit_error.empty(); }
 
 Estimate lse(const RowOf& of) { return {of.row.lse, of.row.lse_error}; }
 
-Estimate target_logit(const RowOf& of) {
-  if (of.token.column < 0) return {-kInfinity, 0};
-  const double z = of.row.z[of.token.column];
-  if (!has_bounds(of)) return {z, 0};
-  return {z, of.row.logit_error[of.token.column] + 2 * u32 * std::fabs(z)};
-}
+Estimate target_logit(const RowOf& of) { return logit_at(of, of.token.column); }
 Estimate whole_target_logit(const WholeRow& whole) { return {whole.target_logit, 0}; }
 
 Estimate entropy(const RowOf& of) { return {of.row.entropy, of.row.entropy_error}; }
@@ -156,6 +151,13 @@ Index whole_argmax(const WholeRow& whole) {
 }
 
 }  // namespace
+
+Estimate logit_at(const RowOf& of, int64_t column) {
+  if (column < 0) return {-kInfinity, 0};
+  const double z = of.row.z[column];
+  if (!has_bounds(of)) return {z, 0};
+  return {z, of.row.logit_error[column] + 2 * u32 * std::fabs(z)};
+}
 
 Estimate row_reference(const RowOf& of) {
   const Row& row = of.row;

@@ -57,6 +57,8 @@ struct Statistic {
   bool is_index() const { return of_row.index != nullptr; }
 };
 std::span<const Statistic> statistics();
+// Returns z of a column of the views; -1 is a column that is not there.
+Estimate logit_at(const RowOf& of, int64_t column);
 Estimate row_reference(const RowOf& of);
 Estimate row_log_sum(const RowOf& of);
 Estimate logprob(const RowOf& of);

@@ -45,6 +45,33 @@ Status read_targets(const Call& call, Tokens* tokens) {
   return {};
 }
 
+// Reads the chosen columns of the tokens that count, and their gradients where the op has some.
+Status read_chosen(const Call& call, Tokens* tokens) {
+  if (!call.ids) return {};
+  const std::vector<int64_t> ids = read_indices(call.ids);  // [N, K]
+  const std::vector<double> gradients =
+      call.forward ? std::vector<double>{} : read(call.grad_logits_at);
+  const auto k_count = static_cast<size_t>(call.chosen());
+  for (size_t i = 0; i < tokens->token.size(); ++i) {
+    Token& token = tokens->token[i];
+    token.chosen.assign(k_count, {});
+    if (!token.counts) continue;
+    for (size_t k = 0; k < k_count; ++k) {
+      const int64_t id = ids[i * k_count + k];
+      if (id < 0 || id >= call.vocab_total()) {
+        if (id == -1 || call.options.out_of_range == OutOfRange::ignore) continue;
+        return error(StatusCode::target_out_of_range,
+                     "ids[%zu, %zu] is %lld; allowed: 0 to %lld, or -1 for none", i, k,
+                     static_cast<long long>(id), static_cast<long long>(call.vocab_total() - 1));
+      }
+      const int64_t column = id - call.vocab_start();
+      if (column >= 0 && column < call.vocab()) token.chosen[k].column = column;
+      if (!call.forward) token.chosen[k].gradient = gradients[i * k_count + k];
+    }
+  }
+  return {};
+}
+
 void read_class_weights(const Call& call, Tokens* tokens) {
   const int64_t columns = call.vocab();
   tokens->class_weight.assign(columns, 1.0);
@@ -113,7 +140,9 @@ bool is_active(const Call& call, double grad_loss, const Token& token) {
   if (call.forward) return true;
   const double product = grad_loss * token.token_weight;
   const bool none = (grad_loss == 0 || token.token_weight == 0) && !std::isnan(product);
-  return !none || token.grad_lse != 0 || token.grad_target_logit != 0 || token.grad_entropy != 0;
+  return !none || token.grad_lse != 0 || token.grad_target_logit != 0 || token.grad_entropy != 0 ||
+         std::any_of(token.chosen.begin(), token.chosen.end(),
+                     [](const Chosen& c) { return c.gradient != 0; });
 }
 
 // Reads what an earlier Forward has written; outputs are not read.
@@ -136,6 +165,7 @@ void read_saved(const Call& call, Tokens* tokens) {
 
 Status read_tokens(const Call& call, Tokens* tokens) {
   Status status = read_targets(call, tokens);
+  if (status.ok()) status = read_chosen(call, tokens);
   if (!status.ok()) return status;
   read_class_weights(call, tokens);
   count_normalizer(call, tokens);
@@ -176,8 +206,10 @@ Status read_tokens(const Call& call, Tokens* tokens) {
     }
     const double steep = std::fabs(static_cast<double>(call.options.logit_scale));
     tokens->steepest = std::max(tokens->steepest, steep / token.temperature);
+    double at_chosen = 0;
+    for (const Chosen& c : token.chosen) at_chosen += std::fabs(c.gradient);
     for (const double g :
-         {token.upstream, token.grad_lse, token.grad_target_logit, token.grad_entropy}) {
+         {token.upstream, token.grad_lse, token.grad_target_logit, token.grad_entropy, at_chosen}) {
       tokens->upstream_scale = std::max(tokens->upstream_scale, std::fabs(g));
     }
   }

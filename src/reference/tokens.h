@@ -8,6 +8,12 @@
 
 namespace logitless::reference {
 
+// A column that is chosen of a token, by its place in `ids`.
+struct Chosen {
+  int64_t column = -1;  // it is counted in the views; -1 if it is absent or another shard has it
+  double gradient = 0;  // it is 0 where the column is absent
+};
+
 struct Token {
   bool counts = false;      // it is neither ignored nor, by out_of_range = ignore, out of range
   bool active = true;       // in Backward, some upstream gradient is not exactly 0
@@ -22,6 +28,7 @@ struct Token {
   // These are as Forward wrote them, where the op has them.
   double row_reference = 0, row_log_sum = 0, entropy = 0;
   double teacher_row_reference = 0, teacher_row_log_sum = 0, slope_mean = 0;
+  std::vector<Chosen> chosen{};  // [K]
 };
 
 struct Tokens {

@@ -17,6 +17,7 @@ struct WebGpuBackend final : Backend {
     Status status;
     const webgpu::NativeDevice* device = webgpu::find_device(call.execution.device.index, &status);
     if (device == nullptr) return status;
+    if (call.ids) return no_chosen_columns(*this);
     const webgpu::Problem problem = webgpu::problem_of(call);
     *size = {.alignment = 1};
     return webgpu::workspace_sizes(problem, device->limits(), &size->minimum, &size->recommended);

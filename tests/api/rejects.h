@@ -299,6 +299,68 @@ inline const Reject kOpRejects[] = {
      invalid_argument, "consume_kept"},
 };
 
+// A call with chosen columns is changed.
+inline Mistake choosing(std::function<bool(Subject&)> how) {
+  return [=](Subject& s) { return s.make_chosen() && how(s); };
+}
+inline Mistake chosen(const char* name, std::function<void(TensorView&)> how) {
+  return choosing(change(name, std::move(how)));
+}
+
+// This table is about chosen columns alone.
+inline const Reject kChosenRejects[] = {
+    {"ids without logits_at", choosing(missing({"logits_at"})), invalid_argument,
+     "ids is given without logits_at"},
+    {"ids without grad_logits_at", choosing(missing({"grad_logits_at"})), invalid_argument,
+     "ids is given without grad_logits_at"},
+    {"logits_at without ids",
+     choosing([](Subject& s) { return s.forward() && missing({"ids"})(s); }), invalid_argument,
+     "logits_at is given without ids"},
+    {"grad_logits_at without ids",
+     choosing([](Subject& s) { return !s.forward() && missing({"ids"})(s); }), invalid_argument,
+     "grad_logits_at is given without ids"},
+    {"K = 0", choosing([](Subject& s) {
+       for (const auto& [name, view] : s.of_choice) s[name].shape[1] = 0;
+       return true;
+     }),
+     wrong_shape, "ids has shape [3, 0]"},
+    {"K above 1024", chosen("ids", [](TensorView& v) { v.shape[1] = 1025, v.stride[1] = 0; }),
+     wrong_shape, "ids has shape [3, 1025]"},
+    {"N of ids", chosen("ids", [](TensorView& v) { v.shape[0] = 2; }), wrong_shape,
+     "ids has shape [2, 4]"},
+    {"a vector of ids", chosen("ids", [](TensorView& v) { v.rank = 1; }), wrong_shape,
+     "ids has rank 1"},
+    {"K of logits_at", chosen("logits_at", [](TensorView& v) { v.shape[1] = 1; }), wrong_shape,
+     "logits_at has shape [3, 1]"},
+    {"N of logits_at", chosen("logits_at", [](TensorView& v) { v.shape[0] = 4; }), wrong_shape,
+     "logits_at has shape [4, 4]"},
+    {"K of grad_logits_at", chosen("grad_logits_at", [](TensorView& v) { v.shape[1] = 3; }),
+     wrong_shape, "grad_logits_at has shape [3, 3]"},
+    {"ids f32", choosing(dtype("ids", DType::f32)), wrong_dtype, "ids is f32"},
+    {"logits_at bf16", choosing(dtype("logits_at", DType::bf16)), wrong_dtype, "logits_at is bf16"},
+    {"grad_logits_at f16", choosing(dtype("grad_logits_at", DType::f16)), wrong_dtype,
+     "grad_logits_at is f16"},
+    {"logits_at that overlap themselves",
+     chosen("logits_at", [](TensorView& v) { v.stride[0] = 0; }), invalid_argument,
+     "logits_at has shape"},
+    {"ids on another device", chosen("ids", [](TensorView& v) { v.device.index = 1; }),
+     wrong_device, "ids is on"},
+    {"more ids than there are numbers for", choosing([](Subject& s) {
+       constexpr int64_t many = int64_t{1} << 50;
+       s.drop_statistics();
+       s.drop({"loss", "grad_input", "grad_weight", "bias", "grad_loss", "token_weight",
+               "temperature"});
+       for (const char* name : {"input", "target", "ids", "logits_at", "grad_logits_at"}) {
+         if (s.has(name)) s[name].shape[0] = many, s[name].stride[0] = 0;
+       }
+       for (const char* name : {"ids", "logits_at", "grad_logits_at"}) {
+         if (s.has(name)) s[name].shape[1] = 1000, s[name].stride[1] = 0;
+       }
+       return true;
+     }),
+     invalid_argument, "ids: N = 1125899906842624, K = 1000"},
+};
+
 // This table is about divergences alone.
 inline const Reject kDivergenceRejects[] = {
     {"unknown kind", divergence(&DivergenceOptions::kind, DivergenceKind(5)), unknown_enum, "kind"},

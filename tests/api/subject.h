@@ -45,6 +45,7 @@ struct Subject {
   DivergenceOptions* divergence = nullptr;  // only divergences have them
   // These are given where a divergence takes the states of the whole vocabulary.
   std::map<std::string, TensorView> of_sums;
+  std::map<std::string, TensorView> of_choice;  // they go together: ids and what is at them
   Execution execution{};
   Workspace workspace{};
   WorkspaceSize size{};  // `workspace` asked for it, for the unbroken op
@@ -99,9 +100,23 @@ struct Subject {
   }
   // Gives a Backward the rows' states, which a divergence's takes in the place of kept state.
   bool give_states() { return diverges() ? make_sums() : true; }
+  // Takes fields away that are given again where a test asks for them.
+  void set_apart(std::map<std::string, TensorView>* apart,
+                 std::initializer_list<const char*> names) {
+    for (const char* name : names) {
+      if (has(name)) std::swap((*apart)[name], (*this)[name]);
+    }
+  }
+  // Gives chosen columns; returns false where the op has none.
+  bool make_chosen() {
+    for (const auto& [name, view] : of_choice) (*this)[name] = view;
+    if (!of_choice.empty() && ask_workspace(&size).ok()) give_workspace(size.recommended);
+    return !of_choice.empty();
+  }
   // Gives a field that an op has only without others.
   bool give(const std::string& name) {
     if (of_sums.contains(name)) return make_sums();
+    if (of_choice.contains(name)) return make_chosen();
     return name == "teacher_logits" ? give_teacher_logits() : make_shard();
   }
   // Gives the teacher's logits in the place of its head.
@@ -191,6 +206,8 @@ inline TensorView subject_view(const std::string& name) {
   if (is({"target", "argmax", "rank"})) return vector_view(nullptr, DType::i64, n);
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
   if (is({"kept"})) return matrix_view(nullptr, DType::f32, 64, 64);
+  if (is({"ids"})) return matrix_view(nullptr, DType::i64, n, 4);
+  if (is({"logits_at", "grad_logits_at"})) return matrix_view(nullptr, DType::f32, n, 4);
   if (is({"kept_rows"})) return matrix_view(nullptr, DType::f32, n, 8);
   if (is({"shard_argmax"})) return matrix_view(nullptr, DType::i64, 2, n);
   if (name.starts_with("shard_")) return matrix_view(nullptr, DType::f32, 2, n);
@@ -275,13 +292,12 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
                     fill_subject(view, access, static_cast<char*>(view.data));
                   });
   if (s->has("teacher_logits")) std::swap(s->teacher_logits, (*s)["teacher_logits"]);
-  for (const char* name : {"divergence_sum", "slope_sum", "slope_mean"}) {
-    if (s->has(name)) std::swap(s->of_sums[name], (*s)[name]);
+  s->set_apart(&s->of_sums, {"divergence_sum", "slope_sum", "slope_mean"});
+  if (s->has("slope_mean")) {
+    s->set_apart(&s->of_sums,
+                 {"row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum"});
   }
-  for (const char* name :
-       {"row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum"}) {
-    if (s->has("slope_mean")) std::swap(s->of_sums[name], (*s)[name]);
-  }
+  s->set_apart(&s->of_choice, {"ids", "logits_at", "grad_logits_at"});
   if (s->has("anchor")) std::swap(s->anchor, (*s)["anchor"]);
   Subject* raw = s.get();
   s->ask_workspace = [&op, raw](WorkspaceSize* size) {

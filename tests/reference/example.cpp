@@ -146,6 +146,15 @@ Op make_op(const Example& example) {
     op.grad_target_logit = view_of(example.grad_target_logit);
     op.grad_entropy = view_of(example.grad_entropy);
   }
+  if constexpr (ChoosingOp<Op>) {
+    const int64_t k = example.chosen();
+    if (k > 0) op.ids = matrix_view(example.ids.data(), DType::i64, n, k);
+    if constexpr (ForwardOp<Op>) {
+      if (k > 0) op.logits_at = matrix_view(nullptr, DType::f32, n, k);
+    } else if (k > 0) {
+      op.grad_logits_at = view_of(example.grad_logits_at, n, k);
+    }
+  }
   if constexpr (GradientOp<Op>) {
     op.grad_loss = scalar_or_vector(example.grad_loss, example.options.reduction);
     if constexpr (LinearOp<Op>) {
@@ -193,6 +202,10 @@ double objective(const Example& example) {
     sum += dot(example.grad_target_logit, values.at("target_logit"));
   }
   if (!example.grad_entropy.empty()) sum += dot(example.grad_entropy, values.at("entropy"));
+  for (size_t k = 0; k < example.ids.size(); ++k) {
+    const double z = values.at("logits_at")[k];
+    if (std::isfinite(z)) sum += example.grad_logits_at[k] * z;  // others have no gradient
+  }
   return sum;
 }
 

@@ -2,7 +2,7 @@
 // An example is one small loss problem that owns its data, with the ops over it and the scalar
 // whose gradients Backward computes:
 //   objective = sum_i grad_loss_i loss_i + grad_lse_i lse_i + grad_target_logit_i z_it
-//               + grad_entropy_i H_i
+//               + grad_entropy_i H_i + sum_k grad_logits_at_ik logits_at_ik
 #pragma once
 
 #include <cstdint>
@@ -28,9 +28,13 @@ struct Example {
   std::vector<float> grad_loss;                                  // [N] or [1]
   std::vector<float> grad_lse, grad_target_logit, grad_entropy;  // each is [N]
   std::vector<float> row_reference, row_log_sum, entropy;  // each is [N], and Backward reads it
+  std::vector<int64_t> ids;                                // [N, K]
+  std::vector<float> grad_logits_at;                       // [N, K]  it goes with them
   bool accumulate = false;
   std::vector<float> old_weight, old_bias;  // [V, D] [V]; accumulating adds to them
 
+  // Returns K.
+  int64_t chosen() const { return ids.empty() ? 0 : static_cast<int64_t>(ids.size()) / tokens; }
   bool of_probabilities() const { return options.input_kind == InputKind::probabilities; }
 };
 

@@ -61,6 +61,11 @@ const std::vector<Option>& all_options() {
       {"grad_target_logit", "", On::logits,
        [](Example* e) { e->grad_target_logit = {-0.5f, 1, 1.5f, 0.25f}; }},
       {"grad_entropy", "", On::logits, [](Example* e) { e->grad_entropy = {1, -0.5f, 0.8f, 3}; }},
+      {"chosen_columns", "", On::linear_ops,
+       [](Example* e) {
+         e->ids = {4, 0, 4, -1, 2, 2, e->target[2], 1, -1, 3, 4, 0};
+         e->grad_logits_at = {0.5f, -1, 0.25f, 9, 2, -0.5f, 1, 0.75f, 9, -2, 0.5f, 1.5f};
+       }},
       {"no_bias", "", On::linear_ops, [](Example* e) { e->bias.clear(); }},
       {"accumulate", "", On::linear_ops,
        [](Example* e) {
@@ -138,9 +143,10 @@ void check_gradients(Example example, const std::string& what) {
   for (const auto& [name, values] : expected) {
     expect_near(two_passes.at(name), values, kTolerance, what + ": " + name);
   }
-  // ForwardBackward has no gradients of the statistics; without them it is both ops.
+  // ForwardBackward has no gradients of the statistics or of chosen columns; without them it is
+  // both ops.
   if (!example.grad_lse.empty() || !example.grad_target_logit.empty() ||
-      !example.grad_entropy.empty()) {
+      !example.grad_entropy.empty() || !example.ids.empty()) {
     return;
   }
   const Values one_pass = forward_backward(example);

@@ -34,6 +34,7 @@ enum Group : uint32_t {
   kLabel = 1 << 23,
   kTeacherMap = 1 << 24,
   kTeacherTemperature = 1 << 25,
+  kChosen = 1 << 26,
 };
 
 bool any_loss(OpKind op, DType) { return has_loss(op); }
@@ -54,6 +55,9 @@ bool any_backward(OpKind op, DType dtype) {
 }
 bool sharded(OpKind op, DType dtype) {
   return backward(op, dtype) || op == OpKind::forward || op == OpKind::linear_forward;
+}
+bool choosing(OpKind op, DType) {
+  return op == OpKind::linear_forward || op == OpKind::linear_backward;
 }
 bool any(OpKind, DType) { return true; }
 
@@ -150,6 +154,10 @@ const std::vector<Feature> kFeatures{
     {"teacher_softcap", kTeacherMap, divergence, [](Case& c) { c.divergence.teacher_softcap = 3; }},
     {"teacher_temperature", kTeacherTemperature, divergence, [](Case& c) { c.divergence.teacher_temperature = 1.7f; }},
     {"teacher_temperature_each", kTeacherTemperature, divergence, [](Case& c) { c.teacher_temperatures = true; }},
+    {"chosen", kChosen, choosing, [](Case& c) { c.chosen = 7; }},
+    {"chosen_one", kChosen, choosing, [](Case& c) { c.chosen = 1; }},
+    {"chosen_two_i32", kChosen, choosing, [](Case& c) { c.chosen = 2; c.ids = DType::i32; }},
+    {"chosen_many", kChosen, choosing, [](Case& c) { c.chosen = 65; }},
 };
 // clang-format on
 

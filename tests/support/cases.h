@@ -106,6 +106,8 @@ struct Case {
   bool logprob = false, rank = false, sum_p_squared = false, mean_logit = false;
   bool max_logprob = false, mass_above = false;
   bool temperatures = false;  // each token has one
+  int64_t chosen = 0;         // each token has so many chosen columns; divergences have none
+  DType ids = DType::i64;     // the chosen columns' ids have it
   double inactive = 0;        // this share of the tokens has no upstream gradient
   bool wants_grad_input = true, wants_grad_weight = true;
   bool wants_grad_bias = false;  // it goes with a bias and without

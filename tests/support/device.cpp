@@ -16,6 +16,7 @@ class CpuDevice final : public HostDevice {
  public:
   CpuDevice() : HostDevice("cpu", DeviceType::cpu) {}
   bool has_threads() const override { return true; }
+  bool has_chosen_columns() const override { return false; }
   bool keeps_state(DType dtype) const override { return dtype != DType::f16; }
   std::vector<std::string> instruction_sets() const override {
     std::istringstream names(cpu::target_names());

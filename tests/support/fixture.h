@@ -182,7 +182,8 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
     outcome.has_fault = true;
     outcome.fault = static_cast<int64_t>(copy.field(fault).value[0]);
     outcome.fault_wanted = read_integers(fault)[0];
-    if (!device.synchronous() && !tokens_outside(host).empty()) outcome.fault_wanted |= 1;
+    const bool outside = !tokens_outside(host).empty() || !ids_outside(host).empty();
+    if (!device.synchronous() && outside) outcome.fault_wanted |= 1;
   }
   return outcome;
 }

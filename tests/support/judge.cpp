@@ -51,7 +51,24 @@ Comparison judge_sizes(const TestDevice& device, const Case& c,
   });
 }
 
+bool is_refused(const TestDevice& device, const Case& c) {
+  return c.chosen > 0 && !device.has_chosen_columns();
+}
+
+// Such a call writes nothing, and the message names the field.
+Comparison judge_refusal(const TestDevice& device, const Case& c) {
+  const Outcome outcome = run_case(device, c);
+  Comparison judged;
+  if (outcome.status.code() != StatusCode::not_supported ||
+      std::string(outcome.status.message()).find("ids") == std::string::npos) {
+    judged.fail(std::string("chosen columns are not refused: ") + outcome.status.message());
+  }
+  for (const std::string& violation : outcome.violations) judged.fail(violation);
+  return judged;
+}
+
 Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan) {
+  if (is_refused(device, c)) return judge_refusal(device, c);
   return with_any_op(c.op, [&](auto op) {
     using Op = decltype(op);
     const Problem<Op> problem = build<Op>(c);

@@ -31,6 +31,8 @@ reference::Result expected(const TestDevice& device, const Op& op, reference::Bo
   return want;
 }
 
+// Returns whether the device has not what the case asks for, and says so.
+bool is_refused(const TestDevice& device, const Case& c);
 Outcome run_case(const TestDevice& device, const Case& c, const RunPlan& plan = {});
 WorkspaceSize workspace_of(const TestDevice& device, const Case& c,
                            const Executor* executor = nullptr);

@@ -51,6 +51,43 @@ std::vector<size_t> tokens_outside(const Op& op) {
   return tokens;
 }
 
+// Returns the places k of ids [N, K] where an id is an error, of tokens that count.
+template <class Op>
+std::vector<size_t> ids_outside(const Op& op) {
+  std::vector<size_t> places;
+  if constexpr (ChoosingOp<Op>) {
+    if (op.options.out_of_range != OutOfRange::error || !op.ids) return places;
+    const int64_t vocab = op.options.vocab_total ? op.options.vocab_total : vocab_of(op);
+    const std::vector<int64_t> target = read_integers(op.target), ids = read_integers(op.ids);
+    for (size_t place = 0; place < ids.size(); ++place) {
+      const int64_t t = target[place / static_cast<size_t>(op.ids.shape[1])];
+      const bool counts = t != op.options.ignore_index && t >= 0 && t < vocab;
+      if (counts && (ids[place] < -1 || ids[place] >= vocab)) places.push_back(place);
+    }
+  }
+  return places;
+}
+
+// Evaluates the op without these ids, whose logits are NaN and whose gradients are left out.
+template <class Op>
+reference::Result evaluate_without(const std::vector<size_t>& places, Op op,
+                                   const reference::BoundModel& model) {
+  if constexpr (ChoosingOp<Op>) {
+    if (places.empty()) return reference::evaluate(op, model);
+    std::vector<int64_t> ids = read_integers(op.ids);
+    for (const size_t place : places) ids[place] = -1;
+    op.ids = matrix_view(ids.data(), DType::i64, op.ids.shape[0], op.ids.shape[1]);
+    reference::Result want = reference::evaluate(op, model);
+    const auto logits = want.outputs.find("logits_at");
+    for (const size_t place : places) {
+      if (logits != want.outputs.end()) logits->second.value[place] = NAN;
+    }
+    return want;
+  } else {
+    return reference::evaluate(op, model);
+  }
+}
+
 // Such tokens count in the normalizer and have a loss and a log-probability of NaN; all else of
 // them is as in an ignored row.
 template <class Op>
@@ -67,7 +104,7 @@ reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
   if (counts && !op.weights.vocab) {
     op.options.normalizer = static_cast<double>(counted) + static_cast<double>(outside.size());
   }
-  reference::Result want = reference::evaluate(op, model);
+  reference::Result want = evaluate_without(ids_outside(op), op, model);
   if (const auto found = want.outputs.find("logprob"); found != want.outputs.end()) {
     for (const size_t i : outside) found->second.value[i] = NAN;
   }

@@ -108,6 +108,46 @@ class Builder {
     for (double& x : values) x = 1.3 + 0.9 * std::tanh(x);
     return put(DType::f32, {size}, std::move(values));
   }
+  // Some columns are absent, some are named twice; where targets outside are ignored, some lie
+  // outside too. Of a shard they are the whole vocabulary's.
+  std::vector<double> ids() const {
+    const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
+    std::vector<double> ids;
+    for (int64_t i = 0; i < c_.shape.tokens; ++i) {
+      for (int64_t k = 0; k < c_.chosen; ++k) {
+        const uint64_t draw =
+            (static_cast<uint64_t>(i * c_.chosen + k) * 2654435761u + c_.seed * 40503) >> 4;
+        double id = static_cast<double>(draw % static_cast<uint64_t>(vocab));
+        if (k > 0 && draw % 5 == 0) id = ids.back();
+        if (draw % 7 == 3) id = -1;
+        if (c_.outside > 0 && draw % 11 == 6) {
+          id = draw % 2 == 0 ? -3 : static_cast<double>(vocab + i % 3);
+        }
+        ids.push_back(id);
+      }
+    }
+    return ids;
+  }
+  // A gradient that is not read is NaN; tokens without a gradient have 0 elsewhere.
+  std::vector<double> gradients_at(const std::vector<double>& ids) const {
+    const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
+    std::vector<double> values = normals(std::ssize(ids), c_.seed * 31 + 47, 0.3, 0.1);
+    for (size_t k = 0; k < ids.size(); ++k) {
+      if (is_inactive(static_cast<int64_t>(k) / c_.chosen)) values[k] = 0;
+      if (ids[k] < 0 || ids[k] >= static_cast<double>(vocab)) values[k] = NAN;
+    }
+    return values;
+  }
+  void add_chosen() {
+    const std::vector<int64_t> shape{c_.shape.tokens, c_.chosen};
+    const std::vector<double> ids = this->ids();
+    p_.op.ids = put(c_.ids, shape, ids);
+    if constexpr (ForwardOp<Op>) {
+      p_.op.logits_at = output(DType::f32, shape);
+    } else {
+      p_.op.grad_logits_at = put(DType::f32, shape, gradients_at(ids));
+    }
+  }
   TensorView output(DType dtype, std::vector<int64_t> shape) {
     return p_.pool.reserve(dtype, shape, layout_of(c_.placement, shape, Role::output));
   }
@@ -197,6 +237,9 @@ class Builder {
       add_gradients();
     }
     if constexpr (BackwardOnlyOp<Op>) add_saved();
+    if constexpr (ChoosingOp<Op>) {
+      if (c_.chosen > 0) add_chosen();
+    }
   }
 
   int64_t size_of_reduced() const {

@@ -1,0 +1,383 @@
+// SPDX-License-Identifier: Apache-2.0
+// Chosen columns: each logit has the bits of a target's, whatever stands beside it; gradients add
+// up in the order of k; what is absent, outside, ignored or inactive is not read.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "tests/support/executors.h"
+#include "tests/support/gather.h"
+#include "tests/support/judge.h"
+#include "tests/support/suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+using Forward = LinearCrossEntropyForward;
+using Backward = LinearCrossEntropyBackward;
+constexpr OpKind kForward[] = {OpKind::linear_forward};
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+class ChosenColumns : public ConformanceTest {
+ protected:
+  Case plain(OpKind op, Shape shape, int64_t chosen) const {
+    Case c{.op = op, .shape = shape, .dtype = dtype_, .bias = true, .chosen = chosen};
+    c.options.reduction = Reduction::none;
+    c.bias_dtype = dtype_;
+    return c;
+  }
+  template <class Op>
+  Outcome run_of(const Problem<Op>& p, const RunPlan& plan = {}) const {
+    const Outcome outcome = execute(device_, p.op, p.pool, plan);
+    EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
+    for (const std::string& violation : outcome.violations) ADD_FAILURE() << violation;
+    return outcome;
+  }
+  template <class Op>
+  void expect_judged(const Problem<Op>& p, const std::string& what = "") const {
+    const Comparison judged =
+        compare(expected(device_, p.op, p.model), execute(device_, p.op, p.pool));
+    EXPECT_TRUE(judged.ok()) << what << "\n" << judged.report;
+  }
+};
+
+void use_ids(Problem<Forward>* p, int64_t chosen, const std::vector<double>& ids) {
+  p->op.ids = p->pool.add(DType::i64, {p->op.input.shape[0], chosen}, ids);
+  p->op.logits_at = p->pool.reserve(DType::f32, {p->op.input.shape[0], chosen});
+}
+void use_ids(Problem<Backward>* p, int64_t chosen, const std::vector<double>& ids,
+             const std::vector<double>& gradients) {
+  p->op.ids = p->pool.add(DType::i64, {p->op.input.shape[0], chosen}, ids);
+  p->op.grad_logits_at = p->pool.add(DType::f32, {p->op.input.shape[0], chosen}, gradients);
+}
+
+// Returns column k of a field [N, K], as bits.
+std::vector<std::byte> column_of(const Field& field, int64_t k) {
+  const int64_t columns = field.shape[1], size = size_of(field.dtype);
+  std::vector<std::byte> bits;
+  for (int64_t i = 0; i < field.shape[0]; ++i) {
+    const std::byte* at = &field.bits[static_cast<size_t>((i * columns + k) * size)];
+    bits.insert(bits.end(), at, at + size);
+  }
+  return bits;
+}
+
+// Leaves nothing but logits_at, or it beside what takes every product.
+void ask_for_nothing_else(Problem<Forward>* p) {
+  p->op.loss = {};
+  p->op.statistics = {};
+}
+
+TEST_P(ChosenColumns, HaveTheBitsOfATargetsLogit) {
+  for (const Shape& shape : {Shape{9, 19, 37}, {70, 33, 515}, {41, 257, 200}}) {
+    for (const bool capped : {false, true}) {
+      Case c = plain(OpKind::linear_forward, shape, 6);
+      c.statistics = true;
+      if (capped) c.options.softcap = 2, c.options.logit_scale = -0.7f, c.temperatures = true;
+      Problem<Forward> p = build<Forward>(c);
+      const std::vector<double> ids = read(p.op.ids);
+      Problem<Forward> alone = build<Forward>(c);
+      ask_for_nothing_else(&alone);
+      const Field beside = run_of(p).fields.at("logits_at");
+      const Field made_alone = run_of(alone, {.memory = Memory::minimum}).fields.at("logits_at");
+      EXPECT_EQ(beside.bits, made_alone.bits) << describe(c);
+      for (int64_t k = 0; k < 6; ++k) {
+        Problem<Forward> of_target = build<Forward>(c);
+        of_target.op.ids = of_target.op.logits_at = {};
+        std::vector<double> targets;
+        for (int64_t i = 0; i < shape.tokens; ++i) {
+          targets.push_back(std::max(ids[static_cast<size_t>(i * 6 + k)], 0.0));
+        }
+        write(of_target.op.target, targets);
+        const Field target_logit = run_of(of_target).fields.at("target_logit");
+        for (int64_t i = 0; i < shape.tokens; ++i) {
+          const auto at = static_cast<size_t>(i * 6 + k);
+          if (ids[at] < 0) {
+            EXPECT_EQ(beside.value[at], -kInf);
+          } else {
+            EXPECT_EQ(std::memcmp(&beside.bits[4 * at], &target_logit.bits[4 * i], 4), 0)
+                << describe(c) << ", token " << i << ", id " << ids[at];
+          }
+        }
+      }
+    }
+  }
+}
+
+// Neither K, nor the other ids, nor the target, nor what else is asked, changes a bit.
+TEST_P(ChosenColumns, DoNotDependOnWhatStandsBesideThem) {
+  constexpr int64_t n = 70, v = 421;
+  const Case c = plain(OpKind::linear_forward, {n, 40, v}, 65);
+  const Problem<Forward> p = build<Forward>(c);
+  const std::vector<double> ids = read(p.op.ids);
+  const Field many = run_of(p).fields.at("logits_at");
+  for (const int64_t k : {0, 17, 64}) {
+    std::vector<double> one;
+    for (int64_t i = 0; i < n; ++i) one.push_back(ids[static_cast<size_t>(i * 65 + k)]);
+    for (const bool all : {false, true}) {
+      Problem<Forward> single = build<Forward>(c);
+      use_ids(&single, 1, one);
+      std::vector<double> targets(n, static_cast<double>(k % v));
+      write(single.op.target, targets);
+      if (all) {
+        single.op.statistics.rank = single.pool.reserve(DType::i64, {n});
+        single.op.statistics.entropy = single.pool.reserve(DType::f32, {n});
+      }
+      const Field logits = run_of(single, {.memory = Memory::minimum}).fields.at("logits_at");
+      EXPECT_EQ(column_of(logits, 0), column_of(many, k)) << "k = " << k;
+    }
+  }
+  for (const int threads : {1, 3}) {
+    if (!device_.has_threads()) break;
+    const SerialExecutor executor(threads, threads == 3);
+    EXPECT_EQ(run_of(p, {.executor = executor.get()}).fields.at("logits_at").bits, many.bits);
+  }
+  const std::vector<int64_t> rows{41, 3, 69, 3};
+  const Field part = run_of(gather(p, rows)).fields.at("logits_at");
+  if (!device_.batch_invariant(c)) return;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    EXPECT_EQ(std::memcmp(&part.bits[r * 65 * 4], &many.bits[rows[r] * 65 * 4], 65 * 4), 0) << r;
+  }
+}
+
+TEST_P(ChosenColumns, GradientsHaveTheSameBitsOnAnyNumberOfThreads) {
+  if (!device_.has_threads()) return;
+  Case c = plain(OpKind::linear_backward, {150, 40, 1300}, 33);
+  c.grad_lse = c.saved_state = true;
+  const Problem<Backward> p = build<Backward>(c);
+  for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+    // A workspace for many threads has the bits of one for a single one.
+    const SerialExecutor one(1), many(5, true);
+    const Outcome first = run_of(p, {.memory = memory, .executor = one.get()});
+    const Outcome again = run_of(p, {.memory = memory, .executor = many.get()});
+    if (first.given == again.given || memory == Memory::recommended) {
+      EXPECT_EQ(differing_bits(first.fields, again.fields), "");
+    }
+  }
+}
+
+TEST_P(ChosenColumns, EveryShape) {
+  for (const OpKind op : {OpKind::linear_forward, OpKind::linear_backward}) {
+    const size_t step = full() ? 1 : eighth() ? 24 : 5;
+    std::vector<Row> rows = shape_rows(op, dtype_, {rotation() % step, step});
+    for (size_t r = 0; r < rows.size(); ++r) {
+      Case& c = rows[r].c;
+      c.chosen = r % 3 == 0 ? 1 : r % 3 == 1 ? 9 : 40;
+      c.ids = r % 2 == 0 ? DType::i64 : DType::i32;
+      const Comparison judged = judge(device_, c, {.memory = rows[r].memory});
+      EXPECT_TRUE(judged.ok()) << rows[r].name << ", K = " << c.chosen << "\n" << judged.report;
+    }
+  }
+}
+
+TEST_P(ChosenColumns, TheMostThatATokenMayHave) {
+  for (const OpKind op : {OpKind::linear_forward, OpKind::linear_backward}) {
+    Case c = plain(op, {5, 24, 700}, 1024);
+    c.saved_state = true;
+    const Comparison judged = judge(device_, c);
+    EXPECT_TRUE(judged.ok()) << judged.report;
+  }
+}
+
+// Added in another order, or in f64, these have other sums.
+TEST_P(ChosenColumns, GradientsOfOneColumnAddUpInTheOrderOfK) {
+  if (std::string(device_.name()) == "reference") return;  // it adds in f64
+  Case c = plain(OpKind::linear_backward, {2, 8, 70}, 4);
+  Problem<Backward> p = build<Backward>(c);
+  write(p.op.target, {0, 0});
+  p.op.grad_loss = p.pool.add(DType::f32, {2}, {0, 0});
+  const double big = 16777216;
+  use_ids(&p, 4, {7, 69, 7, 7, 7, 7, -1, 7}, {big, 2, 1, -big, 1, big, kNan, -big});
+  p.op.grad_input = p.op.grad_weight = {};
+  const Field bias = run_of(p).fields.at("grad_bias");
+  if (p.op.grad_bias.dtype != DType::f32) FAIL() << "the sum is rounded";
+  for (size_t j = 0; j < bias.value.size(); ++j) {
+    EXPECT_EQ(bias.value[j], j == 69 ? 2 : 0) << j;
+  }
+  // 1 + big is big in f32, in whatever order; with a third summand the order shows.
+  use_ids(&p, 4, {7, 7, 7, -1, -1, -1, -1, -1}, {big, -big, 1, 0, 0, 0, 0, 0});
+  EXPECT_EQ(run_of(p).fields.at("grad_bias").value[7], 1);
+}
+
+// The gradient of a chosen column is that of the target's logit, whatever its logit is.
+TEST_P(ChosenColumns, AMaskedColumnPassesItsGradient) {
+  Case c = plain(OpKind::linear_backward, {6, 24, 200}, 3);
+  c.grad_lse = true;
+  Problem<Backward> p = build<Backward>(c);
+  std::vector<double> bias = read(p.op.bias);
+  bias[5] = bias[150] = -kInf;
+  write(p.op.bias, bias);
+  std::vector<double> ids, gradients;
+  for (int64_t i = 0; i < 6; ++i) {
+    ids.insert(ids.end(), {5, i % 2 == 0 ? 150.0 : 5.0, static_cast<double>(10 + i)});
+    gradients.insert(gradients.end(), {0.5, 0.25, -1});
+  }
+  use_ids(&p, 3, ids, gradients);
+  write(p.op.target, {9, 9, 9, 9, 9, 9});
+  expect_judged(p);
+  EXPECT_EQ(run_of(p).fields.at("grad_bias").value[5], 6 * 0.5 + 3 * 0.25);
+  EXPECT_EQ(run_of(p).fields.at("grad_bias").value[150], 3 * 0.25);
+
+  Problem<Forward> forward = build<Forward>(plain(OpKind::linear_forward, {6, 24, 200}, 3));
+  write(forward.op.bias, bias);
+  use_ids(&forward, 3, ids);
+  expect_judged(forward);
+  EXPECT_EQ(run_of(forward).fields.at("logits_at").value[0], -kInf);
+}
+
+TEST_P(ChosenColumns, AnIdOutsideIsAnError) {
+  for (const double id : {37.0, -2.0, 1e6, -100.0}) {
+    for (const DType ids : {DType::i32, DType::i64}) {
+      Case c = plain(OpKind::linear_forward, {9, 19, 37}, 5);
+      c.ids = ids;
+      c.fault = true;
+      Problem<Forward> p = build<Forward>(c);
+      std::vector<double> values = read(p.op.ids);
+      values[3 * 5 + 2] = id;
+      write(p.op.ids, values);
+      expect_judged(p);
+      c.op = OpKind::linear_backward;
+      Problem<Backward> back = build<Backward>(c);
+      write(back.op.ids, values);
+      expect_judged(back);
+      if (!device_.synchronous()) continue;
+      const std::string message = execute(device_, p.op, p.pool).status.message();
+      EXPECT_EQ(message, "ids[3, 2] is " + std::to_string(static_cast<int64_t>(id)) +
+                             "; allowed: 0 to 36, or -1 for none");
+    }
+  }
+}
+
+TEST_P(ChosenColumns, OfTokensThatDoNotCountAreNotLookedAt) {
+  for (const OpKind op : {OpKind::linear_forward, OpKind::linear_backward}) {
+    with_op(op, [&](auto made) {
+      using Op = decltype(made);
+      if constexpr (ChoosingOp<Op>) {
+        Case c = plain(op, {9, 19, 37}, 5);
+        c.ignored = 0.5;
+        c.fault = true;
+        Problem<Op> p = build<Op>(c);
+        const std::vector<double> target = read(p.op.target);
+        std::vector<double> ids = read(p.op.ids);
+        int ignored = 0;
+        for (size_t place = 0; place < ids.size(); ++place) {
+          if (target[place / 5] != static_cast<double>(c.options.ignore_index)) continue;
+          ids[place] = place % 2 == 0 ? 1e9 : -77;
+          ++ignored;
+        }
+        ASSERT_GT(ignored, 0);
+        write(p.op.ids, ids);
+        expect_judged(p);
+        if constexpr (ForwardOp<Op>) {
+          const Field logits = run_of(p).fields.at("logits_at");
+          for (size_t place = 0; place < ids.size(); ++place) {
+            if (target[place / 5] == static_cast<double>(c.options.ignore_index)) {
+              EXPECT_EQ(logits.value[place], -kInf);
+            }
+          }
+        }
+      }
+    });
+  }
+}
+
+// A token is inactive if no id that is not absent has a gradient: then nothing of its row is read.
+TEST_P(ChosenColumns, ATokenWithoutAGradientIsInactive) {
+  Case c = plain(OpKind::linear_backward, {8, 24, 131}, 2);
+  Problem<Backward> p = build<Backward>(c);
+  p.op.grad_loss = p.pool.add(DType::f32, {8}, std::vector<double>(8, 0.0));
+  std::vector<double> ids(16, -1), gradients(16, kNan), input = read(p.op.input);
+  ids[2] = 3, gradients[2] = -0.0;  // token 1 has a gradient of 0, and token 3 one that counts
+  ids[7] = 130, gradients[7] = 0.5;
+  for (int64_t i = 0; i < 8; ++i) {
+    for (int64_t k = 0; k < 24 && i != 3; ++k) input[static_cast<size_t>(i * 24 + k)] = kNan;
+  }
+  write(p.op.input, input);
+  use_ids(&p, 2, ids, gradients);
+  expect_judged(p);
+  const Field grad_bias = run_of(p).fields.at("grad_bias");
+  for (size_t j = 0; j < 131; ++j) EXPECT_EQ(grad_bias.value[j], j == 130 ? 0.5 : 0) << j;
+
+  // A NaN that is read stays in its row.
+  gradients[7] = kNan;
+  use_ids(&p, 2, ids, gradients);
+  const Outcome outcome = run_of(p);
+  for (size_t at = 0; at < 8 * 24; ++at) {
+    EXPECT_EQ(std::isnan(outcome.fields.at("grad_input").value[at]), at / 24 == 3) << at;
+  }
+}
+
+TEST_P(ChosenColumns, OfAnotherShardHaveNoLogitAndNoGradient) {
+  constexpr int64_t n = 9, v = 70, first = 30;
+  Case c = plain(OpKind::linear_forward, {n, 24, v}, 5);
+  c.options.vocab_total = 130, c.options.vocab_start = first;
+  c.statistics = true;
+  Problem<Forward> p = build<Forward>(c);
+  expect_judged(p);
+  const std::vector<double> ids = read(p.op.ids);
+  const Field logits = run_of(p).fields.at("logits_at");
+  int elsewhere = 0;
+  for (size_t k = 0; k < ids.size(); ++k) {
+    const bool here = ids[k] >= first && ids[k] < first + v;
+    EXPECT_EQ(logits.value[k] == -kInf, !here) << ids[k];
+    elsewhere += ids[k] >= 0 && !here;
+  }
+  EXPECT_GT(elsewhere, 0);
+
+  // The gradient of a column that another shard has makes the token active here too.
+  c.op = OpKind::linear_backward;
+  c.saved_state = true;
+  Problem<Backward> back = build<Backward>(c);
+  back.op.grad_loss = back.pool.add(DType::f32, {n}, std::vector<double>(n, 0.0));
+  use_ids(&back, 1, {129, -1, 129, 0, 30, 99, 100, 5, -1}, std::vector<double>(n, 0.5));
+  expect_judged(back);
+  std::vector<double> input = read(back.op.input);
+  for (size_t i = 0; i < 2 * 24; ++i) input[i] = kNan;
+  write(back.op.input, input);
+  const Field grad_input = run_of(back).fields.at("grad_input");
+  EXPECT_TRUE(std::isnan(grad_input.value[0]));
+  EXPECT_EQ(grad_input.value[24], 0);
+}
+
+// What all shards write of a column, the largest of it, is what the whole vocabulary has.
+TEST_P(ChosenColumns, OfAllShardsAreThoseOfTheWhole) {
+  constexpr int64_t n = 9, v = 130, cut = 59;
+  const Case c = plain(OpKind::linear_forward, {n, 24, v}, 7);
+  Problem<Forward> whole = build<Forward>(c);
+  Fields largest;
+  for (const int64_t first : {int64_t{0}, cut}) {
+    Problem<Forward> shard = build<Forward>(c);
+    ask_for_nothing_else(&shard);
+    const int64_t count = first == 0 ? cut : v - cut;
+    Forward& op = shard.op;
+    op.options.vocab_start = first, op.options.vocab_total = v;
+    op.weight.byte_offset += first * op.weight.stride[0] * size_of(op.weight.dtype);
+    op.bias.byte_offset += first * op.bias.stride[0] * size_of(op.bias.dtype);
+    op.weight.shape[0] = op.bias.shape[0] = count;
+    const Field logits = run_of(shard).fields.at("logits_at");
+    if (largest.empty()) largest["logits_at"] = logits;
+    for (size_t k = 0; k < logits.value.size(); ++k) {
+      double& most = largest["logits_at"].value[k];
+      most = std::max(most, logits.value[k]);
+    }
+  }
+  ask_for_nothing_else(&whole);
+  const Comparison judged = compare(expected(device_, whole.op, whole.model), largest);
+  EXPECT_TRUE(judged.ok()) << judged.report;
+}
+
+// Of the others every call is refused, as Conformance says.
+std::vector<Parameter> forwards() {
+  std::vector<Parameter> all = parameters(kForward, inputs());
+  std::erase_if(all,
+                [](const Parameter& p) { return !device(std::get<0>(p)).has_chosen_columns(); });
+  return all;
+}
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ChosenColumns);
+INSTANTIATE_TEST_SUITE_P(All, ChosenColumns, testing::ValuesIn(forwards()), parameter_name);
+
+}  // namespace
+}  // namespace logitless::conformance
