@@ -40,7 +40,6 @@ struct CudaBackend final : Backend {
     const cuda::DeviceInfo* device;
     const Status status = find_device(call.execution, &device);
     if (!status.ok()) return status;
-    if (call.ids) return no_chosen_columns(*this);
     if (call.diverges) return cuda::divergence_workspace(call, *device, given, size);
     if (call.linear) return cuda::linear_workspace(call, *device, given, size);
     if (call.combines) return cuda::combine_workspace(call, *device, size);

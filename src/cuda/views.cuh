@@ -60,8 +60,9 @@ __device__ inline void store(const TensorView& v, int64_t i, int64_t j, float x)
     *address<__nv_bfloat16>(v, i, j) = from_f32<__nv_bfloat16>(x);
   }
 }
-__device__ inline int64_t load_int(const TensorView& v, int64_t i) {
-  return v.dtype == DType::i64 ? *address<const int64_t>(v, i) : *address<const int32_t>(v, i);
+__device__ inline int64_t load_int(const TensorView& v, int64_t i, int64_t j = 0) {
+  return v.dtype == DType::i64 ? *address<const int64_t>(v, i, j)
+                               : *address<const int32_t>(v, i, j);
 }
 __device__ inline void store_int(const TensorView& v, int64_t i, int64_t x) {
   if (v.dtype == DType::i64) {

@@ -188,7 +188,6 @@ class CudaDevice final : public TestDevice {
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
   bool has_tf32() const override { return true; }
   bool keeps_state(DType) const override { return true; }
-  bool has_chosen_columns() const override { return false; }
   bool reference_is_maximum(DType dtype) const override {
     const cuda::DeviceInfo* info;
     return !cuda::find_device(index_, &info).ok() || cuda::reference_is_maximum(*info, dtype);

@@ -2,7 +2,7 @@
 // This file makes what the products read: the valid tokens' rows of input, compacted and padded to
 // 16 bytes, and from the same read z of each token's target by one dot product; and a copy of the
 // weight where a product cannot read its layout.
-#include "src/cuda/linear/linear.cuh"
+#include "src/cuda/linear/dot.cuh"
 #include "src/cuda/logit_map.cuh"
 #include "src/cuda/runtime/early.cuh"
 
@@ -33,50 +33,6 @@ struct GatherArguments {
   int32_t* again;          // it is null where no gradient is asked for
   int32_t* rows_finished;  // it is set to 0 here, at the start of a chunk
 };
-
-template <class T>
-__device__ void add_products(const Pack<T>& x, const Pack<T>& w, float* sum) {
-#pragma unroll
-  for (int n = 0; n < Pack<T>::width; ++n) *sum = fmaf(to_f32(x.x[n]), to_f32(w.x[n]), *sum);
-}
-
-// Returns a lane's part of x . w, which takes 16 bytes in turn, and copies x where `to` is not
-// null.
-template <class T>
-__device__ float dot_packs(const Pack<T>* x, const Pack<T>* w, int packs, Pack<T>* to, int lane) {
-  // The loads of a few steps come before the first store, because the compiler moves no load past a
-  // store.
-  constexpr int many = 4;
-  float sum = 0;
-  for (int j = lane; j < packs; j += many * 32) {
-    Pack<T> a[many], b[many];
-#pragma unroll
-    for (int i = 0; i < many; ++i) {
-      if (j + i * 32 < packs) a[i] = x[j + i * 32], b[i] = w[j + i * 32];
-    }
-#pragma unroll
-    for (int i = 0; i < many; ++i) {
-      if (j + i * 32 >= packs) break;
-      if (to != nullptr) to[j + i * 32] = a[i];
-      add_products(a[i], b[i], &sum);
-    }
-  }
-  return sum;
-}
-// Does the same in the same order for rows of any layout, and writes zeros behind them up to
-// `pitch`.
-template <class T>
-__device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int64_t pitch, T* to,
-                              int lane) {
-  float sum = 0;
-#pragma unroll 1
-  for (int64_t j = lane * Pack<T>::width; j < pitch; j += 32 * Pack<T>::width) {
-    const Pack<T> a = x(j);
-    if (to != nullptr) *reinterpret_cast<Pack<T>*>(to + j) = a;
-    add_products(a, w(j), &sum);
-  }
-  return sum;
-}
 
 // Returns z of the target of row k, whose slope it keeps. It is not inlined: its registers would
 // then be taken by every row.

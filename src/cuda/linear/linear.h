@@ -41,6 +41,7 @@ struct LinearCall {
   // true where the engine's kernels start early: early.cuh
   bool launches_early = false;
   KeptState kept;
+  TensorView ids, logits_at, grad_logits_at;
   bool plain() const { return map.identity && !in.makes_maps && !bias; }
 };
 
@@ -70,6 +71,8 @@ struct LinearMemory {
   RowGradient* gradients = nullptr;  // [token_chunk]
   float* target_gradient = nullptr;  // [token_chunk]  it is dz of the target
   RowFactors* factors = nullptr;     // [token_chunk]
+  ChosenGradients chosen;
+  float* chosen_sizes = nullptr;  // [N]
   // [1 + token_chunk]  a count comes first, then the rows to be made again
   int32_t* again = nullptr;
   float* logits = nullptr;    // [block_rows, block_columns]
@@ -136,6 +139,14 @@ inline void place_bias_slabs(const LinearShape& s, const LinearPlan& p, int64_t 
   if (!s.grad_bias) return;
   m->bias_slabs = arena->take<float>(divide_up(p.panel_rows, bias_slab_rows) * columns);
 }
+
+// Chosen columns (chosen.cu): writes their logits; sums the sizes of each token's gradients, before
+// it is known which tokens have one; makes what is added to dz; adds it to a panel that is made.
+void chosen_logits(const LinearCall& call, const Tokens& tokens, Stream* stream);
+void chosen_sizes(const LinearCall& call, float* sizes, Stream* stream);
+void merge_chosen(const LinearCall& call, const Tokens& tokens, const ChosenGradients& to,
+                  Stream* stream);
+void add_chosen(const LinearWork& work, const Panel& panel);
 
 // gather.cu defines these functions.
 void copy_weight(const LinearWork& work);

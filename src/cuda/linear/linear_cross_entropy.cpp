@@ -20,9 +20,11 @@ void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
   call->kept.columns = columns;
   LinearShape& s = call->shape;
   if (!cuda_keeps(s.dtype, op.options)) return;
-  // f16 keeps codes, of which nothing but dz can be made; and E makes no gradient of the entropy.
-  const bool forms = op.grad_entropy || s.dtype == DType::f16;
-  if (op.grad_entropy && call->map.capped) return;  // E holds the slope too, and log p is lost
+  // f16 keeps codes, of which nothing but dz can be made; and E makes no gradient of the entropy or
+  // of chosen columns, which may be there where E's factor is 0.
+  const bool more = op.grad_entropy || op.grad_logits_at;
+  const bool forms = more || s.dtype == DType::f16;
+  if (more && call->map.capped) return;  // E holds the slope too, and log p is lost
   s.kept_columns = columns;
   if (columns > 0) s.kernels.kept = forms && s.gradients() ? Origin::dz_by_rows : Origin::e;
 }
@@ -73,6 +75,9 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
   s.screens_gradients = made.in.screens_gradients();
   s.sums = sums_of(call);
   made.outputs = token_outputs(call);
+  made.ids = call.ids;
+  made.logits_at = call.logits_at;
+  made.grad_logits_at = call.grad_logits_at;
   if (!call.forward) {
     made.row_reference = call.row_reference;
     made.row_log_sum = call.row_log_sum;
@@ -87,6 +92,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
     s.grad_weight = static_cast<bool>(call.grad_weight);
     s.grad_bias = static_cast<bool>(call.grad_bias);
     s.grad_weight_f32 = call.grad_weight.dtype == DType::f32;
+    if (call.grad_logits_at) s.chosen = call.chosen();
     // The matrix library writes rows, in f32 or the inputs' own dtype.
     const TensorView& out = call.grad_weight;
     s.kernels.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&

@@ -43,7 +43,8 @@ class LinearRun : public StepVisitor {
       case StepKind::scale_input:
         return scale_input(work_);
       case StepKind::form_panel:
-        return form_panel(work_, kept_panel(step.panel), panel_of(step.panel), whole_rows());
+        form_panel(work_, kept_panel(step.panel), panel_of(step.panel), whole_rows());
+        return add_to_dz(step);
       case StepKind::grad_bias:
         return grad_bias(panel_of(step.panel), step.of_e(), step.adds);
       case StepKind::write_grad_input:
@@ -57,6 +58,10 @@ class LinearRun : public StepVisitor {
         return write_weight_sums();
       case StepKind::write_grad_bias:
         return write_grad_bias(work_);
+      case StepKind::form_dz:
+      case StepKind::remake:
+        run(step);
+        return add_to_dz(step);
       default:
         return run(step);
     }
@@ -90,12 +95,22 @@ class LinearRun : public StepVisitor {
 
  private:
   void prepare() {
+    const LinearCall& call = work_.call;
     const LinearMemory& m = work_.m;
-    if (!arranges(work_.call.shape)) {
-      return prepare_tokens(work_.call.in, m.tokens, work_.call.outputs, work_.stream);
+    TokenInput in = call.in;
+    if (call.shape.chosen > 0 && call.shape.tokens > 0) {
+      chosen_sizes(call, m.chosen_sizes, work_.stream);
+      in.chosen_sizes = m.chosen_sizes;
     }
-    prepare_tokens(work_.call.in, m.compacted, work_.call.outputs, work_.stream);
-    arrange_tokens(m.compacted, m.tokens, work_.stream);
+    prepare_tokens(in, arranges(call.shape) ? m.compacted : m.tokens, call.outputs, work_.stream);
+    if (arranges(call.shape)) arrange_tokens(m.compacted, m.tokens, work_.stream);
+    if (call.shape.tokens == 0) return;
+    if (call.logits_at) chosen_logits(call, m.tokens, work_.stream);
+    if (call.shape.chosen > 0) merge_chosen(call, m.tokens, m.chosen, work_.stream);
+  }
+
+  void add_to_dz(const Step& step) {
+    if (work_.call.shape.chosen > 0) add_chosen(work_, panel_of(step.panel));
   }
 
   void grad_bias(const Panel& panel, bool of_e, bool adds) {

@@ -152,6 +152,9 @@ __device__ void weigh(const TokenInput& in, const LossConstants& constants, int6
   largest(in.grad_lse, &own->statistics);
   largest(in.grad_target_logit, &own->statistics);
   largest(in.grad_entropy, &own->statistics);
+  if (in.chosen_sizes != nullptr) {
+    own->statistics = fmaxf(own->statistics, finite_size(in.chosen_sizes[i]));
+  }
 }
 
 // A token whose target is outside counts in a mean; it has no class weight.
@@ -354,7 +357,8 @@ __device__ bool has_no_gradient(const TokenInput& in, int64_t i) {
   const float a = token_weight(in, i);
   if ((g != 0 && a != 0) || g * a != 0) return false;
   const auto is_zero = [&](const TensorView& v) { return !present(v) || load(v, i) == 0; };
-  return is_zero(in.grad_lse) && is_zero(in.grad_target_logit) && is_zero(in.grad_entropy);
+  return is_zero(in.grad_lse) && is_zero(in.grad_target_logit) && is_zero(in.grad_entropy) &&
+         (in.chosen_sizes == nullptr || in.chosen_sizes[i] == 0);
 }
 
 // Checks a temperature, and what is made of it, by the rule of docs/semantics.md, "Arguments".

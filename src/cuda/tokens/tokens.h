@@ -22,6 +22,7 @@ struct TokenInput {
   bool statistics_gradients = false;
   bool skips_inactive = false;  // a Backward leaves out tokens whose upstream gradients are all 0
   bool makes_maps = false;      // each token has a TokenMap
+  const float* chosen_sizes = nullptr;  // [N]  the sum of |gradients| of its chosen columns
   // A dz of f16 is stored times this, so that small ones keep their bits: the largest usual dz
   // comes to 64 of 65504.
   float lift = 1;
@@ -94,7 +95,8 @@ inline TokenInput token_input(const Call& call) {
   in.grad_lse = call.grad_lse;
   in.grad_target_logit = call.grad_target_logit;
   in.grad_entropy = call.grad_entropy;
-  in.statistics_gradients = call.grad_lse || call.grad_target_logit || call.grad_entropy;
+  in.statistics_gradients =
+      call.grad_lse || call.grad_target_logit || call.grad_entropy || call.grad_logits_at;
   in.skips_inactive = call.gradients && !call.forward;
   if (!call.target) in.options.ignore_index = -1;
   return in;
