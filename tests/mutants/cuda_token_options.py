@@ -6,7 +6,7 @@ from __future__ import annotations
 
 TOKEN_OPTIONS = [
     ("inactive tokens: the statistics' gradients are not asked", "tokens/tokens.cu",
-     "return @{is_zero(in.grad_lse) && is_zero(in.grad_target_logit) && is_zero(in.grad_entropy)}@;",
+     "return @{is_zero(in.grad_lse) && is_zero(in.grad_target_logit) && is_zero(in.grad_entropy)}@ &&",
      "true", "options"),
     ("inactive tokens: 0 times infinity is 0", "tokens/tokens.cu",
      "if ((g != 0 && a != 0) || @{g * a != 0}@) return false;", "false", "options"),
