@@ -310,6 +310,27 @@ TEST_P(ChosenColumns, ATokenWithoutAGradientIsInactive) {
   }
 }
 
+// Gradients are scaled by the largest: one that is not read is not among them.
+TEST_P(ChosenColumns, AnAbsentGradientOfAnySizeChangesNothing) {
+  const Case c = plain(OpKind::linear_backward, {9, 24, 131}, 4);
+  Problem<Backward> p = build<Backward>(c);
+  const std::vector<double> ids = read(p.op.ids);
+  Fields fields[3];
+  const double absent[] = {0, 3e38, kInf};
+  for (int i = 0; i < 3; ++i) {
+    std::vector<double> gradients = read(p.op.grad_logits_at);
+    int changed = 0;
+    for (size_t k = 0; k < ids.size(); ++k) {
+      if (ids[k] < 0) gradients[k] = absent[i], ++changed;
+    }
+    ASSERT_GT(changed, 0);
+    use_ids(&p, 4, ids, gradients);
+    fields[i] = run_of(p).fields;
+  }
+  EXPECT_EQ(differing_bits(fields[0], fields[1]), "");
+  EXPECT_EQ(differing_bits(fields[0], fields[2]), "");
+}
+
 TEST_P(ChosenColumns, OfAnotherShardHaveNoLogitAndNoGradient) {
   constexpr int64_t n = 9, v = 70, first = 30;
   Case c = plain(OpKind::linear_forward, {n, 24, v}, 5);

@@ -39,7 +39,7 @@ MUTANTS = [
     ),
     mutant(
         "chosen, sizes of gradients: an absent id's too", CHOSEN, "    if (!is_column(call, id_at(call.ids, i, k))) continue;\n", "",
-        "chosen-table",
+        "chosen",
     ),
     mutant(
         "chosen, sizes of gradients: of none", TOKENS,

@@ -38,7 +38,6 @@ TESTS: dict[str, list[str]] = {
         of_cpu("invariants", LINEAR),
     ],
     "chosen": [of_cpu("chosen", "")],
-    "chosen-table": [of_cpu("conformance", "linear_backward", TABLE)],
     "divergences": [of_cpu("conformance", "divergence", TABLE)],
     "divergence-edges": [of_cpu("divergence", "")],
     "divergence-shards": [of_cpu("divergence_shards", "")],

@@ -275,7 +275,7 @@ def test_a_temperature_of_each_token_of_chosen_columns() -> None:
 def test_absent_columns_have_no_probability() -> None:
     x, w, _, _ = numpy(*problem((4,), 9, 6))
     ids = np.array([[-1, 3], [-1, -1], [2, -1], [1, 0]])
-    x[1] = np.nan  # nobody reads the token that has no column
+    x[1] = np.nan
     x[2] = np.nan
     made = ln.linear_logprobs_at(x, w, ids)
     assert np.array_equal(np.isneginf(made), ids == -1)
@@ -284,6 +284,20 @@ def test_absent_columns_have_no_probability() -> None:
     masked = np.full(9, -np.inf, np.float32)
     made = ln.linear_logprobs_at(w[:2, :6], w, ids[2:], linear_bias=masked)
     assert np.array_equal(np.isneginf(made), ids[2:] == -1) and np.isnan(made[1]).all()
+
+
+def test_tokens_without_a_column_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, _, _ = numpy(*problem((4,), 9, 6))
+    seen: list[Any] = []
+    run = ln._run
+
+    def recorded(kind: int, arrays: Any, *rest: Any) -> None:
+        seen.append(arrays["target"])
+        run(kind, arrays, *rest)
+
+    monkeypatch.setattr(ln, "_run", recorded)
+    ln.linear_logprobs_at(x, w, np.array([[-1, 3], [-1, -1], [2, -1], [-1, -1]]))
+    assert (seen[0] == -100).tolist() == [False, True, False, True]
 
 
 def test_a_probability_is_never_above_one() -> None:

@@ -141,6 +141,9 @@ struct DzBounds {
   double stored = 0;
 };
 
+// Of the chosen columns: what each column's gradients come to, and how many they are.
+constexpr double kChosen[] = {0, 3, 1.5}, kTimes[] = {0, 1, 2};
+
 DzBounds dz_bounds(const Transcript& t) {
   const double f = 0.75 * 2, k = 0.25 / 3, w = f + k * 3.75, lambda = 0.125, ga = 2 * 1.5;
   DzBounds bounds;
@@ -149,16 +152,17 @@ DzBounds dz_bounds(const Transcript& t) {
     const double p_error = p * (t.error[j] + t.b + 4 * u * (3 + std::fabs(t.z[j] - t.m))) + tiny;
     const double m = ga * ((w + 2 * lambda * std::fabs(t.lse)) * p + (j == 1 ? f : 0) +
                            k * t.e.vocab_weight[j]) +
-                     0.5 * p + (j == 1 ? 3 : 0) + 0.75 * p * information;
+                     0.5 * p + (j == 1 ? 3 : 0) + 0.75 * p * information + kChosen[j];
     const double dz = ga * (std::fabs(w + 2 * lambda * t.lse) * p_error + 2 * lambda * p * t.b) +
                       0.5 * p_error + 0.75 * (p_error * (1 + information) + p * t.h_error) +
-                      4 * u * m;
+                      4 * u * m + kTimes[j] * u * kChosen[j];
     const double c = t.z[j] * 0.75 / 2, slope = std::fabs(t.slope[j]);
     bounds.error.push_back(
         slope * dz + (m + dz) * (4 * u * 2 + 2 * std::fabs(c) * slope * 0.75 * t.error[j] / 2));
     bounds.magnitude.push_back(m * slope);
   }
-  bounds.stored = (3 + ga * (w + 2 * lambda * std::fabs(t.lse)) + 0.5 + 3 + 0.75 * (1 + t.h)) * 2;
+  bounds.stored =
+      (4.5 + ga * (w + 2 * lambda * std::fabs(t.lse)) + 0.5 + 3 + 0.75 * (1 + t.h) + 4.5) * 2;
   return bounds;
 }
 
@@ -168,6 +172,8 @@ TEST(ReferenceBounds, OfTheGradientsAreTheDocumentsFormulas) {
   e.grad_lse = {0.5f};
   e.grad_target_logit = {-3};
   e.grad_entropy = {-0.75f};
+  e.ids = {2, 1, 2, -1};
+  e.grad_logits_at = {0.5f, -3, 1, 9};
   const Transcript t(e);
   const auto [error, magnitude, stored] = dz_bounds(t);
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
