@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chosen columns of each token (docs/semantics.md): a Forward writes their logits, each by one dot
 // product; a Backward adds their gradients to panels of dz, before products read these.
+#include "src/call.h"
 #include "src/cuda/linear/dot.cuh"
 #include "src/cuda/logit_map.cuh"
-#include "src/call.h"
 
 namespace logitless::cuda {
 namespace {
