@@ -82,7 +82,7 @@ void store(const TensorView& view, int64_t index, double value) {
       view.as<uint16_t>()[index] = round_to_bf16(value);
       break;
     case DType::i32:
-      view.as<int32_t>()[index] = static_cast<int32_t>(value);
+      view.as<int32_t>()[index] = static_cast<int32_t>(static_cast<int64_t>(value));
       break;
     case DType::i64:
       view.as<int64_t>()[index] = static_cast<int64_t>(value);

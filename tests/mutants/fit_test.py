@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Every mutant of the host's code, of the WebGPU backend, of the published shaders and of the
-JavaScript still fits the source it changes: a mutant that cannot be made catches nothing, and the
+JavaScript, and every switch of the validation, still fits the source it changes: a mutant that cannot be made catches nothing, and the
 hours that make mutants takes are too long to be told so. Those of CUDA: mutants_device.py check."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, str(ROOT / "tests"))
 
 from mutants import MUTANTS
+from mutants.validation import rewrite_validation
 from mutants.webgpu import MUTANTS as WEBGPU_MUTANTS
 
 
@@ -45,8 +46,13 @@ def main() -> int:
                 f"{name}: its text stands {count} times in {file.relative_to(ROOT)}; once is meant"
             )
             wrong += 1
-    print(f"{len(every) - wrong} of {len(every)} texts fit")
-    return 1 if wrong or len(every) < 250 else 0
+    try:
+        switches = len(rewrite_validation(ROOT, None))
+    except ValueError as error:
+        print(f"the validation's switches do not fit: {error}")
+        wrong, switches = wrong + 1, 0
+    print(f"{len(every) - wrong} of {len(every)} texts fit, {switches} switches of the validation")
+    return 1 if wrong or len(every) < 250 or switches < 100 else 0
 
 
 if __name__ == "__main__":

@@ -116,9 +116,11 @@ def switch_options(text: str, names: list[str]) -> str:
         options = re.findall(r'^    \{"(\w+)"', rows[1], re.MULTILINE)
         names += [f"option: {option}" for option in options]
         head = f"for (const {loop}& rule : {table}) {{\n"
-        text = replace_once(
-            text, head, head + '    if (rule_is_off("option: ", rule.name)) continue;\n'
-        )
+        # The first loop is that of a call's own options.
+        switch = '    if (rule_is_off("option: ", rule.name)) continue;\n'
+        text = text.replace(head, head + switch, 1)
+        if switch not in text:
+            raise ValueError(f"validate_options.cpp has no loop over {table}")
 
     def each_comparison(row: re.Match[str]) -> str:
         def switched(comparison: re.Match[str]) -> str:
