@@ -56,12 +56,6 @@ struct Backend {
   virtual Status warmup(const Execution&) const { return {}; }
 };
 
-// A backend without chosen columns says this of a call that has some.
-inline Status no_chosen_columns(const Backend& backend) {
-  return error(StatusCode::not_supported, "ids: %s has no chosen columns; allowed: none",
-               backend.name());
-}
-
 const Backend& reference_backend();
 const Backend& cpu_backend();
 // This and its like decide for a backend, and answer logitless_keeps.

@@ -22,8 +22,8 @@ from torch import Tensor
 BACKEND = os.environ.get("LOGITLESS_TEST_RANKS", "gloo")
 DEVICE = "cpu" if BACKEND == "gloo" else "cuda"
 SIZES = [s for s in (2, 3, 4) if BACKEND == "gloo" or s <= torch.cuda.device_count()]
-COLLECTIVE_S = 30  # a rank that waits for another gives up
-CASE_S = 60
+COLLECTIVE_S = 75  # a rank that waits for another gives up
+CASE_S = 150
 START_S = 120
 
 Case = Callable[..., Mapping[str, Tensor]]
