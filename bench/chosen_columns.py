@@ -22,8 +22,8 @@ from torch import Tensor
 
 from logitless import _abi
 from logitless import torch as logitless
+from logitless.torch import _run
 
-DTYPES = {torch.bfloat16: _abi.BF16, torch.float32: _abi.F32, torch.int64: _abi.I64}
 OPTIONS = _abi.Options(reduction=_abi.REDUCTION_NONE)
 
 
@@ -35,7 +35,7 @@ class Op:
         self.addresses = [t.data_ptr() for t in tensors.values()]
         device = next(iter(tensors.values())).device
         where = (int(device.type == "cuda"), 0)
-        views = views_of(tensors, where)
+        views = views_of(tensors)
         self.plan = _abi.Plan(
             kind, views, OPTIONS, where, kept_key=key, addresses=self.addresses, consume_kept=False
         )
@@ -48,11 +48,8 @@ class Op:
         self.plan.run(self.addresses, aligned, stream)
 
 
-def views_of(tensors: dict[str, Tensor], where: tuple[int, int]) -> list[_abi.View]:
-    return [
-        _abi.View(name, DTYPES[t.dtype], *where, tuple(t.shape), t.stride())
-        for name, t in tensors.items()
-    ]
+def views_of(tensors: dict[str, Tensor]) -> list[_abi.View]:
+    return [_run.view(name, t) for name, t in tensors.items()]
 
 
 class Head:
@@ -84,7 +81,7 @@ class Head:
         inputs = {"input": x, "weight": w, "target": self.target}
         where = (int(device.type == "cuda"), 0)
         bytes = _abi.whole_kept(tokens, vocab, _abi.BF16)
-        size = _abi.kept_size(views_of(inputs, where), OPTIONS, where, bytes)
+        size = _abi.kept_size(views_of(inputs), OPTIONS, where, bytes)
         state = {
             "row_reference": torch.empty(tokens, device=device),
             "row_log_sum": torch.empty(tokens, device=device),
