@@ -353,7 +353,7 @@ LOGITLESS_API void logitless_plan_destroy(logitless_plan* plan);
 
 /* Returns 1 where Backward uses what Forward keeps, with inputs of `dtype` on a device of this type
  * under these options (NULL: the defaults); 0 where it does not, or an argument is unknown. The
- * answer is that of a whole vocabulary of any size, without grad_entropy and grad_logits_at. No
+ * answer is that of a whole vocabulary of any size, without grad_entropy. No
  * device needs to be there. */
 LOGITLESS_API int32_t logitless_keeps(int32_t device_type, int32_t dtype,
                                       const logitless_loss_options* options);

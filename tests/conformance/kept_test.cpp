@@ -242,6 +242,48 @@ TEST_P(KeptState, ServesEntropysGradient) {
   }
 }
 
+// The gradient of log p of a column that is all but certain is what -p and 1 leave: it is there
+// only if both are added before dz is rounded.
+TEST_P(KeptState, ServesALikelyChosenColumn) {
+  if (device_.synchronous() && dtype_ != DType::f32) return;  // the CPU keeps E in 16 bits
+  constexpr int64_t likely = 17;
+  for (const bool capped : {false, true}) {
+    Case c = plain(66, 453);
+    c.ignored = 0;
+    c.grad_lse = true;
+    c.chosen = 2;
+    c.options.softcap = capped ? 64 : 0;
+    Steps steps(device_, c, 0);
+    Backward& op = steps.problem.op;
+    const int64_t hidden = c.shape.hidden, n = c.shape.tokens;
+    std::vector<double> input = read(op.input), weight = read(op.weight);
+    std::vector<double> ids, gradients;
+    for (int64_t d = 0; d < hidden; ++d) weight[likely * hidden + d] = d == 0 ? 9 : 0;
+    for (int64_t i = 0; i < n; ++i) {
+      input[i * hidden] = 1.5;
+      ids.insert(ids.end(), {likely, -1});
+      gradients.insert(gradients.end(), {1, 5});
+    }
+    write(op.input, input);
+    write(op.weight, weight);
+    write(op.ids, ids);
+    write(op.grad_logits_at, gradients);
+    write(op.grad_lse, std::vector<double>(static_cast<size_t>(n), -1));
+    write(op.grad_loss, std::vector<double>(static_cast<size_t>(n), 0));
+    ASSERT_TRUE(keep(&steps));
+    const Outcome made = backward(steps);
+    expect_judged(steps, made, "a likely column");
+    const reference::Result wanted = expected(device_, op, steps.problem.model);
+    const auto& want = wanted.outputs.at("grad_input").value;
+    const auto& got = made.fields.at("grad_input").value;
+    for (int64_t i = 0; i < n; ++i) {
+      const double of_row = want[static_cast<size_t>(i * hidden)];
+      EXPECT_NEAR(got[static_cast<size_t>(i * hidden)], of_row, std::fabs(of_row) / 32)
+          << "token " << i << (capped ? ", under a softcap" : "");
+    }
+  }
+}
+
 // Gradients of a sum, and of losses whose upstream gradients are powers of two, have the bits of
 // one call where both divide alike: here all tokens and columns are one piece.
 TEST_P(KeptState, HasTheBitsOfOneCall) {

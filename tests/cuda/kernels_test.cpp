@@ -72,7 +72,7 @@ Case ignored(Case c) {
 Case diverging(DType dtype) {
   Case c = linear(OpKind::divergence_forward, dtype, {1000, 72, 4117});
   c.divergence.kind = DivergenceKind::jsd;
-  return tempered(ignored(c));
+  return ignored(c);
 }
 
 constexpr OpKind loss = OpKind::linear_forward, both = OpKind::linear_forward_backward,
@@ -107,6 +107,8 @@ std::vector<Ragged> ragged_losses() {
       {"few_loss_with_bias_f16", biased(linear(loss, f16, few)), 1},
       {"divergence_bf16", diverging(bf16), 1},
       {"divergence_f16", diverging(f16), 1},
+      {"divergence_tempered_bf16", tempered(diverging(bf16)), 1},
+      {"divergence_tempered_f16", tempered(diverging(f16)), 1},
   };
 }
 

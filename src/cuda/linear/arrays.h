@@ -51,10 +51,11 @@ struct RowFactors {
 };
 
 // What a Backward adds to dz at chosen columns, by token: columns of the views, -1 where there is
-// nothing to add, each at most once a token.
+// nothing to add, each at most once a token, and their logits.
 struct ChosenGradients {
   int32_t* column = nullptr;  // [N, columns]
   float* gradient = nullptr;  // [N, columns]
+  float* logit = nullptr;     // [N, columns]
   int64_t columns = 0;
 };
 

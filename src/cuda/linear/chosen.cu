@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chosen columns of each token (docs/semantics.md): a Forward writes their logits, each by one dot
 // product; a Backward adds their gradients to panels of dz, before products read these.
+#include <cfloat>
+
 #include "src/call.h"
 #include "src/cuda/linear/dot.cuh"
 #include "src/cuda/logit_map.cuh"
@@ -71,28 +73,35 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// A warp sums the sizes of a token's gradients, those of other shards' columns among them.
+// A warp sums the sizes of a token's gradients, those of other shards' columns among them. The sum
+// is negative where one of them is not finite: it has no size, but makes the token active.
 __global__ void __launch_bounds__(threads)
     sizes_kernel(const __grid_constant__ LinearCall call, float* sizes) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
   if (i >= call.ids.shape[0]) return;
   float sum = 0;
+  bool is_finite = true;
   if (counts(call.in, i)) {
     for (int64_t k = threadIdx.x % 32; k < call.ids.shape[1]; k += 32) {
       const ChosenColumn chosen = column_of(call.in, load_int(call.ids, i, k));
-      if (chosen.is_given) sum += fabsf(load(call.grad_logits_at, i, k));
+      if (chosen.is_given) {
+        const float g = load(call.grad_logits_at, i, k);
+        if (isfinite(g)) sum = fminf(sum + fabsf(g), FLT_MAX);
+        is_finite &= isfinite(g);
+      }
       if (chosen.is_outside && present(call.in.fault)) {
         atomicOr(address<int>(call.in.fault), 1);
       }
     }
   }
   sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) sizes[i] = sum;
+  is_finite = __all_sync(whole_warp, is_finite);
+  if (threadIdx.x % 32 == 0) sizes[i] = is_finite ? sum : -fmaxf(sum, FLT_MIN);
 }
 
-// A block adds up a token's gradients of equal columns, in the order of k, at the first of them;
-// the others' columns become -1. They come out as a panel's elements do: without the factor common
-// to all, times the map's slope.
+// A block adds up a token's gradients of equal columns, in the order of k, at the first of them,
+// and makes its logit; the others' columns become -1. The sums come out as a panel's elements do:
+// without the factor common to all, times the map's slope.
 template <class T>
 __global__ void __launch_bounds__(threads)
     merge_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Tokens tokens,
@@ -101,7 +110,8 @@ __global__ void __launch_bounds__(threads)
   __shared__ float gradients[most_chosen];
   const int64_t i = blockIdx.x;
   const int all = static_cast<int>(call.ids.shape[1]);
-  if (!counts(call.in, i)) return;  // nobody reads its row
+  const TokenKind kind = kind_of_token(call.in, tokens.inactive, i, target_of(call.in, i));
+  if (kind != TokenKind::counts) return;  // nobody reads its row
   for (int k = threadIdx.x; k < all; k += threads) {
     columns[k] = column_of(call.in, load_int(call.ids, i, k)).column;
     if (columns[k] >= 0) gradients[k] = load(call.grad_logits_at, i, k);
@@ -119,31 +129,54 @@ __global__ void __launch_bounds__(threads)
       before = j < k;
       more += j > k;
     }
-    before = __any_sync(whole_warp, before);
-    float sum = column < 0 ? 0.0f : gradients[k];
-    if (!before && __any_sync(whole_warp, more > 0)) {
+    if (__any_sync(whole_warp, before)) {
+      if (lane == 0) to.column[i * all + k] = -1;
+      continue;
+    }
+    float sum = gradients[k];
+    if (__any_sync(whole_warp, more > 0)) {
       for (int j = k + 1; j < all; ++j) {
         if (columns[j] == column) sum += gradients[j];
       }
     }
-    if (!before && map.capped) sum *= cap_slope(map, logit_of<T>(call, map, i, column, lane));
+    const float z = logit_of<T>(call, map, i, column, lane);
     if (lane != 0) continue;
-    to.column[i * all + k] = before ? -1 : column;
-    to.gradient[i * all + k] = sum * factor * map.slope;
+    to.column[i * all + k] = column;
+    to.logit[i * all + k] = z;
+    to.gradient[i * all + k] = sum * factor * map.slope * cap_slope(map, z);
   }
 }
 
+// Returns dz of a column that is not the target, times the map's slope.
+__device__ float dz_of_column(const LinearCall& call, const MapFactors& map, const RowGradient& g,
+                              int64_t column, float z) {
+  float log_p = (z - g.reference) - g.log_sum;
+  log_p = log_p > 0 ? 0.0f : log_p;
+  const float p = exp_any(log_p), information = fmaxf(log_p, least_exponent) + g.entropy_value;
+  const auto c = [&] { return class_weight(call.in, column); };
+  return dz_of<Fused>(g.probability * p, g.smoothing != 0, g.smoothing, c, g.entropy != 0,
+                      g.entropy * p, information) *
+         cap_slope(map, z);
+}
+
+// A panel's elements of chosen columns are written anew, so that dz is rounded once.
 template <class E>
 __global__ void __launch_bounds__(threads)
-    add_kernel(const __grid_constant__ Chunk chunk, ChosenGradients from, Panel panel) {
+    add_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Chunk chunk,
+               ChosenGradients from, const RowGradient* gradients, const float* target_gradient,
+               Panel panel) {
   const int row = blockIdx.x;
   if (row >= valid_rows(chunk)) return;
-  const int64_t at = chunk.tokens.row[chunk.first + row] * from.columns;
+  const int64_t token = chunk.first + row;
+  const int64_t at = chunk.tokens.row[token] * from.columns, target = chunk.tokens.target[token];
+  const RowGradient g = gradients[row];
+  const MapFactors map = map_of_token(call.map, chunk.tokens, token);
   for (int64_t k = threadIdx.x; k < from.columns; k += blockDim.x) {
-    const int64_t j = from.column[at + k] - panel.first;
-    if (from.column[at + k] < 0 || j < 0 || j >= panel.columns) continue;
-    E* const element = panel_element<E>(panel, row, j);
-    *element = from_f32<E>(to_f32(*element) + from.gradient[at + k]);
+    const int64_t column = from.column[at + k], j = column - panel.first;
+    if (column < 0 || j < 0 || j >= panel.columns) continue;
+    const float dz = column == target ? target_gradient[row]
+                                      : dz_of_column(call, map, g, column, from.logit[at + k]);
+    *panel_element<E>(panel, row, j) = from_f32<E>(dz + from.gradient[at + k]);
   }
 }
 
@@ -177,7 +210,7 @@ void add_chosen(const LinearWork& work, const Panel& panel) {
   const int block = m.chosen.columns <= 32 ? 32 : m.chosen.columns <= 128 ? 64 : threads;
   with_dtype(call.shape.dtype, [&](auto element) {
     stream->launch("add_chosen", add_kernel<decltype(element)>, static_cast<unsigned>(chunk.rows),
-                   block, chunk, m.chosen, panel);
+                   block, call, chunk, m.chosen, m.gradients, m.target_gradient, panel);
   });
 }
 

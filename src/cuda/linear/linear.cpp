@@ -58,12 +58,14 @@ LinearMemory place_in(Arena* arena, const Engine& engine, const LinearShape& s,
   take(true, &m.target_logit, chunk);
   take(s.maps, &m.slope, chunk);
   take(s.gradients(), &m.gradients, chunk);
-  take(s.gradients() && (remakes_dz || forms_dz(s.kernels.kept)), &m.target_gradient, chunk);
+  take(s.gradients() && (remakes_dz || forms_dz(s.kernels.kept) || s.chosen > 0),
+       &m.target_gradient, chunk);
   take(s.gradients(), &m.factors, chunk);
   take(s.gradients(), &m.again, 1 + chunk);
   take(s.chosen > 0, &m.chosen_sizes, s.tokens);
   take(s.chosen > 0, &m.chosen.column, s.tokens * s.chosen);
   take(s.chosen > 0, &m.chosen.gradient, s.tokens * s.chosen);
+  take(s.chosen > 0, &m.chosen.logit, s.tokens * s.chosen);
   m.chosen.columns = s.chosen;
   const bool stores = p.stored_columns > 0 && s.kept_columns == 0;
   take(stores, &m.stored, rows * stored_pitch(p.stored_columns) * element);

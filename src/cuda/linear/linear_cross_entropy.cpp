@@ -22,9 +22,8 @@ void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
   if (!cuda_keeps(s.dtype, op.options)) return;
   // f16 keeps codes, of which nothing but dz can be made; and E makes no gradient of the entropy or
   // of chosen columns, which may be there where E's factor is 0.
-  const bool more = op.grad_entropy || op.grad_logits_at;
-  const bool forms = more || s.dtype == DType::f16;
-  if (more && call->map.capped) return;  // E holds the slope too, and log p is lost
+  const bool forms = op.grad_entropy || op.grad_logits_at || s.dtype == DType::f16;
+  if (op.grad_entropy && call->map.capped) return;  // E holds the slope too, and log p is lost
   s.kept_columns = columns;
   if (columns > 0) s.kernels.kept = forms && s.gradients() ? Origin::dz_by_rows : Origin::e;
 }
