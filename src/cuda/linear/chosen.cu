@@ -73,21 +73,19 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// A warp sums the sizes of a token's gradients, those of other shards' columns among them. The sum
-// is negative where one of them is not finite: it has no size, but makes the token active.
+// A warp sums the sizes of a token's gradients, those of other shards' columns among them. One that
+// is not finite has next to none, but makes the token active.
 __global__ void __launch_bounds__(threads)
     sizes_kernel(const __grid_constant__ LinearCall call, float* sizes) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
   if (i >= call.ids.shape[0]) return;
   float sum = 0;
-  bool is_finite = true;
   if (counts(call.in, i)) {
     for (int64_t k = threadIdx.x % 32; k < call.ids.shape[1]; k += 32) {
       const ChosenColumn chosen = column_of(call.in, load_int(call.ids, i, k));
       if (chosen.is_given) {
-        const float g = load(call.grad_logits_at, i, k);
-        if (isfinite(g)) sum = fminf(sum + fabsf(g), FLT_MAX);
-        is_finite &= isfinite(g);
+        const float size = fabsf(load(call.grad_logits_at, i, k));
+        sum = fminf(sum + (isfinite(size) ? size : FLT_MIN), FLT_MAX);
       }
       if (chosen.is_outside && present(call.in.fault)) {
         atomicOr(address<int>(call.in.fault), 1);
@@ -95,8 +93,7 @@ __global__ void __launch_bounds__(threads)
     }
   }
   sum = warp_sum(sum);
-  is_finite = __all_sync(whole_warp, is_finite);
-  if (threadIdx.x % 32 == 0) sizes[i] = is_finite ? sum : -fmaxf(sum, FLT_MIN);
+  if (threadIdx.x % 32 == 0) sizes[i] = sum;
 }
 
 // A block adds up a token's gradients of equal columns, in the order of k, at the first of them,
@@ -122,22 +119,18 @@ __global__ void __launch_bounds__(threads)
   for (int k = threadIdx.x / 32; k < all; k += warps) {
     // A lane looks at every 32nd place; the sum is one lane's, so that its order is that of k.
     const int column = columns[k], lane = threadIdx.x % 32;
-    bool before = column < 0;
-    int more = 0;
-    for (int j = lane; j < all && !before; j += 32) {
-      if (columns[j] != column) continue;
-      before = j < k;
-      more += j > k;
+    int before = column < 0 ? 1 : 0, more = 0;
+    for (int j = lane; j < all; j += 32) {
+      if (columns[j] == column) before += j < k ? 1 : 0, more += j > k ? 1 : 0;
     }
-    if (__any_sync(whole_warp, before)) {
+    before = warp_sum(before), more = warp_sum(more);
+    if (before > 0) {
       if (lane == 0) to.column[i * all + k] = -1;
       continue;
     }
     float sum = gradients[k];
-    if (__any_sync(whole_warp, more > 0)) {
-      for (int j = k + 1; j < all; ++j) {
-        if (columns[j] == column) sum += gradients[j];
-      }
+    for (int j = k + 1; j < all && more > 0; ++j) {
+      if (columns[j] == column) sum += gradients[j], --more;
     }
     const float z = logit_of<T>(call, map, i, column, lane);
     if (lane != 0) continue;

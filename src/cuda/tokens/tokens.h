@@ -22,8 +22,7 @@ struct TokenInput {
   bool statistics_gradients = false;
   bool skips_inactive = false;  // a Backward leaves out tokens whose upstream gradients are all 0
   bool makes_maps = false;      // each token has a TokenMap
-  const float* chosen_sizes =
-      nullptr;  // [N]  sums of |gradients| of its chosen columns, or less than 0
+  const float* chosen_sizes = nullptr;  // [N]  the sum of |gradients| of its chosen columns
   // A dz of f16 is stored times this, so that small ones keep their bits: the largest usual dz
   // comes to 64 of 65504.
   float lift = 1;

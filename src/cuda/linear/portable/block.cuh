@@ -18,15 +18,18 @@ struct WarpTile {
   const float* logits;
 };
 
+__device__ inline WarpTile tile_of(const Block& block, int row, int segment) {
+  const int64_t offset = int64_t{segment} * segment_columns;
+  return {.row = block.row + row,
+          .column = block.column + offset,
+          .count = static_cast<int>(min(int64_t{segment_columns}, block.columns - offset)),
+          .logits = block.logits + row * block.pitch + offset};
+}
 // Returns false where this warp has no row.
 __device__ inline bool find_tile(const Block& block, WarpTile* tile) {
   const int row = blockIdx.x * warps_per_block + threadIdx.x / 32;
   if (row >= block.rows) return false;
-  const int64_t offset = int64_t{blockIdx.y} * segment_columns;
-  tile->row = block.row + row;
-  tile->column = block.column + offset;
-  tile->count = static_cast<int>(min(int64_t{segment_columns}, block.columns - offset));
-  tile->logits = block.logits + row * block.pitch + offset;
+  *tile = tile_of(block, row, static_cast<int>(blockIdx.y));
   return true;
 }
 
@@ -34,10 +37,8 @@ inline dim3 grid_of(const Block& block) {
   return {blocks_for(block.rows, warps_per_block), blocks_for(block.columns, segment_columns), 1};
 }
 
-// Loads the four columns from `j` of the tile as z; columns behind the last become -inf.
-template <bool kPlain>
-__device__ void load_four(const LinearCall& call, const MapFactors& map, const WarpTile& tile,
-                          int j, float z[4]) {
+// Loads the four raw logits from `j` of the tile; columns behind the last become -inf.
+__device__ inline void load_raw(const WarpTile& tile, int j, float z[4]) {
   if (j + 3 < tile.count) {
     const float4 raw = *reinterpret_cast<const float4*>(tile.logits + j);
     z[0] = raw.x, z[1] = raw.y, z[2] = raw.z, z[3] = raw.w;
@@ -45,14 +46,22 @@ __device__ void load_four(const LinearCall& call, const MapFactors& map, const W
 #pragma unroll
     for (int i = 0; i < 4; ++i) z[i] = j + i < tile.count ? tile.logits[j + i] : -infinity();
   }
-  if constexpr (!kPlain) {
+}
+// Makes z of them.
+__device__ inline void map_four(const LinearCall& call, const MapFactors& map, const WarpTile& tile,
+                                int j, float z[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (j + i >= tile.count) continue;
-      if (present(call.bias)) z[i] += load(call.bias, tile.column + j + i);
-      z[i] = map_raw(map, z[i]);
-    }
+  for (int i = 0; i < 4; ++i) {
+    if (j + i >= tile.count) continue;
+    if (present(call.bias)) z[i] += load(call.bias, tile.column + j + i);
+    z[i] = map_raw(map, z[i]);
   }
+}
+template <bool kPlain>
+__device__ void load_four(const LinearCall& call, const MapFactors& map, const WarpTile& tile,
+                          int j, float z[4]) {
+  load_raw(tile, j, z);
+  if constexpr (!kPlain) map_four(call, map, tile, j, z);
 }
 
 // Stores four neighbours of a row of a panel; `to` is aligned to four elements.

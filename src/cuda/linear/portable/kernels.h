@@ -6,9 +6,11 @@
 
 namespace logitless::cuda {
 
-// block_exponentials.cu makes partial sums (where wanted) and E (where there is a panel).
+// block_exponentials.cu makes partial sums (where wanted) and E (where there is a panel). It may
+// start early where the first function says so (early.cuh).
+bool exponentials_start_early(const DeviceInfo& device, Stream* stream);
 void exponentials(const LinearWork& work, const Block& block, bool partial_sums,
-                  const Panel& panel);
+                  const Panel& panel, bool early);
 // block_gradients.cu makes dz times the map's slope, from finished states.
 void block_gradients(const LinearWork& work, const Block& block, const Panel& panel);
 

@@ -15,6 +15,10 @@ constexpr int64_t least_chunk = 128;
 // A chunk's rows have so many behind them: two for the smoothing's own term, and zeros up to the
 // next multiple of 8.
 constexpr int64_t extra_rows = 16;
+// A block of logits has up to so many bytes. Larger ones save launches that wait for each other, 6
+// us a pair; much smaller ones would stay in the L2 cache, which saves less than their launches
+// take (docs/experiments/2026-11-portable-blocks.md).
+constexpr int64_t most_block = int64_t{128} << 20, least_block = int64_t{1} << 20;
 
 // Returns whether the depth of grad_input's product of so many rows can be split: the block of
 // logits holds the sums of the parts, which take a result's size. Where logits are made too, their
@@ -89,7 +93,7 @@ void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider
 void each_of_kept(const LinearShape& s, LinearPlan p,
                   const std::function<void(const LinearPlan&)>& consider) {
   add_rows(rows_behind(s), &p);
-  for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
+  for (int64_t block = most_block; block >= least_block; block /= 2) {
     set_block(s, block, &p);
     p.stored_columns = s.kernels.kept == Origin::dz_in_panels ? 0 : s.kept_columns;
     if (!s.gradients() || p.stored_columns == s.vocab) {
@@ -155,7 +159,7 @@ void PortableEngine::each_plan(const LinearShape& s, const DeviceSpeed&, uint64_
       if (s.gradients() || most <= least_chunk) return;
       continue;
     }
-    for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
+    for (int64_t block = most_block; block >= least_block; block /= 2) {
       set_block(s, block, &p);
       p.stored_columns = s.gradients() && s.can_keep() ? s.vocab : 0;
       if (!s.gradients() || s.can_keep()) consider(finish(s, p));

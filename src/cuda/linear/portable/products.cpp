@@ -30,6 +30,17 @@ void HeadProducts::logits(const Logits& block) const {
   p.c_stride = block.pitch;
   p.most_rows = block.most_rows;
   p.most_columns = block.most_columns;
+  const int64_t tail = work_.call.shape.on_cuda_cores ? 0 : p.columns % 8;
+  if (tail > 0 && p.columns > 8) {
+    // Tensor cores have slow kernels for such a number of columns, so that the last 8 are a product
+    // of their own; some of them are made twice.
+    Product last = p;
+    last.columns = 8;
+    last.b.data = weight_rows(work_.call, work_.plan, work_.m, block.column + p.columns - 8).data;
+    last.c = block.to + p.columns - 8;
+    multiply(&last, one(), false);
+    p.columns -= tail;
+  }
   multiply(&p, one(), false);
 }
 

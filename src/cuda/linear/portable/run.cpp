@@ -57,16 +57,18 @@ class PortableRun final : public LinearRun {
   }
 
   void logits(const Panel& stored) {
+    const bool early = exponentials_start_early(work_.device, work_.stream);
     for_each_block(0, work_.call.shape.vocab, [&](const Block& block) {
       const bool stores = block.column < stored.columns;
-      exponentials(work_, block, true, stores ? stored : Panel{});
+      exponentials(work_, block, true, stores ? stored : Panel{}, early);
     });
   }
 
   void remake(const Panel& panel, bool of_e) {
+    const bool early = of_e && exponentials_start_early(work_.device, work_.stream);
     for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
       if (of_e) {
-        exponentials(work_, block, false, panel);
+        exponentials(work_, block, false, panel, early);
       } else {
         block_gradients(work_, block, panel);
       }
