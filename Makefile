@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-web build web test test-full test-python test-integrations test-oldest test-web test-device test-device-nccl sanitize-device demo bench-cpu bench-web reliability reliability-device fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint install clean
+.PHONY: help setup setup-test setup-web build web test test-full test-python test-integrations test-oldest test-web test-device test-device-nccl sanitize-device demo bench-cpu bench-web reliability reliability-device fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint docs install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -89,6 +89,12 @@ lint: format-check  ## the format and the written rules, without a build
 ##@ To change and measure it
 format: setup-test  ## rewrite every source with clang-format
 	$(SOURCES) | xargs clang-format-19 -i
+
+docs:  ## the API reference, of the Python package and of the C and C++ headers, into out/docs
+	@scripts/setup docs
+	cmake --preset release
+	cmake --build --preset release --target logitless
+	@scripts/docs
 
 bench-cpu: setup  ## the CPU backend against its peers, in minutes; BENCH="--quick" only tries it
 	@bench/setup

@@ -246,7 +246,6 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
         ("from logitless.jax import linear_cross_entropy", jax_arrays),
         ("import logitless.numpy", numpy_arrays),
     ],
-    "docs/rl.md": [("from logitless.torch import linear_logprob", torch_tensors)],
     "docs/devices.md": [
         ("group=tp_group", a_split_vocabulary),
         ("init_device_mesh(", a_model_over_ranks),

@@ -31,8 +31,8 @@ def conformance(settings: Settings) -> list[Row]:
         Row(
             "Every element lies within its bound of the reference (CPU)",
             f"`logitless check`: the options alone and in pairs, and the shapes{where}",
-            f"{number(result['cases'])} cases, {result['failures']} failed; largest error / bound"
-            f" by dtype: {worst(rows, 'dtype')}; by op: {worst(rows, 'op')}",
+            f"{number(result['cases'])} cases, {result['failures']} failed; largest error / bound:"
+            f" {worst(rows, 'dtype')}; {worst(rows, 'op')}",
             result["failures"] == 0 and result["cases"] > 0,
         )
     ]
@@ -46,8 +46,8 @@ def bits(settings: Settings) -> list[Row]:
     return [
         Row(
             "The same call gives the same bits",
-            "every op and dtype, on 1 to 8 threads in turn, with other calls and other load beside"
-            " in every second run, and in other processes",
+            "every op and dtype, on 1 to 8 threads in turn, with other load beside in every second"
+            " run, and in other processes",
             f"{number(runs)} runs of {first['cases']} calls and {processes} other processes:"
             f" {number(int(first['bytes']) // 2**20)} MiB compared, {differing} processes differ",
             differing == 0,
@@ -61,8 +61,8 @@ def soak(settings: Settings) -> list[Row]:
     return [
         Row(
             "Calls leave nothing behind",
-            "calls of random ops and sizes from two threads, an eighth of them refused; memory,"
-            " threads and open files after the first tenth and at the end",
+            "random ops and sizes from two threads, an eighth refused; memory, threads and open"
+            " files after the first tenth and at the end",
             f"{number(got['calls'])} calls: heap + {number(got['heap growth'])} bytes, resident +"
             f" {int(got['resident growth']) // 1024} KiB, no thread and no file more",
         )
@@ -89,8 +89,8 @@ def hostile(settings: Settings) -> list[Row]:
     return [
         Row(
             "Hostile inputs have defined results, a field at a time",
-            "NaN and the infinities in elements of every floating input, targets far outside;"
-            " sizes, strides and offsets at 2^31 and 2^56 and beside them; every address of 64",
+            "NaN and infinities in every floating input, targets far outside; sizes, strides and"
+            " offsets near 2^31 and 2^56; every address of 64",
             f"{got['fields']} fields: {number(got['values'])} values within the reference's word,"
             f" {number(got['extents'])} extents refused, {number(got['misalignments'])} addresses"
             " refused off their element and right on it",

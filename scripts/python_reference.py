@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/python_reference.py FOLDER makes the pages of the Python package from its docstrings, by
+pdoc; exit code 1 if pdoc warns. scripts/docs calls it where pdoc and the frameworks are."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import typing
+import warnings
+from pathlib import Path
+
+import pdoc
+
+MODULES = [
+    "logitless",
+    "logitless.torch",
+    "logitless.torch.parallel",
+    "logitless.jax",
+    "logitless.numpy",
+    "logitless.integrations",
+    "!logitless.integrations.levanter",  # it needs haliax
+]
+
+
+def import_with_types() -> None:
+    """The options of a call are types that only a type checker sees; pdoc does not find them when
+    another module names them."""
+    importlib.import_module("logitless")
+    typing.TYPE_CHECKING = True
+    importlib.import_module("logitless._call")
+    typing.TYPE_CHECKING = False
+
+
+def resolve_names() -> None:
+    """What is imported at its first use; and the types of a NamedTuple's fields, which Python
+    looks up in another module than the class's."""
+    for name in [n for n in MODULES if not n.startswith("!")]:
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", []):
+            setattr(module, public, getattr(module, public))
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] != "logitless":
+            continue
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and issubclass(value, tuple) and value is not tuple:
+                value.__new__.__annotations__ = typing.get_type_hints(value)
+
+
+def main(folder: str) -> int:
+    import_with_types()
+    resolve_names()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        pdoc.pdoc(*MODULES, output_directory=Path(folder))
+    for warning in told:
+        print(f"docs: {warning.filename}:{warning.lineno}: {warning.message}", file=sys.stderr)
+    return 1 if told else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
