@@ -22,6 +22,7 @@ from logitless.torch import (
     cross_entropy,
     linear_cross_entropy,
     linear_logprob,
+    linear_logprobs_at,
 )
 from logitless.torch._split.shards import Shard
 from reference import close
@@ -356,7 +357,7 @@ def test_a_wrong_normalizer_is_refused_by_a_compiled_function(number: float) -> 
             call(x, w, t, number)
 
 
-@pytest.mark.parametrize("given", ["nothing", "temperature", "normalizer", "blocks"])
+@pytest.mark.parametrize("given", ["nothing", "temperature", "normalizer", "blocks", "ids"])
 def test_a_trace_takes_named_tuples_apart_by_iteration_alone(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,9 +385,13 @@ def test_a_trace_takes_named_tuples_apart_by_iteration_alone(
         "temperature": {"temperature": torch.full((5,), 2.0)},
         "normalizer": {"normalizer": 3.0},
         "blocks": {"group": Split(blocks=2)},
+        "ids": {},
     }[given]
     torch._dynamo.reset()
+    function: Any = linear_cross_entropy
+    if given == "ids":
+        function, t = linear_logprobs_at, torch.randint(-1, 19, (5, 3))
     compiled = torch.compile(
-        lambda x, w, t: linear_cross_entropy(x, w, t, **options), fullgraph=True, backend="eager"
+        lambda x, w, t: function(x, w, t, **options), fullgraph=True, backend="eager"
     )
-    torch.testing.assert_close(compiled(x, w, t), linear_cross_entropy(x, w, t, **options))
+    torch.testing.assert_close(compiled(x, w, t), function(x, w, t, **options))

@@ -14,10 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ranks
 from logitless.torch import Split, linear_logprob, linear_logprobs_at
 from logitless.torch._split import combine, rule
+from logitless.torch._split import ranks as _ranks
 from ranks import Rank
 from reference import close
 from test_devices import bounds_of, near_rows
@@ -196,6 +199,49 @@ def a_single_id_has_the_bits_of_linear_logprob(me: Rank) -> Results:
         torch.autograd.grad(one.sum(), mine), torch.autograd.grad(wanted.sum(), mine)
     ):
         assert torch.equal(ours, theirs)
+    return {}
+
+
+@case
+def dtensors_say_what_is_split(me: Rank) -> Results:
+    if me.size != 2:
+        return {}
+    mesh = init_device_mesh(ranks.DEVICE, (2,))
+    x, w, b = head((2, 8), 20)
+    rows = [distribute_tensor(v, mesh, [Shard(0)]).requires_grad_() for v in (w, b)]
+    for columns in (1, 3):
+        ids = ids_of((2, 8), 20, columns)
+        g = torch.randn(ids.shape).masked_fill(ids == -1, math.nan)
+        theirs, leaves = exact(x, w, b, ids, {})
+        expected = torch.autograd.grad(theirs[0], leaves, g.double().masked_fill(ids == -1, 0))
+        own = slice(4 * me.rank, 4 * me.rank + 4)
+        for given, part in ((ids, slice(None)), (distribute_tensor(ids, mesh, [Shard(1)]), own)):
+            hidden = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+            made = linear_logprobs_at(hidden, rows[0], given, linear_bias=rows[1])
+            assert type(made) is Tensor
+            absent = ids[:, part] == -1
+            assert torch.equal(made.isneginf(), absent)
+            close(made.masked_fill(absent, 0), theirs[0][:, part].masked_fill(absent, 0))
+            grads = torch.autograd.grad(made, (hidden, *rows), g[:, part])
+            for ours, of in zip(grads, expected):
+                close(ours.full_tensor(), of)
+        last = distribute_tensor(ids_of((2, 8), 20, 4), mesh, [Shard(2)])
+        with pytest.raises(NotImplementedError, match=r"^ids is a DTensor split along dimension 2"):
+            linear_logprobs_at(hidden, rows[0], last)
+    return {}
+
+
+@case
+def ranks_that_are_compared(me: Rank) -> Results:
+    x, w, _ = head((6,), 4 * me.size)
+    ids = ids_of((6,), 4 * me.size, 3)
+    own = w[4 * me.rank : 4 * me.rank + 4].clone().requires_grad_()
+    with mock.patch.object(_ranks, "ON", True):
+        linear_logprobs_at(x, own, ids, group=dist.group.WORLD).nan_to_num().sum().backward()
+        wrong = ids.clone()
+        wrong[5, 1] = me.rank
+        with pytest.raises(ValueError, match=r"LOGITLESS_CHECK_RANKS: ids's values on rank"):
+            linear_logprobs_at(x, own, wrong, group=dist.group.WORLD)
     return {}
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jax_support import DTYPES, gpus, platform, problem, same, to_jax, to_torch  # noqa: F401
+from jax_support import DTYPES, fields, platform, problem, products, same, to_jax, to_torch  # noqa: F401
 from logitless.jax import _functions, _parallel, _partition, linear_logprob, linear_logprobs_at
 from test_jax_devices import mesh_of
 from test_linear import F32
@@ -157,6 +157,17 @@ def test_rows_without_ids_are_not_read() -> None:
         x = jnp.where((ids == -1).all(-1)[:, None], NAN, x)
         made, grads = pulled(lambda x, w, i=ids: linear_logprobs_at(x, w, i), g, x, w)
         assert not any(np.isnan(a).any() for a in (made, *grads))
+
+
+def test_it_takes_three_products() -> None:
+    x, w, b, ids, g = given((3, 64), 640, 5)
+
+    def step(x: Any, w: Any, b: Any) -> Any:
+        return pulled(lambda *a: linear_logprobs_at(*a[:2], ids, linear_bias=a[2]), g, x, w, b)[1]
+
+    assert products(fields(step, x, w, b)) == 3
+    forward = fields(lambda *a: linear_logprobs_at(*a, ids), x, w)
+    assert products(forward) == 1 and not any("kept" in call for call in forward)
 
 
 def test_it_is_differentiated_once() -> None:

@@ -356,7 +356,7 @@ def linear_outputs(
             (
                 input, linear_weight, target, linear_bias, weight, token_weight, normalizer,
                 temperature, split,
-            ) = dtensors.local(given)  # fmt: skip
+            ) = dtensors.local(given, "ids" if wanted & _run.LOGITS_AT else "target")  # fmt: skip
     shard = ids = None
     check = _chosen.check_ids if wanted & _run.LOGITS_AT else check_target
     if split is None:

@@ -111,6 +111,8 @@ def before_forward(
     }
     per_token = ("target", "token_weight", "temperature", "ids")
     for name, tensor in zip(constants._fields, constants):
+        if name == "target" and constants.ids is not None:  # it is made of these
+            continue
         known = argument(name)
         same[f"{known}'s dtype and shape"] = _like(tensor)
         if tensor is not None and not (shard.local_tokens and name in per_token):

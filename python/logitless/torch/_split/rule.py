@@ -6,8 +6,8 @@ states and targets are the same on all, or the hidden states are split along a d
     forward    where gradients follow, the targets' logits first, exchanged by 4 bytes a token and
                rank: what each rank's Forward keeps of its columns is relative to them. Then each
                rank's Forward; one all-gather of the rows' states, 12 bytes a token and rank, and 4
-               more for each of entropy, smoothing and the like; every rank folds them in the ranks'
-               order (sums.py)
+               more for each of entropy, smoothing and the like, and for each chosen column, whose
+               logit is the ranks' largest; every rank folds them in the ranks' order (sums.py)
     backward   each rank's Backward on its columns, from the global states and what it has kept: its
                grad_weight is done, its grad_input is a part in f32, which the ranks exchange and
                add up in their order
