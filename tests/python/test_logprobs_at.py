@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import reference
+from exact_head import U32, UNIT, Exact, gamma, within
 from logitless import _abi
 from logitless import numpy as of_numpy
 from logitless.torch import (
@@ -107,6 +108,39 @@ def test_values_and_gradients_are_those_of_f64(
     ours = linear_logprobs_at(x, w, ids, linear_bias=b, **options)
     theirs, leaves = exact(x, w, b, ids, options)
     compare([ours], leaves, theirs, [x, w, b], ids, dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("columns", [1, 2, 6])
+def test_every_element_is_within_the_contracts_bound(
+    device: str, dtype: torch.dtype, columns: int
+) -> None:
+    x, w, _, _ = problem((4, 11), 211, 24, dtype, device)
+    ids = ids_of((4, 11), 211, columns, device, absent=0)
+    ours = linear_logprobs_at(x, w, ids)
+    heads = [Exact(x, w, ids[..., k]) for k in range(columns)]
+    for k, head in enumerate(heads):
+        within(ours[..., k], head.logprob, head.of_logprob.view(4, 11))
+    g = torch.randn(ids.shape, device=device)
+    theirs, leaves = exact(x, w, None, ids, {})
+    p, of_p, flat, each = heads[0].p, heads[0].of_p, ids.view(44, -1), g.double().view(44, -1)
+    at, count = torch.zeros_like(p), torch.zeros_like(p)
+    at.scatter_add_(1, flat, each.abs()), count.scatter_add_(1, flat, torch.ones_like(each))
+    of_lse = each.abs().sum(-1, keepdim=True)  # [N, 1]
+    summands = of_lse * p + at
+    draw = of_lse * (of_p + columns * U32 * p) + 4 * U32 * summands + count * U32 * at
+    rounded = 2 * UNIT[dtype] if dtype is BF16 else 0.0
+    rows, weight = x.detach().double().view(44, -1).abs(), w.detach().double().abs()
+    largest = (at[..., None] * rows[:, None]).amax(0)  # [V, D]
+    bounds = (
+        ((draw + (gamma(211) + rounded) * summands) @ weight).view_as(x),
+        (draw + (gamma(44) + rounded) * summands).T @ rows + 44 * U32 * largest,
+    )
+    grads = torch.autograd.grad(ours, (x, w), g)
+    expected = torch.autograd.grad(theirs[0], leaves, g.double())
+    for mine, of, bound in zip(grads, expected, bounds):
+        within(mine, of, bound)
+        assert of.abs().max() > (5000 if dtype is F32 else 30) * bound.max()
 
 
 @pytest.mark.parametrize("columns", [1, 3])
