@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chosen columns through the C interface: logits and row states of K random columns a token, then
-both gradients for random upstream gradients, of what Forward keeps; beside linear_logprob of one
-target a token and three cuBLAS products of the same operands.
+both gradients for random upstream gradients, of what Forward keeps; beside linear_logprobs_at of as
+many, linear_logprob of one target a token and three cuBLAS products of the same operands.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/chosen_columns.py --heads 8192x4096x128256 --columns 1,32,64
@@ -72,6 +72,18 @@ class Head:
         self.input.grad = self.weight.grad = None
         logitless.linear_logprob(self.input, self.weight, self.target).backward(self.upstream)
 
+    def logprobs_at(self, count: int) -> Callable[[], None]:
+        """The same by the function of logitless.torch."""
+        (tokens, _), vocab = self.input.shape, len(self.weight)
+        ids = torch.randint(0, vocab, (tokens, count), device=self.input.device)
+        upstream = torch.randn(tokens, count, device=self.input.device)
+
+        def both() -> None:
+            self.input.grad = self.weight.grad = None
+            logitless.linear_logprobs_at(self.input, self.weight, ids).backward(upstream)
+
+        return both
+
     def chosen(self, count: int) -> tuple[Callable[[], None], Tensor, Tensor]:
         """A Forward and a Backward; and the ids and logits of the Forward."""
         x, w = self.input.detach(), self.weight.detach()
@@ -121,6 +133,7 @@ def compare(shape: str, given: argparse.Namespace, device: str) -> None:
     errors = {}
     for count in map(int, given.columns.split(",")):
         name = f"{count} columns"
+        calls[f"linear_logprobs_at, K {count}"] = head.logprobs_at(count)
         calls[name], ids, logits = head.chosen(count)
         x, w = head.input.detach()[:64].double(), head.weight.detach()
         exact = torch.stack([w[row].double() @ y for row, y in zip(ids[:64], x)])

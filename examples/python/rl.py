@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from logitless.torch import linear_cross_entropy, linear_logprob
+from logitless.torch import linear_cross_entropy, linear_logprob, linear_logprobs_at
 
 
 def k3(logprob: Tensor, reference: Tensor) -> Tensor:
@@ -89,16 +89,9 @@ def distillation(
     hidden: Tensor, linear_weight: Tensor, target: Tensor, top: Tensor, probability: Tensor,
     temperature: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    head = linear_weight if linear_weight.is_cuda else linear_weight.float()
     keep = (target != -100)[..., None]
-    p = probability.to(linear_weight.dtype).where(keep, 0).flatten(0, -2)  # [N, k]
-    rows = functional.embedding_bag(
-        top.where(keep, 0).flatten(0, -2), head, mode="sum", per_sample_weights=p.to(head)
-    ).view_as(hidden)
-    options = {"reduction": "none", "temperature": temperature, "return_statistics": ("lse",)}
-    lse = linear_cross_entropy(hidden, linear_weight, target, **options)[1].lse
-    logit = (hidden.float().where(keep, 0) * rows).sum(-1) / temperature
-    return (p.float().sum(-1).view_as(lse) * lse - logit).sum() / keep.sum().clamp(min=1)
+    log_q = linear_logprobs_at(hidden, linear_weight, top.where(keep, -1), temperature=temperature)
+    return -(probability * log_q).where(keep, 0).sum() / keep.sum().clamp(min=1)
 
 
 def packed_targets(ids: Tensor, learned: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -125,6 +125,9 @@ def placed(
     "target[8] is 99; ..." of a target of `shape` (2, 5) is "target[1, 3] (flat: target[8]) is 99;
     ...". Other messages come back as they are.
 
+    Of a matrix "ids[8, 1] is 99; ...", whose rows have that `shape`, it is "ids[1, 3, 1] (flat:
+    ids[8, 1]) is 99; ...".
+
     `shape` is the caller's. `shift`: how many places along the last dimension the binding had moved
     the elements before the core counted them. `name` is the tensor's in the message. `ranks` are
     (dim, size): the core counted a tensor that was gathered of so many ranks along that dimension
@@ -135,7 +138,7 @@ def placed(
             raise
 
     or, where a microsecond does not count, `with places(target.shape, shift):`."""
-    found = re.search(rf"(?<![\w.-]){re.escape(name)}\[(\d+)\](?= is )", message)
+    found = re.search(rf"(?<![\w.-]){re.escape(name)}\[(\d+)((?:, \d+)*)\](?= is )", message)
     if found is None:
         return message
     whole = list(shape)
@@ -156,23 +159,11 @@ def placed(
     flat = 0
     for place, size in zip(index, shape):
         flat = flat * size + place
-    where = f"[{', '.join(map(str, index))}]" if index else ""
-    also = f" (flat: {name}[{flat}])" if len(index) > 1 else ""
+    column = found[2] if index else found[2].removeprefix(", ")
+    within = f"{', '.join(map(str, index))}{column}"
+    where = f"[{within}]" if within else ""
+    also = f" (flat: {name}[{flat}{found[2]}])" if len(index) > 1 else ""
     return f"{message[: found.start()]}{name}{where}{also}{of_rank}{message[found.end() :]}"
-
-
-def placed_id(message: str, shape: Sequence[int]) -> str:
-    """The same about an element of ids [..., K] of that shape, which the core was given as [N, K]:
-    "ids[8, 1] is 99; ..." of a `shape` (2, 5, 3) is "ids[1, 3, 1] (flat: ids[8, 1]) is 99; ..."."""
-    found = re.search(r"(?<![\w.-])ids\[(\d+), (\d+)\](?= is )", message)
-    if found is None or len(shape) == 2:
-        return message
-    row, index = int(found[1]), [found[2]]
-    for size in reversed(shape[:-1]):
-        row, place = divmod(row, size)
-        index.insert(0, str(place))
-    where = f"ids[{', '.join(index)}] (flat: {found[0]})"
-    return f"{message[: found.start()]}{where}{message[found.end() :]}"
 
 
 @contextlib.contextmanager

@@ -25,7 +25,6 @@ from logitless._errors import (
     invalid,
     not_supported,
     placed,
-    placed_id,
     refuses,
     wrong_dtype,
     wrong_shape,
@@ -408,7 +407,7 @@ def linear_logprobs_at(
         kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
         _run(kind, arrays | made, options, parse_memory(memory), most)
     except LogitlessError as error:
-        error.args = (with_cast(placed_id(str(error), chosen.shape)),)
+        error.args = (with_cast(placed(str(error), shape, name="ids")),)
         raise
     with np.errstate(invalid="ignore"):
         logprobs = (logits - reference[:, None]) - log_sum[:, None]

@@ -241,7 +241,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
     "docs/python.md": [
         ("from logitless.torch import linear_cross_entropy", torch_tensors),
         ("set_default_memory(", a_trainer),
-        ("import linear_divergence", a_teacher),
+        ("import linear_logprobs_at", a_teacher),
         ("LinearCrossEntropyHead(hidden, vocab)", a_head),
         ("from logitless.jax import linear_cross_entropy", jax_arrays),
         ("import logitless.numpy", numpy_arrays),

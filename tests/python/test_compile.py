@@ -22,6 +22,7 @@ from logitless.torch import (
     cross_entropy,
     linear_cross_entropy,
     linear_logprob,
+    linear_logprobs_at,
 )
 from logitless.torch._split.shards import Shard
 from reference import close
@@ -37,7 +38,8 @@ def arguments(kind: str, reduction: int, dtype: torch.dtype, device: str) -> tup
         x, w, b = torch.randn(2, 5, 19, device=device, requires_grad=True), None, None
     vocab_weight = torch.rand(19, device=device)
     normalizer = torch.tensor(4.0, device=device) if reduction == 2 else None
-    tensors = (x, w, b, t, token_weight, vocab_weight, normalizer, None)
+    ids = torch.randint(-1, 19, (2, 5, 3), device=device) if kind == "linear" else None
+    tensors = (x, w, b, t, token_weight, vocab_weight, normalizer, None, ids)
     return _ops.arguments(tensors, OPTIONS._replace(reduction=reduction), None)
 
 
@@ -49,6 +51,8 @@ NOTHING_KEPT = 0
 @pytest.mark.parametrize("kind", ["linear", "logits"])
 @pytest.mark.parametrize("wanted", [_run.LOSS | _run.ROW_STATE, EVERYTHING], ids=["loss", "all"])
 def test_opcheck_forward(device: str, kind: str, reduction: int, wanted: int) -> None:
+    if kind == "logits":
+        wanted &= ~_run.LOGITS_AT
     args = (*arguments(kind, reduction, F32, device), wanted, NOTHING_KEPT, None)
     torch.library.opcheck(torch.ops.logitless.forward, args)
 
@@ -68,6 +72,7 @@ def test_opcheck_backward(device: str) -> None:
         entropy, row_state = made["entropy"], made["row_state"]
         detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
         grads = [torch.randn(2, 5, device=device) for _ in range(4)]
+        grads.append(torch.randn(2, 5, 3, device=device))
     torch.library.opcheck(
         torch.ops.logitless.backward,
         (*detached, _run.OF_INPUT | _run.OF_WEIGHT, row_state, entropy, *grads, None, None),
@@ -81,10 +86,10 @@ def test_opcheck_of_transposed_tensors(device: str, which: str) -> None:
     x, w = x.detach(), w.detach()
     x = x if which == "weight" else x.t().contiguous().t()
     w = w if which == "input" else w.t().contiguous().t()
-    tensors = (x, w, None, t, None, None, None, None)
+    tensors: Any = (x, w, None, t, *[None] * 5)
     given, both = _ops.arguments(tensors, Options(2), None), _run.OF_INPUT | _run.OF_WEIGHT
     made = dict(zip(_ops.RESULTS, torch.ops.logitless.forward(*given, _run.ROW_STATE, 0, None)))
-    upstream = (made["row_state"], None, torch.ones((), device=device), None, None, None)
+    upstream = (made["row_state"], None, torch.ones((), device=device), *[None] * 4)
     args = (*given, both, *upstream, None, None)
     torch.library.opcheck(torch.ops.logitless.backward, args)
     grads = torch.ops.logitless.backward(*args)
@@ -92,7 +97,7 @@ def test_opcheck_of_transposed_tensors(device: str, which: str) -> None:
     fused = (*given, both | _run.FUSED | _run.LOSS, 0, None)
     torch.library.opcheck(torch.ops.logitless.forward, fused)
     rows = x.t().reshape(2, 4, 10).permute(2, 0, 1)[..., :2]  # [10, 2, 2], as no matrix
-    tensors = (rows, torch.ones(19, 2, device=device), None, t.repeat(2).view(10, 2), *[None] * 4)
+    tensors = (rows, torch.ones(19, 2, device=device), None, t.repeat(2).view(10, 2), *[None] * 5)
     given = _ops.arguments(tensors, Options(2), None)
     torch.library.opcheck(
         torch.ops.logitless.forward, (*given, both | _run.FUSED | _run.LOSS, 0, None)
@@ -107,7 +112,7 @@ def test_opcheck_under_another_default_dtype(default: torch.dtype) -> None:
         made = torch.ops.logitless.forward(*forward, _run.LOSS | _run.ROW_STATE, NOTHING_KEPT, None)
     backward = [a.detach() if isinstance(a, Tensor) else a for a in forward]
     row_state = made[_ops.RESULTS.index("row_state")]
-    upstream = (row_state, None, torch.ones(()), None, None, None, None, None)
+    upstream = (row_state, None, torch.ones(()), *[None] * 6)
     fused = _run.LOSS | _run.FUSED | _run.OF_INPUT
     torch.set_default_dtype(default)
     try:
@@ -352,7 +357,7 @@ def test_a_wrong_normalizer_is_refused_by_a_compiled_function(number: float) -> 
             call(x, w, t, number)
 
 
-@pytest.mark.parametrize("given", ["nothing", "temperature", "normalizer", "blocks"])
+@pytest.mark.parametrize("given", ["nothing", "temperature", "normalizer", "blocks", "ids"])
 def test_a_trace_takes_named_tuples_apart_by_iteration_alone(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,9 +385,13 @@ def test_a_trace_takes_named_tuples_apart_by_iteration_alone(
         "temperature": {"temperature": torch.full((5,), 2.0)},
         "normalizer": {"normalizer": 3.0},
         "blocks": {"group": Split(blocks=2)},
+        "ids": {},
     }[given]
     torch._dynamo.reset()
+    function: Any = linear_cross_entropy
+    if given == "ids":
+        function, t = linear_logprobs_at, torch.randint(-1, 19, (5, 3))
     compiled = torch.compile(
-        lambda x, w, t: linear_cross_entropy(x, w, t, **options), fullgraph=True, backend="eager"
+        lambda x, w, t: function(x, w, t, **options), fullgraph=True, backend="eager"
     )
-    torch.testing.assert_close(compiled(x, w, t), linear_cross_entropy(x, w, t, **options))
+    torch.testing.assert_close(compiled(x, w, t), function(x, w, t, **options))

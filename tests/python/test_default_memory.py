@@ -51,7 +51,7 @@ def kept_bytes(output: Tensor) -> int:
     while nodes:
         node: Any = nodes.pop()
         if node is not None and node.name() == "LossBackward":
-            return sum(t.numel() * t.element_size() for t in node.saved_tensors[10:])
+            return sum(t.numel() * t.element_size() for t in node.saved_tensors[11:])
         nodes += [] if node is None else [next for next, _ in node.next_functions]
     raise AssertionError("there is no loss in this graph")
 

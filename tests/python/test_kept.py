@@ -23,6 +23,7 @@ from logitless import _abi
 from logitless._abi import CPU, I64, Options, View
 from logitless.torch import (
     LinearCrossEntropyHead,
+    _autograd,
     _device,
     _kept,
     _ops,
@@ -79,7 +80,7 @@ def per_token(x: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
 
 def kept_of(loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
     assert loss.grad_fn is not None
-    saved = loss.grad_fn.saved_tensors[10:]  # type: ignore[attr-defined]
+    saved = loss.grad_fn.saved_tensors[_autograd._SAVED :]  # type: ignore[attr-defined]
     return tuple(saved) or NOTHING  # type: ignore[return-value]
 
 
@@ -709,7 +710,8 @@ def test_the_alignment_of_main_grad_is_part_of_the_plan(device: str) -> None:
 def op_arguments(device: str, dtype: torch.dtype) -> tuple[Any, ...]:
     x, w, b, t = head(dtype, device, bias=True)
     options = Options(0, -100, 0.1, 1e-3, 0.9, 0.0, 1.1)
-    return _ops.arguments((x, w, b, t, None, None, None, None), options, None)
+    ids = torch.randint(-1, 700, (6, 50, 2), device=device)
+    return _ops.arguments((x, w, b, t, None, None, None, None, ids), options, None)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -730,7 +732,7 @@ def test_opcheck(device: str, dtype: torch.dtype, share: float) -> None:
     kept = (found["kept"], found["kept_rows"])
     assert (kept[0].shape[0] > 64) == (share >= 0.5)
     detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
-    grads = [torch.randn(6, 50, device=device) for _ in range(4)]
+    grads = [*torch.randn(4, 6, 50, device=device), torch.randn(6, 50, 2, device=device)]
     wanted = _run.OF_INPUT | _run.OF_WEIGHT
     torch.library.opcheck(
         torch.ops.logitless.backward,
@@ -819,6 +821,6 @@ def test_fake_tensors_keep_by_the_formula() -> None:
         w = torch.empty(262144, 64, dtype=BF16, requires_grad=True)
         loss = per_token(x, w, torch.zeros(1 << 20, dtype=torch.int64))
         saved: Any = loss.grad_fn.saved_tensors  # type: ignore[union-attr]
-        assert saved[10].shape == ((1 << 20) * (262144 // 64) + 2, 64)
+        assert saved[_autograd._SAVED].shape == ((1 << 20) * (262144 // 64) + 2, 64)
         loss.sum().backward()
         assert x.grad is not None and x.grad.shape == x.shape

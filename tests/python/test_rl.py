@@ -21,6 +21,7 @@ import trl
 from torch import Tensor
 
 import reference
+from exact_head import U32, Exact, within
 from logitless.torch import linear_logprob
 from reference import close
 from test_linear import problem
@@ -30,74 +31,10 @@ sys.path.insert(0, str(ROOT / "examples/python"))
 import rl  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
-U32 = 2.0**-24
-UNIT = {F32: U32, BF16: 2.0**-8}
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 
 
 # This part checks the contract.
-
-
-class Exact:
-    """A head in f64, and how far the library may be from it."""
-
-    def __init__(self, x: Tensor, w: Tensor, t: Tensor) -> None:
-        self.dtype, self.target = x.dtype, t.flatten()
-        self.input, self.weight = (v.detach().double().requires_grad_() for v in (x, w))
-        rows = self.input.flatten(0, -2)  # [N, D]
-        s = reference.statistics(rows @ self.weight.T, self.target, {})
-        self.logprob, self.entropy = (s[name].view(t.shape) for name in ("logprob", "entropy"))
-        valid = s["valid"].double()
-        with torch.no_grad():
-            z, lse, entropy = s["z"], s["lse"][:, None], s["entropy"][:, None]
-            self.log_p, self.p = z - z.logsumexp(-1, keepdim=True), z.softmax(-1)
-            depth = rows.abs() @ self.weight.abs().T  # it sums the magnitudes of a logit's terms
-            e = gamma(rows.shape[-1]) * depth + 3 * U32 * z.abs()  # [N, V]
-            e_t, z_t = (v.gather(-1, s["safe"][:, None])[:, 0] for v in (e, z))
-            vocab = math.log2(z.shape[-1])
-            # The bound holds for whichever row_reference there is.
-            log_sum = lse - z.amax(-1, keepdim=True) + math.log(2)
-            b = 4 * U32 * (entropy + vocab + 3 + log_sum) + U32 * lse.abs()
-            b = b + (self.p * e).sum(-1, keepdim=True)
-            u = e_t + 2 * U32 * (z_t.abs() + self.logprob.flatten().abs())
-            self.of_logprob = valid * (b[:, 0] + u)  # [N]
-            self.surprise = (self.log_p + entropy).abs()  # [N, V]
-            h = (self.p * e * (1 + self.surprise)).sum(-1)
-            magnitude = (lse.abs() + (self.p * z.abs()).sum(-1, keepdim=True))[:, 0]
-            self.of_entropy = valid * (h + 4 * U32 * (vocab + 3 + magnitude))  # [N]
-            apart = (z - z.amax(-1, keepdim=True)).abs() + math.log(2)
-            self.of_p = self.p * (e + b + 4 * U32 * (3 + apart))  # [N, V]
-
-    def bounds(self, g: Tensor, g_entropy: Tensor, dg: Tensor, dg_entropy: Tensor) -> list[Tensor]:
-        """Of both gradients, where the upstream gradients of a token, [N], are off by d..."""
-        unit, p = UNIT[self.dtype], self.p
-        column = torch.nn.functional.one_hot(self.target.clamp(min=0), p.shape[-1])
-        rest = p * self.surprise
-        g, g_entropy, dg, dg_entropy = (v.abs()[:, None] for v in (g, g_entropy, dg, dg_entropy))
-        entropy = self.entropy.detach().view(-1, 1)
-        summands = g * (p + column) + g_entropy * p * (self.log_p.abs() + entropy)
-        draw = g * self.of_p + dg * (p + column) + dg_entropy * rest + 4 * U32 * summands
-        draw += g_entropy * (self.of_p * (1 + self.surprise) + p * self.of_entropy[:, None])
-        if self.dtype is BF16:
-            draw += unit * g_entropy * p  # this error comes of kept state
-        rounded = 2 * unit if self.dtype is BF16 else 0.0
-        n, vocab = p.shape
-        x, w = self.input.detach().flatten(0, -2).abs(), self.weight.detach().abs()
-        to_input = (draw + (gamma(vocab) + rounded) * summands) @ w
-        to_weight = (draw + (gamma(n) + rounded) * summands).T @ x
-        return [to_input.view_as(self.input), to_weight]
-
-
-def gamma(depth: int) -> float:
-    return U32 * (4 + max(math.sqrt(depth), depth / 16))
-
-
-def within(actual: Tensor, exact: Tensor, bound: Tensor | float) -> None:
-    bound = torch.as_tensor(bound, dtype=torch.float64, device=exact.device)
-    if exact.dim():
-        bound = bound + UNIT[actual.dtype] * exact.detach().abs() + 2.0**-120
-    off = (actual.detach().double() - exact.detach()).abs()
-    assert (off <= bound).all(), f"{(off / bound).max():.3g} of the bound"
 
 
 # It makes an objective of log-probabilities and entropies [B, T].
@@ -375,8 +312,7 @@ def test_distillation_is_the_cross_entropy_with_the_teachers_tokens(
     loss.backward()
     exact = [v.detach().double().requires_grad_() for v in (x, w)]
     log_q = (exact[0] @ exact[1].T / temperature).log_softmax(-1).gather(-1, top)
-    # The teacher is what the head's dtype leaves of it.
-    token = -(probability.to(dtype).double() * log_q).sum(-1)
+    token = -(probability.double() * log_q).sum(-1)
     expected = token.where(t != -100, 0).sum() / (t != -100).sum()
     expected.backward()
     bound = 2e-6 if dtype is F32 else 2e-3

@@ -17,6 +17,7 @@ from logitless.jax._functions import (
     cross_entropy,
     linear_cross_entropy,
     linear_logprob,
+    linear_logprobs_at,
     softmax,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergence",
     "linear_logprob",
+    "linear_logprobs_at",
     "softmax",
 ]

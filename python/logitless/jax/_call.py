@@ -18,7 +18,7 @@ from logitless.jax._run import DTYPES, Array, Tensor
 
 _F32 = np.dtype(np.float32)
 _INDICES = frozenset(names_where("indexes"))
-_DIFFERENTIABLE = frozenset(names_where("differentiable"))
+_DIFFERENTIABLE = frozenset((*names_where("differentiable"), "logits_at"))
 
 
 class Kinds(NamedTuple):
@@ -99,8 +99,12 @@ def tokens_of(operands: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def output_of(call: Call, name: str, tokens: tuple[int, ...]) -> Tensor:
-    shape = () if name == "loss" and not call.per_token else tokens
+def output_of(call: Call, name: str, operands: Mapping[str, Any]) -> Tensor:
+    shape = tokens_of(operands)
+    if name == "loss" and not call.per_token:
+        shape = ()
+    elif name == "logits_at":
+        shape = tuple(operands["ids"].shape)
     return Tensor(name, shape, np.dtype(np.int32) if name in _INDICES else _F32)
 
 
@@ -147,9 +151,11 @@ def asked_of(
         names = tuple(name for name in call.names if name != "normalizer")
         call = call._replace(names=names, options=options)
         found["grad_loss"] = jnp.zeros(tokens, _F32)
-    for name in ("lse", "target_logit", "entropy"):
+    for name in ("lse", "target_logit", "entropy", "logits_at"):
         if name in given:
             found[f"grad_{name}"] = given[name]
+    if "logits_at" not in given:
+        call = call._replace(names=tuple(name for name in call.names if name != "ids"))
     if "logprob" in given:  # logprob is -loss, or target_logit - lse
         weighted = "token_weight" in call.names or "vocab_weight" in call.names
         nll = isinstance(call.options, Options) and call.options.of_nll()

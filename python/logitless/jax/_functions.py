@@ -40,6 +40,7 @@ from logitless._errors import (
     not_supported,
     placed,
     refuses,
+    renames,
     wrong_dtype,
     wrong_shape,
 )
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from logitless import _call
-    from logitless._statistics import StatisticName
+    from logitless._statistics import RowStatisticName, StatisticName
 
     Names: TypeAlias = StatisticName | Sequence[StatisticName]
     LossOptions: TypeAlias = _call.LossOptions[Any]
@@ -64,6 +65,10 @@ if TYPE_CHECKING:
         upstream: Literal["whole", "parts"] | None
 
     class LogprobOptions(_call.LogprobOptions[Any], total=False):
+        axis_name: str | tuple[str, ...] | None
+        upstream: Literal["whole", "parts"] | None
+
+    class ChosenOptions(_call.ChosenOptions[Any], total=False):
         axis_name: str | tuple[str, ...] | None
         upstream: Literal["whole", "parts"] | None
 
@@ -316,7 +321,12 @@ def _casts_named() -> Iterator[None]:
 
 def _shaped(made: dict[str, Array], shape: tuple[int, ...]) -> dict[str, Array]:
     """What tokens have, in their shape."""
-    return {name: x.reshape(shape) if x.ndim else x for name, x in made.items()}
+    made = {
+        name: x.reshape(shape) if x.ndim and name != "logits_at" else x for name, x in made.items()
+    }
+    if "logits_at" in made:
+        made["logits_at"] = made["logits_at"].reshape(*shape, made["logits_at"].shape[-1])
+    return made
 
 
 def _loss(
@@ -325,9 +335,10 @@ def _loss(
     z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
     temperature: Any = 1.0, token_weight: Any = None, normalizer: Any = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
-    axis_name: Any = None, upstream: str | None = None,
+    axis_name: Any = None, upstream: str | None = None, ids: Array | None = None,
 ) -> dict[str, Array]:  # fmt: skip
-    """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits."""
+    """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits.
+    `ids` [..., K] are those of `logits_at`."""
     arrays = _arrays(rows)
     what = next(iter(arrays))
     shift = _integer("shift", shift)
@@ -358,6 +369,8 @@ def _loss(
         operands["normalizer"] = counted
     if temperatures is not None:
         operands["temperature"] = temperatures.reshape(tokens)
+    if ids is not None:
+        operands["ids"] = ids.reshape(*tokens, ids.shape[-1])
     call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory))
     if axis_name is None and upstream is not None:
         raise invalid(f"upstream is {upstream!r} without axis_name")
@@ -485,6 +498,126 @@ def linear_logprob(
     if not entropy:
         return made["logprob"]
     return made["logprob"], jax.lax.stop_gradient(made["entropy"]) if detached else made["entropy"]
+
+
+_ABSENT = -1
+
+
+@renames({"target": "ids"})
+def _as_target(ids: Any) -> Array:
+    """Of the dtypes that a target may have."""
+    held, _ = _target(ids, _ABSENT)
+    if held.dtype not in (jnp.int32, jnp.int64):
+        raise wrong_dtype(f"target is {held.dtype}; allowed: int32, int64")
+    return held
+
+
+def _ids(value: Any, input: Array, vocab: int | None) -> Array:
+    """The checked ids [..., K]. `vocab`: how many columns there are, where that is known."""
+    ids = _as_target(value)
+    tokens = input.shape[:-1]
+    if ids.ndim == 0 or ids.shape[:-1] != tokens or not 1 <= ids.shape[-1] <= _abi.MOST_CHOSEN:
+        raise wrong_shape(
+            f"ids has shape {ids.shape}; allowed: ({''.join(f'{n}, ' for n in tokens)}K), the "
+            f"shape of input with K, 1 to {_abi.MOST_CHOSEN}, in the place of its last dimension"
+        )
+    looked_at = _looked_at(value)
+    if looked_at is not None and vocab:
+        wrong = (looked_at < _ABSENT) | (looked_at >= vocab)
+        if wrong.any():
+            row, column = divmod(int(wrong.argmax()), ids.shape[-1])
+            message = f"ids[{row}, {column}] is {looked_at.flat[int(wrong.argmax())]}; allowed: "
+            raise error_of(
+                8, placed(f"{message}0 to {vocab - 1}, or -1 for none", tokens, name="ids")
+            )
+    return ids
+
+
+@jax.custom_vjp
+def _logprobs_at(
+    logits: Array, lse: Array, reference: Array, log_sum: Array, ids: Array, there: Array
+) -> Array:
+    """[..., K] of the logits at `ids`, of which not all are `there`; log p is logits - lse."""
+    made = jnp.minimum(0, (logits - reference[..., None]) - log_sum[..., None])  # a NaN stays
+    return jnp.where(ids == _ABSENT, -jnp.inf, made)
+
+
+def _logprobs_at_forward(*given: Array) -> Any:
+    return _logprobs_at(*given), given[-1]
+
+
+def _logprobs_at_backward(there: Array, upstream: Array) -> Any:
+    to_logits = jnp.where(there, upstream, 0)
+    to_lse = -to_logits.sum(-1)
+    return to_logits, to_lse, jnp.zeros_like(to_lse), jnp.zeros_like(to_lse), None, None
+
+
+_logprobs_at.defvjp(_logprobs_at_forward, _logprobs_at_backward)
+
+
+@overload
+def linear_logprobs_at(
+    input: Any, linear_weight: Any, ids: Any, *, return_statistics: tuple[()] = ...,
+    **options: Unpack[ChosenOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def linear_logprobs_at(
+    input: Any, linear_weight: Any, ids: Any, *,
+    return_statistics: RowStatisticName | Sequence[RowStatisticName],
+    **options: Unpack[ChosenOptions],
+) -> tuple[Array, Statistics]: ...  # fmt: skip
+def linear_logprobs_at(
+    input: Any,
+    linear_weight: Any,
+    ids: Any,
+    *,
+    linear_bias: Any = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = 0.0,
+    temperature: Any = 1.0,
+    memory: int | str | None = None,
+    return_statistics: Any = (),
+    axis_name: str | tuple[str, ...] | None = None,
+    upstream: Literal["whole", "parts"] | None = None,
+) -> Any:
+    """Log-probabilities of the columns `ids` [..., K] of each token, int32 or int64, K from 1 to
+    1024: f32 in the shape of `ids`, never above 0, each differentiable with any upstream gradient.
+    For a teacher's likeliest tokens, candidates, what a sampler drew.
+
+    The id -1 is none: -inf, and its upstream gradient is not read. A token without any other id is
+    not computed, and its statistics are 0. Any other id outside the vocabulary is an error on the
+    CPU; on a GPU it is NaN, without a gradient. An id may be given more than once.
+
+    The options are those of linear_logprob: temperature (a number, or an array in the shape of the
+    tokens), logit_scale, softcap, linear_bias, memory, axis_name, upstream. `return_statistics`:
+    names of `Statistics` that are of no target; the result is then (logprobs, Statistics)."""
+    rows = {"input": input, "weight": linear_weight, "bias": linear_bias}
+    names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
+    hidden, head = _array("input", input), _array("linear_weight", linear_weight)
+    _check_rows(hidden, "input")
+    if head.ndim != 2:
+        raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
+    vocab = head.shape[0] * (1 if axis_name is None else _parallel.size_of(axis_name))
+    chosen = _ids(ids, hidden, vocab)
+    options: dict[str, Any] = {
+        "reduction": "none", "ignore_index": _ABSENT, "logit_scale": logit_scale,
+        "softcap": softcap, "temperature": temperature, "memory": memory, "axis_name": axis_name,
+        "upstream": upstream,
+    }  # fmt: skip
+    if chosen.shape[-1] == 1:  # the way, and the bits, of linear_logprob
+        made = _loss(rows, chosen[..., 0], ("logprob", *names), **options)
+        logprobs = jnp.where(chosen == _ABSENT, -jnp.inf, made["logprob"][..., None])
+    else:
+        some = (chosen != _ABSENT).any(-1)
+        target = jnp.where(some, jnp.clip(chosen.max(-1), 0, vocab - 1), _ABSENT)
+        asked = dict.fromkeys(("logits_at", "lse", "row_reference", "row_log_sum", *names))
+        made = _loss(rows, target, tuple(asked), ids=chosen, **options)
+        there = (chosen >= 0) & (chosen < vocab)
+        of_rows = (made[name] for name in ("lse", "row_reference", "row_log_sum"))
+        logprobs = _logprobs_at(made["logits_at"], *of_rows, chosen, there)
+    if not names:
+        return logprobs
+    return logprobs, _statistics.Statistics(**{name: made[name] for name in names})
 
 
 @overload

@@ -42,7 +42,7 @@ _F32 = np.dtype(np.float32)
 _TINY = float(np.finfo(_F32).tiny)
 _STATE = ("row_reference", "row_log_sum")
 _OF_ROWS = (
-    "input", "logits", "target", "token_weight", "temperature",
+    "input", "logits", "target", "token_weight", "temperature", "ids",
     "teacher_input", "teacher_logits", "teacher_temperature",
 )  # fmt: skip
 
@@ -57,8 +57,8 @@ def _run(
 
 def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dict[str, Array]:
     """The outputs and, with `state`, what Backward takes of them."""
-    names = [*call.outputs, *(_STATE if state and not call.diverges else ())]
-    results = [output_of(call, name, tokens_of(operands)) for name in names]
+    names = dict.fromkeys((*call.outputs, *(_STATE if state and not call.diverges else ())))
+    results = [output_of(call, name, operands) for name in names]
     if state and call.linear and _partition.may_keep(operands["input"], operands["weight"]):
         results += kept_of(call, operands["input"], operands["weight"])
     return _run(call, call.kinds.forward, operands, results)
@@ -92,7 +92,7 @@ def _forward_rule(call: Call, wrt: tuple[Tensor, ...], primals: Any, rest: Any) 
     values = jax.tree.map(lambda p: p.value, (primals, rest))
     operands = _merged(call, wrt, *values)
     if call.fused:
-        results = [output_of(call, name, tokens_of(operands)) for name in call.outputs]
+        results = [output_of(call, name, operands) for name in call.outputs]
         gradients = _gradients(wrt, held=True)
         made = _run(call, call.kinds.both, operands, results + gradients)
         held = tuple(made[gradient.name] for gradient in gradients)
@@ -157,7 +157,8 @@ def _abstract(*avals: Any, call: Call, **_: Any) -> Any:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, **_: Any) -> Any:
     given = dict(zip(call.names, zip(primals, tangents)))
     moving = {name: t for name, (_, t) in given.items() if type(t) is not ad.Zero}
-    moving.pop("target", None)
+    for name in ("target", "ids"):
+        moving.pop(name, None)
     for name in moving:
         if name not in ("input", "weight", "bias", "logits"):
             name = {"vocab_weight": "weight"}.get(name, name)

@@ -53,6 +53,7 @@ _WHOLE, _PARTS = "whole", "parts"
 _PRIMALS = ("input", "weight", "bias")
 _STATE = ("row_reference", "row_log_sum")
 _EXTRA = (*names_where("extra"), "weighted_logit_sum")
+# Beside them `ids`, where these are asked for.
 _OF_FORWARD = ("input", "weight", "bias", "target", "vocab_weight", "normalizer", "temperature")
 _OF_COMBINE = ("target", "token_weight", "vocab_weight", "normalizer")
 _OWN_IGNORED = np.iinfo(np.int32).min
@@ -87,6 +88,11 @@ def _size_of(axes: tuple[str, ...]) -> int:
             f"axis_name is {axes if len(axes) > 1 else axes[0]!r}; allowed: manual axes of the "
             "mesh, inside of jax.shard_map"
         ) from None
+
+
+def size_of(axis_name: Any) -> int:
+    """Over how many devices the vocabulary is split."""
+    return _size_of(_axes_of(axis_name))
 
 
 def _shard_of(axes: tuple[str, ...], operands: dict[str, Array], upstream: Any) -> Shard:
@@ -161,10 +167,7 @@ def _rotated(call: Call, shard: Shard, operands: dict[str, Array]) -> dict[str, 
     total = call.options.vocab_total
     start = lax.axis_index(shard.axes) * (total // shard.size)
     target, ignore = operands["target"], _own_options(call).ignore_index
-    local = target - start.astype(target.dtype)
-    local = jnp.where(local < 0, local + total, local)
-    inside = (target >= 0) & (target < total)
-    local = jnp.where(inside, local, target)
+    local, inside = _from(start, target, total)
     if ignore != call.options.ignore_index:
         local = jnp.where(~inside & (target == ignore), ignore + 1, local)
         local = jnp.where(target == call.options.ignore_index, ignore, local)
@@ -172,7 +175,18 @@ def _rotated(call: Call, shard: Shard, operands: dict[str, Array]) -> dict[str, 
     if "vocab_weight" in operands:
         c = operands["vocab_weight"]
         found["vocab_weight"] = lax.dynamic_slice_in_dim(jnp.concatenate((c, c)), start, total)
+    if "ids" in operands:
+        found["ids"], _ = _from(start, operands["ids"], total)
     return found
+
+
+def _from(start: Array, columns: Array, total: int) -> tuple[Array, Array]:
+    """The columns, as a device counts them that begins at `start`, and which there are; others stay
+    what they are."""
+    local = columns - start.astype(columns.dtype)
+    local = jnp.where(local < 0, local + total, local)
+    inside = (columns >= 0) & (columns < total)
+    return jnp.where(inside, local, columns), inside
 
 
 def _run(
@@ -196,8 +210,8 @@ def _anchor(own: Array, shard: Shard) -> Array:
 def _states(
     call: Call, shard: Shard, operands: dict[str, Array], keeps: bool
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The states of every device's columns [P, N], as Combine takes them, and what this device has
-    kept of its own."""
+    """The states of every device's columns [P, N], as Combine takes them; and what this device has
+    kept of its own, with the whole vocabulary's `logits_at`."""
     rotated, options = _rotated(call, shard, operands), _own_options(call)
     given = {name: rotated[name] for name in _OF_FORWARD if name in rotated}
     shape = operands["target"].shape
@@ -213,13 +227,20 @@ def _states(
     results = [Tensor(name, shape, _F32) for name in names]
     if "argmax" in asked:
         results.append(Tensor("argmax", shape, _I32))
+    if "logits_at" in asked:
+        given["ids"] = rotated["ids"]
+        results.append(output_of(call, "logits_at", operands))
     made = forward(given, results + kept, options, call.memory)
     every = jnp.moveaxis(_gather(jnp.stack([made[name] for name in names]), shard), 1, 0)
     states = {f"shard_{name}": x for name, x in zip(names, every)}
     if "argmax" in asked:
         start = lax.axis_index(shard.axes) * (call.of_loss.vocab_total // shard.size)
         states["shard_argmax"] = _gather(made["argmax"] + start.astype(jnp.int32), shard)
-    return states, {name: made[name] for name in KEPT if name in made}
+    kept_state = {name: made[name] for name in KEPT if name in made}
+    if "logits_at" in asked:
+        at = _gather(made["logits_at"], shard).max(0)  # elsewhere it is -inf, and a NaN stays
+        return states, kept_state | {"logits_at": at}
+    return states, kept_state
 
 
 def forward(
@@ -228,10 +249,11 @@ def forward(
     """The outputs, and what Backward takes of them: where Forward `keeps`, what it can."""
     states, kept = _states(call, shard, operands, keeps)
     given = {name: operands[name] for name in _OF_COMBINE if name in operands} | states
-    shape = operands["target"].shape
-    results = [output_of(call, name, shape) for name in call.outputs]
-    results += [Tensor(name, shape, _F32) for name in _STATE]
+    names = dict.fromkeys((*call.outputs, *_STATE))
+    results = [output_of(call, name, operands) for name in names if name != "logits_at"]
     made = _run(_abi.COMBINE, given, results, call.options)
+    if "logits_at" in kept:
+        made["logits_at"] = kept.pop("logits_at")
     kept |= {name: made[name] for name in (*_STATE, "entropy") if name in made}
     return {name: made[name] for name in call.outputs}, kept
 

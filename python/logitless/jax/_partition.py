@@ -65,6 +65,8 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 }
 _ROWS: dict[str, tuple[str, ...]] = {  # what follows the tokens
     "input": ("d",),
+    "ids": ("a",),
+    "logits_at": ("a",),
     "kept": ("k", "s"),
     "kept_rows": ("k", "e"),
     "teacher_input": ("t",),
@@ -289,17 +291,33 @@ def _counted(operands: dict[str, Array], split: Split, options: AnyOptions) -> d
     return operands | {"normalizer": _sum_of_scalars(_shards.divisor(tokens), split)}
 
 
-def _agreed(target: Array, split: Split, options: AnyOptions) -> Array:
-    """The targets [N]; where another device has a wrong one, with a wrong one too. The CPU's call
-    then fails on every device, where else the others would wait for it in a collective."""
+def _agreed(operands: dict[str, Array], split: Split, options: AnyOptions) -> dict[str, Array]:
+    """With targets [N] and ids [N, K]; where another device has a wrong one, with a wrong one too.
+    The CPU's call then fails on every device, where else the others would wait for it in a
+    collective."""
+    target = operands["target"]
     if not split.token_axes or not target.size:
-        return target
-    wrong = _shards.Tokens(target, options.ignore_index, split.vocab).outside()
+        return operands
+    tokens = _shards.Tokens(target, options.ignore_index, split.vocab)
+    if "ids" in operands:
+        ids = operands["ids"]
+        wrong = ((ids < -1) | (ids >= split.vocab)) & ~tokens.ignored()[:, None]
+        some, index, value = _first_wrong(ids.reshape(-1), wrong.reshape(-1), split)
+        row, column = index // ids.shape[1], index % ids.shape[1]
+        ids = ids.at[row, column].set(jnp.where(some, value, ids[row, column]))
+        counts = target.at[row].set(jnp.where(some, 0, target[row]))  # or it were not looked at
+        operands, target = operands | {"ids": ids}, counts
+    some, index, value = _first_wrong(operands["target"], tokens.outside(), split)
+    return operands | {"target": target.at[index].set(jnp.where(some, value, target[index]))}
+
+
+def _first_wrong(values: Array, wrong: Array, split: Split) -> tuple[Array, Array, Array]:
+    """Whether any device has a wrong value, where it lies there, and what it is."""
     first = jnp.argmax(wrong)
-    own = jnp.stack([wrong.any().astype(target.dtype), first.astype(target.dtype), target[first]])
+    own = jnp.stack([wrong.any().astype(values.dtype), first.astype(values.dtype), values[first]])
     every = lax.all_gather(own, split.token_axes)  # [P, 3]
     some, index, value = every[jnp.argmax(every[:, 0])]
-    return target.at[index].set(jnp.where(some > 0, value, target[index]))
+    return some > 0, index, value
 
 
 def _with_kept(
@@ -377,7 +395,7 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
     # A loss's Backward takes states of its Forward, which has failed before it. A divergence's may
     # take nothing of one.
     if fails and target is not None and op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD:
-        operands["target"] = _agreed(operands["target"], split, op.options)
+        operands = _agreed(operands, split, op.options)
     made = (_of_shards if split.vocab_axes else _of_tokens)(split, own, operands)
     for result, shape in zip(op.results, shapes):
         name = result.name

@@ -16,6 +16,7 @@ from logitless.torch._functions import (
     cross_entropy_,
     linear_cross_entropy,
     linear_logprob,
+    linear_logprobs_at,
     softmax_,
     workspace_size,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergence",
     "linear_logprob",
+    "linear_logprobs_at",
     "set_default_memory",
     "softmax_",
     "workspace_size",

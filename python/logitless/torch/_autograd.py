@@ -37,11 +37,22 @@ class Asked(NamedTuple):
     constants: Constants
 
 
-def asked_of(grads: Sequence[Tensor | None], options: Options, *saved: Any) -> Asked:
-    """`grads` are those of the outputs in their order; `saved` are the constants, row_state and the
-    entropy."""
+_LOGITS_AT = list(_run.OUTPUTS).index(_run.LOGITS_AT)
+AFTER_STATISTICS = 1 + len(_run.STATISTICS)
+
+
+def asked_of(grads: Sequence[Tensor | None], options: Options, vocab: Any, *saved: Any) -> Asked:
+    """`grads` are those of the outputs in their order, of a head of so many columns here; `saved`
+    are the constants, row_state and the entropy."""
     constants, (row_state, entropy) = Constants(*saved[:-2]), saved[-2:]
     grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = grads[:5]
+    ids, grad_logits_at = constants.ids, grads[_LOGITS_AT]
+    if grad_logits_at is not None:  # of log-probabilities: logits less the lse
+        assert ids is not None
+        ids = ids.reshape(grad_logits_at.shape)
+        there = (ids >= 0) & (ids < (options.vocab_total or vocab))
+        grad_logits_at = grad_logits_at.where(there, 0.0)
+        grad_lse = _difference(grad_lse, grad_logits_at.sum(-1))
     if grad_logprob is not None:
         weighted = constants.token_weight is not None or constants.vocab_weight is not None
         if options.of_nll() and not weighted:  # logprob is then -loss
@@ -57,7 +68,9 @@ def asked_of(grads: Sequence[Tensor | None], options: Options, *saved: Any) -> A
         options = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
         constants = constants._replace(normalizer=None)
     entropy = None if grad_entropy is None else entropy
-    upstream = Upstream(row_state, entropy, grad_loss, grad_lse, grad_target_logit, grad_entropy)
+    upstream = Upstream(
+        row_state, entropy, grad_loss, grad_lse, grad_target_logit, grad_entropy, grad_logits_at
+    )
     return Asked(upstream, options, constants)
 
 
@@ -339,7 +352,7 @@ class Loss(Function):
         results, row_state, kept, _ = _run.forward(
             x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, keep
         )
-        entropy, *constants = results[4:]
+        entropy, *constants = results[4:AFTER_STATISTICS]
         if entropy is not None and not call.of_entropy:
             constants.append(entropy)
             entropy = None
@@ -407,7 +420,8 @@ def recompute(
     input, weight, bias = saved[:3]
     if call.in_place:
         torch.autograd.graph.increment_version(input)
-    asked = asked_of(upstream, call.options, *saved[3:_SAVED])
+    vocab = None if weight is None else weight.shape[0]
+    asked = asked_of(upstream, call.options, vocab, *saved[3:_SAVED])
     grads = _run.backward(
         cast(input, call.dtype),
         None if weight is None else cast(weight, call.dtype),

@@ -25,8 +25,16 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
-from logitless.torch import _kept, _memory, _ops, _run
-from logitless.torch._autograd import Call, FusedLoss, Loss, MainGrad, cast, cast_bias
+from logitless.torch import _chosen, _kept, _memory, _ops, _run
+from logitless.torch._autograd import (
+    AFTER_STATISTICS,
+    Call,
+    FusedLoss,
+    Loss,
+    MainGrad,
+    cast,
+    cast_bias,
+)
 from logitless.torch._checks import (
     as_f32,
     check_bias,
@@ -45,7 +53,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from logitless import _call
-    from logitless._statistics import StatisticName
+    from logitless._statistics import RowStatisticName, StatisticName
 
     LossOptions: TypeAlias = _call.LossOptions[Tensor]
 
@@ -53,6 +61,9 @@ if TYPE_CHECKING:
         group: Any
 
     class LogprobOptions(_call.LogprobOptions[Tensor], total=False):
+        group: Any
+
+    class ChosenOptions(_call.ChosenOptions[Tensor], total=False):
         group: Any
 
 
@@ -90,9 +101,9 @@ _OF_LINEAR = (
 )  # fmt: skip
 
 
-def wanted_of(names: Any) -> int:
+def wanted_of(names: Any, table: Any = _statistics.STATISTICS) -> int:
     """The bits of _run of the statistics' names."""
-    return sum(_run.BITS[name] for name in _statistics.names_of(names)) if names else 0
+    return sum(_run.BITS[name] for name in _statistics.names_of(names, table)) if names else 0
 
 
 def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
@@ -214,7 +225,7 @@ def _loss(
             apply = FusedLoss.apply
             loss = apply(input, weight, bias, call)
             statistics, call.statistics = call.statistics, ()
-            return loss, None, None, None, None, *statistics
+            return loss, None, None, None, None, *statistics, None
         if needs:
             apply = Loss.apply
             return apply(input, weight, bias, call)
@@ -312,7 +323,7 @@ def _result(outputs: Any, wanted: int) -> Any:
     """What the caller is given who asked for the loss and `wanted` statistics."""
     if not wanted:
         return outputs[0]
-    return outputs[0], _statistics.Statistics(*outputs[1:])
+    return outputs[0], _statistics.Statistics(*outputs[1:AFTER_STATISTICS])
 
 
 def linear_outputs(
@@ -326,8 +337,9 @@ def linear_outputs(
     size: bool | None = None,
 ) -> Any:  # fmt: skip
     """The outputs of linear_cross_entropy's arguments that are `wanted`, as bits of _run, in their
-    order. `main_grad`: where the weight's gradient goes. `data`: a shards.Data. `size`: whether
-    gradients are counted; the result is then the bytes that the call would take."""
+    order. With LOGITS_AT the target is `ids` [..., K]. `main_grad`: where the weight's gradient
+    goes. `data`: a shards.Data. `size`: whether gradients are counted; the result is then the bytes
+    that the call would take."""
     check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
@@ -344,22 +356,27 @@ def linear_outputs(
             (
                 input, linear_weight, target, linear_bias, weight, token_weight, normalizer,
                 temperature, split,
-            ) = dtensors.local(given)  # fmt: skip
-    shard = None
+            ) = dtensors.local(given, "ids" if wanted & _run.LOGITS_AT else "target")  # fmt: skip
+    shard = ids = None
+    check = _chosen.check_ids if wanted & _run.LOGITS_AT else check_target
     if split is None:
-        check_target(input, target, "input")
+        check(input, target, "input")
     else:
         from logitless.torch._split import exchange, shards
 
         shard = shards.shard_of(split, input, linear_weight)
     try:
         if shard is not None:
-            shards.check_tokens(input, target, shard, int(shift))
+            shards.check_tokens(input, target, shard, int(shift), check)
             if data is not None:
                 shard = data.shard(shard)
             if shard.size == 1 and not shard.blocks and not shard.replicas and shard.divisor == 1:
                 linear_weight, linear_bias = shards.of_one(shard, linear_weight, linear_bias)
                 shard = None
+        if wanted & _run.LOGITS_AT:
+            ids, wanted = target, _chosen.wanted_of(wanted, target)
+            vocab = linear_weight.shape[0] if shard is None else shard.total
+            target = _chosen.targets_of(ids, vocab)
         options = options_of(
             reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature,
             empty_mean,
@@ -377,13 +394,18 @@ def linear_outputs(
             return _bytes_of(
                 input, linear_weight, linear_bias, constants, options, bound, wanted, size
             )
-        return _loss(
+        if wanted & _run.LOGITS_AT:
+            constants = _run.replaced(constants, ids=ids)
+        outputs = _loss(
             input, linear_weight, linear_bias, constants, options, bound, wanted,
             main_grad=main_grad, shard=shard, data=data,
         )  # fmt: skip
+        return outputs if ids is None else _chosen.outputs_of(outputs, ids)
     except LogitlessError as error:
         shape = constants.target.shape if data is None else (target.numel(),)
         ranks = None if shard is None else shard.gathered()
+        if ids is not None and error.status == "target_out_of_range":
+            error.args = (_chosen.in_callers_words(str(error), ids.shape, ranks),)
         error.args = (_in_callers_words(error, shape, int(shift), ranks, memory is None),)
         raise
 
@@ -514,6 +536,51 @@ def linear_logprob(
     )
     logprob, made = outputs[_LOGPROB : _LOGPROB + 2]
     return (logprob, made) if entropy else logprob
+
+
+@overload
+def linear_logprobs_at(  # type: ignore[overload-overlap]  # () asks for nothing
+    input: Tensor, linear_weight: Tensor, ids: Tensor, *, return_statistics: tuple[()] = ...,
+    **options: Unpack[ChosenOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_logprobs_at(
+    input: Tensor, linear_weight: Tensor, ids: Tensor, *,
+    return_statistics: RowStatisticName | Sequence[RowStatisticName],
+    **options: Unpack[ChosenOptions],
+) -> tuple[Tensor, Statistics]: ...  # fmt: skip
+def linear_logprobs_at(
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = 0.0,
+    temperature: float | Tensor = 1.0,
+    memory: int | str | None = None,
+    return_statistics: Any = (),
+    group: Any = None,
+) -> Any:
+    """Log-probabilities of the columns `ids` [..., K] of each token, int64 or int32, K from 1 to
+    1024: f32 in the shape of `ids`, never above 0, each differentiable with any upstream gradient.
+    For a teacher's likeliest tokens, candidates, what a sampler drew.
+
+    The id -1 is none: -inf, and its upstream gradient is not read. A token without any other id is
+    not computed, and its statistics are 0. Any other id outside the vocabulary is an error on the
+    CPU; on a GPU it is NaN, without a gradient. An id may be given more than once.
+
+    The options are those of linear_logprob: temperature (a number, or a tensor in the shape of the
+    tokens), logit_scale, softcap, linear_bias, memory, group. `return_statistics`: names of
+    `Statistics` that are of no target; the result is then (logprobs, Statistics)."""
+    wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
+    outputs = linear_outputs(
+        input, linear_weight, ids, wanted | _run.LOGITS_AT, linear_bias, reduction="none",
+        ignore_index=_chosen.ABSENT, logit_scale=logit_scale, softcap=softcap,
+        temperature=temperature, memory=memory, group=group,
+    )  # fmt: skip
+    logprobs = outputs[_chosen.AT]
+    return (logprobs, _result(outputs, wanted)[1]) if wanted else logprobs
 
 
 @overload

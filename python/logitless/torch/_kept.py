@@ -73,7 +73,15 @@ class Kept(NamedTuple):
             return self.state.key
         columns = self.columns
         bytes = _abi.kept_bytes(self.rows.shape[0], columns.numel(), columns.element_size())
-        return _abi.kept_size(inputs, options, device, bytes).key
+        return _size_of(inputs, options, device, bytes).key
+
+
+def _size_of(
+    inputs: Sequence[View], options: _abi.AnyOptions, device: tuple[int, int], bytes: int
+) -> KeptSize:
+    """Chosen columns have nothing to do with what is kept."""
+    given = [view for view in inputs if view.name != "ids"]
+    return _abi.kept_size(given, options, device, bytes)
 
 
 def hooked() -> bool:
@@ -141,6 +149,9 @@ class Forward(NamedTuple):
     device: tuple[int, int]
     memory: int | None
 
+    def ids(self) -> View:
+        return next(view for view in self.inputs if view.name == "ids")
+
     def is_shard(self) -> bool:
         return self.options.vocab_total > self.inputs[1].shape[0]
 
@@ -159,7 +170,7 @@ class Forward(NamedTuple):
 
 
 def _size_in(forward: Forward, bytes: int) -> KeptSize | None:
-    size = _abi.kept_size(forward.inputs, forward.options, forward.device, max(bytes, 0))
+    size = _size_of(forward.inputs, forward.options, forward.device, max(bytes, 0))
     return size if size.columns else None
 
 
@@ -202,12 +213,17 @@ def _choose(forward: Forward, keep: Keep, budget: int) -> tuple[KeptSize, int] |
 
 
 def _outputs(forward: Forward, names: Sequence[str]) -> list[View]:
-    """Dense f32 [N] of those names."""
+    """Dense f32 of those names, [N] or at chosen columns [N, K]."""
     first = forward.inputs[0]
-    return [
-        first._replace(name=name, dtype=_abi.F32, shape=(first.shape[0],), stride=(1,))
-        for name in names
-    ]
+    tokens = first._replace(dtype=_abi.F32, shape=(first.shape[0],), stride=(1,))
+    made = []
+    for name in names:
+        view = tokens
+        if name in ("logits_at", "grad_logits_at"):
+            shape = forward.ids().shape
+            view = tokens._replace(shape=shape, stride=(shape[1], 1))
+        made.append(view._replace(name=name))
+    return made
 
 
 def _gradients(forward: Forward, keep: Keep) -> list[View]:
@@ -239,7 +255,9 @@ def _both(
     if kept and forward.is_shard():
         outputs = (*outputs, *_outputs(forward, ("anchor",)))
     plans = [forward.plan(_abi.LINEAR_CROSS_ENTROPY_FORWARD, outputs, {})]
-    statistics = _outputs(forward, ("grad_lse", "grad_target_logit"))
+    chooses = any(view.name == "ids" for view in forward.inputs)
+    at_ids = ("grad_logits_at",) if chooses else ()
+    statistics = _outputs(forward, ("grad_lse", "grad_target_logit", *at_ids))
     gradients, at = _gradients(forward, keep), {}
     if keep.main_grad is not None:
         at["grad_weight"] = keep.main_grad.data_ptr()
@@ -303,6 +321,9 @@ def _planned_bytes(
             stride = (shape[1], 1)
         elif name in ("target", "token_weight", "temperature"):
             shape, stride = (math.prod(shape),), (1,)
+        elif name == "ids" and len(shape) != 2:
+            shape = (math.prod(shape[:-1]), shape[-1])
+            stride = (shape[1], 1)
         inputs.append(View(name, DTYPES.get(dtype, -1), *device, shape, stride))
         dtypes[name] = dtype
     forward = Forward(inputs, (), inputs, options, device, memory)

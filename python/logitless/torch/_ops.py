@@ -38,7 +38,7 @@ from logitless.torch._run import Constants, Upstream
 
 TENSORS = (
     "Tensor input, Tensor? weight, Tensor? bias, Tensor target, Tensor? token_weight, "
-    "Tensor? vocab_weight, Tensor? normalizer, Tensor? temperature"
+    "Tensor? vocab_weight, Tensor? normalizer, Tensor? temperature, Tensor? ids"
 )
 OPTIONS = (
     "int reduction, int ignore_index, float label_smoothing, float z_loss, float logit_scale, "
@@ -51,7 +51,7 @@ _MEMORY = _FIRST_OPTION + len(Options._fields) - 1
 BEHIND = _MEMORY + 1  # what is an op's own
 _UPSTREAM = (
     "Tensor row_state, Tensor? entropy, Tensor? grad_loss, "
-    "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy"
+    "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy, Tensor? grad_logits_at"
 )
 # Backward may overwrite rows of `kept`. It marks them in `kept_rows` and makes them again ever
 # after, so that no gradient tells whether it did. That is not declared ("Tensor(a!)?"): torch would
@@ -156,19 +156,22 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     wanted, kept_bytes, _ = args[BEHIND:]
-    input, target = args[0], args[3]
+    input, _, _, constants, *_ = split_arguments(args)
+    target = constants.target
     none = args[_FIRST_OPTION] == _abi.REDUCTION_NONE
     dtypes = _held(args[:3], wanted) if wanted & _run.FUSED else (None, None, None)
 
-    def made(bit: int, shape: Any) -> Any:
+    def made(bit: int, shape: Any = None) -> Any:
         if not wanted & bit:
             return input.new_empty((0,), dtype=torch.float32)
+        if shape is None:
+            shape = _run.shape_of(bit, constants)
         return input.new_empty(shape, dtype=_run.dtype_of(bit))
 
     return (
         made(_run.LOSS, target.shape if none else ()),
-        *(made(bit, target.shape) for bit in _run.STATISTICS),
-        made(_run.WEIGHTED, target.shape),
+        *(made(bit) for bit in _run.OUTPUTS if bit != _run.LOSS),
+        made(_run.WEIGHTED),
         made(_run.ROW_STATE, (2, target.numel())),
         *_kept_like(input, args[1], target, kept_bytes),
         *_fake_grads(args[:3], dtypes),
@@ -251,7 +254,8 @@ def _gradients(ctx: Any, upstream: Sequence[Tensor | None]) -> Sequence[Tensor |
     if not of_columns(given):
         kept = [None, None]
     *_, options, memory = split_arguments((*inputs, *ctx.arguments))
-    upstream, options, constants = asked_of(given, options, *saved[3 : _FIRST_OPTION + 2])
+    vocab = None if inputs[1] is None else inputs[1].shape[0]
+    upstream, options, constants = asked_of(given, options, vocab, *saved[3 : _FIRST_OPTION + 2])
     needs = sum(bit for bit, need in zip(_run.OF_TENSORS, ctx.needs_input_grad) if need)
     made: Sequence[Tensor | None] = torch.ops.logitless.backward(
         *arguments((*inputs[:3], *constants), options, memory, needs, *upstream, *kept)

@@ -101,6 +101,8 @@ def _shapes_of(
             used = used.reshape(target.numel(), used.shape[-1])
         elif name in ("target", "token_weight", "temperature"):
             used = used.reshape(-1)
+        elif name == "ids":
+            used = used.reshape(target.numel(), used.shape[-1])
         found.append(used)
         if addresses is not None and _same_memory(used, like):
             address = _address(tensor)
@@ -130,7 +132,7 @@ def _forward_then_backward(
     if kept is not None:
         of_f16 = kept.columns.dtype is torch.float16
         kept = kept._replace(consume=_kept.consumes(of_f16, entropy is not None))
-    asked = asked_of(upstream, options, *constants, row_state, entropy)
+    asked = asked_of(upstream, options, weight.shape[0], *constants, row_state, entropy)
     _run.backward(
         input, weight, bias, asked.constants, asked.options, call.memory, asked.upstream, dtypes,
         kept=kept, launcher=planner.launch,

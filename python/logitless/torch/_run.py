@@ -28,7 +28,9 @@ from logitless.torch._kept import FRESH, Keep, Kept, State
 # takes, and that nobody will differentiate the entropy. In ops also which gradients may follow,
 # perhaps in f32 beside 16-bit tensors, whether one of the entropy may arrive, the class-weighted
 # sum of a shard's logits, and that the gradients are made with the loss.
-OUTPUTS = {1 << place: name for place, name in enumerate(("loss", *TABLE))}
+# `logits_at` [..., K] of the whole vocabulary becomes log-probabilities (logprobs_at); that of a
+# shard stays what it is.
+OUTPUTS = {1 << place: name for place, name in enumerate(("loss", *TABLE, "logits_at"))}
 BITS = {name: bit for bit, name in OUTPUTS.items()}
 (
     ROW_STATE, DETACHED, OF_INPUT, OF_WEIGHT, OF_BIAS, INPUT_IN_F32, WEIGHT_IN_F32, BIAS_IN_F32,
@@ -38,16 +40,16 @@ OF_TENSORS, IN_F32 = (OF_INPUT, OF_WEIGHT, OF_BIAS), (INPUT_IN_F32, WEIGHT_IN_F3
 LOSS, TARGET_LOGIT, LOGPROB, ENTROPY = (
     BITS[name] for name in ("loss", "target_logit", "logprob", "entropy")
 )
-ARGMAX = BITS["argmax"]
+ARGMAX, LOGITS_AT = BITS["argmax"], BITS["logits_at"]
 STATISTICS = {BITS[name]: name for name in TABLE}
-DIFFERENTIABLE = sum(BITS[name] for name in names_where("differentiable"))
+DIFFERENTIABLE = sum(BITS[name] for name in names_where("differentiable")) | LOGITS_AT
 CONSTANTS = {bit: name for bit, name in STATISTICS.items() if not bit & DIFFERENTIABLE}
 _INDICES = sum(BITS[name] for name in names_where("indexes"))
 _EVERY_STATISTIC = sum(STATISTICS)
 
 INPUTS = (
     "input", "weight", "bias", "target", "token_weight", "vocab_weight", "normalizer",
-    "temperature",
+    "temperature", "ids",
 )  # fmt: skip
 _FORWARD = (*INPUTS, "anchor", *OUTPUTS.values(), "weighted_logit_sum")
 _FORWARD_BACKWARD = (
@@ -55,7 +57,7 @@ _FORWARD_BACKWARD = (
 )  # fmt: skip
 _BACKWARD = (
     *INPUTS, "entropy", "grad_loss", "grad_lse",
-    "grad_target_logit", "grad_entropy", "grad_input", "grad_weight", "grad_bias",
+    "grad_target_logit", "grad_entropy", "grad_logits_at", "grad_input", "grad_weight", "grad_bias",
     "kept", "kept_rows",
 )  # fmt: skip
 _LOGITS_NAMES = {"input": "logits", "grad_input": "grad_logits"}
@@ -104,6 +106,29 @@ class Constants(NamedTuple):
     vocab_weight: Tensor | None = None  # [V] f32
     normalizer: Tensor | None = None  # [] f32 or i64
     temperature: Tensor | None = None  # [N] f32
+    ids: Tensor | None = None  # [N, K]
+
+
+def shape_of(output: int, constants: Constants) -> Any:
+    """That of an output of tokens."""
+    of = constants.ids if output == LOGITS_AT else constants.target
+    assert of is not None
+    return of.shape
+
+
+def matrix(tensor: Tensor | None) -> Tensor | None:
+    """[..., K] as [N, K]."""
+    if tensor is None or tensor.dim() == 2:
+        return tensor
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def logprobs_at(logits: Tensor, row_state: Tensor, ids: Tensor) -> Tensor:
+    """[..., K], written over the logits at these ids of the whole vocabulary, whose row_state is
+    [2, N]."""
+    reference, log_sum = row_state.view(2, *logits.shape[:-1], 1)
+    made: Tensor = logits.sub_(reference).sub_(log_sum).clamp_(max=0)  # a NaN stays
+    return made.masked_fill_(ids == -1, -float("inf"))
 
 
 def view(name: str, tensor: Tensor, where: torch.device | None = None) -> _abi.View:
@@ -332,7 +357,7 @@ def forward(
     launcher: Launcher | None = None, anchor: Tensor | None = None,
 ) -> tuple[tuple[Tensor | None, ...], Tensor | None, Kept | None, Tensor | None]:  # fmt: skip
     """The outputs, row_state [2, N], what is kept, and weighted_logit_sum [N]."""
-    target, token_weight, vocab_weight, normalizer, temperature = constants
+    target, token_weight, vocab_weight, normalizer, temperature, ids = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
     none = options.reduction == _abi.REDUCTION_NONE
@@ -342,14 +367,18 @@ def forward(
     statistics: Sequence[Tensor | None] = _NO_STATISTICS
     if wanted & _EVERY_STATISTIC:
         statistics = _statistics(target, wanted, STATISTICS)  # [...]
-    outputs = given = (loss, *statistics)
+    if not wanted & LOGITS_AT:
+        ids = None
+    logits_at = None if ids is None else _per_token(ids)  # [..., K]
+    outputs = given = (loss, *statistics, logits_at)
     if target.dim() != 1:
-        given = (_flat(loss) if none else loss, *map(_flat, statistics))  # [N]
+        of_tokens = map(_flat, statistics)  # [N]
+        given = (_flat(loss) if none else loss, *of_tokens, matrix(logits_at))
     row_state = _row_state(rows) if wanted & ROW_STATE else None  # [2, N]
     weighted = _per_token(flat) if wanted & WEIGHTED else None  # [N]
     tensors = (
         rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer,
-        temperature, anchor, *given, weighted,
+        temperature, matrix(ids), anchor, *given, weighted,
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_FORWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_FORWARD
     asked: object = wanted if keep is None else (wanted, keep.asked())
@@ -358,6 +387,9 @@ def forward(
     kept = (launcher or launch)(
         kind, _FORWARD, tensors, options, memory, asked, row_state, False, keep
     )
+    if logits_at is not None and not options.vocab_total:
+        assert row_state is not None and ids is not None
+        logprobs_at(logits_at, row_state, ids)
     return outputs, row_state, kept, weighted
 
 
@@ -368,7 +400,7 @@ def forward_backward(
 ) -> tuple[Tensor, Sequence[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """The loss [], the statistics of CONSTANTS, and the gradients of input, weight and bias for an
     upstream gradient of 1; `dtypes` are theirs, None where one is not wanted."""
-    target, token_weight, vocab_weight, normalizer, temperature = constants
+    target, token_weight, vocab_weight, normalizer, temperature, _ = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
     loss = _scalar(rows)  # []
@@ -384,7 +416,7 @@ def forward_backward(
         grad_bias = _grad_of(bias, dtypes[2])  # [V]
     tensors = (
         rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer,
-        temperature, loss, *map(_flat, statistics), grad_input, grad_weight, grad_bias,
+        temperature, None, loss, *map(_flat, statistics), grad_input, grad_weight, grad_bias,
     )  # fmt: skip
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
     (launcher or launch)(kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes))
@@ -402,6 +434,7 @@ class Upstream(NamedTuple):
     grad_lse: Tensor | None = None  # [N]
     grad_target_logit: Tensor | None = None  # [N]
     grad_entropy: Tensor | None = None  # [N]
+    grad_logits_at: Tensor | None = None  # [N, K]
 
 
 def _upstream(tensor: Tensor | None) -> Tensor | None:
@@ -417,7 +450,9 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(grad_input, grad_weight, grad_bias). `in_place` the first overwrites the input; grad_weight
     is added to `main_grad` [V, D] f32 instead, if that is given."""
-    target, token_weight, vocab_weight, normalizer, temperature = constants
+    target, token_weight, vocab_weight, normalizer, temperature, ids = constants
+    if upstream.grad_logits_at is None:
+        ids = None
     tokens = target.numel()
     rows = _rows(input, tokens)  # [N, D]
     if kept is not None and rows.is_cuda:
@@ -434,7 +469,8 @@ def backward(
             grads[2] = torch.zeros(grads[2].shape, dtype=torch.float32, device=rows.device)
     tensors = (
         rows, weight, bias, _flat(target), _flat(token_weight), vocab_weight, normalizer,
-        temperature, *map(_upstream, upstream[1:]), *grads,
+        temperature, matrix(ids), *map(_upstream, upstream[1:-1]),
+        matrix(upstream.grad_logits_at), *grads,
         *((None, None) if kept is None else kept[:2]),
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_BACKWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_BACKWARD

@@ -41,7 +41,8 @@ class Block(NamedTuple):
         call = Call(Constants(*constants), self.options, self.memory, self.wanted)  # type: ignore[arg-type]
         argmax = ("argmax",) if self.wanted & _run.ARGMAX else ()
         extra = (name for bit, name in EXTRA.items() if self.wanted & bit)
-        outputs = ("target_logit", *extra, *argmax)
+        at = ("logits_at",) if self.wanted & _run.LOGITS_AT else ()
+        outputs = ("target_logit", *extra, *argmax, *at)
         return _ops.bytes_to_keep(input, weight, bias, call, True, outputs)
 
 
@@ -50,8 +51,8 @@ def blocks_of(
     wanted: int,
 ) -> list[Block]:  # fmt: skip
     """This rank's."""
-    target, _, vocab_weight, normalizer, temperature = constants
-    rest = (target, None, vocab_weight, normalizer, temperature)
+    target, _, vocab_weight, normalizer, temperature, ids = constants
+    rest = (target, None, vocab_weight, normalizer, temperature, ids)
     blocks = []
     for first, stop in shard.ranges(w.shape[0]):
         own, bias, start, empty = w[first:stop], _rows_of(b, first, stop), first, first == stop
@@ -81,8 +82,8 @@ Keeping = tuple[Tensor, Tensor]  # `kept` and `kept_rows` of a block
 def _made(
     block: Block, states: int, kept_bytes: Any, anchor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of a block's columns [k, N] f32, argmax [N] or [0], and what is kept. `states`: the bits of
-    the row's state that are asked for, beside what may follow."""
+    """Of a block's columns [k, N] f32 (its logits at ids are the last), argmax [N] or [0], and what
+    is kept. `states`: the bits of the row's state that are asked for, beside what may follow."""
     forward: Any = torch.ops.logitless.forward
     wanted = states | block.wanted & _FOLLOWING
     results = forward(
@@ -91,12 +92,15 @@ def _made(
     made = dict(zip(_ops.RESULTS, results))
     rows = [*made["row_state"]] if states & _run.ROW_STATE else []
     rows += [made[name] for bit, name in _ROWS.items() if states & bit]
-    return torch.stack(rows), made["argmax"], made["kept"], made["kept_rows"]
+    state = torch.stack(rows)
+    if states & _run.LOGITS_AT:
+        state = torch.cat((state, made["logits_at"].t()))
+    return state, made["argmax"], made["kept"], made["kept_rows"]
 
 
 _ROWS = {_run.TARGET_LOGIT: "target_logit", **EXTRA}
 _FOLLOWING = sum(_run.OF_TENSORS) + sum(_run.IN_F32) + _run.OF_ENTROPY
-_STATES = _run.ROW_STATE | _run.TARGET_LOGIT | _run.ARGMAX | sum(EXTRA)
+_STATES = _run.ROW_STATE | _run.TARGET_LOGIT | _run.ARGMAX | _run.LOGITS_AT | sum(EXTRA)
 
 
 def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, Keeping | None]:
@@ -107,7 +111,7 @@ def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, K
     wanted = _run.ROW_STATE | _run.TARGET_LOGIT | block.wanted & _STATES
     states, argmax, columns, rows = _made(block, wanted, kept_bytes, anchor)
     if block.empty:
-        empty = combine.empty_state(states.shape[1], states, block.wanted)
+        empty = combine.empty_state(states, block.wanted)
         return empty, torch.full_like(argmax, -1), None
     nothing = isinstance(kept_bytes, int) and not kept_bytes
     return states, argmax, None if nothing else (columns, rows)

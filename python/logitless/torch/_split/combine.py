@@ -22,6 +22,7 @@ EXTRA = {_run.BITS[name]: name for name in names_where("extra")} | {
 }
 _STATE = ("row_reference", "row_log_sum", "target_logit", *EXTRA.values())
 _GIVEN = ("target", *(f"shard_{name}" for name in _STATE), "shard_argmax")
+_AT = list(_run.OUTPUTS).index(_run.LOGITS_AT)
 _WEIGHTS = ("token_weight", "vocab_weight", "normalizer")
 _NAMES = (*_GIVEN, *_WEIGHTS, *_run.OUTPUTS.values())
 _OPTIONS = ("reduction", "ignore_index", "empty_mean", "vocab_total", "label_smoothing", "z_loss",
@@ -30,30 +31,42 @@ _OPTIONS = ("reduction", "ignore_index", "empty_mean", "vocab_total", "label_smo
 
 class Combined(NamedTuple):
     row_state: Tensor  # [2, N] f32: row_reference and row_log_sum
-    outputs: list[Tensor | None]  # in the order of _run.OUTPUTS, [N] each; the loss as reduced
+    # In the order of _run.OUTPUTS, [N] or [N, K] each; the loss as reduced.
+    outputs: list[Tensor | None]
 
 
-def empty_state(tokens: int, like: Tensor, wanted: int) -> Tensor:
-    """[k, N]: the state of a shard without columns."""
+def empty_state(like: Tensor, wanted: int) -> Tensor:
+    """[k, N]: the state of a shard without columns, beside that of one that has some."""
     extra = sum(bool(wanted & bit) for bit in EXTRA)
-    state = like.new_zeros((3 + extra, tokens), dtype=torch.float32)
+    state = torch.zeros_like(like)
     state[0] = -float("inf")
     state[2] = -float("inf")
+    state[3 + extra :] = -float("inf")  # at chosen columns
     return state
 
 
 def combine(
-    states: Tensor, argmax: Tensor | None, tokens: Tokens, options: Options, given: int, wanted: int
-) -> Combined:
+    states: Tensor, argmax: Tensor | None, tokens: Tokens, options: Options, given: int,
+    wanted: int, ids: Tensor | None = None,
+) -> Combined:  # fmt: skip
     """Of the shards' states [S, k, N], in the vocabulary's order, that a Forward asked for `given`
-    has written, and their argmax [S, N] i64, the outputs that are `wanted`."""
+    has written, and their argmax [S, N] i64, the outputs that are `wanted`. Behind a state lie the
+    logits at `ids` [N, K], where these are wanted."""
     op: Any = torch.ops.logitless.shard_combine
     values = options._asdict()
-    row_state, *made = op(
-        states, argmax, *tokens, *(values[name] for name in _OPTIONS), given, wanted
-    )
+    at = None
+    if wanted & _run.LOGITS_AT:
+        assert ids is not None
+        rows = states.shape[1] - ids.shape[1]
+        at = states[:, rows:].amax(0).t().contiguous()  # [N, K]
+        states = states[:, :rows]
+    own = wanted & ~_run.LOGITS_AT
+    row_state, *made = op(states, argmax, *tokens, *(values[name] for name in _OPTIONS), given, own)
     rest = iter(made)
-    return Combined(row_state, [next(rest) if wanted & bit else None for bit in _run.OUTPUTS])
+    found = [next(rest) if own & bit else None for bit in _run.OUTPUTS]
+    if at is not None and ids is not None:
+        found[_AT] = _run.logprobs_at(at, row_state, ids)
+    return Combined(row_state, found)
 
 
 def _outputs(states: Tensor, reduction: int, wanted: int) -> list[Tensor | None]:

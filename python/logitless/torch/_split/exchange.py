@@ -16,21 +16,23 @@ from logitless.torch._split.shards import Shard
 
 
 def facts_of(
-    shard: Shard, input: Tensor, weight: Tensor, wanted: int, gathered: tuple[int, int] = (0, 0)
-) -> tuple[int, ...]:
+    shard: Shard, input: Tensor, weight: Tensor, wanted: int, gathered: tuple[int, int] = (0, 0),
+    columns: int = 0,
+) -> tuple[int, ...]:  # fmt: skip
     """What must fit, or be the same, on all ranks. `gathered`: of what is gathered beside the
-    input, the teacher's hidden size and which of it there is."""
+    input, the teacher's hidden size and which of it there is. `columns`: those that are chosen of
+    each token."""
     stop = shard.start + weight.shape[0]
     tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
     own = (shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted)
-    return *own, shard.keeps, shard.of_input, shard.of_any, *gathered
+    return *own, shard.keeps, shard.of_input, shard.of_any, *gathered, columns
 
 
 _SAME = (
     "Split.total", "the number of the input's tokens", "its hidden size", "Split.blocks",
     "what is asked for, in bits,", "whether gradients follow", "whether the input has one",
     "whether anything has a gradient", "the teacher's hidden size",
-    "which tensors of tokens are given, in bits,",
+    "which tensors of tokens are given, in bits,", "the number of ids of a token",
 )  # fmt: skip
 _NO_FACTS = (0,) * (2 + len(_SAME))
 

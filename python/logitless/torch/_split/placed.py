@@ -181,8 +181,8 @@ def _rows(
     return local, bias, own if group is None else group, min(begin, total), total
 
 
-def local(given: Arguments) -> Arguments:
-    """The same call of local tensors."""
+def local(given: Arguments, labels: str = "target") -> Arguments:
+    """The same call of local tensors. `labels`: what the caller calls the target."""
     input, weight, bias, split = given.input, given.linear_weight, given.linear_bias, given.split
     group, start, total, sequence_dim = split.group, split.start, split.total, split.sequence_dim
     if is_placed(weight):
@@ -217,16 +217,16 @@ def local(given: Arguments) -> Arguments:
             input = input.to_local()
     elif sequence_dim is not None and isinstance(input, Tensor):
         sequence_dim %= input.dim()
-    target, own = _of_tokens("target", given.target, name, sequence_dim)
+    target, own = _of_tokens(labels, given.target, name, sequence_dim)
     token_weight, own_weight = _of_tokens("token_weight", given.token_weight, name, sequence_dim)
     temperature, own_degrees = _of_tokens("temperature", given.temperature, name, sequence_dim)
     if own and is_placed(given.token_weight) and not own_weight:
         raise not_supported("token_weight is replicated and the target split; allowed: the same")
     if own and is_placed(given.temperature) and not own_degrees:
-        raise not_supported("temperature is replicated and the target split; allowed: the same")
+        raise not_supported(f"temperature is replicated and {labels} split; allowed: the same")
     if not own and not split.local_tokens and (own_weight or own_degrees):
         name = "token_weight" if own_weight else "temperature"
-        raise not_supported(f"{name} is split and the target is not; allowed: the same")
+        raise not_supported(f"{name} is split and {labels} is not; allowed: the same")
     return Arguments(
         input, weight, target, bias, _replicated("weight", given.weight), token_weight,
         _replicated("normalizer", given.normalizer), temperature,

@@ -109,8 +109,10 @@ def before_forward(
         "linear_weight's columns": repr(weight.shape[-1]),
         "linear_bias's dtype": "None" if bias is None else str(bias.dtype)[6:],
     }
-    per_token = ("target", "token_weight", "temperature")
+    per_token = ("target", "token_weight", "temperature", "ids")
     for name, tensor in zip(constants._fields, constants):
+        if name == "target" and constants.ids is not None:  # it is made of these
+            continue
         known = argument(name)
         same[f"{known}'s dtype and shape"] = _like(tensor)
         if tensor is not None and not (shard.local_tokens and name in per_token):

@@ -6,8 +6,8 @@ states and targets are the same on all, or the hidden states are split along a d
     forward    where gradients follow, the targets' logits first, exchanged by 4 bytes a token and
                rank: what each rank's Forward keeps of its columns is relative to them. Then each
                rank's Forward; one all-gather of the rows' states, 12 bytes a token and rank, and 4
-               more for each of entropy, smoothing and the like; every rank folds them in the ranks'
-               order (sums.py)
+               more for each of entropy, smoothing and the like, and for each chosen column, whose
+               logit is the ranks' largest; every rank folds them in the ranks' order (sums.py)
     backward   each rank's Backward on its columns, from the global states and what it has kept: its
                grad_weight is done, its grad_input is a part in f32, which the ranks exchange and
                add up in their order
@@ -46,6 +46,7 @@ _DIFFERENTIABLE = tuple(
     bit for bit in _run.OUTPUTS if bit & (_run.LOSS | _run.DIFFERENTIABLE)
 )  # the first of the outputs
 _ENTROPY = list(_run.OUTPUTS).index(_run.ENTROPY)
+_CONSTANTS = len(Constants._fields)
 
 
 def _as_result(x: Tensor, shard: Shard, local_tokens: bool) -> Tensor:
@@ -57,9 +58,14 @@ def _as_result(x: Tensor, shard: Shard, local_tokens: bool) -> Tensor:
 
 def _flat(constants: Constants) -> Constants:
     """With targets and token weights [N]."""
-    target, token_weight, *rest = constants
+    target, token_weight, vocab_weight, normalizer, temperature, ids = constants
     return Constants(
-        target.reshape(-1), None if token_weight is None else token_weight.reshape(-1), *rest
+        target.reshape(-1),
+        None if token_weight is None else token_weight.reshape(-1),
+        vocab_weight,
+        normalizer,
+        temperature,
+        _run.matrix(ids),
     )
 
 
@@ -78,7 +84,9 @@ class ShardedLoss(Function):
         constants, options, wanted = call.release(), call.options, call.wanted
         dim, shape = shard.sequence_dim, constants.target.shape
         counted = constants
-        facts = exchange.facts_of(shard, x, w, wanted) if shards.waits(x) else ()
+        facts: Sequence[int] = ()
+        if shards.waits(x):
+            facts = exchange.facts_of(shard, x, w, wanted, columns=_columns(constants))
         if dim is not None:
             # The sizes of what is gathered depend on them.
             exchange.together(shard, x, facts, lambda: None)
@@ -111,10 +119,14 @@ class ShardedLoss(Function):
         if local_tokens:  # the loss is reduced of the rank's own tokens
             whole = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
             tokens = tokens._replace(normalizer=None)
-        row_state, found = combine.combine(states, indices, tokens, whole, wanted, call.wanted)
+        row_state, found = combine.combine(
+            states, indices, tokens, whole, wanted, call.wanted, constants.ids
+        )
         entropy = found[_ENTROPY]
         outputs = [
-            t if t is None or t.dim() == 0 else _as_result(t.view(shape), shard, local_tokens)
+            t
+            if t is None or t.dim() == 0
+            else _as_result(t.view(*shape, *t.shape[1:]), shard, local_tokens)
             for t in found
         ]
         if local_tokens:
@@ -146,14 +158,17 @@ class ShardedLoss(Function):
         if ranks.ON and shard.size > 1:
             ranks.before_backward(upstream, needs[0], ctx.saved_tensors, shard)
         input, weight, bias, *rest = ctx.saved_tensors
-        constants, (row_state, entropy, rows), kept = Constants(*rest[:5]), rest[5:8], rest[8:]
+        constants, rest = Constants(*rest[:_CONSTANTS]), rest[_CONSTANTS:]
+        (row_state, entropy, rows), kept = rest[:3], rest[3:]
         options: Options = call.options
         grads: Sequence[Tensor | None] = upstream
         if shard.local_tokens:
             grads = _whole_upstream(upstream, call.wanted, constants, options, shard, ctx.whole)
             constants = constants._replace(normalizer=None)
             options = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
-        given, options, constants = asked_of(grads, options, *constants, row_state, entropy)
+        given, options, constants = asked_of(
+            grads, options, shard.total, *constants, row_state, entropy
+        )
         w, b = shards.columns(shard, cast(weight, call.dtype), cast_bias(bias, call.dtype))
         if rows is None:
             rows = cast(input, call.dtype).reshape(-1, input.shape[-1])
@@ -218,18 +233,26 @@ def _padded(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
 def _gathered(constants: Constants, shard: Shard, dim: int) -> Constants:
     """Those of all tokens, of each rank's own. Temperatures are [N] of the own ones."""
     shape = constants.target.shape
-    target, token_weight, vocab_weight, normalizer, temperature = constants
+    target, token_weight, vocab_weight, normalizer, temperature, ids = constants
     if temperature is not None:
         temperature = exchange.gather_tokens(temperature.view(shape), shard, dim).reshape(-1)
     if token_weight is not None:
         token_weight = exchange.gather_tokens(token_weight, shard, dim)
+    if ids is not None:
+        ids = exchange.gather_tokens(ids, shard, dim)
     return Constants(
         exchange.gather_tokens(target, shard, dim),
         token_weight,
         vocab_weight,
         normalizer,
         temperature,
+        ids,
     )
+
+
+def _columns(constants: Constants) -> int:
+    """How many chosen columns a token has."""
+    return 0 if constants.ids is None else constants.ids.shape[-1]
 
 
 def _reduced(losses: Tensor | None, tokens: Tokens, options: Options) -> Tensor | None:
@@ -242,25 +265,37 @@ def _whole_upstream(
     upstream: Any, wanted: int, constants: Constants, options: Options, shard: Shard,
     shape: torch.Size,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Those of all tokens [N], the loss's as if it were not reduced, where a rank's outputs are
-    those of its own tokens: ranks may have other upstream gradients. One collective, whichever of
-    the outputs a rank has used."""
+    """Those of all tokens [N] or [N, K], the loss's as if it were not reduced, where a rank's
+    outputs are those of its own tokens: ranks may have other upstream gradients. One collective,
+    whichever of the outputs a rank has used."""
     dim = shard.sequence_dim
     assert dim is not None
     length = list(shape)
     length[dim] //= shard.size
-    grads = list(upstream[: len(_DIFFERENTIABLE)])
+    grads = list(upstream)
     if grads[0] is not None and options.reduction == _abi.REDUCTION_MEAN:
         tokens = Tokens(*constants[:4])
         if shard.own:
             tokens = tokens._replace(target=exchange.own_tokens(tokens.target, shard, dim))
         grads[0] = sums.mean_of(grads[0], tokens, options)
-    asked = [bool(wanted & bit) for bit in _DIFFERENTIABLE]
-    asked[-1] = asked[-1] and not wanted & _run.DETACHED
+    detached = _run.ENTROPY if wanted & _run.DETACHED else 0
+    asked = [bit for bit in _DIFFERENTIABLE if wanted & bit & ~detached]
     none = constants.target.new_zeros((), dtype=torch.float32)
-    own = [(none if g is None else g).expand(length) for g, there in zip(grads, asked) if there]
-    whole = iter(exchange.gather_tokens(torch.stack(own), shard, dim + 1))
-    return [next(whole).reshape(-1) if there else None for there in asked]
+    planes, sizes = [], []  # one of each output, and of chosen columns one of each
+    for bit, grad in zip(_run.OUTPUTS, grads):
+        if bit in asked:
+            columns = _columns(constants) if bit == _run.LOGITS_AT else 1
+            g = none if grad is None else grad
+            each = g.movedim(-1, 0) if bit == _run.LOGITS_AT and g.dim() else g
+            planes.append(each.expand(columns, *length))
+            sizes.append(columns)
+    whole = exchange.gather_tokens(torch.cat(planes), shard, dim + 1).flatten(1)  # [m, N]
+    parts = dict(zip(asked, torch.split(whole, sizes)))
+    made: list[Tensor | None] = [None] * len(grads)
+    for place, bit in enumerate(_run.OUTPUTS):
+        if bit in asked:
+            made[place] = parts[bit].t() if bit == _run.LOGITS_AT else parts[bit][0]
+    return made
 
 
 def refuse(call: Call) -> None:

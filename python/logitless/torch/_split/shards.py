@@ -203,11 +203,13 @@ def check_rows(shard: Shard, weight: Tensor, given: Given) -> None:
         )
 
 
-def check_tokens(input: Tensor, target: Any, shard: Shard, shift: int) -> None:
-    """The target has the shape of all tokens, or of the rank's own."""
+def check_tokens(
+    input: Tensor, target: Any, shard: Shard, shift: int, check: Any = check_target
+) -> None:
+    """The target, or what `check` is of, has the shape of all tokens, or of the rank's own."""
     dim = shard.sequence_dim
     if dim is None or shard.local_tokens or not isinstance(target, Tensor):
-        check_target(input, target, "input")
+        check(input, target, "input")
         if shift and dim == input.dim() - 2 and shard.size > 1:
             raise invalid(
                 "shift moves targets along the dimension that is split, and a rank has its own "
@@ -216,7 +218,7 @@ def check_tokens(input: Tensor, target: Any, shard: Shard, shift: int) -> None:
         return
     shape = shard.whole(input.shape)
     what = f"the whole input, which is split equally along sequence_dim {dim} over {shard.size},"
-    check_target(torch.empty(shape, device="meta"), target, what)
+    check(torch.empty(shape, device="meta"), target, what)
 
 
 def of_one(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
