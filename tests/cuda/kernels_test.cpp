@@ -70,8 +70,10 @@ Case ignored(Case c) {
 
 // An engine stores the logits of heads of some size.
 Case diverging(DType dtype) {
-  Case c = linear(OpKind::divergence_forward, dtype, {1000, 72, 4117});
+  Case c = linear(OpKind::divergence_forward_backward, dtype, {1000, 72, 4117});
   c.divergence.kind = DivergenceKind::jsd;
+  c.statistics = c.logprob = c.grad_loss = true;
+  c.teacher_hidden = 40;
   return ignored(c);
 }
 

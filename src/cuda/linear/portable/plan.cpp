@@ -38,7 +38,9 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
     const auto blocks = static_cast<double>(divide_up(columns, p.block_columns));
     const double product =
         product_time(s, speed, block_rows, std::min(columns, p.block_columns), s.hidden, false);
-    return blocks * (product + speed.launch) +
+    const bool has_tail = !s.on_cuda_cores && columns % 8 > 0;
+    const double tail = has_tail ? product_time(s, speed, block_rows, 8, s.hidden, false) : 0;
+    return blocks * (product + speed.launch) + tail +
            logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
   });
 }
