@@ -50,6 +50,14 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict of a type variable
     class LogprobOptions(_OfLogits[A], _OfHead, _OfBias[A], total=False):
         """The options of linear_logprob in every binding."""
 
+    class TopOptions(_OfBias[A], total=False):
+        """The options of linear_topk in every binding."""
+
+        logit_scale: float
+        softcap: float | None
+        temperature: float | A
+        memory: int | str | None
+
     class ModuleOptions(_OfLogits[A], _OfLoss, total=False):
         """The options that a module of given logits keeps, beside weight and reduction."""
 

@@ -21,25 +21,35 @@ class Statistic(NamedTuple):
     indexes: bool = False  # an integer, not f32
     extra: bool = False  # Combine is given it of each shard, beside the state that every loss has
     of_whole_rows: bool = False  # no shard of the vocabulary has it
+    of_target: bool = False  # a call without targets has none
 
 
 STATISTICS = {
     "lse": Statistic("log of the sum of exp(logits)", differentiable=True),
-    "target_logit": Statistic("the target's logit", differentiable=True),
-    "logprob": Statistic("target_logit - lse, at most 0", differentiable=True),
+    "target_logit": Statistic("the target's logit", differentiable=True, of_target=True),
+    "logprob": Statistic("target_logit - lse, at most 0", differentiable=True, of_target=True),
     "entropy": Statistic("-sum p log p", differentiable=True, extra=True),
     "argmax": Statistic("the lowest column of the largest logit", indexes=True),
-    "rank": Statistic("how many logits exceed the target's", indexes=True, of_whole_rows=True),
+    "rank": Statistic(
+        "how many logits exceed the target's", indexes=True, of_whole_rows=True, of_target=True
+    ),
     "sum_p_squared": Statistic("sum p^2", extra=True),
     "mean_logit": Statistic("the logits' mean", extra=True),
     "max_logprob": Statistic("the largest logit - lse", extra=True),
-    "mass_above": Statistic("sum p of the columns that rank counts", of_whole_rows=True),
+    "mass_above": Statistic(
+        "sum p of the columns that rank counts", of_whole_rows=True, of_target=True
+    ),
 }
 
 StatisticName: TypeAlias = Literal[
     "lse", "target_logit", "logprob", "entropy", "argmax", "rank", "sum_p_squared", "mean_logit",
     "max_logprob", "mass_above",
 ]  # fmt: skip
+
+# A call without targets has these.
+TopStatisticName: TypeAlias = Literal[
+    "lse", "entropy", "argmax", "sum_p_squared", "mean_logit", "max_logprob"
+]
 
 if TYPE_CHECKING:
 
