@@ -35,7 +35,8 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
     const double product =
         product_time(s, speed, block_rows, std::min(columns, p.block_columns), s.hidden, false);
     return blocks * (product + speed.launch) +
-           logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
+           logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0)) +
+           (s.listed > 0 ? blocks * speed.launch + logits * 4 / (1.5 * speed.memory) : 0);
   });
 }
 
