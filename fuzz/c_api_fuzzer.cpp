@@ -97,17 +97,22 @@ class Scenario {
       if (!in.rarely()) op_.options.vocab_total = s.vocab_total = std::max<int64_t>(s.vocab, 1);
     }
     if constexpr (LinearOp<Op> && GradientOp<Op>) op_.accumulate_grad_weight = in.coin();
-    const uint32_t present = in.any<uint32_t>();
+    const uint64_t present = in.any<uint64_t>();
     uint32_t field = 0;
-    bool chooses = false;
+    bool chooses = false, lists = false, keeps = false;
     for_each_view([&](std::string_view name, Access access, TensorView& view) {
       const bool required = name == "input" || name == "weight" || name == "logits" ||
                             name == "target" || name == "probabilities" || name == "grad_logits" ||
                             name == "loss" || name == "grad_input" || name.starts_with("shard_");
       bool given = ((present >> field++) & 1) || (required && !in.rarely());
-      // What is at the ids comes with them.
+      // What is at the ids comes with them, and so do the parts of a list.
       if (name == "ids") chooses = given;
       if (name.ends_with("logits_at") && !in.rarely()) given = chooses;
+      if (name.find("top_") != name.npos) {
+        if (name == (CombiningOp<Op> ? "shard_top_logits" : "top_logits")) lists = given && !keeps;
+        if (!in.rarely()) given = lists;
+      }
+      if (name == "kept") keeps = given;
       if (!given) return;
       view = plain_view(name, s, reduction);
       vary_view(in, name, access != Access::read, &view);
@@ -310,7 +315,7 @@ class Scenario {
       const reference::Output& want = found->second;
       const std::vector<double> got = reference::read(view);
       for (size_t i = 0; i < got.size(); ++i) {
-        const bool ok = name == "argmax" || name == "rank"
+        const bool ok = !want.accepted.empty()
                             ? std::count(want.accepted[i].begin(), want.accepted[i].end(),
                                          static_cast<int64_t>(got[i])) > 0
                             : within(got[i], want.value[i], want.bound[i], view.dtype);

@@ -158,6 +158,13 @@ inline TensorView plain_view(std::string_view name, const Sizes& s, Reduction re
   if (is({"logits_at", "grad_logits_at"})) {
     return matrix_view(nullptr, DType::f32, s.tokens, s.chosen);
   }
+  const int64_t listed = std::min(s.chosen, s.vocab_total);
+  if (is({"top_logits"})) return matrix_view(nullptr, DType::f32, s.tokens, listed);
+  if (is({"top_ids"})) return matrix_view(nullptr, DType::i64, s.tokens, listed);
+  if (is({"shard_top_logits", "shard_top_ids"})) {
+    const DType dtype = is({"shard_top_ids"}) ? DType::i64 : DType::f32;
+    return matrix_view(nullptr, dtype, s.shards, s.tokens * listed);
+  }
   if (is({"grad_input"})) return matrix_view(nullptr, DType::f32, s.tokens, s.hidden);
   if (is({"grad_weight"})) return matrix_view(nullptr, DType::f32, s.vocab, s.hidden);
   if (is({"bias", "grad_bias"})) return vector_view(nullptr, DType::f32, s.vocab);
@@ -199,9 +206,9 @@ inline void vary_view(Input& in, std::string_view name, bool written, TensorView
     v->dtype = std::array{DType::f32, DType::bf16, DType::f16, DType::f32}[kind];
   }
   if (name == "probabilities" && kind == 1) v->dtype = DType::bf16;
-  if ((name == "target" || name == "argmax" || name == "rank" || name == "ids") && kind == 1) {
+  if ((name == "target" || name == "argmax" || name == "rank" || name.ends_with("ids")) &&
+      kind == 1)
     v->dtype = DType::i32;
-  }
   if (name == "normalizer" && kind == 1) v->dtype = DType::i64;
   if (v->rank == 0 && kind == 2) v->rank = 1, v->shape[0] = 1;
   v->byte_offset = in.between(0, 3) * size_of(v->dtype);
@@ -252,6 +259,7 @@ inline double value_of(std::string_view name, const Sizes& s, int64_t ignore_ind
     if (draw == 0 && wild) return static_cast<double>(s.vocab_total + random.below(2));
     return draw < 3 ? -1 : static_cast<double>(random.below(s.vocab_total));
   }
+  if (name.starts_with("shard_top_")) return 0;  // lists in order
   if (name == "token_weight" || name == "vocab_weight") return random.below(5) * 0.5;
   if (name == "temperature") return wild && random.below(16) == 0 ? -1 : 0.5 + random.below(4);
   if (name == "normalizer") return 1 + random.below(4);

@@ -111,7 +111,7 @@ SumSet Call::sums() const {
 
 bool Call::targets_only() const {
   return linear && !diverges && forward && !gradients && (target_logit || logits_at) && !kept &&
-         !loss && sums_of_statistics().empty();
+         !loss && !top_logits && sums_of_statistics().empty();
 }
 
 TokenStatistics Call::statistics() const {

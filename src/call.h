@@ -22,7 +22,7 @@ struct Field {
 };
 
 struct Fields {
-  std::array<Field, 32> field{};
+  std::array<Field, 40> field{};
   size_t count = 0;
   const Field* begin() const { return field.data(); }
   const Field* end() const { return field.data() + count; }
@@ -40,6 +40,7 @@ struct TensorField {
 std::span<const TensorField> tensor_fields(int32_t kind);
 constexpr int32_t kinds = 11;
 inline constexpr int64_t most_chosen = 1024;  // a token has at most so many chosen columns
+inline constexpr int64_t most_listed = 256;  // a token's list of largest logits has at most so many
 
 constexpr const char* name_of_op(int32_t kind) {
   constexpr const char* names[] = {"Softmax",
@@ -113,6 +114,8 @@ struct Call {
   Tensor shard_row_reference{}, shard_row_log_sum{}, shard_target_logit{};  // each is [P, N]
   Tensor shard_entropy{}, shard_argmax{}, shard_weighted_logit_sum{};       // each is [P, N]
   Tensor shard_sum_p_squared{}, shard_mean_logit{}, shard_max_logprob{};    // each is [P, N]
+  Tensor top_logits{}, top_ids{};                                           // each is [N, k]
+  Tensor shard_top_logits{}, shard_top_ids{};                               // each is [P, N k]
 
   Call() = default;
   // Makes an op of that kind without tensors; `kind` is in range.
@@ -140,6 +143,7 @@ struct Call {
   }
   bool shard() const { return vocab_total() > vocab(); }
   int64_t chosen() const { return ids ? ids.shape[1] : 0; }  // so many columns of each token
+  int64_t listed() const { return top_logits ? top_logits.shape[1] : 0; }  // it is k
   // Returns what the statistics that this call writes are made of.
   SumSet sums_of_statistics() const;
   // Returns the same of all that it writes, beside the exponentials.

@@ -4,6 +4,8 @@
 // pointers.
 #include "src/validate.h"
 
+#include <algorithm>
+
 #include "src/kept.h"
 #include "src/message.h"
 #include "src/rules.h"
@@ -88,6 +90,23 @@ Status check_chosen(const Call& call) {
   if (ids == static_cast<bool>(call[at])) return {};
   return error(StatusCode::invalid_argument, "%s is given without %s; allowed: both or neither",
                ids ? "ids" : at, ids ? at : "ids");
+}
+
+// The lists of largest logits are values and ids, of Combine those of its shards too.
+Status check_listed(const Call& call) {
+  const char* first = "top_logits";
+  for (const char* name : {"top_ids", "shard_top_logits", "shard_top_ids"}) {
+    if (!call.combines && name[0] == 's') continue;
+    const bool given = static_cast<bool>(call[name]);
+    if (given == static_cast<bool>(call[first])) continue;
+    return error(
+        StatusCode::invalid_argument, "%s is given without %s; allowed: %s", given ? name : first,
+        given ? first : name,
+        call.combines ? "all of top_logits, top_ids and the shards', or none" : "both or neither");
+  }
+  if (!call.top_logits || !call.kept) return {};
+  return error(StatusCode::invalid_argument,
+               "top_logits is given beside kept; allowed: one of them");
 }
 
 // Returns a number in hexadecimal, as keys are printed.
@@ -176,6 +195,18 @@ Status check_chosen_count(const Call& call) {
                static_cast<long long>(most_chosen));
 }
 
+// The list says what k is.
+Status check_listed_count(const Call& call) {
+  const int64_t columns = call.vocab_total();  // without any there is no token
+  const int64_t most = columns > 0 ? std::min(columns, most_listed) : most_listed;
+  if (!call.top_logits || (call.listed() >= 1 && call.listed() <= most)) return {};
+  return error(StatusCode::wrong_shape,
+               "top_logits has shape %s; allowed: [%lld, k], k from 1 to %lld, the least of the "
+               "vocabulary and %lld",
+               shape_text(call.top_logits).text, static_cast<long long>(call.tokens()),
+               static_cast<long long>(most), static_cast<long long>(most_listed));
+}
+
 Status check_dtype_pairs(const Call& call) {
   if (call.linear) {
     const DType dtype = call["input"].dtype;
@@ -193,7 +224,7 @@ Status check_dtype_pairs(const Call& call) {
                    dtype == DType::f32 ? "" : name_of(dtype));
     }
   }
-  for (const char* name : {"argmax", "rank", "shard_argmax"}) {
+  for (const char* name : {"argmax", "rank", "shard_argmax", "top_ids", "shard_top_ids"}) {
     if (call[name].dtype == DType::i32 && call.vocab_total() > INT32_MAX) {
       return error(StatusCode::wrong_dtype, "%s is i32; allowed: i64 where V = %lld", name,
                    static_cast<long long>(call.vocab_total()));
@@ -226,6 +257,11 @@ Status check_products(const Call& call) {
                  "ids: N = %lld, K = %lld; allowed: no product of two above 2^56",
                  static_cast<long long>(n), static_cast<long long>(call.chosen()));
   }
+  if (!fits(n, call.listed()) || (call.combines && !fits(n * call.listed(), call.shards()))) {
+    return error(StatusCode::invalid_argument,
+                 "top_logits: N = %lld, k = %lld; allowed: no product of two above 2^56",
+                 static_cast<long long>(n), static_cast<long long>(call.listed()));
+  }
   const int64_t of_teacher = call.teacher_input ? call.teacher_input.shape[1] : 0;
   if (!fits(n, of_teacher) || !fits(v, of_teacher)) {
     return error(StatusCode::invalid_argument,
@@ -256,6 +292,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_companions,
     check_kept,
     check_chosen,
+    check_listed,
     check_teacher,
     check_divergence_states,
     check_devices,
@@ -267,6 +304,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_chosen_count,
     check_combine,
     check_shard_range,
+    check_listed_count,
     check_products,
     check_shapes,
     check_dtypes,

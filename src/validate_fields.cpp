@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // These rules hold for every field by itself, from one table: rank, shape, dtype, device, strides.
+#include <array>
 #include <numeric>
 
 #include "src/kept.h"
@@ -34,6 +35,8 @@ enum class Shape {
   teacher_hidden,        // [N, Dt]
   vocab_teacher_hidden,  // [V, Dt]
   token_chosen,          // [N, K]
+  token_listed,          // [N, k]
+  shard_listed,          // [P, N k]
 };
 
 struct FieldRule {
@@ -74,6 +77,10 @@ constexpr FieldRule kFieldRules[] = {
     {"ids", Shape::token_chosen, kInts, "i32, i64"},
     {"logits_at", Shape::token_chosen, kF32, "f32"},
     {"grad_logits_at", Shape::token_chosen, kF32, "f32"},
+    {"top_logits", Shape::token_listed, kF32, "f32"},
+    {"top_ids", Shape::token_listed, kInts, "i32, i64"},
+    {"shard_top_logits", Shape::shard_listed, kF32, "f32"},
+    {"shard_top_ids", Shape::shard_listed, kInts, "i32, i64"},
     {"kept", Shape::kept, kFloats, "f32, f16, bf16"},
     {"kept_rows", Shape::kept_rows, kF32, "f32"},
     {"grad_logits", Shape::token_vocab, kFloats, "f32, f16, bf16"},
@@ -161,6 +168,35 @@ Status wrong_teacher_vocab(const TensorView& weight, int64_t vocab) {
                its > own ? own : its);
 }
 
+// Returns the sizes that a tensor of this shape has in the call, where it is a matrix.
+std::array<int64_t, 2> sizes_of_matrix(const Call& call, Shape shape) {
+  const int64_t n = call.tokens(), v = call.vocab();
+  switch (shape) {
+    case Shape::token_vocab:
+      return {n, v};
+    case Shape::token_hidden:
+      return {n, call.hidden()};
+    case Shape::vocab_hidden:
+      return {v, call.hidden()};
+    case Shape::teacher_hidden:
+      return {n, call.teacher_input.shape[1]};
+    case Shape::vocab_teacher_hidden:
+      return {v, call.teacher_input ? call.teacher_input.shape[1] : 0};
+    case Shape::kept_rows:
+      return {n, kept_row_width};
+    case Shape::shard_token:
+      return {call.shards(), n};
+    case Shape::token_chosen:
+      return {n, call.chosen()};
+    case Shape::token_listed:
+      return {n, call.listed()};
+    case Shape::shard_listed:
+      return {call.shards(), n * call.listed()};
+    default:
+      return {};
+  }
+}
+
 }  // namespace
 
 Status check_enums(const char* name, const TensorView& view) {
@@ -205,6 +241,8 @@ Status check_ranks(const Call& call) {
       case Shape::teacher_hidden:
       case Shape::vocab_teacher_hidden:
       case Shape::token_chosen:
+      case Shape::token_listed:
+      case Shape::shard_listed:
         least = most = 2;
         break;
       case Shape::reduced:
@@ -244,29 +282,13 @@ Status check_nonnegative(const Call& call) {
 // The sizes of a call are those of input and weight, or of logits, or of target and the first
 // shards' tensor.
 Status check_shapes(const Call& call) {
-  const int64_t n = call.tokens(), v = call.vocab(), d = call.hidden();
+  const int64_t n = call.tokens(), v = call.vocab();
   return for_each_given(call, [&](const Field& field, const TensorView& view) -> Status {
     int32_t rank = 1;
     int64_t first = 1, second = 0;
     Shape shape = rule_of(field).shape;
     if (shape == Shape::reduced && call.options.reduction == Reduction::none) shape = Shape::token;
     switch (shape) {
-      case Shape::token_vocab:
-        rank = 2, first = n, second = v;
-        break;
-      case Shape::token_hidden:
-        rank = 2, first = n, second = d;
-        break;
-      case Shape::vocab_hidden:
-        rank = 2, first = v, second = d;
-        break;
-      case Shape::teacher_hidden:
-        rank = 2, first = n, second = call.teacher_input.shape[1];
-        break;
-      case Shape::vocab_teacher_hidden:
-        if (view.shape[0] != v) return wrong_teacher_vocab(view, v);
-        rank = 2, first = v, second = call.teacher_input ? call.teacher_input.shape[1] : 0;
-        break;
       case Shape::token:
         first = n;
         break;
@@ -284,18 +306,14 @@ Status check_shapes(const Call& call) {
         break;
       case Shape::kept:
         return check_kept_shape(call, view);
-      case Shape::kept_rows:
-        rank = 2, first = n, second = kept_row_width;
-        break;
-      case Shape::shard_token:
-        rank = 2, first = call.shards(), second = n;
-        break;
-      case Shape::token_chosen:
-        rank = 2, first = n, second = call.chosen();
-        break;
+      default:
+        if (field.name == "teacher_weight" && view.shape[0] != v) {
+          return wrong_teacher_vocab(view, v);
+        }
+        rank = 2, first = sizes_of_matrix(call, shape)[0], second = sizes_of_matrix(call, shape)[1];
     }
     if (view.shape[0] == first && (rank == 1 || view.shape[1] == second)) return {};
-    if (field.name == "weight") return wrong_width(view, d);
+    if (field.name == "weight") return wrong_width(view, call.hidden());
     return error(StatusCode::wrong_shape, "%s has shape %s; allowed: %s%s", field.name.data(),
                  shape_text(view).text, shape_text(rank, first, second).text,
                  shape == Shape::reduced || shape == Shape::scalar ? " or []" : "");

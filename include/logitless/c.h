@@ -173,6 +173,10 @@ typedef struct logitless_op {
   /* LinearCrossEntropy has these of chosen columns: Forward the second, Backward the third */
   const logitless_tensor* ids;                        /* [N,K] i32 or i64 */
   const logitless_tensor *logits_at, *grad_logits_at; /* [N,K] [N,K] */
+  /* A linear Forward writes each token's k largest logits and their ids (i32 or i64); Combine does
+   * too, of its shards' */
+  const logitless_tensor *top_logits, *top_ids;             /* [N,k] [N,k] */
+  const logitless_tensor *shard_top_logits, *shard_top_ids; /* [P,N*k] [P,N*k] */
 } logitless_op;
 
 /* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
@@ -237,7 +241,7 @@ typedef struct logitless_plan_arguments {
 #define LOGITLESS_OP_INIT(kind)                                                                   \
   {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                     \
-   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
 #define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}

@@ -66,6 +66,25 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
   return c;
 }
 
+// Makes of two shards' lists of k largest logits that of both, as Combine does. The outputs are no
+// inputs.
+inline void combine_top(int64_t k, const float* a_logits, const int64_t* a_ids,
+                        const float* b_logits, const int64_t* b_ids, float* logits, int64_t* ids) {
+  const bool unordered = k > 0 && (std::isnan(a_logits[0]) || std::isnan(b_logits[0]));
+  for (int64_t r = 0, a = 0, b = 0; r < k; ++r) {
+    if (unordered) {
+      logits[r] = std::numeric_limits<float>::quiet_NaN(), ids[r] = r;
+      continue;
+    }
+    // An id of -1 is none, and comes last.
+    const bool equal = a_logits[a] == b_logits[b];
+    const bool first = equal ? uint64_t(a_ids[a]) <= uint64_t(b_ids[b]) : a_logits[a] > b_logits[b];
+    logits[r] = first ? a_logits[a] : b_logits[b];
+    ids[r] = first ? a_ids[a] : b_ids[b];
+    (first ? a : b) += 1;
+  }
+}
+
 inline float lse(const TokenState& s) { return s.row_reference + s.row_log_sum; }
 
 // Returns the log-probability of the target, which is never above 0; a NaN stays.

@@ -60,6 +60,8 @@ concept AnchoredOp = requires(Op op) { op.anchor; };
 template <class Op>
 concept ChoosingOp = requires(Op op) { op.ids; };
 template <class Op>
+concept ListingOp = requires(Op op) { op.top_ids; };
+template <class Op>
 concept ConsumingOp = requires(Op op) { op.consume_kept; };
 template <class Op>
 concept DivergenceOp = requires(Op op) { op.teacher; };
@@ -118,6 +120,15 @@ constexpr void for_each_chosen_tensor(Op& op, C& c, F& f) {
   } else {
     f("grad_logits_at", Access::read, op.grad_logits_at, c.grad_logits_at);
   }
+}
+template <class Op, class C, class F>
+constexpr void for_each_top_tensor(Op& op, C& c, F& f) {
+  if constexpr (CombiningOp<Op>) {
+    f("shard_top_logits", Access::read, op.shard_top_logits, c.shard_top_logits);
+    f("shard_top_ids", Access::read, op.shard_top_ids, c.shard_top_ids);
+  }
+  f("top_logits", Access::write, op.top_logits, c.top_logits);
+  f("top_ids", Access::write, op.top_ids, c.top_ids);
 }
 template <class Statistics, class C, class F>
   requires std::is_same_v<std::remove_const_t<Statistics>, DivergenceStatistics>
@@ -201,6 +212,7 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
     }
   }
   if constexpr (LossOp<T>) f("fault", Access::read_write, op.fault, c.fault);
+  if constexpr (ListingOp<T>) for_each_top_tensor(op, c, f);
 }
 
 // This is the number of tensors that an op has.

@@ -179,7 +179,9 @@ struct LinearCrossEntropyForward {
   LossOptions options{};
   LossWeights weights{};
   TokenStatistics statistics{};
-  TensorView fault{};  // [1] i32; FaultBits are or-ed into it
+  TensorView fault{};       // [1] i32; FaultBits are or-ed into it
+  TensorView top_logits{};  // [N, k] f32; the k largest z of each token, the largest first
+  TensorView top_ids{};     // [N, k] i32 or i64; their columns in the whole vocabulary
 };
 
 struct LinearCrossEntropyBackward {
@@ -304,8 +306,12 @@ struct Combine {
   TensorView loss{};                      // [N] where the reduction is none, else []
   LossOptions options{};                  // the map from raw to z is not used
   LossWeights weights{};
-  TokenStatistics statistics{};  // there is no rank
-  TensorView fault{};            // [1] i32; FaultBits are or-ed into it
+  TokenStatistics statistics{};   // there is no rank
+  TensorView fault{};             // [1] i32; FaultBits are or-ed into it
+  TensorView shard_top_logits{};  // [P, N k] f32; the shards' top_logits, one behind the other
+  TensorView shard_top_ids{};     // [P, N k] i32 or i64
+  TensorView top_logits{};        // [N, k] f32
+  TensorView top_ids{};           // [N, k] i32 or i64
 };
 
 }  // namespace logitless

@@ -61,6 +61,9 @@ DIVERGENCE_TENSORS = (
 # Then those of chosen columns.
 CHOSEN_TENSORS = ("ids", "logits_at", "grad_logits_at")
 MOST_CHOSEN = 1024  # a token has at most so many chosen columns
+# Then those of the largest logits.
+TOP_TENSORS = ("top_logits", "top_ids", "shard_top_logits", "shard_top_ids")
+MOST_LISTED = 256  # a token's list has at most so many
 
 
 class _Sized(ctypes.Structure):
@@ -108,7 +111,8 @@ class Op(_Sized):
         ("kept_key", u64), ("consume_kept", i32), ("reserved_2", i32),
         *((name, POINTER(Tensor)) for name in MORE_TENSORS),
         ("divergence", POINTER(DivergenceOptions)),
-        *((name, POINTER(Tensor)) for name in (*DIVERGENCE_TENSORS, *CHOSEN_TENSORS)),
+        *((name, POINTER(Tensor))
+          for name in (*DIVERGENCE_TENSORS, *CHOSEN_TENSORS, *TOP_TENSORS)),
     ]  # fmt: skip
 
 

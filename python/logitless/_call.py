@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict of a type variable
         """The options of linear_logprob in every binding."""
 
     class ChosenOptions(_OfBias[A], Generic[A], total=False):
-        """The options of linear_logprobs_at in every binding."""
+        """The options of linear_logprobs_at and linear_topk in every binding."""
 
         logit_scale: float
         softcap: float | None

@@ -47,6 +47,7 @@ StatisticName: TypeAlias = Literal[
     "max_logprob", "mass_above",
 ]  # fmt: skip
 
+# A call without targets has these.
 RowStatisticName: TypeAlias = Literal[
     "lse", "entropy", "argmax", "sum_p_squared", "mean_logit", "max_logprob"
 ]

@@ -50,12 +50,14 @@ if TYPE_CHECKING:
     from logitless import _call
     from logitless._divergence import Kind
     from logitless._divergence import Names as DivergenceNames
-    from logitless._statistics import StatisticName
+    from logitless._statistics import RowStatisticName, StatisticName
 
     Names: TypeAlias = StatisticName | Sequence[StatisticName]
     LossOptions: TypeAlias = _call.LossOptions[Array]
     LinearOptions: TypeAlias = _call.LinearOptions[Array]
     LogprobOptions: TypeAlias = _call.LogprobOptions[Array]
+    TopNames: TypeAlias = RowStatisticName | Sequence[RowStatisticName]
+    TopOptions: TypeAlias = _call.ChosenOptions[Array]
     DivergenceOptions: TypeAlias = _divergence.DivergenceOptions[Array]
 
 
@@ -196,9 +198,7 @@ class _Call:
         none = self.options.reduction == _abi.REDUCTION_NONE
         made: dict[str, Array | None] = {"loss": np.empty(tokens if none else (), np.float32)}
         for name in self.names:
-            made[name] = np.empty(
-                tokens, np.int64 if _statistics.STATISTICS[name].indexes else np.float32
-            )
+            made[name] = np.empty(tokens, _dtype_of(name))
         return made
 
     def result(self, made: dict[str, Any]) -> Any:
@@ -254,9 +254,7 @@ def _linear(
     gradients: bool, options: dict[str, Any],
 ) -> Any:  # fmt: skip
     call = _Call(input, target, "input", options)
-    weight = _array("linear_weight", linear_weight)
-    if weight.ndim != 2:
-        raise wrong_shape(f"linear_weight has shape {weight.shape}; allowed: [V, D]")
+    weight = _weight(linear_weight)
     bias = None if linear_bias is None else _array("linear_bias", linear_bias)
     made = call.outputs()
     arrays: dict[str, Array | None] = {"input": call.rows, "weight": weight, "bias": bias}
@@ -380,40 +378,110 @@ def linear_logprobs_at(
     """Log-probability of the columns `ids` [..., K] of each token, in their shape, never above 0;
     -inf where an id is -1, which is none. Tokens without any id are not computed. `temperature` as
     in linear_cross_entropy, in the shape of the tokens."""
-    rows, weight = _array("input", input), _array("linear_weight", linear_weight)
+    rows, weight = _array("input", input), _weight(linear_weight)
     chosen = _ids(ids, rows)
-    if weight.ndim != 2:
-        raise wrong_shape(f"linear_weight has shape {weight.shape}; allowed: [V, D]")
-    shape = rows.shape[:-1]
-    options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
     flat = chosen.reshape(-1, chosen.shape[-1])  # [N, K]
     none = (flat == -1).all(axis=-1)  # [N]
-    tokens, hidden, vocab = len(flat), rows.shape[-1], weight.shape[0]
-    arrays: dict[str, Array | None] = {
-        "input": rows.reshape(tokens, hidden), "weight": weight,
-        "bias": None if linear_bias is None else _array("linear_bias", linear_bias),
-        "target": np.where(none, options.ignore_index, 0), "ids": flat,
-    }  # fmt: skip
-    if isinstance(options.temperature, np.ndarray):
-        arrays["temperature"] = _temperature(options.temperature, shape, 0)
-        options = options._replace(temperature=1.0)
     logits = np.empty(flat.shape, np.float32)
-    reference, log_sum = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
-    made: dict[str, Array | None] = {
-        "logits_at": logits, "row_reference": reference, "row_log_sum": log_sum,
-    }  # fmt: skip
-    most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
+    options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
     try:
-        kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
-        _run(kind, arrays | made, options, parse_memory(memory), most)
+        logprobs = _logprobs_of(
+            rows, weight, linear_bias, options, memory, logits,
+            {"target": np.where(none, options.ignore_index, 0), "ids": flat, "logits_at": logits},
+        )  # fmt: skip
     except LogitlessError as error:
         error.args = (with_cast(placed(str(error), shape, name="ids")),)
         raise
-    with np.errstate(invalid="ignore"):
-        logprobs = (logits - reference[:, None]) - log_sum[:, None]
-    logprobs[logprobs > 0] = 0  # a NaN stays
     logprobs[flat == -1] = -np.inf
     return logprobs.reshape(chosen.shape)
+
+
+def _weight(value: Any) -> Array:
+    weight = _array("linear_weight", value)
+    if weight.ndim != 2:
+        raise wrong_shape(f"linear_weight has shape {weight.shape}; allowed: [V, D]")
+    return weight
+
+
+def _logprobs_of(
+    rows: Array, weight: Array, bias: Array | None, options: AnyOptions, memory: Any,
+    logits: Array, more: dict[str, Array | None],
+) -> Array:  # fmt: skip
+    """Runs a Forward that writes `logits` [N, K] as one of `more`, and makes log-probabilities of
+    them. A list that is NaN stays one."""
+    tokens, hidden, vocab = len(logits), rows.shape[-1], weight.shape[0]
+    reference, log_sum = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
+    arrays: dict[str, Array | None] = {
+        "input": rows.reshape(tokens, hidden), "weight": weight,
+        "bias": None if bias is None else _array("linear_bias", bias), **more,
+        "row_reference": reference, "row_log_sum": log_sum,
+    }  # fmt: skip
+    if isinstance(options.temperature, np.ndarray):
+        arrays["temperature"] = _temperature(options.temperature, rows.shape[:-1], 0)
+        options = options._replace(temperature=1.0)
+    most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
+    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
+    _run(kind, arrays, options, parse_memory(memory), most)
+    with np.errstate(invalid="ignore"):
+        logprobs: Array = (logits - reference[:, None]) - log_sum[:, None]
+    logprobs[logprobs > 0] = 0  # a NaN stays
+    return logprobs
+
+
+@overload
+def linear_topk(  # type: ignore[overload-overlap]  # () asks for nothing
+    input: Array, linear_weight: Array, k: int, *, return_statistics: tuple[()] = ...,
+    **options: Unpack[TopOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def linear_topk(
+    input: Array, linear_weight: Array, k: int, *, return_statistics: TopNames,
+    **options: Unpack[TopOptions],
+) -> tuple[Array, Array, Statistics]: ...  # fmt: skip
+def linear_topk(
+    input: Array, linear_weight: Array, k: int, *, linear_bias: Array | None = None,
+    temperature: float | Array = 1.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
+    memory: int | str | None = None, return_statistics: Any = (),
+) -> Any:  # fmt: skip
+    """The k likeliest classes of each token of `input` [..., D]: their log-probabilities, never
+    above 0, and their ids, int64, both [..., k], the likeliest first, of equal logits the lowest id
+    first. With `return_statistics`, of those that need no target, a triple. k is from 1 to 256, and
+    at most V. A row that holds a NaN is NaN, of any ids."""
+    rows, weight = _array("input", input), _weight(linear_weight)
+    names = _statistics.names_of(return_statistics, _TARGETLESS)
+    if rows.ndim == 0:
+        raise wrong_shape("input has shape (); allowed: [..., D]")
+    count, most = _integer("k", k), min(weight.shape[0], _abi.MOST_LISTED)
+    if isinstance(k, bool) or not 1 <= count <= most:
+        raise invalid(f"k is {k}; allowed: 1 to {most}, the least of V and {_abi.MOST_LISTED}")
+    shape = rows.shape[:-1]
+    tokens = int(np.prod(shape))
+    logits, ids = np.empty((tokens, count), np.float32), np.empty((tokens, count), np.int64)
+    made: dict[str, Array] = {name: np.empty(tokens, _dtype_of(name)) for name in names}
+    options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
+    try:
+        logprobs = _logprobs_of(
+            rows, weight, linear_bias, options, memory, logits,
+            {"target": np.zeros(tokens, np.int64), "top_logits": logits, "top_ids": ids, **made},
+        )  # fmt: skip
+    except LogitlessError as error:
+        error.args = (with_cast(str(error)),)
+        raise
+    logprobs, ids = logprobs.reshape(*shape, count), ids.reshape(*shape, count)
+    if not names:
+        return logprobs, ids
+    kept = {name: array.reshape(shape) for name, array in made.items()}
+    return logprobs, ids, _statistics.Statistics(**kept)
+
+
+# A call without targets has these.
+_TARGETLESS = {
+    name: statistic for name, statistic in _statistics.STATISTICS.items() if not statistic.of_target
+}
+
+
+def _dtype_of(name: str) -> type:
+    return np.int64 if _statistics.STATISTICS[name].indexes else np.float32
 
 
 class _Divergence:

@@ -6,6 +6,7 @@
 #include "src/cpu/ops.h"
 #include "src/cpu/thread_pool.h"
 #include "src/cpu/tokens.h"
+#include "src/cpu/top.h"
 #include "src/row/shards.h"
 
 namespace logitless::cpu {
@@ -58,6 +59,7 @@ Status run_combine(const Call& given, const Workspace& workspace) {
   Tokens tokens;
   Status status = prepare_tokens(call, call.vocab(), memory, &tokens);
   if (!status.ok()) return status;
+  if (call.top_logits) clear_lists(call);
   auto* const states = reinterpret_cast<RowState*>(memory + layout.states);
   auto* const rare = reinterpret_cast<RareStatistics*>(memory + layout.rare);
   const ShardViews views = shard_views(call);
@@ -69,6 +71,7 @@ Status run_combine(const Call& given, const Workspace& workspace) {
                     const RowStatistics row = fold_token(call.shards(), views, tokens.row[k]);
                     states[k] = row;
                     rare[k] = row;
+                    if (call.top_logits) combine_lists(call, tokens.row[k]);
                   }
                 });
   write_tokens(call, tokens, states, rare);

@@ -14,6 +14,7 @@
 #include "src/cpu/chosen.h"
 #include "src/cpu/linear_products.h"
 #include "src/cpu/ops.h"
+#include "src/cpu/top.h"
 
 namespace logitless::cpu {
 namespace {
@@ -75,6 +76,13 @@ class LinearRun : public LinearProducts {
   TileRows tile_rows(int64_t tile, const Lane& lane) const;
   void load_vectors(int64_t tile, const Lane& lane) const;
   void compute_tile(int64_t tile, const Lane& lane, float* logits, bool forward) const;
+  // A thread's lists of the largest logits that it has seen.
+  TopLists lists_of(int64_t index) const {
+    char* const lane = at<char>(plan_.lanes_at) + index * plan_.lane_bytes;
+    return {call_, plan_.token_chunk, lane + plan_.listed_at};
+  }
+  void list_tile(int64_t tile, int64_t index, const float* logits) const;
+  void write_list(int64_t n) const;
   void combine_blocks();
   void form_row(int64_t tile, const Lane& lane, const TileRows& rows, int64_t n, float* row) const;
 
@@ -257,13 +265,35 @@ void LinearRun::forward_pass() {
   if (counts_above || keeps_exponentials() || needs_targets) find_anchors();
   if (targets_only && call_.logits_at) find_chosen();
   if (targets_only) return;
+  for (int64_t lane = 0; shape_.listed > 0 && lane < plan_.lanes; ++lane) {
+    lists_of(lane).clear(count_);
+  }
   for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t index) {
     const Lane lane = this->lane(index);
     load_vectors(tile, lane);
     compute_tile(tile, lane, logits_of(tile, lane), true);
+    if (shape_.listed > 0) list_tile(tile, index, logits_of(tile, lane));
   });
   combine_blocks();
   if (call_.forward && call_.kept_rows) keep_states();
+}
+
+void LinearRun::list_tile(int64_t tile, int64_t index, const float* logits) const {
+  const TopLists lists = lists_of(index);
+  const int64_t first = tile * vocab_tile;
+  for (int64_t n = 0; n < count_; ++n) {
+    lists.add(n, logits + n * vocab_tile, tile_width(tile), call_.vocab_start() + first);
+  }
+}
+
+// The order of a token's columns is total, so that the list is the same however threads shared the
+// tiles.
+void LinearRun::write_list(int64_t n) const {
+  const int64_t i = tokens_->row[first_ + n];
+  if (std::isnan(states()[first_ + n].reference)) return write_without_order(call_, i);
+  const TopLists all = lists_of(0);
+  for (int64_t lane = 1; lane < plan_.lanes; ++lane) all.add(n, lists_of(lane));
+  all.write(call_, n, i);
 }
 
 void LinearRun::combine_blocks() {
@@ -276,6 +306,7 @@ void LinearRun::combine_blocks() {
     state = row.finish(wants_.sums);
     state.target_logit = target_logit;
     if (wants_.rare()) rare()[first_ + n] = row.finish_rare(call_.vocab_total());
+    if (shape_.listed > 0) write_list(n);
   });
 }
 
@@ -410,7 +441,8 @@ LinearShape shape_of(const Call& call) {
           .kept = kept,
           .places = places(call),
           .sums = call.sums(),
-          .chosen = call.targets_only() ? 0 : call.chosen()};
+          .chosen = call.targets_only() ? 0 : call.chosen(),
+          .listed = call.listed()};
 }
 
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size) {
@@ -435,6 +467,7 @@ Status run_linear(const Call& call, const LinearPlan& plan, const Workspace& wor
   if (!status.ok()) return status;
 
   if (call.logits_at) fill(call.logits_at, -std::numeric_limits<float>::infinity());
+  if (call.top_logits) clear_lists(call);
   LinearRun linear(call, shape, plan, memory);
   if (!shape.forward) load_states(call, tokens, linear.states());
   if (!call.forward && call.kept) linear.check_kept(tokens);

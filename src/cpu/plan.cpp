@@ -10,6 +10,7 @@
 #include "src/cpu/divergence_kernels.h"
 #include "src/cpu/row_kernels.h"
 #include "src/cpu/tokens.h"
+#include "src/cpu/top.h"
 #include "src/rounding.h"
 
 namespace logitless::cpu {
@@ -179,6 +180,7 @@ void place(const LinearShape& shape, LinearPlan& p) {
   lane.at_least(product_end);
   p.bias_at = lane.take(shape.bias ? vocab_tile * 4 : 0);
   p.class_weight_at = lane.take(shape.class_weight ? vocab_tile * 4 : 0);
+  p.listed_at = lane.take(shape.listed > 0 ? TopLists::bytes(chunk, shape.listed) : 0);
   p.lane_bytes = lane.at;
 }
 

@@ -46,6 +46,7 @@ struct LinearShape {
   bool places = false;  // kept rows have places, see Tokens
   SumSet sums{};        // the row's sums that are asked for
   int64_t chosen = 0;   // tiles are looked through for so many columns of each token
+  int64_t listed = 0;   // each token has a list of so many of its largest logits
   // tests give that of another CPU; else it is choose_engine(dtype)
   std::optional<Engine> engine{};
   bool all_kept() const { return kept > 0 && kept == vocab; }
@@ -84,7 +85,8 @@ struct LinearPlan {
 
   // These are byte offsets into a lane's scratch.
   uint64_t weight_block_at = 0, tile_at = 0, along_vocab_at = 0, along_tokens_at = 0,
-           weight_panels_at = 0, product_at = 0, rows_at = 0, bias_at = 0, class_weight_at = 0;
+           weight_panels_at = 0, product_at = 0, rows_at = 0, bias_at = 0, class_weight_at = 0,
+           listed_at = 0;
 };
 
 // Returns how many columns of the vocabulary a call keeps, or reads because its Forward kept them:

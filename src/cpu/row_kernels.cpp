@@ -160,6 +160,18 @@ void exponentials_gradient_on_target(const LogitMap& map, const RowGradient& g,
   });
 }
 
+int64_t find_at_least_on_target(const float* z, int64_t from, int64_t count, float least) {
+  const hn::ScalableTag<float> d;
+  const int64_t n = hn::Lanes(d);
+  const auto lowest = hn::Set(d, least);
+  for (; from + n <= count; from += n) {
+    const intptr_t place = hn::FindFirstTrue(d, hn::Ge(hn::LoadU(d, z + from), lowest));
+    if (place >= 0) return from + place;
+  }
+  while (from < count && !(z[from] >= least)) ++from;
+  return from;
+}
+
 // Makes destination_j = of(source_j), in vectors of as many elements as a vector of f32 has.
 template <class From, class To, class F>
 HWY_INLINE void convert(const From* HWY_RESTRICT source, int64_t count,
@@ -297,6 +309,7 @@ HWY_EXPORT(gradient_block_on_target);
 HWY_EXPORT(scale_block_on_target);
 HWY_EXPORT(store_exponentials_on_target);
 HWY_EXPORT(exponentials_gradient_on_target);
+HWY_EXPORT(find_at_least_on_target);
 HWY_EXPORT(load_bf16);
 HWY_EXPORT(store_bf16);
 HWY_EXPORT(load_f16);
@@ -333,6 +346,10 @@ void exponentials_gradient(const LogitMap& map, const RowGradient& g, const floa
 void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
                     const float* class_weight, int64_t count, float* draw) {
   HWY_DYNAMIC_DISPATCH(gradient_block_on_target)(map, g, z, class_weight, count, draw);
+}
+
+int64_t find_at_least(const float* z, int64_t from, int64_t count, float least) {
+  return HWY_DYNAMIC_DISPATCH(find_at_least_on_target)(z, from, count, least);
 }
 
 double slope_at(const LogitMap& map, float z) {

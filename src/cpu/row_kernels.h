@@ -64,6 +64,9 @@ void store_exponentials(const float* z, float reference, int64_t count, uint16_t
 void exponentials_gradient(const LogitMap& map, const RowGradient& g, const float* exponentials,
                            float reference, const float* class_weight, int64_t count, float* draw);
 
+// Returns the first place of [from, count) whose logit is `least` or more, or count. A NaN is not.
+int64_t find_at_least(const float* z, int64_t from, int64_t count, float least);
+
 // Returns dz/draw at a column.
 double slope_at(const LogitMap& map, float z);
 

@@ -24,8 +24,8 @@ Status find_device(const Execution& execution, const cuda::DeviceInfo** device) 
 const char* invariant_ops(const cuda::DeviceInfo& device) {
   if (cuda::linear_ops_are_batch_invariant(device)) return "every op";
   return cuda::half_linear_ops_are_batch_invariant(device)
-             ? "all but divergences, and linear ops in f32 or of a weight whose rows are strided "
-               "or unaligned"
+             ? "all but divergences, top-k, and linear ops in f32 or of a weight whose rows are "
+               "strided or unaligned"
              : "all but the linear ops";
 }
 

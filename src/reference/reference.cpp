@@ -132,6 +132,7 @@ class Evaluation {
       }
     }
   }
+  void write_list(const std::vector<Listed>& list, int64_t i);
   void add_gradient(const RowGradient& gradient, int64_t i);
   void add_linear_gradient(const RowGradient& gradient, int64_t i);
   void reduce_loss();
@@ -167,6 +168,9 @@ void Evaluation::prepare() {
     create("slope_sum", call_.slope_sum, 0);
   }
   create("logits_at", call_.logits_at, -std::numeric_limits<double>::infinity());
+  create("top_logits", call_.top_logits, -std::numeric_limits<double>::infinity());
+  create("top_ids", call_.top_ids, -1);
+  if (call_.top_ids) output("top_ids")->accepted.assign(element_count(call_.top_ids), {-1});
   create("grad_logits", call_.grad_logits, 0);
   create("grad_input", call_.grad_input, 0);
   create("grad_weight", call_.grad_weight, 0);
@@ -189,7 +193,15 @@ void Evaluation::evaluate_row(const Token& token, int64_t i) {
   for (int64_t k = 0; call_.logits_at && k < call_.chosen(); ++k) {
     set(output("logits_at"), i * call_.chosen() + k, logit_at(of, token.chosen[k].column));
   }
+  if (call_.top_logits) write_list(largest_logits(of, call_.listed()), i);
   if (wants_gradient()) add_gradient(row_gradient(call_, tokens_, token, row), i);
+}
+
+void Evaluation::write_list(const std::vector<Listed>& list, int64_t i) {
+  for (int64_t r = 0; r < std::ssize(list); ++r) {
+    set(output("top_logits"), i * call_.listed() + r, list[r].logit);
+    set_index(output("top_ids"), i * call_.listed() + r, list[r].id);
+  }
 }
 
 void Evaluation::evaluate_probabilities(const Token& token, int64_t i) {
@@ -202,6 +214,8 @@ void Evaluation::evaluate_shards(const Token& token, int64_t i) {
   const WholeRow row = combine(shards_, i);
   if (call_.loss) token_loss_[i] = combined_loss(call_, tokens_, token, row);
   write_statistics(row, &Statistic::of_shards, i);
+  if (!call_.top_logits) return;
+  write_list(largest_of_shards(shards_, i, call_.listed(), call_.vocab_total()), i);
 }
 
 void Evaluation::evaluate_divergence(const Token& token, int64_t i) {

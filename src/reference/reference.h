@@ -24,7 +24,7 @@ struct Output {
       value;  // it is dense, row-major, in the view's shape; NaN and inf are as the contract says
   std::vector<double>
       bound;  // it is the absolute error allowed, with the final rounding to the view's dtype
-  // For argmax and rank bound[i] is unused; `accepted` says for every token what may be named.
+  // For argmax, rank and top_ids bound[i] is unused; `accepted` says of each what may be named.
   std::vector<std::vector<int64_t>> accepted;
 };
 

@@ -338,7 +338,7 @@ Shards read_shards(const Call& call) {
   Shards shards{call.shards(), call.tokens(), {}};
   for (const Field& field : call.fields()) {
     if (!field.given() || !field.name.starts_with("shard_")) continue;
-    if (field.name == "shard_argmax") {
+    if (field.name == "shard_argmax" || field.name == "shard_top_ids") {
       const std::vector<int64_t> indices = read_indices(*field.view);
       shards.given[field.name].assign(indices.begin(), indices.end());
     } else {
@@ -351,6 +351,7 @@ Shards read_shards(const Call& call) {
 WholeRow combine(const Shards& shards, int64_t token) {
   WholeRow whole;
   for (const auto& [name, values] : shards.given) {
+    if (name.starts_with("shard_top")) continue;  // they have a list of each token
     for (int64_t s = 0; s < shards.count; ++s) {
       whole.given[name].push_back(values[s * shards.tokens + token]);
     }

@@ -63,6 +63,15 @@ Estimate row_reference(const RowOf& of);
 Estimate row_log_sum(const RowOf& of);
 Estimate logprob(const RowOf& of);
 
+// A place of the list of a token's largest logits (top.cpp).
+struct Listed {
+  Estimate logit;
+  Index id;
+};
+std::vector<Listed> largest_logits(const RowOf& of, int64_t count);
+std::vector<Listed> largest_of_shards(const Shards& shards, int64_t token, int64_t count,
+                                      int64_t vocab);
+
 Estimate combined_lse(const WholeRow& row);
 Estimate combined_loss(const Call& call, const Tokens& tokens, const Token& token,
                        const WholeRow& row);

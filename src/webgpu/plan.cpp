@@ -282,6 +282,7 @@ Problem problem_of(const Call& call) {
     p.hands_states |= call.diverges && call[name];
   }
   p.chooses = static_cast<bool>(call.ids);
+  p.lists = static_cast<bool>(call.top_logits);
   p.hidden = call.linear ? call.hidden() : 0;
   p.state_given = !call.forward && static_cast<bool>(call["row_reference"]);
   p.has_bias = static_cast<bool>(call["bias"]);
@@ -330,6 +331,9 @@ Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, 
   const Problem p = on_device(problem, limits);
   if (problem.chooses) {
     return error(StatusCode::not_supported, "ids: webgpu has no chosen columns; allowed: none");
+  }
+  if (problem.lists) {
+    return error(StatusCode::not_supported, "top_logits: webgpu has no top-k; allowed: none");
   }
   if (problem.diverges && (problem.vocab_total > problem.vocab || problem.hands_states)) {
     return error(StatusCode::not_supported,

@@ -68,6 +68,7 @@ struct Problem {
   bool diverges = false;      // there are two heads
   bool hands_states = false;  // of a divergence, which are for shards
   bool chooses = false;       // there are chosen columns, which are refused
+  bool lists = false;         // the largest logits are asked for, which is refused
   bool reads_kept = false;    // of a divergence, whose gradient Forward has kept
   TeacherProblem teacher;
   bool has_bias = false, bias_bound = false;

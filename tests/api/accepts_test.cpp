@@ -277,6 +277,26 @@ const Accept kAccepts[] = {
     {"chosen columns alone",
      [](Subject& s) { return s.make_chosen() && s.write_only("logits_at"); }},
     {"chosen columns of a shard", [](Subject& s) { return s.make_shard() && s.make_chosen(); }},
+    {"lists of the largest logits", [](Subject& s) { return s.make_lists(); }},
+    {"lists of i32, in any strides", [](Subject& s) {
+       if (!s.make_lists()) return false;
+       for (const auto& [name, view] : s.of_lists) {
+         if (name.ends_with("ids")) s[name].dtype = DType::i32;
+         if (!name.starts_with("shard_")) s[name].stride = {9, 2};
+       }
+       return true;
+     }},
+    {"lists alone", [](Subject& s) {
+       if (s.combines() || !s.make_lists()) return false;
+       const TensorView ids = s["top_ids"];
+       return s.write_only("top_logits") && (s["top_ids"] = ids);
+     }},
+    {"lists of a shard", [](Subject& s) { return s.make_shard() && s.make_lists(); }},
+    {"a list of one", [](Subject& s) {
+       if (s.combines() || !s.make_lists()) return false;
+       s["top_logits"].shape[1] = s["top_ids"].shape[1] = 1;
+       return true;
+     }},
     {"a divergence's sums or states", [](Subject& s) { return s.make_sums(); }},
     {"a divergence's sums without acceptance",
      [](Subject& s) {

@@ -136,9 +136,9 @@ static int32_t run_plan(void) {
   uint32_t count = 0;
   const logitless_op* op = &g_op.value;
   const logitless_tensor* listed[] = {
-      op->logits, op->probabilities, op->input,         op->weight,     op->target,
-      op->loss,   op->grad_loss,     op->grad_logits,   op->grad_input, op->grad_weight,
-      op->ids,    op->logits_at,     op->grad_logits_at};
+      op->logits, op->probabilities, op->input,          op->weight,     op->target,
+      op->loss,   op->grad_loss,     op->grad_logits,    op->grad_input, op->grad_weight,
+      op->ids,    op->logits_at,     op->grad_logits_at, op->top_logits, op->top_ids};
   int32_t code = logitless_plan_create(op, &g_execution.value, g_workspace.value.bytes, &plan,
                                        &g_status.value);
   CHECK((code == LOGITLESS_OK) == (plan != NULL));
@@ -572,6 +572,34 @@ static void test_chosen_columns(int32_t device) {
   g_what = "";
 }
 
+/* Both rows have the logits [0, log 3]. */
+static void test_largest_logits(int32_t device) {
+  int32_t ids[2][2];
+  float logits[2][2];
+  logitless_tensor id = view(ids, LOGITLESS_I32, 2, 2, 2),
+                   top = view(logits, LOGITLESS_F32, 2, 2, 2);
+  const float want[] = {logf(3), 0};
+  g_what = "largest logits";
+  set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD, device);
+  g_op.value.top_logits = &top;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "top_logits is given without top_ids") != NULL);
+  g_op.value.top_ids = &id;
+  for (int by_plan = 0; by_plan < 2; ++by_plan) {
+    CHECK((by_plan ? run_plan() : run()) == LOGITLESS_OK);
+    for (int i = 0; i < 2; ++i) {
+      expect_values(logits[i], want, 2);
+      CHECK(ids[i][0] == 1 && ids[i][1] == 0);
+    }
+  }
+  /* another op has none */
+  set_up(LOGITLESS_CROSS_ENTROPY_FORWARD, device);
+  g_op.value.top_logits = &top;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "top_logits is set; CrossEntropyForward does not") != NULL);
+  g_what = "";
+}
+
 /* Each of two shards has one column: logits [0, log 3] of both tokens. */
 static void test_combine(int32_t device) {
   const float log3 = logf(3), loss = 0.5f * logf(16.0f / 3), lse[] = {logf(4), logf(4)};
@@ -627,6 +655,8 @@ int main(void) {
   test_divergence_sums(LOGITLESS_CPU);
   test_chosen_columns(LOGITLESS_REFERENCE);
   test_chosen_columns(LOGITLESS_CPU);
+  test_largest_logits(LOGITLESS_REFERENCE);
+  test_largest_logits(LOGITLESS_CPU);
   test_combine(LOGITLESS_REFERENCE);
   test_combine(LOGITLESS_CPU);
   if (g_failures == 0) printf("every check passed\n");

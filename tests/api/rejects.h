@@ -361,6 +361,96 @@ inline const Reject kChosenRejects[] = {
      invalid_argument, "ids: N = 1125899906842624, K = 1000"},
 };
 
+// A call with lists of the largest logits is changed.
+inline Mistake listing(std::function<bool(Subject&)> how) {
+  return [=](Subject& s) { return s.make_lists() && how(s); };
+}
+inline Mistake listed(const char* name, std::function<void(TensorView&)> how) {
+  return listing(change(name, std::move(how)));
+}
+// Changes the size of the lists in every field that has it.
+inline Mistake listing_so_many(int64_t count) {
+  return listing([=](Subject& s) {
+    for (const auto& [name, view] : s.of_lists) {
+      s[name].shape[1] = name.starts_with("shard_") ? Subject::n * count : count;
+      s[name].stride = {name.starts_with("shard_") ? Subject::n * count : count, 1};
+    }
+    return true;
+  });
+}
+
+// This table is about lists of the largest logits alone.
+inline const Reject kListRejects[] = {
+    {"top_logits without top_ids", listing(missing({"top_ids"})), invalid_argument,
+     "top_logits is given without top_ids"},
+    {"top_ids without top_logits",
+     listing([](Subject& s) { return !s.combines() && missing({"top_logits"})(s); }),
+     invalid_argument, "top_ids is given without top_logits"},
+    {"lists without the shards' logits", listing(missing({"shard_top_logits"})), invalid_argument,
+     "top_logits is given without shard_top_logits"},
+    {"lists without the shards' ids", listing(missing({"shard_top_ids"})), invalid_argument,
+     "top_logits is given without shard_top_ids"},
+    {"the shards' lists alone",
+     listing([](Subject& s) { return s.combines() && missing({"top_logits", "top_ids"})(s); }),
+     invalid_argument, "shard_top_logits is given without top_logits"},
+    {"lists beside kept state",
+     [](Subject& s) {
+       if (!s.has("kept")) return false;
+       const TensorView kept = s["kept"], rows = s["kept_rows"];
+       if (!s.make_lists()) return false;
+       s["kept"] = kept, s["kept_rows"] = rows;
+       return true;
+     },
+     invalid_argument, "top_logits is given beside kept"},
+    {"k = 0", listing_so_many(0), wrong_shape, "k from 1 to 5"},
+    {"k above V", listing_so_many(6), wrong_shape, "top_logits has shape [3, 6]"},
+    {"k above 256",
+     [](Subject& s) {
+       if (!s.make_shard()) return false;
+       s.drop({"vocab_weight"});
+       s.options->vocab_total = 1000;
+       return listing_so_many(257)(s);
+     },
+     wrong_shape, "k from 1 to 256"},
+    {"N of top_logits", listed("top_logits", [](TensorView& v) { v.shape[0] = 2; }), wrong_shape,
+     "top_logits has shape [2, 4]"},
+    {"a vector of top_logits", listed("top_logits", [](TensorView& v) { v.rank = 1; }), wrong_shape,
+     "top_logits has rank 1"},
+    {"k of top_ids", listed("top_ids", [](TensorView& v) { v.shape[1] = 3; }), wrong_shape,
+     "top_ids has shape [3, 3]"},
+    {"P of the shards' lists", listed("shard_top_logits", [](TensorView& v) { v.shape[0] = 1; }),
+     wrong_shape, "shard_top_logits has shape [1, 12]; allowed: [2, 12]"},
+    {"top_logits bf16", listing(dtype("top_logits", DType::bf16)), wrong_dtype,
+     "top_logits is bf16"},
+    {"top_ids f32", listing(dtype("top_ids", DType::f32)), wrong_dtype, "top_ids is f32"},
+    {"shard_top_ids f32", listing(dtype("shard_top_ids", DType::f32)), wrong_dtype,
+     "shard_top_ids is f32"},
+    {"top_ids i32 of a huge vocabulary",
+     [](Subject& s) {
+       if (!s.make_shard() || !s.make_lists()) return false;
+       s.drop({"vocab_weight", "argmax"});
+       s.options->vocab_total = int64_t{1} << 31;
+       s["top_ids"].dtype = DType::i32;
+       return true;
+     },
+     wrong_dtype, "top_ids is i32"},
+    {"top_logits that overlap themselves",
+     listed("top_logits", [](TensorView& v) { v.stride[0] = 0; }), invalid_argument,
+     "top_logits has shape"},
+    {"lists of more than there are numbers for", listing([](Subject& s) {
+       if (s.combines()) return false;
+       constexpr int64_t many = int64_t{1} << 54;
+       s.drop_statistics();
+       s.drop({"loss", "bias", "token_weight", "temperature"});
+       for (const char* name : {"input", "target", "top_logits", "top_ids"}) {
+         s[name].shape[0] = many, s[name].stride[0] = 0;
+       }
+       for (const char* name : {"top_logits", "top_ids"}) s[name].shape[1] = 5;
+       return true;
+     }),
+     invalid_argument, "top_logits: N = 18014398509481984, k = 5"},
+};
+
 // This table is about divergences alone.
 inline const Reject kDivergenceRejects[] = {
     {"unknown kind", divergence(&DivergenceOptions::kind, DivergenceKind(5)), unknown_enum, "kind"},

@@ -91,6 +91,7 @@ std::string row_name(const ::testing::TestParamInfo<Reject>& info) {
 
 INSTANTIATE_TEST_SUITE_P(Op, RejectTable, ::testing::ValuesIn(kOpRejects), row_name);
 INSTANTIATE_TEST_SUITE_P(Chosen, RejectTable, ::testing::ValuesIn(kChosenRejects), row_name);
+INSTANTIATE_TEST_SUITE_P(Lists, RejectTable, ::testing::ValuesIn(kListRejects), row_name);
 INSTANTIATE_TEST_SUITE_P(Divergences, RejectTable, ::testing::ValuesIn(kDivergenceRejects),
                          row_name);
 INSTANTIATE_TEST_SUITE_P(Fields, RejectTable, ::testing::ValuesIn(kFieldRejects), row_name);
@@ -160,7 +161,7 @@ TEST(Rejects, WrongDeviceOfAnyField) {
 TEST(Rejects, WrongDtypeOfAnyField) {
   break_every_field(wrong_dtype, Seen::by_both, [](Subject& s, const std::string& name) {
     const bool integer = name == "target" || name == "argmax" || name == "rank" ||
-                         name == "fault" || name == "shard_argmax" || name == "ids";
+                         name == "fault" || name == "shard_argmax" || name.ends_with("ids");
     s[name].dtype = integer ? DType::f32 : DType::i32;
     return true;
   });
@@ -215,7 +216,8 @@ TEST(Rejects, WrongSizeOfAnyField) {
     for (int64_t change : {-1, 1}) {
       break_every_field(wrong_shape, Seen::by_both, [=](Subject& s, const std::string& name) {
         if (sets_sizes(s, name) || s[name].rank <= dimension) return false;
-        if (name == "ids" && dimension == 1) return false;  // it says what K is
+        // These say what K and k are.
+        if ((name == "ids" || name == "top_logits") && dimension == 1) return false;
         s[name].shape[dimension] += change;
         return true;
       });

@@ -46,6 +46,7 @@ struct Subject {
   // These are given where a divergence takes the states of the whole vocabulary.
   std::map<std::string, TensorView> of_sums;
   std::map<std::string, TensorView> of_choice;  // they go together: ids and what is at them
+  std::map<std::string, TensorView> of_lists;   // so do the lists of largest logits
   Execution execution{};
   Workspace workspace{};
   WorkspaceSize size{};  // `workspace` asked for it, for the unbroken op
@@ -113,10 +114,20 @@ struct Subject {
     if (!of_choice.empty() && ask_workspace(&size).ok()) give_workspace(size.recommended);
     return !of_choice.empty();
   }
+  // Gives lists of the largest logits, which nothing is kept beside; returns false where the op has
+  // none.
+  bool make_lists() {
+    if (of_lists.empty()) return false;
+    drop({"kept", "kept_rows"});
+    for (const auto& [name, view] : of_lists) (*this)[name] = view;
+    if (ask_workspace(&size).ok()) give_workspace(size.recommended);
+    return true;
+  }
   // Gives a field that an op has only without others.
   bool give(const std::string& name) {
     if (of_sums.contains(name)) return make_sums();
     if (of_choice.contains(name)) return make_chosen();
+    if (of_lists.contains(name)) return make_lists();
     return name == "teacher_logits" ? give_teacher_logits() : make_shard();
   }
   // Gives the teacher's logits in the place of its head.
@@ -208,6 +219,10 @@ inline TensorView subject_view(const std::string& name) {
   if (is({"kept"})) return matrix_view(nullptr, DType::f32, 64, 64);
   if (is({"ids"})) return matrix_view(nullptr, DType::i64, n, 4);
   if (is({"logits_at", "grad_logits_at"})) return matrix_view(nullptr, DType::f32, n, 4);
+  if (is({"top_logits"})) return matrix_view(nullptr, DType::f32, n, 4);
+  if (is({"top_ids"})) return matrix_view(nullptr, DType::i64, n, 4);
+  if (is({"shard_top_logits"})) return matrix_view(nullptr, DType::f32, 2, n * 4);
+  if (is({"shard_top_ids"})) return matrix_view(nullptr, DType::i64, 2, n * 4);
   if (is({"kept_rows"})) return matrix_view(nullptr, DType::f32, n, 8);
   if (is({"shard_argmax"})) return matrix_view(nullptr, DType::i64, 2, n);
   if (name.starts_with("shard_")) return matrix_view(nullptr, DType::f32, 2, n);
@@ -298,6 +313,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
                  {"row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum"});
   }
   s->set_apart(&s->of_choice, {"ids", "logits_at", "grad_logits_at"});
+  s->set_apart(&s->of_lists, {"shard_top_logits", "shard_top_ids", "top_logits", "top_ids"});
   if (s->has("anchor")) std::swap(s->anchor, (*s)["anchor"]);
   Subject* raw = s.get();
   s->ask_workspace = [&op, raw](WorkspaceSize* size) {

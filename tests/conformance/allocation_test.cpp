@@ -94,7 +94,11 @@ TEST_P(Allocation, NoneOfACombine) {
   if (!device_.has_threads() || op_ != OpKind::softmax || dtype_ != DType::f32) return;
   constexpr int64_t shards = 3, tokens = 700, vocab = 12;
   std::vector<float> states(shards * tokens, 0.5f), weights(vocab, 1), written(11 * tokens);
-  std::vector<int64_t> indices(shards * tokens, 1), argmax(tokens);
+  constexpr int64_t listed = 4;
+  std::vector<int64_t> indices(shards * tokens * listed, 1), argmax(tokens);
+  std::vector<float> lists(shards * tokens * listed, 0.5f);
+  std::vector<float> top(tokens * listed);
+  std::vector<int64_t> top_ids(tokens * listed);
   Combine op;
   op.options = {.label_smoothing = 0.1f, .vocab_total = vocab};
   float* next = written.data();
@@ -105,6 +109,14 @@ TEST_P(Allocation, NoneOfACombine) {
     if (left_out.contains(name)) return;
     if (name == "target") {
       view = vector_view(indices.data(), DType::i64, tokens);
+    } else if (name.starts_with("shard_top")) {
+      const bool index = name == "shard_top_ids";
+      view = matrix_view(index ? static_cast<void*>(indices.data()) : lists.data(),
+                         index ? DType::i64 : DType::f32, shards, tokens * listed);
+    } else if (name == "top_logits") {
+      view = matrix_view(top.data(), DType::f32, tokens, listed);
+    } else if (name == "top_ids") {
+      view = matrix_view(top_ids.data(), DType::i64, tokens, listed);
     } else if (name.starts_with("shard_")) {
       const bool index = name == "shard_argmax";
       view = matrix_view(index ? static_cast<void*>(indices.data()) : states.data(),

@@ -50,7 +50,7 @@ endif()
 foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Invariance:4 edges:Edges:1
              nonfinite:NonFinite:1 invariants:Invariants:1 shards:Shards:1 combine:Combines:1 kept:KeptState:1 kept_shards:KeptShards:1 offsets:Offsets:1 workspace:WorkspaceSizes:4
              temperatures:Temperatures:1 divergence:Divergences:1 divergence_shards:DivergenceShards:1 statistics:TokenStatistics:1 inactive:InactiveTokens:1
-             chosen:ChosenColumns:1)
+             chosen:ChosenColumns:1 topk:TopK:1)
   string(REPLACE ":" ";" test ${test})
   list(GET test 0 name)
   list(GET test 1 suite)

@@ -132,6 +132,21 @@ TEST(CudaEngine, TheFirstOfTheListThatServesTakesTheCall) {
   EXPECT_STREQ(engine_of(toy_vocab, {.major = 9, .multiprocessors = 132}), "portable");
 }
 
+// Lists of the largest logits are made of logits in memory.
+TEST(CudaEngine, OneThatListsLogitsTakesACallForThem) {
+  Head head(toy_vocab);
+  std::vector<float> logits(6);
+  std::vector<int32_t> ids(6);
+  head.op.top_logits = view(logits.data(), DType::f32, {3, 2});
+  head.op.top_ids = view(ids.data(), DType::i32, {3, 2});
+  EXPECT_STREQ(make_call(list, head.op, toy_device).engine->name(), "portable");
+  const DeviceInfo hopper{.major = 9, .multiprocessors = 132};
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    head.op.input.dtype = head.op.weight.dtype = dtype;
+    EXPECT_STREQ(make_call(engines(), head.op, hopper).engine->name(), "portable");
+  }
+}
+
 TEST(CudaEngine, ItsSizesAreItsOwn) {
   const auto [engine, call] = make_call(list, Head(toy_vocab).op, toy_device);
   const Asked asked{*engine, call.shape, engine->speed(toy_device)};

@@ -343,15 +343,23 @@ TEST(CudaRecordedPasses, AllocateNothing) {
   EXPECT_STREQ(machine.fault(), "");
 }
 
-// Shards are combined in three launches at most.
+// Shards are combined in three launches at most; their lists take two more.
 TEST(CudaRecordedCombine, TakesThreeLaunches) {
-  constexpr int64_t shards = 4, tokens = 8192;
-  for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+  constexpr int64_t shards = 4, tokens = 8192, listed = 20;
+  for (const auto& [reduction, lists] :
+       {std::pair{Reduction::none, false}, {Reduction::mean, false}, {Reduction::mean, true}}) {
     Combine op;
     const logitless_op unused{};
     for_each_tensor(op, unused, [&](std::string_view name, Access, TensorView& view, auto&&) {
       const bool index = name == "target" || name == "argmax" || name == "shard_argmax";
       const DType dtype = index ? DType::i64 : DType::f32;
+      if (name.find("top_") != name.npos) {
+        const bool of_shards = name.starts_with("shard_");
+        const DType of_list = name.ends_with("ids") ? DType::i64 : DType::f32;
+        const int64_t rows = of_shards ? shards : tokens, each = of_shards ? tokens : 1;
+        if (lists) view = matrix_view(nullptr, of_list, rows, each * listed);
+        return;
+      }
       if (name.starts_with("shard_")) view = matrix_view(nullptr, dtype, shards, tokens);
       if (!view) view = vector_view(nullptr, dtype, tokens);
       if (name == "vocab_weight") view.shape[0] = 50257;
@@ -370,7 +378,7 @@ TEST(CudaRecordedCombine, TakesThreeLaunches) {
       EXPECT_EQ(allocations(), allocated);
       EXPECT_TRUE(status.ok()) << status.message();
       EXPECT_STREQ(machine.fault(), "");
-      EXPECT_EQ(machine.launches(), reduction == Reduction::none ? 2 : 3);
+      EXPECT_EQ(machine.launches(), (reduction == Reduction::none ? 2 : 3) + (lists ? 2 : 0));
       EXPECT_EQ(machine.first_asked_late(launch_questions()), "");
     }
   }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mutants: bugs that some test must catch, and which tests are asked."""
 
-from mutants import chosen, combine, divergences, kernels, linear, logits, overlap, plans, token_options, tokens
+from mutants import chosen, combine, divergences, kernels, linear, logits, overlap, plans, token_options, tokens, topk
 from mutants.mutant import TESTS, Edit, Mutant
 
 MUTANTS = [
@@ -12,6 +12,7 @@ MUTANTS = [
     *linear.MUTANTS,
     *divergences.MUTANTS,
     *chosen.MUTANTS,
+    *topk.MUTANTS,
     *combine.MUTANTS,
     *overlap.MUTANTS,
     *plans.MUTANTS,

@@ -38,6 +38,7 @@ TESTS: dict[str, list[str]] = {
         of_cpu("invariants", LINEAR),
     ],
     "chosen": [of_cpu("chosen", "")],
+    "topk": [of_cpu("topk", "")],
     "divergences": [of_cpu("conformance", "divergence", TABLE)],
     "divergence-edges": [of_cpu("divergence", "")],
     "divergence-shards": [of_cpu("divergence_shards", "")],

@@ -59,7 +59,7 @@ OPTIONS = frozenset(
     "teacher_logits "  # in the place of the teacher's head
     "chunk_mem_const group axis_name upstream tp_group "
     "sequence_parallel chunks logit_scale_multiply logit_scale_divide logit_softcapping "
-    "options".split()
+    "options k".split()
 )
 
 
@@ -147,7 +147,7 @@ CASES = [
 
 def arguments(name: str, **changed: Any) -> dict[str, Any]:
     """Those of a right call, but for what is changed, as the binding takes them."""
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = {"k": 2} if "k" in inspect.signature(FUNCTIONS[name]).parameters else {}
     for argument, value in ({a: ROLES[r] for a, r in tensors(name).items()} | changed).items():
         if name.startswith("jax."):
             import jax.numpy as jnp

@@ -343,6 +343,81 @@ def test_ids_of_another_dtype(dtype: Any) -> None:
         ln.linear_logprobs_at(x, w, np.zeros((2, 5, 3), dtype))
 
 
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("name", CHOSEN_OPTIONS)
+def test_the_likeliest_classes(name: str, dtype: torch.dtype) -> None:
+    x, w, b, _ = numpy(*problem((3, 11), 53, 24, dtype, bias=True))
+    options = CHOSEN_OPTIONS[name]
+    every = np.broadcast_to(np.arange(53), (3, 11, 53))
+    wanted = ln.linear_logprobs_at(x, w, every, linear_bias=b, **options)
+    for k in (1, 7, 53):
+        logprobs, ids = ln.linear_topk(x, w, k, linear_bias=b, **options)
+        assert logprobs.shape == ids.shape == (3, 11, k)
+        assert logprobs.dtype == np.float32 and ids.dtype == np.int64
+        assert np.array_equal(logprobs, np.take_along_axis(wanted, ids, -1))
+        assert np.array_equal(logprobs, -np.sort(-wanted, axis=-1)[..., :k])
+        assert all(len(set(row)) == k for row in ids.reshape(-1, k))
+    assert np.allclose(np.exp(logprobs.astype(np.float64)).sum(-1), 1, atol=1e-5)
+
+
+def test_the_likeliest_classes_with_statistics() -> None:
+    x, w, _, t = numpy(*problem((2, 5), 9, 6, ignored=0))
+    names = ("lse", "entropy", "argmax", "sum_p_squared", "mean_logit", "max_logprob")
+    logprobs, ids, made = ln.linear_topk(x, w, 4, return_statistics=names)
+    _, wanted = ln.linear_cross_entropy(x, w, t, return_statistics=names)
+    for name in names:
+        assert np.array_equal(getattr(made, name), getattr(wanted, name)), name
+    assert made.rank is None and made.logprob is None
+    assert np.array_equal(ids[..., 0], made.argmax)
+    assert np.allclose(logprobs[..., 0], made.max_logprob, atol=1e-6)
+    pair = ln.linear_topk(x, w, 4)
+    assert np.array_equal(pair[0], logprobs) and np.array_equal(pair[1], ids)
+    alone = ln.linear_topk(x, w, 4, return_statistics="lse")[2]
+    assert np.array_equal(alone.lse, made.lse) and alone.entropy is None
+    with pytest.raises(
+        ValueError, match=r"^return_statistics is 'rank'; allowed: 'lse', 'entropy'"
+    ):
+        ln.linear_topk(x, w, 4, return_statistics=("lse", "rank"))  # type: ignore[call-overload]
+
+
+def test_a_temperature_of_each_token_of_the_likeliest_classes() -> None:
+    x, w, _, _ = numpy(*problem((2, 5), 9, 6))
+    temperature = np.linspace(0.5, 2, 10, dtype=np.float32).reshape(2, 5)
+    logprobs, ids = ln.linear_topk(x, w, 3, temperature=temperature)
+    assert np.array_equal(logprobs, ln.linear_logprobs_at(x, w, ids, temperature=temperature))
+
+
+def test_equal_and_masked_and_nan_classes() -> None:
+    x, w = np.ones((4, 6), np.float32), np.ones((9, 6), np.float32)
+    assert np.array_equal(ln.linear_topk(x, w, 9)[1], np.broadcast_to(np.arange(9), (4, 9)))
+    mask = np.full(9, -np.inf, np.float32)
+    mask[[3, 7]] = 0
+    logprobs, ids = ln.linear_topk(x, w, 4, linear_bias=mask)
+    assert np.array_equal(ids[0], [3, 7, 0, 1]) and np.isneginf(logprobs[:, 2:]).all()
+    x[2, 1] = np.nan
+    logprobs, ids = ln.linear_topk(x, w, 4)
+    assert np.array_equal(np.isnan(logprobs).any(-1), [False, False, True, False])
+    assert np.isnan(logprobs[2]).all() and (ids >= 0).all() and (ids < 9).all()
+    assert ln.linear_topk(np.empty((2, 0, 6), np.float32), w, 4)[1].shape == (2, 0, 4)
+    assert ln.linear_topk(x[0], w, 4)[0].shape == (4,)
+
+
+@pytest.mark.parametrize("k", [0, -1, 10, True])
+def test_so_many_likeliest_classes_there_are_not(k: Any) -> None:
+    x, w, _, _ = numpy(*problem((2, 5), 9, 6))
+    with pytest.raises(ValueError, match=rf"^k is {k}; allowed: 1 to 9, the least of V and 256$"):
+        ln.linear_topk(x, w, k)
+
+
+def test_k_is_a_number() -> None:
+    x, w, _, _ = numpy(*problem((2, 5), 300, 6))
+    with pytest.raises(TypeError, match=r"^k is a float; allowed: an int$"):
+        ln.linear_topk(x, w, 2.5)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"^k is 257; allowed: 1 to 256, "):
+        ln.linear_topk(x, w, 257)
+    assert ln.linear_topk(x, w, int(np.int32(256)))[1].shape == (2, 5, 256)
+
+
 @pytest.mark.parametrize("shift", [1, 3])
 def test_a_weight_moves_with_its_label(shift: int) -> None:
     x, w, _, t = numpy(*problem((2, 5), 9, 6))

@@ -97,6 +97,7 @@ std::vector<std::unique_ptr<Call>> calls_of(uint64_t seed) {
     c.statistics = random.below(2) == 0;
     c.bias = random.below(2) == 0;
     c.ignored = random.below(2) * 0.3;
+    c.listed = c.seed % 3 == 0 ? 1 + static_cast<int64_t>(c.seed % 20) : 0;
     c.options.label_smoothing = random.below(2) == 0 ? 0.1f : 0;
     conformance::with_op(
         c.op, [&](auto op) { calls.push_back(std::make_unique<CallOf<decltype(op)>>(c)); });

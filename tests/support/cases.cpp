@@ -35,6 +35,7 @@ enum Group : uint32_t {
   kTeacherMap = 1 << 24,
   kTeacherTemperature = 1 << 25,
   kChosen = 1 << 26,
+  kListed = 1 << 27,
 };
 
 bool any_loss(OpKind op, DType) { return has_loss(op); }
@@ -59,6 +60,7 @@ bool sharded(OpKind op, DType dtype) {
 bool choosing(OpKind op, DType) {
   return op == OpKind::linear_forward || op == OpKind::linear_backward;
 }
+bool listing(OpKind op, DType) { return op == OpKind::linear_forward; }
 bool any(OpKind, DType) { return true; }
 
 // clang-format off
@@ -158,6 +160,9 @@ const std::vector<Feature> kFeatures{
     {"chosen_one", kChosen, choosing, [](Case& c) { c.chosen = 1; }},
     {"chosen_two_i32", kChosen, choosing, [](Case& c) { c.chosen = 2; c.ids = DType::i32; }},
     {"chosen_many", kChosen, choosing, [](Case& c) { c.chosen = 65; }},
+    {"top", kListed, listing, [](Case& c) { c.listed = 9; }},
+    {"top_one_i32", kListed, listing, [](Case& c) { c.listed = 1; c.argmax = DType::i32; }},
+    {"top_all", kListed, listing, [](Case& c) { c.listed = 256; }},
 };
 // clang-format on
 

@@ -120,6 +120,9 @@ struct Case {
   int64_t teacher_hidden = 0;
   bool teacher_logits = false, teacher_bias = false, teacher_temperatures = false;
   bool near = false, equal = false, no_target = false;
+  // Each token has a list of so many largest logits, or of as many as there are columns; their ids
+  // have the dtype of argmax.
+  int64_t listed = 0;
   uint64_t seed = 1;
 };
 std::string describe(const Case& c);

@@ -50,6 +50,8 @@ class TestDevice {
   virtual bool keeps_state(DType) const { return false; }
   // Returns whether linear ops have chosen columns; others refuse them.
   virtual bool has_chosen_columns() const { return true; }
+  // Returns whether linear Forwards and Combine list the largest logits; others refuse them.
+  virtual bool has_top() const { return true; }
   // Returns whether a token's loss and statistics do not depend on its batch ("Determinism").
   virtual bool batch_invariant(const Case&) const { return true; }
   // Lists the instruction sets to force in turn, best first; an empty list leaves nothing to force.

@@ -68,6 +68,7 @@ class WebGpuTestDevice : public TestDevice {
   bool synchronous() const override { return false; }
   bool keeps_state(DType) const override { return true; }
   bool has_chosen_columns() const override { return false; }
+  bool has_top() const override { return false; }
 
  private:
   webgpu::NativeDevice* const device_;

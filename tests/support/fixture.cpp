@@ -205,8 +205,8 @@ double error_ratio(double got, double want, double bound, DType dtype) {
   return std::isfinite(bound) ? error / bound : NAN;
 }
 
-void compare_argmax(const std::string& name, const reference::Output& want, const Field& got,
-                    Comparison* c) {
+void compare_indices(const std::string& name, const reference::Output& want, const Field& got,
+                     Comparison* c) {
   for (size_t i = 0; i < got.value.size(); ++i) {
     const auto index = static_cast<int64_t>(got.value[i]);
     const std::vector<int64_t>& accepted = want.accepted.at(i);
@@ -278,8 +278,8 @@ Comparison compare(const reference::Result& wanted, const Fields& got) {
     if (found->second.accepted.empty() && found->second.value.size() != field.value.size()) {
       c.fail(text("%s has %zu elements, the reference %zu", name.c_str(), field.value.size(),
                   found->second.value.size()));
-    } else if (name == "argmax" || name == "rank") {
-      compare_argmax(name, found->second, field, &c);
+    } else if (!found->second.accepted.empty()) {
+      compare_indices(name, found->second, field, &c);
     } else {
       compare_values(name, found->second, field, &c);
     }

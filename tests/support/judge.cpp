@@ -51,17 +51,28 @@ Comparison judge_sizes(const TestDevice& device, const Case& c,
   });
 }
 
+namespace {
+
+// Returns the field of the case that the device has not, or null.
+const char* refused_field(const TestDevice& device, const Case& c) {
+  if (c.chosen > 0 && !device.has_chosen_columns()) return "ids";
+  return c.listed > 0 && !device.has_top() ? "top_logits" : nullptr;
+}
+
+}  // namespace
+
 bool is_refused(const TestDevice& device, const Case& c) {
-  return c.chosen > 0 && !device.has_chosen_columns();
+  return refused_field(device, c) != nullptr;
 }
 
 // Such a call writes nothing, and the message names the field.
 Comparison judge_refusal(const TestDevice& device, const Case& c) {
   const Outcome outcome = run_case(device, c);
   Comparison judged;
+  const char* field = refused_field(device, c);
   if (outcome.status.code() != StatusCode::not_supported ||
-      std::string(outcome.status.message()).find("ids") == std::string::npos) {
-    judged.fail(std::string("chosen columns are not refused: ") + outcome.status.message());
+      std::string(outcome.status.message()).find(field) == std::string::npos) {
+    judged.fail(std::string(field) + " is not refused: " + outcome.status.message());
   }
   for (const std::string& violation : outcome.violations) judged.fail(violation);
   return judged;

@@ -148,6 +148,12 @@ class Builder {
       p_.op.grad_logits_at = put(DType::f32, shape, gradients_at(ids));
     }
   }
+  void add_lists() {
+    const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
+    const std::vector<int64_t> shape{c_.shape.tokens, std::min(c_.listed, vocab)};
+    p_.op.top_logits = output(DType::f32, shape);
+    p_.op.top_ids = output(c_.argmax, shape);
+  }
   TensorView output(DType dtype, std::vector<int64_t> shape) {
     return p_.pool.reserve(dtype, shape, layout_of(c_.placement, shape, Role::output));
   }
@@ -239,6 +245,9 @@ class Builder {
     if constexpr (BackwardOnlyOp<Op>) add_saved();
     if constexpr (ChoosingOp<Op>) {
       if (c_.chosen > 0) add_chosen();
+    }
+    if constexpr (ListingOp<Op>) {
+      if (c_.listed > 0) add_lists();
     }
   }
 

@@ -329,7 +329,8 @@ std::vector<Split> splits_of(int64_t vocab, int64_t shards) {
 bool can_be_split(const Case& c) {
   return (c.op == OpKind::forward || c.op == OpKind::backward || c.op == OpKind::linear_forward ||
           c.op == OpKind::linear_backward) &&
-         c.options.vocab_total == 0 && c.options.input_kind == InputKind::logits && c.chosen == 0;
+         c.options.vocab_total == 0 && c.options.input_kind == InputKind::logits && c.chosen == 0 &&
+         c.listed == 0;
 }
 
 Comparison compare_columns(const reference::Result& whole, const Fields& shard, int64_t vocab,

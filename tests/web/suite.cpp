@@ -116,6 +116,7 @@ class BrowserTestDevice final : public TestDevice {
   }
   bool synchronous() const override { return false; }
   bool has_chosen_columns() const override { return false; }
+  bool has_top() const override { return false; }
 
  private:
   mutable std::map<size_t, std::vector<webgpu::Buffer>> free_;

@@ -52,6 +52,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"teacher_bias"}) && c.capped && c.none) return {};
   if (is({"grad_input"})) return matrix_view(nullptr, c.gradient, c.tokens, c.hidden);
   if (is({"grad_weight"})) return matrix_view(nullptr, c.gradient, c.vocab, c.hidden);
+  if (name.find("top_") != name.npos) return {};  // it has no list
   if (name.starts_with("shard_")) {
     const bool always = is({"shard_row_reference", "shard_row_log_sum", "shard_target_logit"});
     const DType index = c.none ? DType::i32 : DType::i64;

@@ -30,6 +30,9 @@ class Engine {
   // Returns true where this op is served, which its dtype, its strides and the alignment of its
   // weight decide.
   virtual bool serves(const Call& op, const LinearShape& shape) const = 0;
+  // Returns true where calls may ask for the largest logits, which takes kernels that see a row's
+  // logits in memory.
+  virtual bool lists_logits() const { return false; }
   // Returns true where a token's loss and statistics do not depend on its batch, and every call of
   // 16-bit inputs with aligned rows is served, so that `info` may say so.
   virtual bool is_batch_invariant() const = 0;

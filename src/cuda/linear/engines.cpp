@@ -56,6 +56,7 @@ const Engine& engine_for(const DeviceInfo& device) {
 const Engine& engine_for(std::span<const Engine* const> engines, const Call& op,
                          const LinearShape& shape, const DeviceInfo& device) {
   for (const Engine* engine : engines) {
+    if (op.top_logits && !engine->lists_logits()) continue;
     if (may_serve(*engine, device) && engine->serves(op, shape)) return *engine;
   }
   return *engines.back();

@@ -42,6 +42,7 @@ struct LinearCall {
   bool launches_early = false;
   KeptState kept;
   TensorView ids, logits_at, grad_logits_at;
+  TopLists top;
   bool plain() const { return map.identity && !in.makes_maps && !bias; }
 };
 

@@ -77,6 +77,8 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
   made.ids = call.ids;
   made.logits_at = call.logits_at;
   made.grad_logits_at = call.grad_logits_at;
+  made.top = {call.top_logits, call.top_ids};
+  s.listed = call.listed();
   if (!call.forward) {
     made.row_reference = call.row_reference;
     made.row_log_sum = call.row_log_sum;

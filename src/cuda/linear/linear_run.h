@@ -106,6 +106,7 @@ class LinearRun : public StepVisitor {
     if (arranges(call.shape)) arrange_tokens(m.compacted, m.tokens, work_.stream);
     if (call.shape.tokens == 0) return;
     if (call.logits_at) chosen_logits(call, m.tokens, work_.stream);
+    if (static_cast<bool>(call.top)) clear_lists(call.top, work_.stream);
     if (call.shape.chosen > 0) merge_chosen(call, m.tokens, m.chosen, work_.stream);
   }
 

@@ -42,7 +42,8 @@ void settle(const LinearShape& s, LinearPlan* p) {
 }
 
 void set_block(const LinearShape& s, int64_t bytes, LinearPlan* p) {
-  constexpr int64_t most_block_rows = 8192;
+  // A row's list is read and sorted once a block, which then has many columns of few rows.
+  const int64_t most_block_rows = s.listed > 0 ? 1024 : 8192;
   p->block_rows = std::min({p->token_chunk, most_block_rows,
                             std::max<int64_t>(bytes / (4 * segment_columns) / 128 * 128, 128)});
   p->block_columns = std::clamp(bytes / (4 * p->block_rows) / segment_columns * segment_columns,

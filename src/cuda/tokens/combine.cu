@@ -127,6 +127,10 @@ Status run_combine(const Call& call, const Workspace& workspace, const DeviceInf
     prepare_tokens(in, layout.tokens, token_outputs(call), stream);
     const bool early = launch_combine(call, in, layout, device, stream);
     write_loss(in, layout.tokens, layout.losses, call.loss, stream, early);
+    const TopLists lists{call.top_logits, call.top_ids};
+    if (lists) {
+      combine_lists(in, {call.shard_top_logits, call.shard_top_ids}, lists, stream);
+    }
   });
   return {};
 }

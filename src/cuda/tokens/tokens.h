@@ -55,6 +55,16 @@ struct TokenOutputs {
   TensorView loss;
   TokenStatistics statistics;
 };
+// Lists of each token's largest logits, [N, k], or of shards, [P, N k].
+struct TopLists {
+  TensorView logits, ids;
+  explicit operator bool() const { return static_cast<bool>(logits); }
+};
+// top.cu writes that no token has a list, and what the lists of shards come to.
+void clear_lists(const TopLists& lists, Stream* stream);
+void combine_lists(const TokenInput& in, const TopLists& shards, const TopLists& to,
+                   Stream* stream);
+
 inline TokenOutputs token_outputs(const Call& call) {
   if (!call.forward) return {};
   return {call.loss, call.statistics()};

@@ -13,6 +13,7 @@ class PortableEngine final : public Engine {
   const char* name() const override { return kernels_of_every_device; }
   bool serves(const DeviceInfo&) const override { return true; }
   bool serves(const Call&, const LinearShape&) const override { return true; }
+  bool lists_logits() const override { return true; }
   // cuBLASLt chooses its kernels by the batch.
   bool is_batch_invariant() const override { return false; }
   bool finds_maximum(const LinearShape&) const override { return true; }

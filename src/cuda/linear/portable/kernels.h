@@ -11,6 +11,8 @@ namespace logitless::cuda {
 bool exponentials_start_early(const DeviceInfo& device, Stream* stream);
 void exponentials(const LinearWork& work, const Block& block, bool partial_sums,
                   const Panel& panel, bool early);
+// block_top.cu brings the block into the rows' lists of largest logits.
+void list_block(const LinearWork& work, const Block& block);
 // block_gradients.cu makes dz times the map's slope, from finished states.
 void block_gradients(const LinearWork& work, const Block& block, const Panel& panel);
 

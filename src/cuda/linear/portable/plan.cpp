@@ -41,7 +41,8 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
     const bool has_tail = !s.on_cuda_cores && columns % 8 > 0;
     const double tail = has_tail ? product_time(s, speed, block_rows, 8, s.hidden, false) : 0;
     return blocks * (product + speed.launch) + tail +
-           logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
+           logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0)) +
+           (s.listed > 0 ? blocks * speed.launch + logits * 4 / (1.5 * speed.memory) : 0);
   });
 }
 

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// The order of a token's largest logits, and where the lists of its shards go in the whole
+// vocabulary's (docs/semantics.md, "Top-k" and "Combine"), for the CPU and CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "src/host_device.h"
+
+namespace logitless {
+
+struct Listed {
+  float logit;
+  int64_t id;  // it counts the whole vocabulary's columns; -1 is none
+};
+
+// Returns whether `a` comes first. -1 comes behind every column; there is no NaN.
+LOGITLESS_HOST_DEVICE inline bool comes_before(const Listed& a, const Listed& b) {
+  if (a.logit != b.logit) return a.logit > b.logit;
+  return static_cast<uint64_t>(a.id) < static_cast<uint64_t>(b.id);
+}
+
+// Returns the place of entry r of shard s among those of all shards, of which entry_of(s, r) reads
+// one; each has `count` in their order. Entries of no column have one place for all.
+template <class EntryOf>
+LOGITLESS_HOST_DEVICE inline int64_t place_among_shards(int64_t shards, int64_t count, int64_t s,
+                                                        int64_t r, const EntryOf& entry_of) {
+  const Listed own = entry_of(s, r);
+  int64_t place = r;
+  for (int64_t other = 0; other < shards; ++other) {
+    if (other == s) continue;
+    int64_t first = 0, end = count;  // the first entry that does not come before lies in them
+    while (first < end) {
+      const int64_t middle = (first + end) / 2;
+      const bool before = comes_before(entry_of(other, middle), own);
+      (before ? first : end) = before ? middle + 1 : middle;
+    }
+    place += first;
+  }
+  return place;
+}
+
+}  // namespace logitless
