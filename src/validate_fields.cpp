@@ -33,7 +33,8 @@ enum class Shape {
   shard_token,           // [P, N]
   teacher_hidden,        // [N, Dt]
   vocab_teacher_hidden,  // [V, Dt]
-  token_chosen,          // [N, K]
+  token_chosen,          // [N, K], or [M] beside id_offsets
+  token_ends,            // [N + 1]
 };
 
 struct FieldRule {
@@ -72,6 +73,7 @@ constexpr FieldRule kFieldRules[] = {
     {"grad_entropy", Shape::token, kF32, "f32"},
     {"anchor", Shape::token, kF32, "f32"},
     {"ids", Shape::token_chosen, kInts, "i32, i64"},
+    {"id_offsets", Shape::token_ends, kInts, "i32, i64"},
     {"logits_at", Shape::token_chosen, kF32, "f32"},
     {"grad_logits_at", Shape::token_chosen, kF32, "f32"},
     {"kept", Shape::kept, kFloats, "f32, f16, bf16"},
@@ -204,8 +206,10 @@ Status check_ranks(const Call& call) {
       case Shape::shard_token:
       case Shape::teacher_hidden:
       case Shape::vocab_teacher_hidden:
-      case Shape::token_chosen:
         least = most = 2;
+        break;
+      case Shape::token_chosen:
+        least = most = call.lists() ? 1 : 2;
         break;
       case Shape::reduced:
         least = call.options.reduction == Reduction::none ? 1 : 0;
@@ -217,6 +221,7 @@ Status check_ranks(const Call& call) {
       case Shape::vocab:
       case Shape::vocab_total:
       case Shape::one:
+      case Shape::token_ends:
         break;
     }
     if (v.rank >= least && v.rank <= most) return {};
@@ -278,9 +283,8 @@ Status check_shapes(const Call& call) {
         break;
       case Shape::reduced:
       case Shape::scalar:
-        if (view.rank == 0) return {};
-        break;
       case Shape::one:
+        if (view.rank == 0) return {};
         break;
       case Shape::kept:
         return check_kept_shape(call, view);
@@ -291,7 +295,10 @@ Status check_shapes(const Call& call) {
         rank = 2, first = call.shards(), second = n;
         break;
       case Shape::token_chosen:
-        rank = 2, first = n, second = call.chosen();
+        rank = view.rank, first = call.lists() ? call.all_chosen() : n, second = call.chosen();
+        break;
+      case Shape::token_ends:
+        first = n + 1;
         break;
     }
     if (view.shape[0] == first && (rank == 1 || view.shape[1] == second)) return {};

@@ -62,6 +62,8 @@ concept ChoosingOp = requires(Op op) { op.ids; };
 template <class Op>
 concept ConsumingOp = requires(Op op) { op.consume_kept; };
 template <class Op>
+concept OnlyChoosingOp = requires(Op op) { op.only_chosen; };
+template <class Op>
 concept DivergenceOp = requires(Op op) { op.teacher; };
 template <class Op>
 concept SummingOp = requires(Op op) { op.divergence_sum; };
@@ -118,6 +120,7 @@ constexpr void for_each_chosen_tensor(Op& op, C& c, F& f) {
   } else {
     f("grad_logits_at", Access::read, op.grad_logits_at, c.grad_logits_at);
   }
+  f("id_offsets", Access::read, op.id_offsets, c.id_offsets);
 }
 template <class Statistics, class C, class F>
   requires std::is_same_v<std::remove_const_t<Statistics>, DivergenceStatistics>

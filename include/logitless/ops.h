@@ -180,6 +180,8 @@ struct LinearCrossEntropyForward {
   LossWeights weights{};
   TokenStatistics statistics{};
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
+  // [N + 1] i32 or i64; ids and logits_at are [M] then: those of token i begin at id_offsets[i]
+  TensorView id_offsets{};
 };
 
 struct LinearCrossEntropyBackward {
@@ -206,7 +208,9 @@ struct LinearCrossEntropyBackward {
   bool accumulate_grad_weight = false;  // it adds to grad_weight and grad_bias, which must be f32
   LossOptions options{};
   LossWeights weights{};
-  TensorView fault{};  // [1] i32; FaultBits are or-ed into it
+  TensorView fault{};        // [1] i32; FaultBits are or-ed into it
+  TensorView id_offsets{};   // [N + 1] i32 or i64; ids and grad_logits_at are [M] then
+  bool only_chosen = false;  // logits_at alone has a gradient: no product of the vocabulary
 };
 
 struct LinearCrossEntropyForwardBackward {

@@ -59,7 +59,7 @@ DIVERGENCE_TENSORS = (
     "divergence_sum", "slope_sum", "slope_mean",
 )  # fmt: skip
 # Then those of chosen columns.
-CHOSEN_TENSORS = ("ids", "logits_at", "grad_logits_at")
+CHOSEN_TENSORS = ("ids", "logits_at", "grad_logits_at", "id_offsets")
 MOST_CHOSEN = 1024  # a token has at most so many chosen columns
 
 
@@ -109,6 +109,7 @@ class Op(_Sized):
         *((name, POINTER(Tensor)) for name in MORE_TENSORS),
         ("divergence", POINTER(DivergenceOptions)),
         *((name, POINTER(Tensor)) for name in (*DIVERGENCE_TENSORS, *CHOSEN_TENSORS)),
+        ("only_chosen", i32), ("reserved_3", i32),
     ]  # fmt: skip
 
 

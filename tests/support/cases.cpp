@@ -59,6 +59,7 @@ bool sharded(OpKind op, DType dtype) {
 bool choosing(OpKind op, DType) {
   return op == OpKind::linear_forward || op == OpKind::linear_backward;
 }
+bool linear_backward(OpKind op, DType) { return op == OpKind::linear_backward; }
 bool any(OpKind, DType) { return true; }
 
 // clang-format off
@@ -158,6 +159,10 @@ const std::vector<Feature> kFeatures{
     {"chosen_one", kChosen, choosing, [](Case& c) { c.chosen = 1; }},
     {"chosen_two_i32", kChosen, choosing, [](Case& c) { c.chosen = 2; c.ids = DType::i32; }},
     {"chosen_many", kChosen, choosing, [](Case& c) { c.chosen = 65; }},
+    {"chosen_lists", kChosen, choosing, [](Case& c) { c.chosen = 5; c.lists = true; }},
+    {"chosen_lists_i32", kChosen, choosing, [](Case& c) { c.chosen = 12; c.lists = true; c.ids = DType::i32; }},
+    {"only_chosen", kChosen, linear_backward, [](Case& c) { c.chosen = 7; c.only_chosen = true; }},
+    {"only_chosen_lists", kChosen, linear_backward, [](Case& c) { c.chosen = 6; c.lists = c.only_chosen = true; }},
 };
 // clang-format on
 
