@@ -4,6 +4,7 @@ docs/semantics.md. Arrays are float32, float16 or ml_dtypes' bfloat16, targets i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
 
@@ -82,7 +83,7 @@ def _view(name: str, array: Array) -> tuple[View, Array]:
     """A view the core can read: of another byte order, a negative stride or an odd one, a copy."""
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None:
-        indexes = name in ("target", "ids")
+        indexes = name in ("target", "ids", "id_offsets")
         allowed = "int32, int64" if indexes else "float32, float16, bfloat16"
         if array.dtype.kind == "f":
             allowed += "; use .astype(np.float32)"
@@ -356,12 +357,17 @@ def linear_logprob(
     return (made.logprob, made.entropy) if entropy else made.logprob
 
 
+def _integers(name: str, value: Any) -> Array:
+    array = _array(name, value)
+    if array.dtype.name not in ("int32", "int64"):
+        way = "; use .astype(np.int64)" if array.dtype.kind in "iu" else ""
+        raise wrong_dtype(f"{name} is {array.dtype}; allowed: int32, int64{way}")
+    return array
+
+
 def _ids(value: Any, rows: Array) -> Array:
     """Columns of each token, [..., K] of `rows` [..., D]."""
-    ids = _array("ids", value)
-    if ids.dtype.name not in ("int32", "int64"):
-        way = "; use .astype(np.int64)" if ids.dtype.kind in "iu" else ""
-        raise wrong_dtype(f"ids is {ids.dtype}; allowed: int32, int64{way}")
+    ids = _integers("ids", value)
     most = _abi.MOST_CHOSEN
     of_tokens = rows.ndim > 0 and ids.ndim == rows.ndim and ids.shape[:-1] == rows.shape[:-1]
     if not of_tokens or not 1 <= ids.shape[-1] <= most:
@@ -373,36 +379,71 @@ def _ids(value: Any, rows: Array) -> Array:
     return ids
 
 
+def _lists(ids: Any, offsets: Any, tokens: int) -> tuple[Array, Array]:
+    """Columns [M] of all tokens, and where each token's begin in them, [N + 1]."""
+    listed, ends = _integers("ids", ids), _integers("offsets", offsets)
+    if listed.ndim != 1:
+        raise wrong_shape(f"ids has shape {listed.shape}; allowed beside offsets: (M,)")
+    if ends.shape != (tokens + 1,):
+        raise wrong_shape(f"offsets has shape {ends.shape}; allowed: ({tokens + 1},), N + 1")
+    return listed, ends
+
+
+def _among_ids(logits: Array, token: Array, tokens: int) -> Array:
+    """The log-softmax of each token's own logits [P], which `token` [P] says."""
+    z = logits.astype(np.float64)
+    most = np.full(tokens, -np.inf)
+    np.maximum.at(most, token, z)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shifted = z - most[token]
+        total = np.bincount(token, np.exp(shifted), tokens)
+        among: Array = (shifted - np.log(total)[token]).astype(np.float32)
+    return among
+
+
 def linear_logprobs_at(
-    input: Array, linear_weight: Array, ids: Array, *, temperature: float | Array = 1.0,
+    input: Array, linear_weight: Array, ids: Array, *, over: str = "vocab",
+    offsets: Array | None = None, temperature: float | Array = 1.0,
     linear_bias: Array | None = None, logit_scale: float = 1.0, softcap: float | None = 0.0,
     memory: int | str | None = None,
 ) -> Array:  # fmt: skip
     """Log-probability of the columns `ids` [..., K] of each token, in their shape, never above 0;
-    -inf where an id is -1, which is none. Tokens without any id are not computed. `temperature` as
-    in linear_cross_entropy, in the shape of the tokens."""
+    -inf where an id is -1, which is none. Tokens without any id are not computed. `over` is "vocab"
+    for the softmax over the vocabulary, "ids" for that over the token's ids alone, which takes no
+    product of the whole vocabulary. With `offsets` [N + 1] ids are [M]: token i, counted over all
+    leading dimensions, has ids[offsets[i]:offsets[i + 1]]. `temperature` as in
+    linear_cross_entropy, in the shape of the tokens."""
+    if over not in ("vocab", "ids"):
+        raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
     rows, weight = _array("input", input), _array("linear_weight", linear_weight)
-    chosen = _ids(ids, rows)
+    tokens = math.prod(rows.shape[:-1])
+    if offsets is None:
+        chosen, ends = _ids(ids, rows), None
+        places = np.arange(0, chosen.size + 1, chosen.shape[-1])
+    else:
+        chosen, ends = _lists(ids, offsets, tokens)
+        places = ends
     if weight.ndim != 2:
         raise wrong_shape(f"linear_weight has shape {weight.shape}; allowed: [V, D]")
     shape = rows.shape[:-1]
     options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
-    flat = chosen.reshape(-1, chosen.shape[-1])  # [N, K]
-    none = (flat == -1).all(axis=-1)  # [N]
-    tokens, hidden, vocab = len(flat), rows.shape[-1], weight.shape[0]
+    flat = chosen if ends is not None else chosen.reshape(tokens, chosen.shape[-1])  # [M] or [N, K]
+    before = np.append(0, np.cumsum(chosen != -1)).take(places, mode="clip")  # [N + 1]
+    none = np.diff(before) == 0  # [N]
+    hidden, vocab = rows.shape[-1], weight.shape[0]
     arrays: dict[str, Array | None] = {
         "input": rows.reshape(tokens, hidden), "weight": weight,
         "bias": None if linear_bias is None else _array("linear_bias", linear_bias),
-        "target": np.where(none, options.ignore_index, 0), "ids": flat,
+        "target": np.where(none, options.ignore_index, 0), "ids": flat, "id_offsets": ends,
     }  # fmt: skip
     if isinstance(options.temperature, np.ndarray):
         arrays["temperature"] = _temperature(options.temperature, shape, 0)
         options = options._replace(temperature=1.0)
     logits = np.empty(flat.shape, np.float32)
     reference, log_sum = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
-    made: dict[str, Array | None] = {
-        "logits_at": logits, "row_reference": reference, "row_log_sum": log_sum,
-    }  # fmt: skip
+    made: dict[str, Array | None] = {"logits_at": logits}
+    if over == "vocab":
+        made |= {"row_reference": reference, "row_log_sum": log_sum}
     most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
     try:
         kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
@@ -410,10 +451,14 @@ def linear_logprobs_at(
     except LogitlessError as error:
         error.args = (with_cast(placed_id(str(error), chosen.shape)),)
         raise
-    with np.errstate(invalid="ignore"):
-        logprobs = (logits - reference[:, None]) - log_sum[:, None]
+    token, listed = np.repeat(np.arange(tokens), np.diff(places)), logits.ravel()
+    if over == "ids":
+        logprobs = _among_ids(listed, token, tokens)
+    else:
+        with np.errstate(invalid="ignore"):
+            logprobs = (listed - reference[token]) - log_sum[token]
     logprobs[logprobs > 0] = 0  # a NaN stays
-    logprobs[flat == -1] = -np.inf
+    logprobs[chosen.ravel() == -1] = -np.inf
     return logprobs.reshape(chosen.shape)
 
 
