@@ -428,6 +428,7 @@ class Plan:
         device: tuple[int, int], *, accumulate: bool = False, kept_key: int = 0,
         consume_kept: bool = False, memory: int | None = None, room: int | None = None,
         most: int = 0, kept: KeptSize | None = None, addresses: Sequence[int] = (),
+        only_chosen: bool = False,
     ) -> None:  # fmt: skip
         for view in views:
             if len(view.shape) > 2:
@@ -438,6 +439,7 @@ class Plan:
             "accumulate_grad_weight": accumulate,
             "kept_key": kept_key,
             "consume_kept": consume_kept,
+            "only_chosen": only_chosen,
         }
         self._call = call = _Call(kind, views, options, device, fields)
         for tensor, address in zip(call.tensors, addresses):

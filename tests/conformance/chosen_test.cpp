@@ -500,6 +500,54 @@ TEST_P(ChosenColumns, OffsetsThatAreNoneAreAnError) {
   }
 }
 
+// A device that waits for nobody takes such lists as empty; each of the others has its places.
+TEST_P(ChosenColumns, OffsetsThatAreNoneMakeEmptyLists) {
+  if (device_.synchronous()) return;
+  const std::vector<double> ids{1, 2, 3, 4, 5, 6}, gradients{1, 2, 3, 4, 5, 6};
+  const struct {
+    std::vector<double> offsets;
+    std::vector<size_t> rows;  // of the places: 0, 1, 2, or 3 for none
+  } wrong[] = {{{0, 4, 2, 6}, {0, 0, 0, 0, 3, 3}},       {{1, 2, 4, 6}, {3, 0, 1, 1, 2, 2}},
+               {{0, 2, 1 << 30, 6}, {0, 0, 3, 3, 3, 3}}, {{0, -5, 3, 6}, {3, 3, 3, 2, 2, 2}},
+               {{0, 2, 4, 5}, {0, 0, 1, 1, 2, 3}},       {{-2, 2, 4, 7}, {3, 3, 1, 1, 3, 3}}};
+  for (const auto& w : wrong) {
+    Case c = plain(OpKind::linear_forward, {3, 24, 300}, 6);
+    c.fault = true;
+    Problem<Forward> rows = build<Forward>(c), lists = build<Forward>(c);
+    std::vector<double> padded(18, -1), padded_gradients(18, kNan);
+    for (size_t p = 0; p < 6; ++p) {
+      if (w.rows[p] == 3) continue;
+      padded[w.rows[p] * 6 + p] = ids[p];
+      padded_gradients[w.rows[p] * 6 + p] = gradients[p];
+    }
+    use_ids(&rows, 6, padded);
+    lists.op.id_offsets = lists.pool.add(DType::i64, {4}, w.offsets);
+    lists.op.ids = lists.pool.add(DType::i64, {6}, ids);
+    lists.op.logits_at = lists.pool.reserve(DType::f32, {6});
+    const Field of_rows = run_of(rows).fields.at("logits_at");
+    const Outcome outcome = run_of(lists);
+    EXPECT_EQ(outcome.fault, 1);
+    for (size_t p = 0; p < 6; ++p) {
+      const double made = outcome.fields.at("logits_at").value[p];
+      if (w.rows[p] == 3) {
+        EXPECT_TRUE(std::isnan(made)) << p;
+      } else {
+        EXPECT_EQ(made, of_rows.value[w.rows[p] * 6 + p]) << p;
+      }
+    }
+    for (const bool only : {false, true}) {
+      c.op = OpKind::linear_backward;
+      c.only_chosen = only;
+      Problem<Backward> back = build<Backward>(c), listed = build<Backward>(c);
+      use_ids(&back, 6, padded, padded_gradients);
+      listed.op.id_offsets = listed.pool.add(DType::i64, {4}, w.offsets);
+      listed.op.ids = listed.pool.add(DType::i64, {6}, ids);
+      listed.op.grad_logits_at = listed.pool.add(DType::f32, {6}, gradients);
+      EXPECT_EQ(differing_bits(run_of(back).fields, run_of(listed).fields), "");
+    }
+  }
+}
+
 // Nothing but the chosen columns is read, and no other row of grad_weight is written to.
 TEST_P(ChosenColumns, OnlyTheirGradientsAreMade) {
   Case c = plain(OpKind::linear_backward, {6, 24, 200}, 3);

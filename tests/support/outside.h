@@ -3,6 +3,7 @@
 // backend makes of them ("Which tokens count" of the contract).
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -59,7 +60,8 @@ std::vector<size_t> tokens_of_places(const Op& op) {
       op.id_offsets ? read_integers(op.id_offsets) : std::vector<int64_t>{};
   for (size_t i = 0; i < static_cast<size_t>(op.input.shape[0]); ++i) {
     const int64_t count = op.id_offsets ? offsets[i + 1] - offsets[i] : op.ids.shape[1];
-    tokens.insert(tokens.end(), static_cast<size_t>(count), i);
+    // Offsets may be none.
+    tokens.insert(tokens.end(), std::clamp<int64_t>(count, 0, element_count(op.ids)), i);
   }
   return tokens;
 }
@@ -73,7 +75,7 @@ std::vector<size_t> ids_outside(const Op& op) {
     const int64_t vocab = op.options.vocab_total ? op.options.vocab_total : vocab_of(op);
     const std::vector<int64_t> target = read_integers(op.target), ids = read_integers(op.ids);
     const std::vector<size_t> tokens = tokens_of_places(op);
-    for (size_t place = 0; place < tokens.size(); ++place) {
+    for (size_t place = 0; place < std::min(tokens.size(), ids.size()); ++place) {
       const int64_t t = target[tokens[place]];
       const bool counts = t != op.options.ignore_index && t >= 0 && t < vocab;
       if (counts && (ids[place] < -1 || ids[place] >= vocab)) places.push_back(place);
