@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chosen columns through the C interface: logits and row states of K random columns a token, then
-both gradients for random upstream gradients, of what Forward keeps; beside linear_logprobs_at of as
-many, linear_logprob of one target a token and three cuBLAS products of the same operands.
+both gradients for random upstream gradients, of what Forward keeps; the same of the softmax over the
+ids alone; beside linear_logprobs_at of as many, linear_logprob of one target a token and three
+cuBLAS products of the same operands.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/chosen_columns.py --heads 8192x4096x128256 --columns 1,32,64
@@ -30,15 +31,18 @@ OPTIONS = _abi.Options(reduction=_abi.REDUCTION_NONE)
 class Op:
     """An op on these tensors, ready to be called."""
 
-    def __init__(self, kind: int, tensors: dict[str, Tensor], key: int = 0) -> None:
+    def __init__(
+        self, kind: int, tensors: dict[str, Tensor], key: int = 0, *, only_chosen: bool = False
+    ) -> None:
         self.tensors = tensors  # the addresses are theirs
         self.addresses = [t.data_ptr() for t in tensors.values()]
         device = next(iter(tensors.values())).device
         where = (int(device.type == "cuda"), 0)
         views = views_of(tensors)
         self.plan = _abi.Plan(
-            kind, views, OPTIONS, where, kept_key=key, addresses=self.addresses, consume_kept=False
-        )
+            kind, views, OPTIONS, where, kept_key=key, addresses=self.addresses, consume_kept=False,
+            only_chosen=only_chosen,
+        )  # fmt: skip
         self.workspace = torch.empty(self.plan.bytes + 256, dtype=torch.uint8, device=device)
         self.cuda = device.type == "cuda"
 
@@ -123,6 +127,34 @@ class Head:
         both()
         return both, ids, logits
 
+    def among(self, count: int) -> tuple[Callable[[], None], Tensor, Tensor]:
+        """The same of the softmax over the ids alone, which torch makes of their logits."""
+        x, w = self.input.detach(), self.weight.detach()
+        (tokens, _), vocab, device = x.shape, w.shape[0], x.device
+        ids = torch.randint(0, vocab, (tokens, count), device=device)
+        inputs = {"input": x, "weight": w, "target": self.target, "ids": ids}
+        logits = torch.empty(tokens, count, device=device)
+        upstream = torch.randn(tokens, count, device=device)
+        grads = torch.empty_like(upstream)
+        forward = Op(_abi.LINEAR_CROSS_ENTROPY_FORWARD, {**inputs, "logits_at": logits})
+        backward = Op(
+            _abi.LINEAR_CROSS_ENTROPY_BACKWARD,
+            {
+                **inputs, "grad_logits_at": grads, "grad_input": torch.empty_like(x),
+                "grad_weight": torch.empty_like(w),
+            },
+            only_chosen=True,
+        )  # fmt: skip
+
+        def both() -> None:
+            forward()
+            of_log_softmax = upstream.sum(1, keepdim=True) * torch.softmax(logits, 1)
+            torch.sub(upstream, of_log_softmax, out=grads)
+            backward()
+
+        both()
+        return both, ids, logits
+
 
 def compare(shape: str, given: argparse.Namespace, device: str) -> None:
     head = Head([int(extent) for extent in shape.split("x")], device)
@@ -131,10 +163,16 @@ def compare(shape: str, given: argparse.Namespace, device: str) -> None:
         "linear_logprob": head.logprob,
     }
     errors = {}
-    for count in map(int, given.columns.split(",")):
-        name = f"{count} columns"
+    counts = [int(count) for count in given.columns.split(",")]
+    for count in counts:
         calls[f"linear_logprobs_at, K {count}"] = head.logprobs_at(count)
-        calls[name], ids, logits = head.chosen(count)
+    made = {
+        f"{count} columns{over}": make(count)
+        for count in counts
+        for over, make in (("", head.chosen), (", over the ids", head.among))
+    }
+    for name, (both, ids, logits) in made.items():
+        calls[name] = both
         x, w = head.input.detach()[:64].double(), head.weight.detach()
         exact = torch.stack([w[row].double() @ y for row, y in zip(ids[:64], x)])
         errors[name] = ((logits[:64] - exact).abs().max() / exact.abs().max()).item()

@@ -71,8 +71,7 @@ class Scenario {
     return any;
   }
 
-  void describe(Input& in) {
-    threads_ = in.between(1, 5);
+  static Sizes sizes_from(Input& in) {
     Sizes s;
     // Small, and at times past the 2048 columns of a row block or a few token tiles.
     const int64_t extent = in.between(0, 7);
@@ -82,6 +81,13 @@ class Scenario {
     s.dtype = in.pick({DType::f32, DType::bf16, DType::f16});
     s.vocab_total = s.vocab;
     s.chosen = 1 + s.hidden % 6;
+    s.lists = s.hidden % 4 == 3;
+    return s;
+  }
+
+  void describe(Input& in) {
+    threads_ = in.between(1, 5);
+    Sizes s = sizes_from(in);
     Reduction reduction = Reduction::mean;
     if constexpr (LossOp<Op>) {
       op_.options = options_from(in, &extreme_);
@@ -97,7 +103,11 @@ class Scenario {
       if (!in.rarely()) op_.options.vocab_total = s.vocab_total = std::max<int64_t>(s.vocab, 1);
     }
     if constexpr (LinearOp<Op> && GradientOp<Op>) op_.accumulate_grad_weight = in.coin();
-    const uint64_t present = in.any<uint64_t>();
+    uint64_t present = in.any<uint64_t>();
+    if constexpr (OnlyChoosingOp<Op>) {
+      op_.only_chosen = in.between(0, 3) == 3;
+      if (op_.only_chosen) present = 0;  // but what it needs, nearly nothing may be given
+    }
     uint32_t field = 0;
     bool chooses = false, lists = false, keeps = false;
     for_each_view([&](std::string_view name, Access access, TensorView& view) {
@@ -106,8 +116,12 @@ class Scenario {
                             name == "loss" || name == "grad_input" || name.starts_with("shard_");
       bool given = ((present >> field++) & 1) || (required && !in.rarely());
       // What is at the ids comes with them, and so do the parts of a list.
+      if constexpr (OnlyChoosingOp<Op>) {
+        if (name == "ids" && op_.only_chosen) given = true;
+      }
       if (name == "ids") chooses = given;
       if (name.ends_with("logits_at") && !in.rarely()) given = chooses;
+      if (name == "id_offsets" && !in.rarely()) given = chooses && s.lists;
       if (name.find("top_") != name.npos) {
         if (name == (CombiningOp<Op> ? "shard_top_logits" : "top_logits")) lists = given && !keeps;
         if (!in.rarely()) given = lists;
@@ -164,6 +178,9 @@ class Scenario {
       std::vector<double> values(static_cast<size_t>(elements(view)));
       for (double& value : values) {
         value = value_of(name, s, ignore_index, wild, probabilities, BackwardOnlyOp<Op>, in.random);
+        if (std::string_view(name) == "id_offsets" && (!wild || in.random.below(8) > 0)) {
+          value = static_cast<double>((&value - values.data()) * s.chosen);
+        }
         if (size_of(view.dtype) == 8 || view.dtype == DType::i32) {
           value = std::isfinite(value) ? std::clamp(value, -1e6, 1e6) : 0;
         }

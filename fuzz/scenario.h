@@ -82,6 +82,7 @@ class Input {
 
 struct Sizes {
   int64_t tokens, vocab, hidden, vocab_total, shards, chosen;
+  bool lists;   // of as many chosen columns each
   DType dtype;  // of input and weight, or of logits
 };
 
@@ -154,9 +155,10 @@ inline TensorView plain_view(std::string_view name, const Sizes& s, Reduction re
   }
   if (is({"input"})) return matrix_view(nullptr, s.dtype, s.tokens, s.hidden);
   if (is({"weight"})) return matrix_view(nullptr, s.dtype, s.vocab, s.hidden);
-  if (is({"ids"})) return matrix_view(nullptr, DType::i64, s.tokens, s.chosen);
-  if (is({"logits_at", "grad_logits_at"})) {
-    return matrix_view(nullptr, DType::f32, s.tokens, s.chosen);
+  if (is({"ids", "logits_at", "grad_logits_at"})) {
+    const DType dtype = name == "ids" ? DType::i64 : DType::f32;
+    if (s.lists) return vector_view(nullptr, dtype, s.tokens * s.chosen);
+    return matrix_view(nullptr, dtype, s.tokens, s.chosen);
   }
   const int64_t listed = std::min(s.chosen, s.vocab_total);
   if (is({"top_logits"})) return matrix_view(nullptr, DType::f32, s.tokens, listed);
@@ -165,6 +167,7 @@ inline TensorView plain_view(std::string_view name, const Sizes& s, Reduction re
     const DType dtype = is({"shard_top_ids"}) ? DType::i64 : DType::f32;
     return matrix_view(nullptr, dtype, s.shards, s.tokens * listed);
   }
+  if (is({"id_offsets"})) return vector_view(nullptr, DType::i64, s.tokens + 1);
   if (is({"grad_input"})) return matrix_view(nullptr, DType::f32, s.tokens, s.hidden);
   if (is({"grad_weight"})) return matrix_view(nullptr, DType::f32, s.vocab, s.hidden);
   if (is({"bias", "grad_bias"})) return vector_view(nullptr, DType::f32, s.vocab);

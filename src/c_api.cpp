@@ -181,7 +181,9 @@ const char* name_of_set_field(logitless_op c) {
   if (c.kept_key != 0) return "kept_key";
   if (c.consume_kept != 0) return "consume_kept";
   if (c.accumulate_grad_weight != 0) return "accumulate_grad_weight";
-  return c.reserved != 0 || c.reserved_2 != 0 ? "reserved" : nullptr;
+  if (c.only_chosen != 0) return "only_chosen";
+  const bool reserved = c.reserved != 0 || c.reserved_2 != 0 || c.reserved_3 != 0;
+  return reserved ? "reserved" : nullptr;
 }
 
 Status from_c(const logitless_op* source, const Execution& execution, Call* call) {
@@ -209,7 +211,8 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
   }
   if (consumes) {
     call->consume_kept = c.consume_kept != 0;
-    c.consume_kept = 0;
+    call->only_chosen = c.only_chosen != 0;
+    c.consume_kept = c.only_chosen = 0;
   }
   for (const TensorField& field : tensor_fields(c.kind)) {
     const logitless_tensor*& tensor = tensor_of(c, field);

@@ -84,6 +84,7 @@ struct Call {
   bool forward = false;  // it is Forward or ForwardBackward, whose loss and statistics are outputs
   bool accumulate = false;  // it adds to grad_weight and grad_bias
   bool consume_kept = false;
+  bool only_chosen = false;  // of a Backward: logits_at alone has a gradient
   uint64_t kept_key = 0;
   Execution execution{};
   LossOptions options{};
@@ -106,7 +107,8 @@ struct Call {
   Tensor grad_loss{};                                             // [N] or []
   Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // each is [N]
   Tensor anchor{};                                                // [N]
-  Tensor ids{}, logits_at{}, grad_logits_at{};                    // each is [N, K]
+  Tensor ids{}, logits_at{}, grad_logits_at{};                    // each is [N, K], or [M]
+  Tensor id_offsets{};                                            // [N + 1]
   Tensor kept{}, kept_rows{};  // Backward reads them; kept.h says what they are
   Tensor grad_logits{};        // [N, V]
   Tensor grad_input{}, grad_weight{}, grad_bias{};                          // [N, D] [V, D] [V]
@@ -142,7 +144,11 @@ struct Call {
     return options.vocab_total > 0 && !combines ? options.vocab_start : 0;
   }
   bool shard() const { return vocab_total() > vocab(); }
-  int64_t chosen() const { return ids ? ids.shape[1] : 0; }  // so many columns of each token
+  bool lists() const { return static_cast<bool>(id_offsets); }  // tokens have lists of ids
+  // Returns how many columns of each token are chosen, where these are no lists.
+  int64_t chosen() const { return ids && !lists() ? ids.shape[1] : 0; }
+  // Returns how many are chosen of all tokens.
+  int64_t all_chosen() const { return !ids ? 0 : lists() ? ids.shape[0] : tokens() * chosen(); }
   int64_t listed() const { return top_logits ? top_logits.shape[1] : 0; }  // it is k
   // Returns what the statistics that this call writes are made of.
   SumSet sums_of_statistics() const;
@@ -184,6 +190,7 @@ Call::Call(const Op& op, const Execution& execution) : Call(kind_of<Op>, executi
   if constexpr (DivergenceOp<Op>) divergence = op.divergence;
   if constexpr (KeepingOp<Op> && GradientOp<Op>) kept_key = op.kept_key;
   if constexpr (ConsumingOp<Op>) consume_kept = op.consume_kept;
+  if constexpr (OnlyChoosingOp<Op>) only_chosen = op.only_chosen;
   for_each_tensor(op, *this,
                   [](const char*, Access, const TensorView& from, Tensor& to) { to = from; });
 }

@@ -87,6 +87,9 @@ Status check_companions(const Call& call) {
 Status check_chosen(const Call& call) {
   const char* at = call.forward ? "logits_at" : "grad_logits_at";
   const bool ids = static_cast<bool>(call["ids"]);
+  if (call["id_offsets"] && !ids) {
+    return error(StatusCode::invalid_argument, "ids is missing; id_offsets needs it");
+  }
   if (ids == static_cast<bool>(call[at])) return {};
   return error(StatusCode::invalid_argument, "%s is given without %s; allowed: both or neither",
                ids ? "ids" : at, ids ? at : "ids");
@@ -107,6 +110,35 @@ Status check_listed(const Call& call) {
   if (!call.top_logits || !call.kept) return {};
   return error(StatusCode::invalid_argument,
                "top_logits is given beside kept; allowed: one of them");
+}
+
+// Where logits_at alone has a gradient, nothing of the softmax has a part in it.
+Status check_only_chosen(const Call& call) {
+  if (!call.only_chosen) return {};
+  if (!call.grad_logits_at) {
+    return error(StatusCode::invalid_argument, "grad_logits_at is missing; only_chosen needs it");
+  }
+  for (const char* name :
+       {"grad_loss", "grad_lse", "grad_target_logit", "grad_entropy", "entropy", "row_reference",
+        "row_log_sum", "kept", "token_weight", "vocab_weight", "normalizer"}) {
+    if (!call[name]) continue;
+    return error(StatusCode::invalid_argument,
+                 "%s is given with only_chosen; allowed: no gradient but grad_logits_at, no "
+                 "weights and no state of the rows",
+                 name);
+  }
+  const struct {
+    const char* name;
+    double value;
+  } options[] = {{"label_smoothing", call.options.label_smoothing},
+                 {"z_loss", call.options.z_loss},
+                 {"options.normalizer", call.options.normalizer}};
+  for (const auto& option : options) {
+    if (option.value == 0) continue;
+    return error(StatusCode::invalid_argument, "%s is %g with only_chosen; allowed: 0", option.name,
+                 option.value);
+  }
+  return {};
 }
 
 // Returns a number in hexadecimal, as keys are printed.
@@ -189,7 +221,7 @@ Status check_empty(const Call& call) {
 
 // The ids say what K is.
 Status check_chosen_count(const Call& call) {
-  if (!call.ids || (call.chosen() >= 1 && call.chosen() <= most_chosen)) return {};
+  if (!call.ids || call.lists() || (call.chosen() >= 1 && call.chosen() <= most_chosen)) return {};
   return error(StatusCode::wrong_shape, "ids has shape %s; allowed: [%lld, K], K from 1 to %lld",
                shape_text(call.ids).text, static_cast<long long>(call.tokens()),
                static_cast<long long>(most_chosen));
@@ -262,6 +294,10 @@ Status check_products(const Call& call) {
                  "top_logits: N = %lld, k = %lld; allowed: no product of two above 2^56",
                  static_cast<long long>(n), static_cast<long long>(call.listed()));
   }
+  if (call.lists() && call.all_chosen() > most) {
+    return error(StatusCode::invalid_argument, "ids: M = %lld; allowed: up to 2^56",
+                 static_cast<long long>(call.all_chosen()));
+  }
   const int64_t of_teacher = call.teacher_input ? call.teacher_input.shape[1] : 0;
   if (!fits(n, of_teacher) || !fits(v, of_teacher)) {
     return error(StatusCode::invalid_argument,
@@ -293,6 +329,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_kept,
     check_chosen,
     check_listed,
+    check_only_chosen,
     check_teacher,
     check_divergence_states,
     check_devices,

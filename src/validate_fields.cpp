@@ -34,7 +34,8 @@ enum class Shape {
   shard_token,           // [P, N]
   teacher_hidden,        // [N, Dt]
   vocab_teacher_hidden,  // [V, Dt]
-  token_chosen,          // [N, K]
+  token_chosen,          // [N, K], or [M] beside id_offsets
+  token_ends,            // [N + 1]
   token_listed,          // [N, k]
   shard_listed,          // [P, N k]
 };
@@ -75,6 +76,7 @@ constexpr FieldRule kFieldRules[] = {
     {"grad_entropy", Shape::token, kF32, "f32"},
     {"anchor", Shape::token, kF32, "f32"},
     {"ids", Shape::token_chosen, kInts, "i32, i64"},
+    {"id_offsets", Shape::token_ends, kInts, "i32, i64"},
     {"logits_at", Shape::token_chosen, kF32, "f32"},
     {"grad_logits_at", Shape::token_chosen, kF32, "f32"},
     {"top_logits", Shape::token_listed, kF32, "f32"},
@@ -186,8 +188,6 @@ std::array<int64_t, 2> sizes_of_matrix(const Call& call, Shape shape) {
       return {n, kept_row_width};
     case Shape::shard_token:
       return {call.shards(), n};
-    case Shape::token_chosen:
-      return {n, call.chosen()};
     case Shape::token_listed:
       return {n, call.listed()};
     case Shape::shard_listed:
@@ -240,10 +240,12 @@ Status check_ranks(const Call& call) {
       case Shape::shard_token:
       case Shape::teacher_hidden:
       case Shape::vocab_teacher_hidden:
-      case Shape::token_chosen:
       case Shape::token_listed:
       case Shape::shard_listed:
         least = most = 2;
+        break;
+      case Shape::token_chosen:
+        least = most = call.lists() ? 1 : 2;
         break;
       case Shape::reduced:
         least = call.options.reduction == Reduction::none ? 1 : 0;
@@ -255,6 +257,7 @@ Status check_ranks(const Call& call) {
       case Shape::vocab:
       case Shape::vocab_total:
       case Shape::one:
+      case Shape::token_ends:
         break;
     }
     if (v.rank >= least && v.rank <= most) return {};
@@ -300,12 +303,17 @@ Status check_shapes(const Call& call) {
         break;
       case Shape::reduced:
       case Shape::scalar:
-        if (view.rank == 0) return {};
-        break;
       case Shape::one:
+        if (view.rank == 0) return {};
         break;
       case Shape::kept:
         return check_kept_shape(call, view);
+      case Shape::token_chosen:
+        rank = view.rank, first = call.lists() ? call.all_chosen() : n, second = call.chosen();
+        break;
+      case Shape::token_ends:
+        first = n + 1;
+        break;
       default:
         if (field.name == "teacher_weight" && view.shape[0] != v) {
           return wrong_teacher_vocab(view, v);

@@ -233,7 +233,7 @@ Status check_shard_fields(const Call& call) {
     return error(StatusCode::invalid_argument,
                  "anchor is missing; kept on a shard of the vocabulary needs the targets' logits");
   }
-  if (call.gradients) {
+  if (call.gradients && !call.only_chosen) {
     for (const char* name : {"row_reference", "row_log_sum"}) {
       if (!call[name]) {
         return error(StatusCode::invalid_argument,

@@ -177,6 +177,10 @@ typedef struct logitless_op {
    * too, of its shards' */
   const logitless_tensor *top_logits, *top_ids;             /* [N,k] [N,k] */
   const logitless_tensor *shard_top_logits, *shard_top_ids; /* [P,N*k] [P,N*k] */
+  const logitless_tensor*
+      id_offsets;      /* [N+1] i32 or i64; ids, logits_at, grad_logits_at are [M] then */
+  int32_t only_chosen; /* only Backward has it: logits_at alone has a gradient */
+  int32_t reserved_3;
 } logitless_op;
 
 /* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
@@ -241,7 +245,7 @@ typedef struct logitless_plan_arguments {
 #define LOGITLESS_OP_INIT(kind)                                                                   \
   {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                     \
-   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
 #define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}

@@ -64,6 +64,8 @@ concept ListingOp = requires(Op op) { op.top_ids; };
 template <class Op>
 concept ConsumingOp = requires(Op op) { op.consume_kept; };
 template <class Op>
+concept OnlyChoosingOp = requires(Op op) { op.only_chosen; };
+template <class Op>
 concept DivergenceOp = requires(Op op) { op.teacher; };
 template <class Op>
 concept SummingOp = requires(Op op) { op.divergence_sum; };
@@ -120,6 +122,7 @@ constexpr void for_each_chosen_tensor(Op& op, C& c, F& f) {
   } else {
     f("grad_logits_at", Access::read, op.grad_logits_at, c.grad_logits_at);
   }
+  f("id_offsets", Access::read, op.id_offsets, c.id_offsets);
 }
 template <class Op, class C, class F>
 constexpr void for_each_top_tensor(Op& op, C& c, F& f) {

@@ -131,6 +131,7 @@ struct COp {
     }
     if constexpr (KeepingOp<Op> && GradientOp<Op>) op.kept_key = source.kept_key;
     if constexpr (ConsumingOp<Op>) op.consume_kept = source.consume_kept;
+    if constexpr (OnlyChoosingOp<Op>) op.only_chosen = source.only_chosen;
     size_t used = 0;
     for_each_tensor(
         source, op,

@@ -182,6 +182,8 @@ struct LinearCrossEntropyForward {
   TensorView fault{};       // [1] i32; FaultBits are or-ed into it
   TensorView top_logits{};  // [N, k] f32; the k largest z of each token, the largest first
   TensorView top_ids{};     // [N, k] i32 or i64; their columns in the whole vocabulary
+  // [N + 1] i32 or i64; ids and logits_at are [M] then: those of token i begin at id_offsets[i]
+  TensorView id_offsets{};
 };
 
 struct LinearCrossEntropyBackward {
@@ -208,7 +210,9 @@ struct LinearCrossEntropyBackward {
   bool accumulate_grad_weight = false;  // it adds to grad_weight and grad_bias, which must be f32
   LossOptions options{};
   LossWeights weights{};
-  TensorView fault{};  // [1] i32; FaultBits are or-ed into it
+  TensorView fault{};        // [1] i32; FaultBits are or-ed into it
+  TensorView id_offsets{};   // [N + 1] i32 or i64; ids and grad_logits_at are [M] then
+  bool only_chosen = false;  // logits_at alone has a gradient: no product of the vocabulary
 };
 
 struct LinearCrossEntropyForwardBackward {

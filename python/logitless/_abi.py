@@ -64,6 +64,8 @@ MOST_CHOSEN = 1024  # a token has at most so many chosen columns
 # Then those of the largest logits.
 TOP_TENSORS = ("top_logits", "top_ids", "shard_top_logits", "shard_top_ids")
 MOST_LISTED = 256  # a token's list has at most so many
+# Then what makes lists of chosen columns.
+LIST_TENSORS = ("id_offsets",)
 
 
 class _Sized(ctypes.Structure):
@@ -112,7 +114,8 @@ class Op(_Sized):
         *((name, POINTER(Tensor)) for name in MORE_TENSORS),
         ("divergence", POINTER(DivergenceOptions)),
         *((name, POINTER(Tensor))
-          for name in (*DIVERGENCE_TENSORS, *CHOSEN_TENSORS, *TOP_TENSORS)),
+          for name in (*DIVERGENCE_TENSORS, *CHOSEN_TENSORS, *TOP_TENSORS, *LIST_TENSORS)),
+        ("only_chosen", i32), ("reserved_3", i32),
     ]  # fmt: skip
 
 
@@ -431,6 +434,7 @@ class Plan:
         device: tuple[int, int], *, accumulate: bool = False, kept_key: int = 0,
         consume_kept: bool = False, memory: int | None = None, room: int | None = None,
         most: int = 0, kept: KeptSize | None = None, addresses: Sequence[int] = (),
+        only_chosen: bool = False,
     ) -> None:  # fmt: skip
         for view in views:
             if len(view.shape) > 2:
@@ -441,6 +445,7 @@ class Plan:
             "accumulate_grad_weight": accumulate,
             "kept_key": kept_key,
             "consume_kept": consume_kept,
+            "only_chosen": only_chosen,
         }
         self._call = call = _Call(kind, views, options, device, fields)
         for tensor, address in zip(call.tensors, addresses):

@@ -96,6 +96,7 @@ _ARGUMENTS = {
     "bias": "linear_bias",
     "vocab_weight": "weight",
     "options.normalizer": "normalizer",
+    "id_offsets": "offsets",
     "probabilities": "logits",  # softmax in place calls it logits
     "grad_logits": "logits",  # cross_entropy in place calls it logits
     "0: counted": "None: counted",  # here a normalizer of 0 is one

@@ -4,6 +4,7 @@ docs/semantics.md. Arrays are float32, float16 or ml_dtypes' bfloat16, targets i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
 
@@ -83,7 +84,7 @@ def _view(name: str, array: Array) -> tuple[View, Array]:
     """A view the core can read: of another byte order, a negative stride or an odd one, a copy."""
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None:
-        indexes = name in ("target", "ids")
+        indexes = name in ("target", "ids", "id_offsets")
         allowed = "int32, int64" if indexes else "float32, float16, bfloat16"
         if array.dtype.kind == "f":
             allowed += "; use .astype(np.float32)"
@@ -353,12 +354,17 @@ def linear_logprob(
     return (made.logprob, made.entropy) if entropy else made.logprob
 
 
+def _integers(name: str, value: Any) -> Array:
+    array = _array(name, value)
+    if array.dtype.name not in ("int32", "int64"):
+        way = "; use .astype(np.int64)" if array.dtype.kind in "iu" else ""
+        raise wrong_dtype(f"{name} is {array.dtype}; allowed: int32, int64{way}")
+    return array
+
+
 def _ids(value: Any, rows: Array) -> Array:
     """Columns of each token, [..., K] of `rows` [..., D]."""
-    ids = _array("ids", value)
-    if ids.dtype.name not in ("int32", "int64"):
-        way = "; use .astype(np.int64)" if ids.dtype.kind in "iu" else ""
-        raise wrong_dtype(f"ids is {ids.dtype}; allowed: int32, int64{way}")
+    ids = _integers("ids", value)
     most = _abi.MOST_CHOSEN
     of_tokens = rows.ndim > 0 and ids.ndim == rows.ndim and ids.shape[:-1] == rows.shape[:-1]
     if not of_tokens or not 1 <= ids.shape[-1] <= most:
@@ -370,29 +376,72 @@ def _ids(value: Any, rows: Array) -> Array:
     return ids
 
 
+def _lists(ids: Any, offsets: Any, tokens: int) -> tuple[Array, Array]:
+    """Columns [M] of all tokens, and where each token's begin in them, [N + 1]."""
+    listed, ends = _integers("ids", ids), _integers("offsets", offsets)
+    if listed.ndim != 1:
+        raise wrong_shape(f"ids has shape {listed.shape}; allowed beside offsets: (M,)")
+    if ends.shape != (tokens + 1,):
+        raise wrong_shape(f"offsets has shape {ends.shape}; allowed: ({tokens + 1},), N + 1")
+    return listed, ends
+
+
+def _among_ids(logits: Array, token: Array, tokens: int) -> Array:
+    """The log-softmax of each token's own logits [P], which `token` [P] says."""
+    z = logits.astype(np.float64)
+    most = np.full(tokens, -np.inf)
+    np.maximum.at(most, token, z)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shifted = z - most[token]
+        total = np.bincount(token, np.exp(shifted), tokens)
+        among: Array = (shifted - np.log(total)[token]).astype(np.float32)
+    return among
+
+
 def linear_logprobs_at(
-    input: Array, linear_weight: Array, ids: Array, *, temperature: float | Array = 1.0,
+    input: Array, linear_weight: Array, ids: Array, *, over: str = "vocab",
+    offsets: Array | None = None, temperature: float | Array = 1.0,
     linear_bias: Array | None = None, logit_scale: float = 1.0, softcap: float | None = 0.0,
     memory: int | str | None = None,
 ) -> Array:  # fmt: skip
     """Log-probability of the columns `ids` [..., K] of each token, in their shape, never above 0;
-    -inf where an id is -1, which is none. Tokens without any id are not computed. `temperature` as
-    in linear_cross_entropy, in the shape of the tokens."""
-    rows, weight = _array("input", input), _weight(linear_weight)
-    chosen = _ids(ids, rows)
-    flat = chosen.reshape(-1, chosen.shape[-1])  # [N, K]
-    none = (flat == -1).all(axis=-1)  # [N]
+    -inf where an id is -1, which is none. Tokens without any id are not computed. `over` is "vocab"
+    for the softmax over the vocabulary, "ids" for that over the token's ids alone, which takes no
+    product of the whole vocabulary. With `offsets` [N + 1] ids are [M]: token i, counted over all
+    leading dimensions, has ids[offsets[i]:offsets[i + 1]]. `temperature` as in
+    linear_cross_entropy, in the shape of the tokens."""
+    if over not in ("vocab", "ids"):
+        raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
+    rows = _array("input", input)
+    tokens = math.prod(rows.shape[:-1])
+    if offsets is None:
+        chosen, ends = _ids(ids, rows), None
+        places = np.arange(0, chosen.size + 1, chosen.shape[-1])
+    else:
+        chosen, ends = _lists(ids, offsets, tokens)
+        places = ends
+    weight = _weight(linear_weight)
+    flat = chosen if ends is not None else chosen.reshape(tokens, chosen.shape[-1])  # [M] or [N, K]
+    before = np.append(0, np.cumsum(chosen != -1)).take(places, mode="clip")  # [N + 1]
+    none = np.diff(before) == 0  # [N]
     logits = np.empty(flat.shape, np.float32)
     options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
+    more = {
+        "target": np.where(none, options.ignore_index, 0), "ids": flat, "id_offsets": ends,
+        "logits_at": logits,
+    }  # fmt: skip
     try:
-        logprobs = _logprobs_of(
-            rows, weight, linear_bias, options, memory, logits,
-            {"target": np.where(none, options.ignore_index, 0), "ids": flat, "logits_at": logits},
-        )  # fmt: skip
+        state = _state_of(rows, weight, linear_bias, options, memory, more, over == "vocab")
     except LogitlessError as error:
-        error.args = (with_cast(placed(str(error), shape, name="ids")),)
+        error.args = (with_cast(placed(str(error), chosen.shape, name="ids")),)
         raise
-    logprobs[flat == -1] = -np.inf
+    token, listed = np.repeat(np.arange(tokens), np.diff(places)), logits.ravel()
+    if over == "ids":
+        logprobs = _among_ids(listed, token, tokens)
+        logprobs[logprobs > 0] = 0  # a NaN stays
+    else:
+        logprobs = _logprobs(listed, *(of_row[token] for of_row in state))
+    logprobs[chosen.ravel() == -1] = -np.inf
     return logprobs.reshape(chosen.shape)
 
 
@@ -403,27 +452,31 @@ def _weight(value: Any) -> Array:
     return weight
 
 
-def _logprobs_of(
+def _state_of(
     rows: Array, weight: Array, bias: Array | None, options: AnyOptions, memory: Any,
-    logits: Array, more: dict[str, Array | None],
-) -> Array:  # fmt: skip
-    """Runs a Forward that writes `logits` [N, K] as one of `more`, and makes log-probabilities of
-    them. A list that is NaN stays one."""
-    tokens, hidden, vocab = len(logits), rows.shape[-1], weight.shape[0]
+    more: dict[str, Array | None], states: bool = True,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Runs a Forward of `more`, and returns row_reference and row_log_sum [N], which it writes if
+    `states`."""
+    tokens, hidden, vocab = math.prod(rows.shape[:-1]), rows.shape[-1], weight.shape[0]
     reference, log_sum = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
     arrays: dict[str, Array | None] = {
         "input": rows.reshape(tokens, hidden), "weight": weight,
         "bias": None if bias is None else _array("linear_bias", bias), **more,
-        "row_reference": reference, "row_log_sum": log_sum,
     }  # fmt: skip
+    if states:
+        arrays |= {"row_reference": reference, "row_log_sum": log_sum}
     if isinstance(options.temperature, np.ndarray):
         arrays["temperature"] = _temperature(options.temperature, rows.shape[:-1], 0)
         options = options._replace(temperature=1.0)
     most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
-    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    _run(kind, arrays, options, parse_memory(memory), most)
+    _run(_abi.LINEAR_CROSS_ENTROPY_FORWARD, arrays, options, parse_memory(memory), most)
+    return reference, log_sum
+
+
+def _logprobs(logits: Array, reference: Array, log_sum: Array) -> Array:
     with np.errstate(invalid="ignore"):
-        logprobs: Array = (logits - reference[:, None]) - log_sum[:, None]
+        logprobs: Array = (logits - reference) - log_sum
     logprobs[logprobs > 0] = 0  # a NaN stays
     return logprobs
 
@@ -459,14 +512,13 @@ def linear_topk(
     logits, ids = np.empty((tokens, count), np.float32), np.empty((tokens, count), np.int64)
     made: dict[str, Array] = {name: np.empty(tokens, _dtype_of(name)) for name in names}
     options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
+    more = {"target": np.zeros(tokens, np.int64), "top_logits": logits, "top_ids": ids, **made}
     try:
-        logprobs = _logprobs_of(
-            rows, weight, linear_bias, options, memory, logits,
-            {"target": np.zeros(tokens, np.int64), "top_logits": logits, "top_ids": ids, **made},
-        )  # fmt: skip
+        reference, log_sum = _state_of(rows, weight, linear_bias, options, memory, more)
     except LogitlessError as error:
         error.args = (with_cast(str(error)),)
         raise
+    logprobs = _logprobs(logits, reference[:, None], log_sum[:, None])
     logprobs, ids = logprobs.reshape(*shape, count), ids.reshape(*shape, count)
     if not names:
         return logprobs, ids

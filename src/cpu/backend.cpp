@@ -15,17 +15,19 @@ struct CpuBackend final : Backend {
   CpuBackend() { cpu::initialize_dispatch(); }
   const char* name() const override { return "cpu"; }
   Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const override {
+    if (call.only_chosen) return cpu::only_chosen_workspace(call, size);
     if (call.linear) return cpu::linear_workspace(call, given, size);
     if (call.combines) return cpu::combine_workspace(call, size);
     return call.loss_op ? cpu::logits_loss_workspace(call, size)
                         : cpu::softmax_workspace(call, size);
   }
   Status decide(const Call& call, uint64_t bytes, Decisions* decided) const override {
-    if (call.linear) decided->set(cpu::linear_plan(call, bytes));
+    if (call.linear && !call.only_chosen) decided->set(cpu::linear_plan(call, bytes));
     return {};
   }
   Status run(const Call& call, const Decisions& decided,
              const Workspace& workspace) const override {
+    if (call.only_chosen) return cpu::run_only_chosen(call, workspace);
     if (call.linear) {
       const auto& plan = decided.get<cpu::LinearPlan>();
       return call.diverges ? cpu::run_divergence(call, plan, workspace)

@@ -5,12 +5,8 @@
 #include <cstring>
 
 namespace logitless::cpu {
-namespace {
-
-// Writes rows of a [rows, columns] f32 matrix, times scale, to a view of any dtype and stride. A
-// null `from` writes zeros. `accumulate` adds to what f32 rows hold.
 void store_rows(const float* from, int64_t from_stride, float scale, int64_t row0, int64_t rows,
-                int64_t column0, int64_t columns, const TensorView& to, bool accumulate = false) {
+                int64_t column0, int64_t columns, const TensorView& to, bool accumulate) {
   constexpr int64_t step = 256;
   alignas(64) float scaled[step] = {};
   const int64_t size = size_of(to.dtype);
@@ -34,8 +30,6 @@ void store_rows(const float* from, int64_t from_stride, float scale, int64_t row
     }
   }
 }
-
-}  // namespace
 
 Source source_of(const TensorView& view, const int64_t* row_index) {
   return {view.as<const char>(), view.dtype, view.stride[0], view.stride[1], row_index};

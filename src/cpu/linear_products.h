@@ -19,6 +19,10 @@ namespace logitless::cpu {
 // nothing any more.
 inline constexpr float logits_layout = 1, exponentials_layout = 2, divergence_layout = 3;
 
+// Writes rows of a [rows, columns] f32 matrix, times scale, to a view of any dtype and stride. A
+// null `from` writes zeros. `accumulate` adds to what f32 rows hold.
+void store_rows(const float* from, int64_t from_stride, float scale, int64_t row0, int64_t rows,
+                int64_t column0, int64_t columns, const TensorView& to, bool accumulate = false);
 Source source_of(const TensorView& view, const int64_t* row_index);
 float element_as_f32(const TensorView& view, int64_t index);
 // Loads count elements of a vector view as f32, followed by zeros up to vocab_tile.

@@ -29,8 +29,8 @@ class LinearRun : public LinearProducts {
       : LinearProducts(call, shape, plan, memory),
         map_(logit_map(call.options)),
         wants_{call.sums()} {
-    if (shape.chosen > 0) {
-      chosen_ = ChosenColumns(call, plan.token_chunk, at<char>(plan.chosen_at));
+    if (shape.chooses()) {
+      chosen_ = ChosenColumns(plan.token_chunk, at<char>(plan.chosen_at));
     }
   }
 
@@ -94,7 +94,8 @@ class LinearRun : public LinearProducts {
 
 void LinearRun::begin_chunk(const Tokens& tokens, int64_t first, int64_t count) {
   LinearProducts::begin_chunk(tokens, first, count);
-  if (shape_.chosen > 0) {
+  if (shape_.chooses()) {
+    chosen_.begin_chunk(call_, tokens.row + first, count);
     for_each_token([&](int64_t n) {
       chosen_.find(call_, n, tokens.row[first + n], tokens.inv_gradient_scale);
     });
@@ -140,8 +141,9 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool
                   nullptr, wants.rare() ? &rare_blocks[n] : nullptr);
     if (forward && target >= 0 && target < width) states()[first_ + n].target_logit = row[target];
     if (call_.logits_at) {
+      const ChosenPlaces places = places_of(call_, tokens_->row[first_ + n]);
       for (const ChosenColumn& c : chosen_.within(n, first, width)) {
-        element_at(call_.logits_at, tokens_->row[first_ + n], c.k) = row[c.column - first];
+        element_at(call_.logits_at, places, c.k) = row[c.column - first];
       }
     }
     if (forward && is_kept(tile)) keep_row(tile, n, row);
@@ -183,31 +185,37 @@ void LinearRun::find_anchors() {
 // Where no tile is made, the chosen columns of a panel's tokens are, as many at once as a tile has.
 // Each logit is of one token, and comes of the same sums as in its tile.
 void LinearRun::find_chosen() {
-  const int64_t group = plan_.engine.a_rows, most = call_.chosen();
+  const int64_t group = plan_.engine.a_rows;
   for_each_task(executor_, plan_.lanes, divide_up(count_, group), [&](int64_t task, int64_t index) {
     const Lane lane = this->lane(index);
     const int64_t row = task * group, rows = std::min(group, count_ - row);
-    int64_t columns[vocab_tile], places[vocab_tile], count = 0;
+    struct Place {
+      int64_t row;  // in the panel
+      float* logit;
+    } places[vocab_tile];
+    int64_t columns[vocab_tile], count = 0;
     const auto make = [&] {
       if (count == 0) return;
       multiply_input(packed_input(), row, rows, source_of(call_.weight, columns), 0, count, lane,
                      lane.tile);
       for (int64_t c = 0; c < count; ++c) {
-        const int64_t r = places[c] / most, token = tokens_->row[first_ + row + r];
+        const int64_t r = places[c].row;
         float z = lane.tile[r * vocab_tile + c];
         const float bias = call_.bias ? element_as_f32(call_.bias, columns[c]) : 0;
         map_block(map_of(row + r), &z, call_.bias ? &bias : nullptr, 1);
-        element_at(call_.logits_at, token, places[c] % most) = z;
+        *places[c].logit = z;
       }
       count = 0;
     };
-    for (int64_t place = 0; place < rows * most; ++place) {
-      const int64_t token = tokens_->row[first_ + row + place / most];
-      const int64_t column = chosen_column(call_, token, place % most);
-      if (column < 0) continue;
-      columns[count] = column;
-      places[count++] = place;
-      if (count == vocab_tile) make();
+    for (int64_t r = 0; r < rows; ++r) {
+      const ChosenPlaces of_token = places_of(call_, tokens_->row[first_ + row + r]);
+      for (int64_t k = 0; k < of_token.count; ++k) {
+        const int64_t column = chosen_column(call_, id_at(call_.ids, of_token, k));
+        if (column < 0) continue;
+        columns[count] = column;
+        places[count++] = {r, &element_at(call_.logits_at, of_token, k)};
+        if (count == vocab_tile) make();
+      }
     }
     make();
   });
@@ -332,7 +340,7 @@ void LinearRun::form_row(int64_t tile, const Lane& lane, const TileRows& rows, i
     row[target] = target_gradient(map, g, rounded ? anchor : z[target],
                                   class_weight != nullptr ? class_weight[target] : 1.0f);
   }
-  if (shape_.chosen > 0) add_chosen(map, tile, n, rounded ? nullptr : z, class_weight, row);
+  if (shape_.chooses()) add_chosen(map, tile, n, rounded ? nullptr : z, class_weight, row);
 }
 
 // Adds the gradients of the chosen columns to a row. They are part of what is subtracted at the
@@ -442,6 +450,7 @@ LinearShape shape_of(const Call& call) {
           .places = places(call),
           .sums = call.sums(),
           .chosen = call.targets_only() ? 0 : call.chosen(),
+          .chosen_of_lists = call.targets_only() || !call.lists() ? 0 : call.all_chosen(),
           .listed = call.listed()};
 }
 

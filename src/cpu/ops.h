@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU has five families of ops.
+// The CPU has six families of ops.
 #pragma once
 
 #include "src/call.h"
@@ -19,6 +19,10 @@ struct LinearPlan;
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size);
 LinearPlan linear_plan(const Call& call, uint64_t bytes);
 Status run_linear(const Call& call, const LinearPlan& plan, const Workspace& workspace);
+
+// only_chosen.cpp defines these two.
+Status only_chosen_workspace(const Call& call, WorkspaceSize* size);
+Status run_only_chosen(const Call& call, const Workspace& workspace);
 
 // divergence_run.cpp defines this one.
 Status run_divergence(const Call& call, const LinearPlan& plan, const Workspace& workspace);

@@ -136,7 +136,8 @@ void place(const LinearShape& shape, LinearPlan& p) {
     p.states_at = whole.take(shape.tokens * sizeof(RowState));
     p.rare_at = whole.take(rare ? shape.tokens * sizeof(RareStatistics) : 0);
     p.gradients_at = whole.take(shape.gradients() ? chunk * sizeof(RowGradient) : 0);
-    p.chosen_at = whole.take(shape.chosen > 0 ? ChosenColumns::bytes(chunk, shape.chosen) : 0);
+    const int64_t chosen = shape.chosen_of_lists > 0 ? shape.chosen_of_lists : chunk * shape.chosen;
+    p.chosen_at = whole.take(shape.chooses() ? ChosenColumns::bytes(chunk, chosen) : 0);
   }
   const int64_t heads = shape.diverges ? 2 : 1;
   p.logits_at = whole.take(p.stored ? bytes_of({heads, p.vocab_tiles, chunk, vocab_tile, 4}) : 0);

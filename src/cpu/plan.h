@@ -45,14 +45,16 @@ struct LinearShape {
   int64_t kept = 0;
   bool places = false;  // kept rows have places, see Tokens
   SumSet sums{};        // the row's sums that are asked for
-  int64_t chosen = 0;   // tiles are looked through for so many columns of each token
-  int64_t listed = 0;   // each token has a list of so many of its largest logits
+  // Tiles are looked through for so many columns of each token, or of all tokens' lists.
+  int64_t chosen = 0, chosen_of_lists = 0;
+  int64_t listed = 0;  // each token has a list of so many of its largest logits
   // tests give that of another CPU; else it is choose_engine(dtype)
   std::optional<Engine> engine{};
   bool all_kept() const { return kept > 0 && kept == vocab; }
   // Returns false where no product makes logits. In 16 bits one does, because a row may lie too far
   // for its kept state, and is made again; of two heads none does, whose kept state is whole.
   bool makes_logits() const { return forward || !all_kept() || (dtype != DType::f32 && !diverges); }
+  bool chooses() const { return chosen > 0 || chosen_of_lists > 0; }
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
 };
 

@@ -5,6 +5,7 @@
 
 #include <cfloat>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 
 #include "src/cpu/chosen.h"
@@ -82,13 +83,20 @@ Status check_ids(const Call& call, const Tokens& tokens) {
   if (!call.ids || call.options.out_of_range == OutOfRange::ignore) return {};
   for (int64_t n = 0; n < tokens.valid; ++n) {
     const int64_t i = tokens.row[n];
-    for (int64_t k = 0; k < call.chosen(); ++k) {
-      const int64_t id = id_at(call.ids, i, k);
+    const ChosenPlaces places = places_of(call, i);
+    for (int64_t k = 0; k < places.count; ++k) {
+      const int64_t id = id_at(call.ids, places, k);
       if (id >= -1 && id < call.vocab_total()) continue;
+      char where[48];
+      if (call.lists()) {
+        std::snprintf(where, sizeof(where), "%lld", static_cast<long long>(places.row + k));
+      } else {
+        std::snprintf(where, sizeof(where), "%lld, %lld", static_cast<long long>(i),
+                      static_cast<long long>(k));
+      }
       return error(StatusCode::target_out_of_range,
-                   "ids[%lld, %lld] is %lld; allowed: 0 to %lld, or -1 for none",
-                   static_cast<long long>(i), static_cast<long long>(k), static_cast<long long>(id),
-                   static_cast<long long>(call.vocab_total() - 1));
+                   "ids[%s] is %lld; allowed: 0 to %lld, or -1 for none", where,
+                   static_cast<long long>(id), static_cast<long long>(call.vocab_total() - 1));
     }
   }
   return {};
@@ -96,6 +104,7 @@ Status check_ids(const Call& call, const Tokens& tokens) {
 
 // An upstream gradient of 0 is none, unless a factor of infinity or NaN makes something else of it.
 bool is_active(const Call& call, float grad_loss, float token_weight, int64_t i) {
+  if (call.only_chosen) return has_chosen_gradient(call, i);
   const bool zero = grad_loss == 0 || token_weight == 0;
   if (!zero || grad_loss * token_weight != 0) return true;
   for (const TensorView* view : {&call.grad_lse, &call.grad_target_logit, &call.grad_entropy}) {
@@ -267,7 +276,8 @@ Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tok
   *tokens = {};
   tokens->total = call.target ? call.target.shape[0] : call.tokens();
   place_arrays(memory, tokens->total, places(call), tokens);
-  Status status = collect(call, vocab, tokens);
+  Status status = check_id_offsets(call);
+  if (status.ok()) status = collect(call, vocab, tokens);
   if (status.ok()) status = check_ids(call, *tokens);
   if (!status.ok()) return status;
   const LossOptions& o = call.options;

@@ -41,13 +41,14 @@ struct CudaBackend final : Backend {
     const Status status = find_device(call.execution, &device);
     if (!status.ok()) return status;
     if (call.diverges) return cuda::divergence_workspace(call, *device, given, size);
+    if (call.only_chosen) return cuda::only_chosen_workspace(call, size);
     if (call.linear) return cuda::linear_workspace(call, *device, given, size);
     if (call.combines) return cuda::combine_workspace(call, *device, size);
     return call.loss_op ? cuda::logits_loss_workspace(call, *device, size)
                         : cuda::softmax_workspace(call, *device, size);
   }
   Status decide(const Call& call, uint64_t bytes, Decisions* decided) const override {
-    if (!call.linear) return {};
+    if (!call.linear || call.only_chosen) return {};
     const cuda::DeviceInfo* device;
     const Status status = find_device(call.execution, &device);
     if (!status.ok()) return status;
@@ -69,7 +70,7 @@ struct CudaBackend final : Backend {
     if (call.diverges) {
       status = cuda::run_divergence(call, decided.get<cuda::DivergencePlan>(), workspace, *device,
                                     &stream);
-    } else if (call.linear) {
+    } else if (call.linear && !call.only_chosen) {
       const cuda::LinearPasses made =
           cuda::linear_passes(call, decided.get<cuda::LinearDecisions>(), workspace, *device);
       stream.prepare_and_run([&] {
@@ -79,9 +80,10 @@ struct CudaBackend final : Backend {
         }
       });
     } else {
-      const auto run = call.combines  ? cuda::run_combine
-                       : call.loss_op ? cuda::run_logits_loss
-                                      : cuda::run_softmax;
+      const auto run = call.only_chosen ? cuda::run_only_chosen
+                       : call.combines  ? cuda::run_combine
+                       : call.loss_op   ? cuda::run_logits_loss
+                                        : cuda::run_softmax;
       status = run(call, workspace, *device, &stream);
     }
     return status.ok() ? stream.status() : status;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA has four families of ops. The device is found and current by now. An engine
+// CUDA has five families of ops. The device is found and current by now. An engine
 // (linear/engine.h) runs the linear ones.
 #pragma once
 
@@ -22,6 +22,10 @@ Status run_combine(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
 // linear_cross_entropy.cpp defines these two.
 Status linear_workspace(const Call&, const DeviceInfo&, uint64_t given, WorkspaceSize*);
+
+// linear/only_chosen.cu defines these two.
+Status only_chosen_workspace(const Call&, WorkspaceSize*);
+Status run_only_chosen(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
 // Loads every kernel and the matrix library on this device, so that no later call does.
 Status warmup(const DeviceInfo&);

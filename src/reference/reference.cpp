@@ -135,6 +135,9 @@ class Evaluation {
   void write_list(const std::vector<Listed>& list, int64_t i);
   void add_gradient(const RowGradient& gradient, int64_t i);
   void add_linear_gradient(const RowGradient& gradient, int64_t i);
+  void add_only_chosen(const RowGradient& gradient, int64_t i);
+  void count_chosen();
+  void write_grad_input(int64_t i, int64_t summands);
   void reduce_loss();
   void finish_sum(const char* name, const TensorView& view, Sum* sum);
 
@@ -147,6 +150,7 @@ class Evaluation {
   std::optional<TeacherHead> teacher_;
   Shards shards_;                     // only Combine has them
   std::vector<Estimate> token_loss_;  // [N]  it is 0 where ignored
+  std::vector<int64_t> times_;        // [V]  it counts the summands of a column's gradient
   // [D] of the token at hand, [V, D] and [V]; each sums a gradient
   Sum grad_input_, grad_weight_, grad_bias_;
 };
@@ -179,6 +183,7 @@ void Evaluation::prepare() {
   if (call_.combines) shards_ = read_shards(call_);
   if (!call_.linear) return;
   if (call_.diverges) teacher_.emplace(call_);
+  if (call_.only_chosen) count_chosen();
   weight_ = read(call_.weight);
   if (call_.bias) bias_ = read(call_.bias);
   if (call_.grad_weight) grad_weight_.resize(element_count(call_.grad_weight));
@@ -190,11 +195,16 @@ void Evaluation::evaluate_row(const Token& token, int64_t i) {
   if (call_.loss) token_loss_[i] = row_loss(call_, tokens_, token, row);
   const RowOf of{call_, tokens_, token, row};
   write_statistics(of, &Statistic::of_row, i);
-  for (int64_t k = 0; call_.logits_at && k < call_.chosen(); ++k) {
-    set(output("logits_at"), i * call_.chosen() + k, logit_at(of, token.chosen[k].column));
+  for (size_t k = 0; call_.logits_at && k < token.chosen.size(); ++k) {
+    set(output("logits_at"), token.first_chosen + static_cast<int64_t>(k),
+        logit_at(of, token.chosen[k].column));
+  }
+  if (call_.only_chosen) {
+    add_only_chosen(gradient_of_chosen(call_, token, row), i);
+  } else if (wants_gradient()) {
+    add_gradient(row_gradient(call_, tokens_, token, row), i);
   }
   if (call_.top_logits) write_list(largest_logits(of, call_.listed()), i);
-  if (wants_gradient()) add_gradient(row_gradient(call_, tokens_, token, row), i);
 }
 
 void Evaluation::write_list(const std::vector<Listed>& list, int64_t i) {
@@ -281,12 +291,54 @@ void Evaluation::add_linear_gradient(const RowGradient& gradient, int64_t i) {
     grad_bias_.value[j] += draw;
     grad_bias_.error[j] += for_weight;
   }
+  write_grad_input(i, columns);
+}
+
+void Evaluation::write_grad_input(int64_t i, int64_t summands) {
   if (!call_.grad_input) return;
+  const int64_t hidden = call_.hidden();
   Output* output = this->output("grad_input");
   for (int64_t k = 0; k < hidden; ++k) {
     set_rounded(output, call_.grad_input.dtype, i * hidden + k, grad_input_.value[k],
                 grad_input_.error[k] +
-                    static_cast<double>(columns) * (tiny32 + u32 * grad_input_.largest[k]));
+                    static_cast<double>(summands) * (tiny32 + u32 * grad_input_.largest[k]));
+  }
+}
+
+// Of a sum over n summands the errors are gamma(n) of their magnitudes. What a column comes to is
+// known when all tokens have added to it: count_chosen says how many do.
+void Evaluation::add_only_chosen(const RowGradient& gradient, int64_t i) {
+  const int64_t columns = call_.vocab(), hidden = call_.hidden();
+  const std::vector<double> h = read_row(call_.input, i);  // [D]
+  const double one = 1;
+  int64_t own = 0;
+  for (const int64_t times : gradient.times) own += times;
+  grad_input_.resize(hidden);
+  for (int64_t j = 0; j < columns; ++j) {
+    if (gradient.times[j] == 0) continue;
+    const double draw = gradient.value[j], m = gradient.magnitude[j], error = gradient.error[j];
+    const double* w = weight_.data() + j * hidden;
+    const double of_row = error + gamma(model_, own) * m;
+    const double of_column = error + gamma(model_, times_[j]) * m;
+    if (call_.grad_input) grad_input_.add(0, draw, of_row, w, hidden);
+    if (call_.grad_weight) grad_weight_.add(j * hidden, draw, of_column, h.data(), hidden);
+    if (call_.grad_bias) grad_bias_.add(j, draw, of_column, &one, 1);
+    if (!model_.structured) continue;
+    if (call_.grad_input) grad_input_.add_chosen(0, m, w, hidden);
+    if (call_.grad_weight) grad_weight_.add_chosen(j * hidden, m, h.data(), hidden);
+    if (call_.grad_bias) grad_bias_.add_chosen(j, m, &one, 1);
+  }
+  write_grad_input(i, own);
+}
+
+// Counts, for each column of the views, the places that choose it in active tokens.
+void Evaluation::count_chosen() {
+  times_.assign(call_.vocab(), 0);
+  for (const Token& token : tokens_.token) {
+    if (!token.counts || !token.active) continue;
+    for (const Chosen& c : token.chosen) {
+      if (c.column >= 0) ++times_[c.column];
+    }
   }
 }
 
@@ -320,17 +372,19 @@ void Evaluation::reduce_loss() {
 void Evaluation::finish_sum(const char* name, const TensorView& view, Sum* sum) {
   if (!view) return;
   const std::vector<double> old = call_.accumulate ? read(view) : std::vector<double>{};
-  const double flushed = static_cast<double>(tokens_.active) * tiny32;
+  const size_t width = view.rank == 2 ? static_cast<size_t>(view.shape[1]) : 1;
   for (size_t k = 0; k < sum->value.size(); ++k) {
+    const int64_t summands = call_.only_chosen ? times_[k / width] : tokens_.active;
     if (call_.accumulate) {
       // The old value is one more summand.
       sum->value[k] += old[k];
-      sum->error[k] += gamma(model_, tokens_.active) * std::fabs(old[k]);
+      sum->error[k] += gamma(model_, summands) * std::fabs(old[k]);
     }
-    const double after = static_cast<double>(tokens_.active) * u32 * sum->largest[k];
-    set_rounded(output(name), view.dtype, k, sum->value[k], sum->error[k] + flushed + after);
-    // Without a token there are zeros, or the old contents, to the bit.
-    if (tokens_.active == 0) output(name)->bound[k] = 0;
+    const double each = tiny32 + u32 * sum->largest[k];
+    set_rounded(output(name), view.dtype, k, sum->value[k],
+                sum->error[k] + static_cast<double>(summands) * each);
+    // Without a summand there are zeros, or the old contents, to the bit.
+    if (summands == 0) output(name)->bound[k] = 0;
   }
 }
 

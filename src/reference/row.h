@@ -74,6 +74,7 @@ struct RowGradient {
   std::vector<double> error;      // [V]  it is draw's error
   std::vector<double> magnitude;  // [V]  it is M, the sum of the magnitudes of draw's summands
   std::vector<double> chosen;     // [V]  it is M's part of chosen columns; empty where none are
+  std::vector<int64_t> times;     // [V]  how often a column is chosen; where only these have one
   double stored_scale = 0;        // a stored 16-bit dz may be multiplied with so much
 
   explicit RowGradient(size_t columns) : value(columns), error(columns), magnitude(columns) {}
@@ -83,6 +84,8 @@ struct RowGradient {
 };
 RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& token,
                          const Row& row);
+// The same where logits_at alone has a gradient.
+RowGradient gradient_of_chosen(const Call& call, const Token& token, const Row& row);
 RowGradient probability_gradient(const Call& call, const Tokens& tokens, const Token& token,
                                  const std::vector<double>& p);
 

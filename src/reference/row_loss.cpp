@@ -220,6 +220,25 @@ RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& to
   return gradient;
 }
 
+RowGradient gradient_of_chosen(const Call& call, const Token& token, const Row& row) {
+  const size_t columns = row.z.size();
+  RowGradient gradient(columns);
+  gradient.times.assign(columns, 0);
+  std::vector<double> value(columns), magnitude(columns);
+  for (const Chosen& c : token.chosen) {
+    if (c.column < 0) continue;
+    ++gradient.times[c.column];
+    value[c.column] += c.gradient;
+    magnitude[c.column] += std::fabs(c.gradient);
+  }
+  for (size_t j = 0; j < columns; ++j) {
+    if (gradient.times[j] == 0) continue;
+    gradient.set(call.options, row, j, {value[j], 4 * u32 * magnitude[j]}, magnitude[j]);
+  }
+  gradient.chosen = gradient.magnitude;
+  return gradient;
+}
+
 Estimate probability_loss(const Call& call, const Tokens& tokens, const Token& token,
                           const std::vector<double>& p) {
   const Factors f = factors_of(call, tokens, token);

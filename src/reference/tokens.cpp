@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 
 #include "src/message.h"
@@ -45,28 +46,50 @@ Status read_targets(const Call& call, Tokens* tokens) {
   return {};
 }
 
+// Reads where the tokens' ids begin, and behind them where the last ones end.
+Status read_offsets(const Call& call, std::vector<int64_t>* offsets) {
+  const int64_t tokens = call.tokens(), all = call.all_chosen();
+  if (!call.lists()) {
+    for (int64_t i = 0; i <= tokens; ++i) offsets->push_back(i * call.chosen());
+    return {};
+  }
+  *offsets = read_indices(call.id_offsets);
+  for (int64_t i = 0; i <= tokens; ++i) {
+    const int64_t least = i == 0 ? 0 : i == tokens ? all : (*offsets)[i - 1];
+    const int64_t most = i == 0 ? 0 : all, offset = (*offsets)[i];
+    if (offset >= least && offset <= most) continue;
+    return error(StatusCode::invalid_argument, "id_offsets[%lld] is %lld; allowed: %lld to %lld",
+                 static_cast<long long>(i), static_cast<long long>(offset),
+                 static_cast<long long>(least), static_cast<long long>(most));
+  }
+  return {};
+}
+
 // Reads the chosen columns of the tokens that count, and their gradients where the op has some.
-Status read_chosen(const Call& call, Tokens* tokens) {
-  if (!call.ids) return {};
-  const std::vector<int64_t> ids = read_indices(call.ids);  // [N, K]
+Status read_chosen(const Call& call, const std::vector<int64_t>& offsets, Tokens* tokens) {
+  const std::vector<int64_t> ids = read_indices(call.ids);  // [N, K] or [M]
   const std::vector<double> gradients =
       call.forward ? std::vector<double>{} : read(call.grad_logits_at);
-  const auto k_count = static_cast<size_t>(call.chosen());
   for (size_t i = 0; i < tokens->token.size(); ++i) {
     Token& token = tokens->token[i];
-    token.chosen.assign(k_count, {});
+    token.first_chosen = offsets[i];
+    token.chosen.assign(static_cast<size_t>(offsets[i + 1] - offsets[i]), {});
     if (!token.counts) continue;
-    for (size_t k = 0; k < k_count; ++k) {
-      const int64_t id = ids[i * k_count + k];
+    for (size_t k = 0; k < token.chosen.size(); ++k) {
+      const size_t place = static_cast<size_t>(offsets[i]) + k;
+      const int64_t id = ids[place];
       if (id < 0 || id >= call.vocab_total()) {
         if (id == -1 || call.options.out_of_range == OutOfRange::ignore) continue;
+        char where[48];
+        std::snprintf(where, sizeof(where), call.lists() ? "%zu" : "%zu, %zu",
+                      call.lists() ? place : i, k);
         return error(StatusCode::target_out_of_range,
-                     "ids[%zu, %zu] is %lld; allowed: 0 to %lld, or -1 for none", i, k,
+                     "ids[%s] is %lld; allowed: 0 to %lld, or -1 for none", where,
                      static_cast<long long>(id), static_cast<long long>(call.vocab_total() - 1));
       }
       const int64_t column = id - call.vocab_start();
       if (column >= 0 && column < call.vocab()) token.chosen[k].column = column;
-      if (!call.forward) token.chosen[k].gradient = gradients[i * k_count + k];
+      if (!call.forward) token.chosen[k].gradient = gradients[place];
     }
   }
   return {};
@@ -139,7 +162,8 @@ double usable_temperature(const LossOptions& o, double temperature) {
 bool is_active(const Call& call, double grad_loss, const Token& token) {
   if (call.forward) return true;
   const double product = grad_loss * token.token_weight;
-  const bool none = (grad_loss == 0 || token.token_weight == 0) && !std::isnan(product);
+  const bool none =
+      call.only_chosen || ((grad_loss == 0 || token.token_weight == 0) && !std::isnan(product));
   return !none || token.grad_lse != 0 || token.grad_target_logit != 0 || token.grad_entropy != 0 ||
          std::any_of(token.chosen.begin(), token.chosen.end(),
                      [](const Chosen& c) { return c.gradient != 0; });
@@ -164,8 +188,10 @@ void read_saved(const Call& call, Tokens* tokens) {
 }  // namespace
 
 Status read_tokens(const Call& call, Tokens* tokens) {
-  Status status = read_targets(call, tokens);
-  if (status.ok()) status = read_chosen(call, tokens);
+  std::vector<int64_t> offsets;
+  Status status = call.ids ? read_offsets(call, &offsets) : Status();
+  if (status.ok()) status = read_targets(call, tokens);
+  if (status.ok() && call.ids) status = read_chosen(call, offsets, tokens);
   if (!status.ok()) return status;
   read_class_weights(call, tokens);
   count_normalizer(call, tokens);

@@ -28,7 +28,8 @@ struct Token {
   // These are as Forward wrote them, where the op has them.
   double row_reference = 0, row_log_sum = 0, entropy = 0;
   double teacher_row_reference = 0, teacher_row_log_sum = 0, slope_mean = 0;
-  std::vector<Chosen> chosen{};  // [K]
+  std::vector<Chosen> chosen{};  // [K], or as long as the token's list
+  int64_t first_chosen = 0;      // so many are chosen of the tokens before it
 };
 
 struct Tokens {

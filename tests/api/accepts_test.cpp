@@ -276,6 +276,10 @@ const Accept kAccepts[] = {
      }},
     {"chosen columns alone",
      [](Subject& s) { return s.make_chosen() && s.write_only("logits_at"); }},
+    {"lists of chosen columns", [](Subject& s) { return s.make_id_lists(); }},
+    {"only chosen columns", [](Subject& s) { return s.make_only_chosen(); }},
+    {"only chosen columns of a shard",
+     [](Subject& s) { return s.only_chosen != nullptr && s.make_shard() && s.make_only_chosen(); }},
     {"chosen columns of a shard", [](Subject& s) { return s.make_shard() && s.make_chosen(); }},
     {"lists of the largest logits", [](Subject& s) { return s.make_lists(); }},
     {"lists of i32, in any strides", [](Subject& s) {

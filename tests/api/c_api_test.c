@@ -136,9 +136,10 @@ static int32_t run_plan(void) {
   uint32_t count = 0;
   const logitless_op* op = &g_op.value;
   const logitless_tensor* listed[] = {
-      op->logits, op->probabilities, op->input,          op->weight,     op->target,
-      op->loss,   op->grad_loss,     op->grad_logits,    op->grad_input, op->grad_weight,
-      op->ids,    op->logits_at,     op->grad_logits_at, op->top_logits, op->top_ids};
+      op->logits,         op->probabilities, op->input,     op->weight,
+      op->target,         op->loss,          op->grad_loss, op->grad_logits,
+      op->grad_input,     op->grad_weight,   op->ids,       op->logits_at,
+      op->grad_logits_at, op->top_logits,    op->top_ids,   op->id_offsets};
   int32_t code = logitless_plan_create(op, &g_execution.value, g_workspace.value.bytes, &plan,
                                        &g_status.value);
   CHECK((code == LOGITLESS_OK) == (plan != NULL));
@@ -563,6 +564,28 @@ static void test_chosen_columns(int32_t device) {
   CHECK(run() == LOGITLESS_OK);
   expect_values(g_gradient, grad_weight, 2);
   g_one = 1;
+  /* the same as lists, without any softmax */
+  int64_t listed[4] = {1, 0, 1, 0}, offsets[3] = {0, 3, 4};
+  float of_listed[4] = {0.5f, 2, 0.25f, -1};
+  logitless_tensor list = view(listed, LOGITLESS_I64, 1, 4, 0),
+                   at_list = view(of_listed, LOGITLESS_F32, 1, 4, 0),
+                   ends = view(offsets, LOGITLESS_I64, 1, 3, 0);
+  set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD, device);
+  g_op.value.grad_loss = NULL;
+  g_op.value.only_chosen = 1;
+  g_op.value.ids = &list;
+  g_op.value.grad_logits_at = &at_list;
+  g_op.value.id_offsets = &ends;
+  CHECK(run() == LOGITLESS_OK);
+  expect_values(g_gradient, grad_weight, 2);
+  offsets[1] = 5;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "id_offsets[1] is 5; allowed: 0 to 4") != NULL);
+  set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD, device);
+  g_op.value.only_chosen = 1;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "only_chosen is set; LinearCrossEntropyForward does not") !=
+        NULL);
   /* another op has none */
   set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD, device);
   g_op.value.ids = &id;

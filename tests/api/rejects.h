@@ -307,6 +307,21 @@ inline Mistake chosen(const char* name, std::function<void(TensorView&)> how) {
   return choosing(change(name, std::move(how)));
 }
 
+// A call with lists of chosen columns is changed.
+inline Mistake listing_ids(std::function<bool(Subject&)> how) {
+  return [=](Subject& s) { return s.make_id_lists() && how(s); };
+}
+// A call that has only chosen columns' gradients is given another field.
+inline Mistake only_choosing(const char* name) {
+  return [=](Subject& s) {
+    if (s.only_chosen == nullptr) return false;
+    const TensorView view = s[name];
+    if (!s.make_only_chosen()) return false;
+    s[name] = view;
+    return true;
+  };
+}
+
 // This table is about chosen columns alone.
 inline const Reject kChosenRejects[] = {
     {"ids without logits_at", choosing(missing({"logits_at"})), invalid_argument,
@@ -359,6 +374,56 @@ inline const Reject kChosenRejects[] = {
        return true;
      }),
      invalid_argument, "ids: N = 1125899906842624, K = 1000"},
+    {"id_offsets without ids",
+     [](Subject& s) {
+       if (!s.make_id_lists()) return false;
+       s.drop({"ids", "logits_at", "grad_logits_at"});
+       return true;
+     },
+     invalid_argument, "ids is missing; id_offsets needs it"},
+    {"rows of ids beside id_offsets",
+     [](Subject& s) {
+       if (!s.make_id_lists()) return false;
+       s["ids"].rank = 2, s["ids"].shape = {3, 4}, s["ids"].stride = {4, 1};
+       return true;
+     },
+     wrong_shape, "ids has rank 2"},
+    {"one offset too few", listing_ids(change("id_offsets", [](TensorView& v) { v.shape[0] = 3; })),
+     wrong_shape, "id_offsets has shape [3]; allowed: [4]"},
+    {"offsets in f32", listing_ids(dtype("id_offsets", DType::f32)), wrong_dtype,
+     "id_offsets is f32"},
+    {"more listed ids than there are numbers for", listing_ids([](Subject& s) {
+       for (const char* name : {"ids", "logits_at", "grad_logits_at"}) {
+         if (s.has(name)) s[name].shape[0] = int64_t{1} << 57, s[name].stride[0] = 0;
+       }
+       return true;
+     }),
+     invalid_argument, "ids: M = 144115188075855872; allowed: up to 2^56"},
+    {"M of logits_at", listing_ids(change("logits_at", [](TensorView& v) { v.shape[0] = 3; })),
+     wrong_shape, "logits_at has shape [3]; allowed: [4]"},
+    {"M of grad_logits_at",
+     listing_ids(change("grad_logits_at", [](TensorView& v) { v.shape[0] = 3; })), wrong_shape,
+     "grad_logits_at has shape [3]; allowed: [4]"},
+    {"only chosen columns, and none",
+     [](Subject& s) { return s.make_only_chosen() && missing({"ids", "grad_logits_at"})(s); },
+     invalid_argument, "grad_logits_at is missing; only_chosen needs it"},
+    {"only chosen columns and a gradient of the loss", only_choosing("grad_loss"), invalid_argument,
+     "grad_loss is given with only_chosen"},
+    {"only chosen columns and a gradient of lse", only_choosing("grad_lse"), invalid_argument,
+     "grad_lse is given with only_chosen"},
+    {"only chosen columns and a token weight", only_choosing("token_weight"), invalid_argument,
+     "token_weight is given with only_chosen"},
+    {"only chosen columns and class weights", only_choosing("vocab_weight"), invalid_argument,
+     "vocab_weight is given with only_chosen"},
+    {"only chosen columns and label smoothing",
+     [](Subject& s) { return s.make_only_chosen() && (s.options->label_smoothing = 0.5f) > 0; },
+     invalid_argument, "label_smoothing is 0.5 with only_chosen; allowed: 0"},
+    {"only chosen columns and a z-loss",
+     [](Subject& s) { return s.make_only_chosen() && (s.options->z_loss = 0.5f) > 0; },
+     invalid_argument, "z_loss is 0.5 with only_chosen; allowed: 0"},
+    {"only chosen columns and a normalizer",
+     [](Subject& s) { return s.make_only_chosen() && (s.options->normalizer = 2) > 0; },
+     invalid_argument, "options.normalizer is 2 with only_chosen; allowed: 0"},
 };
 
 // A call with lists of the largest logits is changed.

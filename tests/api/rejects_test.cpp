@@ -161,7 +161,8 @@ TEST(Rejects, WrongDeviceOfAnyField) {
 TEST(Rejects, WrongDtypeOfAnyField) {
   break_every_field(wrong_dtype, Seen::by_both, [](Subject& s, const std::string& name) {
     const bool integer = name == "target" || name == "argmax" || name == "rank" ||
-                         name == "fault" || name == "shard_argmax" || name.ends_with("ids");
+                         name == "fault" || name == "shard_argmax" || name.ends_with("ids") ||
+                         name == "id_offsets";
     s[name].dtype = integer ? DType::f32 : DType::i32;
     return true;
   });

@@ -47,6 +47,8 @@ struct Subject {
   std::map<std::string, TensorView> of_sums;
   std::map<std::string, TensorView> of_choice;  // they go together: ids and what is at them
   std::map<std::string, TensorView> of_lists;   // so do the lists of largest logits
+  TensorView id_offsets{};                      // of lists
+  bool* only_chosen = nullptr;                  // only a linear Backward of a loss has it
   Execution execution{};
   Workspace workspace{};
   WorkspaceSize size{};  // `workspace` asked for it, for the unbroken op
@@ -114,6 +116,25 @@ struct Subject {
     if (!of_choice.empty() && ask_workspace(&size).ok()) give_workspace(size.recommended);
     return !of_choice.empty();
   }
+  // Makes lists of them, of four ids in all; returns false where the op has none.
+  bool make_id_lists() {
+    if (!make_chosen()) return false;
+    for (const auto& [name, view] : of_choice) {
+      (*this)[name].rank = 1, (*this)[name].shape = {4, 0}, (*this)[name].stride = {1, 0};
+    }
+    (*this)["id_offsets"] = id_offsets;
+    const int64_t offsets[] = {0, 1, 1, 4};
+    std::memcpy(id_offsets.data, offsets, sizeof(offsets));
+    return true;
+  }
+  // Leaves a Backward no gradient but that of chosen columns.
+  bool make_only_chosen() {
+    if (only_chosen == nullptr || !make_chosen()) return false;
+    drop({"grad_loss", "grad_lse", "grad_target_logit", "grad_entropy", "entropy", "row_reference",
+          "row_log_sum", "kept", "kept_rows", "token_weight", "vocab_weight", "normalizer"});
+    *only_chosen = true;
+    return true;
+  }
   // Gives lists of the largest logits, which nothing is kept beside; returns false where the op has
   // none.
   bool make_lists() {
@@ -128,6 +149,7 @@ struct Subject {
     if (of_sums.contains(name)) return make_sums();
     if (of_choice.contains(name)) return make_chosen();
     if (of_lists.contains(name)) return make_lists();
+    if (name == "id_offsets") return make_id_lists();
     return name == "teacher_logits" ? give_teacher_logits() : make_shard();
   }
   // Gives the teacher's logits in the place of its head.
@@ -218,6 +240,7 @@ inline TensorView subject_view(const std::string& name) {
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
   if (is({"kept"})) return matrix_view(nullptr, DType::f32, 64, 64);
   if (is({"ids"})) return matrix_view(nullptr, DType::i64, n, 4);
+  if (is({"id_offsets"})) return vector_view(nullptr, DType::i64, n + 1);
   if (is({"logits_at", "grad_logits_at"})) return matrix_view(nullptr, DType::f32, n, 4);
   if (is({"top_logits"})) return matrix_view(nullptr, DType::f32, n, 4);
   if (is({"top_ids"})) return matrix_view(nullptr, DType::i64, n, 4);
@@ -283,6 +306,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   if constexpr (LossOp<Op>) s->options = &op.options;
   if constexpr (LinearOp<Op> && GradientOp<Op>) s->accumulate = &op.accumulate_grad_weight;
   if constexpr (ConsumingOp<Op>) s->consume = &op.consume_kept;
+  if constexpr (OnlyChoosingOp<Op>) s->only_chosen = &op.only_chosen;
   if constexpr (DivergenceOp<Op>) {
     s->divergence = &op.divergence;
     op.divergence.label_weight = 0.5f;  // so that the target is needed
@@ -314,6 +338,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   }
   s->set_apart(&s->of_choice, {"ids", "logits_at", "grad_logits_at"});
   s->set_apart(&s->of_lists, {"shard_top_logits", "shard_top_ids", "top_logits", "top_ids"});
+  if (s->has("id_offsets")) std::swap(s->id_offsets, (*s)["id_offsets"]);
   if (s->has("anchor")) std::swap(s->anchor, (*s)["anchor"]);
   Subject* raw = s.get();
   s->ask_workspace = [&op, raw](WorkspaceSize* size) {

@@ -165,6 +165,8 @@ TEST_P(ChosenColumns, EveryShape) {
       Case& c = rows[r].c;
       c.chosen = r % 3 == 0 ? 1 : r % 3 == 1 ? 9 : 40;
       c.ids = r % 2 == 0 ? DType::i64 : DType::i32;
+      c.lists = r % 4 == 1;
+      c.only_chosen = op == OpKind::linear_backward && r % 5 < 3;
       const Comparison judged = judge(device_, c, {.memory = rows[r].memory});
       EXPECT_TRUE(judged.ok()) << rows[r].name << ", K = " << c.chosen << "\n" << judged.report;
     }
@@ -386,6 +388,243 @@ TEST_P(ChosenColumns, OfAllShardsAreThoseOfTheWhole) {
   ask_for_nothing_else(&whole);
   const Comparison judged = compare(expected(device_, whole.op, whole.model), largest);
   EXPECT_TRUE(judged.ok()) << judged.report;
+}
+
+// Makes lists of the rows of ids and of what goes with them, without what is absent at their ends.
+template <class Op>
+void use_lists(Problem<Op>* p) {
+  const int64_t rows = p->op.ids.shape[0], columns = p->op.ids.shape[1];
+  const std::vector<double> ids = read(p->op.ids);
+  std::vector<double> listed, gradients, offsets{0};
+  for (int64_t i = 0; i < rows; ++i) {
+    int64_t count = columns;
+    while (count > 0 && ids[static_cast<size_t>(i * columns + count - 1)] == -1) --count;
+    for (int64_t k = 0; k < count; ++k) listed.push_back(ids[static_cast<size_t>(i * columns + k)]);
+    if constexpr (!ForwardOp<Op>) {
+      const std::vector<double> values = read(p->op.grad_logits_at);
+      gradients.insert(gradients.end(), values.begin() + i * columns,
+                       values.begin() + i * columns + count);
+    }
+    offsets.push_back(static_cast<double>(listed.size()));
+  }
+  p->op.id_offsets = p->pool.add(DType::i32, {rows + 1}, offsets);
+  p->op.ids = p->pool.add(DType::i64, {std::ssize(listed)}, listed);
+  if constexpr (ForwardOp<Op>) {
+    p->op.logits_at = p->pool.reserve(DType::f32, {std::ssize(listed)});
+  } else {
+    p->op.grad_logits_at = p->pool.add(DType::f32, {std::ssize(listed)}, gradients);
+  }
+}
+
+TEST_P(ChosenColumns, ListsHaveTheBitsOfRows) {
+  for (const bool alone : {false, true}) {
+    Case c = plain(OpKind::linear_forward, {70, 40, 421}, 9);
+    c.ignored = 0.2;
+    Problem<Forward> rows = build<Forward>(c), lists = build<Forward>(c);
+    const std::vector<double> ids = read(rows.op.ids);
+    use_lists(&lists);
+    if (alone) ask_for_nothing_else(&rows), ask_for_nothing_else(&lists);
+    const Field of_rows = run_of(rows).fields.at("logits_at");
+    const Field of_lists = run_of(lists).fields.at("logits_at");
+    const std::vector<double> offsets = read(lists.op.id_offsets);
+    for (size_t i = 0; i < 70; ++i) {
+      const auto first = static_cast<size_t>(offsets[i]), end = static_cast<size_t>(offsets[i + 1]);
+      EXPECT_EQ(std::memcmp(of_lists.bits.data() + first * 4, of_rows.bits.data() + i * 9 * 4,
+                            (end - first) * 4),
+                0)
+          << "token " << i;
+    }
+    expect_judged(lists);
+  }
+  for (const bool only : {false, true}) {
+    Case c = plain(OpKind::linear_backward, {70, 40, 421}, 9);
+    c.saved_state = c.grad_lse = true;
+    c.only_chosen = only;
+    Problem<Backward> rows = build<Backward>(c), lists = build<Backward>(c);
+    use_lists(&lists);
+    EXPECT_EQ(differing_bits(run_of(rows).fields, run_of(lists).fields), "") << only;
+    expect_judged(lists);
+  }
+}
+
+TEST_P(ChosenColumns, ListsMayBeEmptyOrLong) {
+  for (const OpKind op : {OpKind::linear_forward, OpKind::linear_backward}) {
+    with_op(op, [&](auto made) {
+      using Op = decltype(made);
+      if constexpr (ChoosingOp<Op>) {
+        for (const bool long_one : {false, true}) {
+          Problem<Op> p = build<Op>(plain(op, {3, 24, 300}, 1));
+          const int64_t count = long_one ? 2500 : 0;
+          std::vector<double> ids, gradients;
+          for (int64_t k = 0; k < count; ++k) {
+            ids.push_back(static_cast<double>(k * 7 % 300));
+            gradients.push_back(static_cast<double>(k % 5) - 2);
+          }
+          const auto end = static_cast<double>(count);
+          p.op.id_offsets = p.pool.add(DType::i64, {4}, {0, 0, end, end});
+          p.op.ids = p.pool.add(DType::i64, {count}, ids);
+          if constexpr (ForwardOp<Op>) {
+            p.op.logits_at = p.pool.reserve(DType::f32, {count});
+          } else {
+            p.op.grad_logits_at = p.pool.add(DType::f32, {count}, gradients);
+            p.op.only_chosen = long_one;
+          }
+          expect_judged(p, long_one ? "a long list" : "no id at all");
+        }
+      }
+    });
+  }
+}
+
+TEST_P(ChosenColumns, OffsetsThatAreNoneAreAnError) {
+  if (!device_.synchronous()) return;
+  const struct {
+    std::vector<double> offsets;
+    const char* message;
+  } wrong[] = {{{1, 2, 4, 6}, "id_offsets[0] is 1; allowed: 0 to 0"},
+               {{0, 4, 3, 6}, "id_offsets[2] is 3; allowed: 4 to 6"},
+               {{0, 7, 7, 6}, "id_offsets[1] is 7; allowed: 0 to 6"},
+               {{0, 2, 4, 5}, "id_offsets[3] is 5; allowed: 6 to 6"},
+               {{0, 2, 4, 7}, "id_offsets[3] is 7; allowed: 6 to 6"},
+               {{0, -1, 4, 6}, "id_offsets[1] is -1; allowed: 0 to 6"}};
+  for (const auto& w : wrong) {
+    Problem<Forward> p = build<Forward>(plain(OpKind::linear_forward, {3, 24, 300}, 2));
+    p.op.id_offsets = p.pool.add(DType::i64, {4}, w.offsets);
+    p.op.ids = p.pool.add(DType::i64, {6}, {1, 2, 3, 4, 5, 6});
+    p.op.logits_at = p.pool.reserve(DType::f32, {6});
+    const Outcome outcome = execute(device_, p.op, p.pool);
+    EXPECT_EQ(outcome.status.code(), StatusCode::invalid_argument);
+    EXPECT_STREQ(outcome.status.message(), w.message);
+    EXPECT_TRUE(outcome.violations.empty());
+    EXPECT_STREQ(reference::evaluate(p.op, p.model).status.message(), w.message);
+  }
+}
+
+// A device that waits for nobody takes such lists as empty; each of the others has its places.
+TEST_P(ChosenColumns, OffsetsThatAreNoneMakeEmptyLists) {
+  if (device_.synchronous()) return;
+  const std::vector<double> ids{1, 2, 3, 4, 5, 6}, gradients{1, 2, 3, 4, 5, 6};
+  const struct {
+    std::vector<double> offsets;
+    std::vector<size_t> rows;  // of the places: 0, 1, 2, or 3 for none
+  } wrong[] = {{{0, 4, 2, 6}, {0, 0, 0, 0, 3, 3}},       {{1, 2, 4, 6}, {3, 0, 1, 1, 2, 2}},
+               {{0, 2, 1 << 30, 6}, {0, 0, 3, 3, 3, 3}}, {{0, -5, 3, 6}, {3, 3, 3, 2, 2, 2}},
+               {{0, 2, 4, 5}, {0, 0, 1, 1, 2, 3}},       {{-2, 2, 4, 7}, {3, 3, 1, 1, 3, 3}}};
+  for (const auto& w : wrong) {
+    Case c = plain(OpKind::linear_forward, {3, 24, 300}, 6);
+    c.fault = true;
+    Problem<Forward> rows = build<Forward>(c), lists = build<Forward>(c);
+    std::vector<double> padded(18, -1), padded_gradients(18, kNan);
+    for (size_t p = 0; p < 6; ++p) {
+      if (w.rows[p] == 3) continue;
+      padded[w.rows[p] * 6 + p] = ids[p];
+      padded_gradients[w.rows[p] * 6 + p] = gradients[p];
+    }
+    use_ids(&rows, 6, padded);
+    lists.op.id_offsets = lists.pool.add(DType::i64, {4}, w.offsets);
+    lists.op.ids = lists.pool.add(DType::i64, {6}, ids);
+    lists.op.logits_at = lists.pool.reserve(DType::f32, {6});
+    const Field of_rows = run_of(rows).fields.at("logits_at");
+    const Outcome outcome = run_of(lists);
+    EXPECT_EQ(outcome.fault, 1);
+    for (size_t p = 0; p < 6; ++p) {
+      const double made = outcome.fields.at("logits_at").value[p];
+      if (w.rows[p] == 3) {
+        EXPECT_TRUE(std::isnan(made)) << p;
+      } else {
+        EXPECT_EQ(made, of_rows.value[w.rows[p] * 6 + p]) << p;
+      }
+    }
+    for (const bool only : {false, true}) {
+      c.op = OpKind::linear_backward;
+      c.only_chosen = only;
+      Problem<Backward> back = build<Backward>(c), listed = build<Backward>(c);
+      use_ids(&back, 6, padded, padded_gradients);
+      listed.op.id_offsets = listed.pool.add(DType::i64, {4}, w.offsets);
+      listed.op.ids = listed.pool.add(DType::i64, {6}, ids);
+      listed.op.grad_logits_at = listed.pool.add(DType::f32, {6}, gradients);
+      EXPECT_EQ(differing_bits(run_of(back).fields, run_of(listed).fields), "");
+    }
+  }
+}
+
+// Nothing but the chosen columns is read, and no other row of grad_weight is written to.
+TEST_P(ChosenColumns, OnlyTheirGradientsAreMade) {
+  Case c = plain(OpKind::linear_backward, {6, 24, 200}, 3);
+  c.only_chosen = true;
+  for (const bool accumulates : {false, true}) {
+    c.accumulate = accumulates;
+    Problem<Backward> p = build<Backward>(c);
+    std::vector<double> ids, gradients, weight = read(p.op.weight), input = read(p.op.input);
+    for (int64_t i = 0; i < 6; ++i) {  // 17 is everybody's; token 4 has a gradient of 0 alone
+      ids.insert(ids.end(), {17, i % 2 == 0 ? 60.0 + static_cast<double>(i) : 17.0, -1});
+      gradients.insert(gradients.end(), {i == 4 ? 0 : 0.5, i == 4 ? 0 : -0.25, kNan});
+    }
+    for (size_t j = 0; j < 200; ++j) {
+      for (size_t k = 0; k < 24; ++k) {
+        if (j != 17 && (j < 60 || j > 64)) weight[j * 24 + k] = kNan;
+      }
+    }
+    for (size_t k = 0; k < 24; ++k) input[4 * 24 + k] = kNan;
+    write(p.op.weight, weight);
+    write(p.op.input, input);
+    use_ids(&p, 3, ids, gradients);
+    expect_judged(p);
+    const std::vector<double> old = read(p.op.grad_weight);
+    const Outcome outcome = run_of(p);
+    const Field& made = outcome.fields.at("grad_weight");
+    for (size_t j = 0; j < 200; ++j) {
+      const bool chosen = j == 17 || j == 60 || j == 62;
+      for (size_t k = 0; k < 24; ++k) {
+        const double left = accumulates ? old[j * 24 + k] : 0;
+        EXPECT_EQ(made.value[j * 24 + k] != left, chosen) << j;
+      }
+    }
+    for (size_t k = 0; k < 24; ++k) {
+      EXPECT_EQ(outcome.fields.at("grad_input").value[4 * 24 + k], 0);
+    }
+    if (accumulates) continue;
+    EXPECT_EQ(outcome.fields.at("grad_bias").value[17], 5 * 0.5 - 3 * 0.25);
+    EXPECT_EQ(outcome.fields.at("grad_bias").value[62], -0.25);
+  }
+}
+
+TEST_P(ChosenColumns, OnlyTheirGradientsHaveTheSameBitsInAnyWorkspaceAndOnAnyThreads) {
+  for (const bool capped : {false, true}) {
+    Case c = plain(OpKind::linear_backward, {150, 40, 300}, 33);
+    c.only_chosen = true;
+    c.temperatures = capped;
+    if (capped) c.options.softcap = 2;
+    const Problem<Backward> p = build<Backward>(c);
+    const Outcome first = run_of(p, {.memory = Memory::minimum});
+    EXPECT_EQ(differing_bits(first.fields, run_of(p).fields), "");
+    if (!device_.has_threads()) continue;
+    for (const int threads : {1, 5}) {
+      const SerialExecutor executor(threads, threads == 5);
+      EXPECT_EQ(differing_bits(first.fields, run_of(p, {.executor = executor.get()}).fields), "");
+    }
+  }
+}
+
+// The gradient to a column depends on neither the other columns nor their number.
+TEST_P(ChosenColumns, AColumnsGradientDependsOnItsOwnPlacesAlone) {
+  Case c = plain(OpKind::linear_backward, {1100, 8, 70}, 2);
+  c.only_chosen = true;
+  Problem<Backward> p = build<Backward>(c), q = build<Backward>(c);
+  std::vector<double> ids, others, gradients;
+  for (int64_t i = 0; i < 1100; ++i) {
+    ids.insert(ids.end(), {40, -1});
+    others.insert(others.end(), {40, static_cast<double>(i % 40)});
+    const double g = static_cast<double>(i % 13) / 7 - 0.6;
+    gradients.insert(gradients.end(), {g, 0.3});
+  }
+  use_ids(&p, 2, ids, gradients);
+  use_ids(&q, 2, others, gradients);
+  expect_judged(p);
+  expect_judged(q);
+  const Field alone = run_of(p).fields.at("grad_weight"),
+              beside = run_of(q).fields.at("grad_weight");
+  EXPECT_EQ(std::memcmp(alone.bits.data() + 40 * 8 * 4, beside.bits.data() + 40 * 8 * 4, 8 * 4), 0);
 }
 
 // Of the others every call is refused, as Conformance says.

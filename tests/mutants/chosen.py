@@ -5,11 +5,12 @@ from mutants.mutant import mutant
 
 RUN, TOKENS = "src/cpu/linear_run.cpp", "src/cpu/tokens.cpp"
 CHOSEN, HEADER = "src/cpu/chosen.cpp", "src/cpu/chosen.h"
+ONLY = "src/cpu/only_chosen.cpp"
 
 MUTANTS = [
     mutant(
-        "chosen, the last one: not found", CHOSEN, "for (int64_t k = 0; k < most_; ++k) {",
-        "for (int64_t k = 0; k < most_ - (most_ > 1); ++k) {", "chosen",
+        "chosen, the last one: not found", CHOSEN, "int64_t count = 0;\n  const ChosenPlaces places = places_of(call, row);",
+        "int64_t count = 0;\n  ChosenPlaces places = places_of(call, row);\n  places.count -= places.count > 1;", "chosen",
     ),
     mutant("chosen, one column's: the last k first", CHOSEN, ": a.k < b.k;", ": a.k > b.k;", "chosen"),
     mutant(
@@ -24,21 +25,21 @@ MUTANTS = [
     ),
     mutant(
         "chosen, of a shard: counted in the shard", CHOSEN,
-        "id = id_at(call.ids, i, k), column = id - call.vocab_start();", "id = id_at(call.ids, i, k), column = id;",
+        "const int64_t column = id - call.vocab_start();", "const int64_t column = id;",
         "chosen",
     ),
     mutant(
         "chosen, inactive tokens: an absent id has a gradient", CHOSEN,
-        "    if (is_column(call, id_at(call.ids, i, k)) && element_at(call.grad_logits_at, i, k) != 0) {",
-        "    if (element_at(call.grad_logits_at, i, k) != 0) {", "chosen",
+        "    if (is_column(call, id_at(call.ids, places, k)) &&\n        element_at(call.grad_logits_at, places, k) != 0) {",
+        "    if (element_at(call.grad_logits_at, places, k) != 0) {", "chosen",
     ),
     mutant(
         "chosen, inactive tokens: only ids of this shard have gradients", CHOSEN,
-        "    if (is_column(call, id_at(call.ids, i, k)) && element_at",
-        "    if (chosen_column(call, i, k) >= 0 && element_at", "chosen",
+        "    if (is_column(call, id_at(call.ids, places, k)) &&\n",
+        "    if (chosen_column(call, id_at(call.ids, places, k)) >= 0 &&\n", "chosen",
     ),
     mutant(
-        "chosen, sizes of gradients: an absent id's too", CHOSEN, "    if (!is_column(call, id_at(call.ids, i, k))) continue;\n", "",
+        "chosen, sizes of gradients: an absent id's too", CHOSEN, "    if (!is_column(call, id_at(call.ids, places, k))) continue;\n", "",
         "chosen",
     ),
     mutant(
@@ -56,8 +57,8 @@ MUTANTS = [
         "for (int64_t n = 0; n < tokens.total; ++n) {\n    const int64_t i = n;", "chosen",
     ),
     mutant(
-        "chosen, logits: of the compacted token", RUN, "element_at(call_.logits_at, tokens_->row[first_ + n], c.k)",
-        "element_at(call_.logits_at, first_ + n, c.k)", "chosen",
+        "chosen, logits: of the compacted token", RUN, "const ChosenPlaces places = places_of(call_, tokens_->row[first_ + n]);",
+        "const ChosenPlaces places = places_of(call_, first_ + n);", "chosen",
     ),
     mutant(
         "chosen, logits: what is absent is left", RUN,
@@ -80,6 +81,30 @@ MUTANTS = [
     ),
     mutant(
         "chosen, gradients: as they are given", CHOSEN,
-        "element_at(call.grad_logits_at, row, k) * inv_gradient_scale", "element_at(call.grad_logits_at, row, k)", "chosen",
+        "element_at(call.grad_logits_at, places, k) * inv_gradient_scale", "element_at(call.grad_logits_at, places, k)", "chosen",
     ),
+    mutant("lists: an offset may be below the one before", CHOSEN, "i == tokens ? all : before,", "i == tokens ? all : 0,", "chosen"),
+    mutant("lists: the first offset is not looked at", CHOSEN, "most = i == 0 ? 0 : all;", "most = all;", "chosen"),
+    mutant("lists: they may end before the ids do", CHOSEN, "i == 0 ? 0 : i == tokens ? all : before", "i == 0 ? 0 : before", "chosen"),
+    mutant("lists: one begins a place late", HEADER, "const int64_t first = int_at(call.id_offsets, i);", "const int64_t first = int_at(call.id_offsets, i) + (i > 1);", "chosen"),
+    mutant("lists of a chunk: all begin with the first", CHOSEN, "    first += places_of(call, rows[n]).count;\n", "", "chosen"),
+    mutant(
+        "lists, room for them: of one token", "src/cpu/plan.cpp", "shape.listed > 0 ? shape.listed : chunk * shape.chosen",
+        "shape.listed > 0 ? 1 : chunk * shape.chosen", "chosen",
+    ),
+    mutant("only chosen, inactive tokens: a loss of 1", TOKENS, "  if (call.only_chosen) return has_chosen_gradient(call, i);\n", "", "chosen"),
+    mutant("only chosen, factors: without the softcap's slope", ONLY, "const bool capped = map.softcap > 0;", "const bool capped = false;", "chosen"),
+    mutant("only chosen, factors: without the map's slope", ONLY, "gradient * slope_at(map, z)", "gradient", "chosen"),
+    mutant("only chosen, factors: the first token's map", ONLY, "map_of(map_, tokens, n)", "map_of(map_, tokens, 0)", "chosen"),
+    mutant("only chosen, logits: without the bias", ONLY, "map_block(map, &z, call_.bias ? &bias : nullptr, 1);", "map_block(map, &z, nullptr, 1);", "chosen"),
+    mutant("only chosen, grad_input: the last place alone", ONLY, "add_scaled(w, 0, factor, 1, hidden, false, sum, 0);", "add_scaled(w, 0, factor, 1, hidden, true, sum, 0);", "chosen"),
+    mutant(
+        "only chosen, grad_input: inactive rows are left", ONLY,
+        "      if (call_.grad_input) store_rows(nullptr, 0, 1, i, 1, 0, call_.hidden(), call_.grad_input);\n", "", "chosen",
+    ),
+    mutant("only chosen, the sort: a column begins one early", ONLY, "end, int64_t{0});", "end, int64_t{-1});", "chosen"),
+    mutant("only chosen, the sort: of compacted tokens", ONLY, "use(column, Summand{tokens.row[n], factors(n)[k]})", "use(column, Summand{n, factors(n)[k]})", "chosen"),
+    mutant("only chosen, grad_weight: unchosen rows are added to", ONLY, "  if (first == last && call_.accumulate) return;\n", "", "chosen"),
+    mutant("only chosen, grad_weight: never added", ONLY, "call_.grad_weight,\n             call_.accumulate);", "call_.grad_weight);", "chosen"),
+    mutant("only chosen, grad_bias: of the first place", ONLY, "sum += s->factor;", "sum = first->factor;", "chosen"),
 ]

@@ -336,6 +336,68 @@ def test_ids_of_another_shape(shape: tuple[int, ...]) -> None:
         ln.linear_logprobs_at(x, w, np.zeros(shape, np.int64))
 
 
+@pytest.mark.parametrize("over", ["vocab", "ids"])
+def test_lists_have_the_bits_of_rows(over: str) -> None:
+    x, w, b, _ = numpy(*problem((3, 4), 37, 19))
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, 37, (12, 5))
+    counts = rng.integers(0, 6, 12)
+    ids[np.arange(5) >= counts[:, None]] = -1
+    offsets = np.append(0, np.cumsum(counts)).astype(np.int32)
+    options: dict[str, Any] = {"linear_bias": b, "softcap": 3.0, "over": over}
+    rows = ln.linear_logprobs_at(x, w, ids.reshape(3, 4, 5), **options)
+    lists = ln.linear_logprobs_at(x, w, ids[ids != -1], offsets=offsets, **options)
+    assert lists.shape == (counts.sum(),) and lists.dtype == np.float32
+    assert np.array_equal(rows.reshape(12, 5)[ids != -1], lists)
+    assert np.isneginf(rows.reshape(12, 5)[ids == -1]).all()
+
+
+def test_over_the_ids_alone_is_their_softmax() -> None:
+    x, w, _, _ = numpy(*problem((7,), 37, 19))
+    b = np.random.default_rng(6).standard_normal(37).astype(np.float32)
+    ids = np.random.default_rng(5).integers(0, 37, (7, 9))
+    ids[2, 3:] = ids[4] = -1
+    made = ln.linear_logprobs_at(x, w, ids, over="ids", linear_bias=b, temperature=0.7)
+    z = np.take_along_axis((x.astype(np.float64) @ w.T + b) / 0.7, ids, 1)
+    z[ids == -1] = -np.inf
+    with np.errstate(invalid="ignore", divide="ignore"):
+        expected = z - np.log(np.exp(z).sum(1, keepdims=True))
+    assert np.allclose(made[ids != -1], expected[ids != -1], atol=1e-5)
+    assert np.isneginf(made[ids == -1]).all() and made.max() <= 0
+    # One id has a probability of 1, and of two alike each has a half.
+    assert not ln.linear_logprobs_at(x, w, ids[:, :1], over="ids")[[0, 1, 2, 3, 5, 6]].any()
+    twice = ln.linear_logprobs_at(x, w, np.repeat(ids[:1, :1], 14, 0).reshape(7, 2), over="ids")
+    assert np.allclose(twice, np.log(0.5))
+
+
+def test_a_masked_column_among_ids() -> None:
+    x, w, _, _ = numpy(*problem((2,), 9, 6))
+    b = np.array([0, -np.inf, 0, 0, 0, 0, 0, 0, 0], np.float32)
+    made = ln.linear_logprobs_at(x, w, np.array([[1, 2], [1, 1]]), over="ids", linear_bias=b)
+    assert np.isneginf(made[0, 0]) and made[0, 1] == 0 and np.isnan(made[1]).all()
+
+
+def test_over_and_offsets_that_are_none() -> None:
+    x, w, _, _ = numpy(*problem((2, 2), 9, 6))
+    ids = np.arange(6)
+    with pytest.raises(ValueError, match=r"^over is 'id'; allowed: 'vocab', 'ids'"):
+        ln.linear_logprobs_at(x, w, ids, over="id", offsets=np.arange(5))
+    with pytest.raises(ValueError, match=r"^offsets has shape \(4,\); allowed: \(5,\), N \+ 1"):
+        ln.linear_logprobs_at(x, w, ids, offsets=np.arange(4))
+    with pytest.raises(
+        ValueError, match=r"^ids has shape \(2, 3\); allowed beside offsets: \(M,\)"
+    ):
+        ln.linear_logprobs_at(x, w, ids.reshape(2, 3), offsets=np.arange(5))
+    with pytest.raises(TypeError, match=r"^offsets is float64; allowed: int32, int64"):
+        ln.linear_logprobs_at(x, w, ids, offsets=np.arange(5.0))
+    with pytest.raises(ValueError, match=r"^offsets\[2\] is 1; allowed: 4 to 6"):
+        ln.linear_logprobs_at(x, w, ids, offsets=np.array([0, 4, 1, 6, 6]))
+    with pytest.raises(ValueError, match=r"^ids\[5\] is 9; allowed: 0 to 8, or -1 for none"):
+        ln.linear_logprobs_at(x, w, ids + 4, offsets=np.array([0, 1, 2, 2, 6]))
+    none = ln.linear_logprobs_at(x, w, ids[:0], offsets=np.zeros(5, np.int64))
+    assert none.shape == (0,)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.bool_])
 def test_ids_of_another_dtype(dtype: Any) -> None:
     x, w, _, _ = numpy(*problem((2, 5), 9, 6, ignored=0))

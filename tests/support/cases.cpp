@@ -61,6 +61,7 @@ bool choosing(OpKind op, DType) {
   return op == OpKind::linear_forward || op == OpKind::linear_backward;
 }
 bool listing(OpKind op, DType) { return op == OpKind::linear_forward; }
+bool linear_backward(OpKind op, DType) { return op == OpKind::linear_backward; }
 bool any(OpKind, DType) { return true; }
 
 // clang-format off
@@ -163,6 +164,10 @@ const std::vector<Feature> kFeatures{
     {"top", kListed, listing, [](Case& c) { c.listed = 9; }},
     {"top_one_i32", kListed, listing, [](Case& c) { c.listed = 1; c.argmax = DType::i32; }},
     {"top_all", kListed, listing, [](Case& c) { c.listed = 256; }},
+    {"chosen_lists", kChosen, choosing, [](Case& c) { c.chosen = 5; c.lists = true; }},
+    {"chosen_lists_i32", kChosen, choosing, [](Case& c) { c.chosen = 12; c.lists = true; c.ids = DType::i32; }},
+    {"only_chosen", kChosen, linear_backward, [](Case& c) { c.chosen = 7; c.only_chosen = true; }},
+    {"only_chosen_lists", kChosen, linear_backward, [](Case& c) { c.chosen = 6; c.lists = c.only_chosen = true; }},
 };
 // clang-format on
 

@@ -108,6 +108,8 @@ struct Case {
   bool temperatures = false;  // each token has one
   int64_t chosen = 0;         // each token has so many chosen columns; divergences have none
   DType ids = DType::i64;     // the chosen columns' ids have it
+  bool lists = false;         // tokens have lists of them, about so long
+  bool only_chosen = false;   // of a Backward, nothing else has a gradient
   double inactive = 0;        // this share of the tokens has no upstream gradient
   bool wants_grad_input = true, wants_grad_weight = true;
   bool wants_grad_bias = false;  // it goes with a bias and without

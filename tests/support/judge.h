@@ -12,8 +12,11 @@ namespace logitless::conformance {
 template <class Op>
 reference::Result expected(const TestDevice& device, const Op& op, reference::BoundModel model) {
   if constexpr (LinearOp<Op>) {
-    model.tensor_cores = device.tensor_cores(op.input.dtype);
-    model.tf32 = op.options.allow_tf32 && op.input.dtype == DType::f32 && device.has_tf32();
+    bool products = true;  // sums of f32 alone know neither
+    if constexpr (OnlyChoosingOp<Op>) products = !op.only_chosen;
+    model.tensor_cores = products && device.tensor_cores(op.input.dtype);
+    model.tf32 =
+        products && op.options.allow_tf32 && op.input.dtype == DType::f32 && device.has_tf32();
   }
   reference::Result want = reference::evaluate(op, model);
   if constexpr (LossOp<Op>) {

@@ -3,6 +3,7 @@
 // backend makes of them ("Which tokens count" of the contract).
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -51,7 +52,21 @@ std::vector<size_t> tokens_outside(const Op& op) {
   return tokens;
 }
 
-// Returns the places k of ids [N, K] where an id is an error, of tokens that count.
+// Returns the token of each place of `ids`.
+template <class Op>
+std::vector<size_t> tokens_of_places(const Op& op) {
+  std::vector<size_t> tokens;
+  const std::vector<int64_t> offsets =
+      op.id_offsets ? read_integers(op.id_offsets) : std::vector<int64_t>{};
+  for (size_t i = 0; i < static_cast<size_t>(op.input.shape[0]); ++i) {
+    const int64_t count = op.id_offsets ? offsets[i + 1] - offsets[i] : op.ids.shape[1];
+    // Offsets may be none.
+    tokens.insert(tokens.end(), std::clamp<int64_t>(count, 0, element_count(op.ids)), i);
+  }
+  return tokens;
+}
+
+// Returns the places in `ids` where an id is an error, of tokens that count.
 template <class Op>
 std::vector<size_t> ids_outside(const Op& op) {
   std::vector<size_t> places;
@@ -59,8 +74,9 @@ std::vector<size_t> ids_outside(const Op& op) {
     if (op.options.out_of_range != OutOfRange::error || !op.ids) return places;
     const int64_t vocab = op.options.vocab_total ? op.options.vocab_total : vocab_of(op);
     const std::vector<int64_t> target = read_integers(op.target), ids = read_integers(op.ids);
-    for (size_t place = 0; place < ids.size(); ++place) {
-      const int64_t t = target[place / static_cast<size_t>(op.ids.shape[1])];
+    const std::vector<size_t> tokens = tokens_of_places(op);
+    for (size_t place = 0; place < std::min(tokens.size(), ids.size()); ++place) {
+      const int64_t t = target[tokens[place]];
       const bool counts = t != op.options.ignore_index && t >= 0 && t < vocab;
       if (counts && (ids[place] < -1 || ids[place] >= vocab)) places.push_back(place);
     }
@@ -76,7 +92,9 @@ reference::Result evaluate_without(const std::vector<size_t>& places, Op op,
     if (places.empty()) return reference::evaluate(op, model);
     std::vector<int64_t> ids = read_integers(op.ids);
     for (const size_t place : places) ids[place] = -1;
-    op.ids = matrix_view(ids.data(), DType::i64, op.ids.shape[0], op.ids.shape[1]);
+    op.ids.data = ids.data(), op.ids.byte_offset = 0, op.ids.dtype = DType::i64;
+    op.ids.stride = op.ids.rank == 1 ? std::array<int64_t, 2>{1, 0}
+                                     : std::array<int64_t, 2>{op.ids.shape[1], 1};
     reference::Result want = reference::evaluate(op, model);
     const auto logits = want.outputs.find("logits_at");
     for (const size_t place : places) {

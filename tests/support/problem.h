@@ -59,7 +59,7 @@ inline Layout layout_of(Placement placement, const std::vector<int64_t>& shape, 
 template <class Op>
 class Builder {
  public:
-  explicit Builder(const Case& c) : c_(c), values_(make_values(c)) {}
+  explicit Builder(const Case& c) : c_(allowed(c)), values_(make_values(c)) {}
 
   Problem<Op> build() {
     // Where numbers are constant, or one row or column repeats, rounding errors align.
@@ -79,6 +79,15 @@ class Builder {
   }
 
  private:
+  // Where only chosen columns have a gradient, nothing else may be given that has a part in one.
+  static Case allowed(Case c) {
+    if (!c.only_chosen) return c;
+    c.options.label_smoothing = c.options.z_loss = 0;
+    c.options.normalizer = 0, c.normalizer = NormalizerKind::counted;
+    c.token_weight = c.vocab_weight = c.grad_loss = c.saved_state = false;
+    c.grad_lse = c.grad_target_logit = c.grad_entropy = false;
+    return c;
+  }
   TensorView put(DType dtype, std::vector<int64_t> shape, std::vector<double> values) {
     return p_.pool.add(dtype, shape, values, layout_of(c_.placement, shape, Role::input));
   }
@@ -108,13 +117,25 @@ class Builder {
     for (double& x : values) x = 1.3 + 0.9 * std::tanh(x);
     return put(DType::f32, {size}, std::move(values));
   }
+  // Says where the chosen columns of each token begin, and behind them where the last ones end.
+  // Lists are of any length, 0 too.
+  std::vector<double> id_offsets() const {
+    std::vector<double> offsets{0};
+    for (int64_t i = 0; i < c_.shape.tokens; ++i) {
+      const auto draw = static_cast<int64_t>(c_.seed) + i * 7;
+      offsets.push_back(offsets.back() +
+                        static_cast<double>(c_.lists ? draw % (2 * c_.chosen + 1) : c_.chosen));
+    }
+    return offsets;
+  }
   // Some columns are absent, some are named twice; where targets outside are ignored, some lie
   // outside too. Of a shard they are the whole vocabulary's.
-  std::vector<double> ids() const {
+  std::vector<double> ids(const std::vector<double>& offsets) const {
     const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
     std::vector<double> ids;
     for (int64_t i = 0; i < c_.shape.tokens; ++i) {
-      for (int64_t k = 0; k < c_.chosen; ++k) {
+      const auto count = static_cast<int64_t>(offsets[i + 1] - offsets[i]);
+      for (int64_t k = 0; k < count; ++k) {
         const uint64_t draw =
             (static_cast<uint64_t>(i * c_.chosen + k) * 2654435761u + c_.seed * 40503) >> 4;
         double id = static_cast<double>(draw % static_cast<uint64_t>(vocab));
@@ -129,23 +150,29 @@ class Builder {
     return ids;
   }
   // A gradient that is not read is NaN; tokens without a gradient have 0 elsewhere.
-  std::vector<double> gradients_at(const std::vector<double>& ids) const {
+  std::vector<double> gradients_at(const std::vector<double>& offsets,
+                                   const std::vector<double>& ids) const {
     const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
     std::vector<double> values = normals(std::ssize(ids), c_.seed * 31 + 47, 0.3, 0.1);
+    int64_t token = 0;
     for (size_t k = 0; k < ids.size(); ++k) {
-      if (is_inactive(static_cast<int64_t>(k) / c_.chosen)) values[k] = 0;
+      while (static_cast<double>(k) >= offsets[token + 1]) ++token;
+      if (is_inactive(token)) values[k] = 0;
       if (ids[k] < 0 || ids[k] >= static_cast<double>(vocab)) values[k] = NAN;
     }
     return values;
   }
   void add_chosen() {
-    const std::vector<int64_t> shape{c_.shape.tokens, c_.chosen};
-    const std::vector<double> ids = this->ids();
+    const std::vector<double> offsets = id_offsets(), ids = this->ids(offsets);
+    const auto shape = c_.lists ? std::vector<int64_t>{std::ssize(ids)}
+                                : std::vector<int64_t>{c_.shape.tokens, c_.chosen};
+    if (c_.lists) p_.op.id_offsets = of_each(c_.ids, offsets);
+    if constexpr (OnlyChoosingOp<Op>) p_.op.only_chosen = c_.only_chosen;
     p_.op.ids = put(c_.ids, shape, ids);
     if constexpr (ForwardOp<Op>) {
       p_.op.logits_at = output(DType::f32, shape);
     } else {
-      p_.op.grad_logits_at = put(DType::f32, shape, gradients_at(ids));
+      p_.op.grad_logits_at = put(DType::f32, shape, gradients_at(offsets, ids));
     }
   }
   void add_lists() {
@@ -225,7 +252,8 @@ class Builder {
     if (!DivergenceOp<Op> || !c_.no_target) {
       p_.op.target = put(c_.target, {tokens}, values_.target);
     }
-    if (c_.token_weight || c_.inactive > 0) p_.op.weights.token = upstream(tokens, 0.5, 1, 11);
+    if (c_.token_weight || (c_.inactive > 0 && !c_.only_chosen))
+      p_.op.weights.token = upstream(tokens, 0.5, 1, 11);
     if (c_.temperatures) p_.op.weights.temperature = temperatures(tokens);
     if (c_.vocab_weight) p_.op.weights.vocab = put(DType::f32, {vocab}, class_weights(vocab));
     if (c_.normalizer == NormalizerKind::f32) p_.op.weights.normalizer = put(DType::f32, {}, {6.4});
@@ -338,10 +366,11 @@ class Builder {
     p_.op.row_reference = saved(result.outputs.at("row_reference").value);
     p_.op.row_log_sum = saved(log_sum);
   }
-  TensorView saved(const std::vector<double>& values) {
-    // Each token has its own element of this view, even where other inputs are broadcast.
-    const std::vector<int64_t> shape{c_.shape.tokens};
-    return p_.pool.add(DType::f32, shape, values, layout_of(c_.placement, shape, Role::output));
+  TensorView saved(const std::vector<double>& values) { return of_each(DType::f32, values); }
+  // Each element of this view is its own, even where other inputs are broadcast.
+  TensorView of_each(DType dtype, const std::vector<double>& values) {
+    const std::vector<int64_t> shape{std::ssize(values)};
+    return p_.pool.add(dtype, shape, values, layout_of(c_.placement, shape, Role::output));
   }
 
   const Case c_;

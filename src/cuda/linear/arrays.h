@@ -50,13 +50,12 @@ struct RowFactors {
   int32_t again;    // it is 1 where finish_panel.cu makes the row again
 };
 
-// What a Backward adds to dz at chosen columns, by token: columns of the views, -1 where there is
-// nothing to add, each at most once a token, and their logits.
+// What a Backward adds to dz at chosen columns, by place: columns of the views, negative where
+// there is nothing to add, each at most once a token, and their logits.
 struct ChosenGradients {
-  int32_t* column = nullptr;  // [N, columns]
-  float* gradient = nullptr;  // [N, columns]
-  float* logit = nullptr;     // [N, columns]
-  int64_t columns = 0;
+  int32_t* column = nullptr;  // [places]
+  float* gradient = nullptr;  // [places]
+  float* logit = nullptr;     // [places]
 };
 
 // A chunk covers the compacted tokens [first, first + rows), of which fewer may be valid.

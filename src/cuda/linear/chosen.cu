@@ -1,27 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chosen columns of each token (docs/semantics.md): a Forward writes their logits, each by one dot
 // product; a Backward adds their gradients to panels of dz, before products read these.
+#include <algorithm>
 #include <cfloat>
+#include <climits>
 
-#include "src/call.h"
 #include "src/cuda/linear/dot.cuh"
-#include "src/cuda/logit_map.cuh"
+#include "src/cuda/linear/lists.cuh"
 
 namespace logitless::cuda {
 namespace {
 
 constexpr int threads = 256, warps = threads / 32;
-constexpr int columns_per_block = 64;  // of those of a token whose logits a block makes
+constexpr int columns_per_block = 64;  // of those of a token whose logits a block makes at a time
 
-struct ChosenColumn {
-  int column;       // in the views, or -1 where there is none
-  bool is_outside;  // the id is an error
-  bool is_given;    // some shard has it
-};
-__device__ ChosenColumn column_of(const TokenInput& in, int64_t id) {
-  if (id >= 0 && id < in.whole()) return {column_of_target(in, id), false, true};
-  return {-1, id != -1 && in.options.out_of_range == OutOfRange::error, false};
-}
 __device__ bool counts(const TokenInput& in, int64_t i) {
   return kind_of_target(in, target_of(in, i)) == TokenKind::counts;
 }
@@ -29,67 +21,57 @@ __device__ MapFactors map_of(const LinearCall& call, const Tokens& t, int64_t i)
   return t.map == nullptr ? call.map : with_token(call.map, t.map[i]);
 }
 
-// A warp returns z of a column, with the bits that gather.cu gives a target's.
-template <class T>
-__device__ float logit_of(const LinearCall& call, const MapFactors& map, int64_t i, int column,
-                          int lane) {
-  constexpr int width = Pack<T>::width;
-  const int64_t hidden = call.weight.shape[1];
-  const RowReader<T> input(call.input, i, hidden), weight(call.weight, column, hidden);
-  float sum;
-  if (input.aligned && weight.aligned && hidden % width == 0) {
-    sum = dot_packs<T>(reinterpret_cast<const Pack<T>*>(input.data),
-                       reinterpret_cast<const Pack<T>*>(weight.data),
-                       static_cast<int>(hidden / width), nullptr, lane);
-  } else {
-    sum = dot_elements<T>(input, weight, hidden, nullptr, lane);
-  }
-  sum = warp_sum(sum);
-  if (present(call.bias)) sum += load(call.bias, column);
-  return map_raw(map, sum);
+// Lists may leave places to no token.
+__global__ void __launch_bounds__(threads) fill_kernel(TensorView logits, int64_t places) {
+  const int64_t p = int64_t{blockIdx.x} * threads + threadIdx.x;
+  if (p < places) *address<float>(logits, p) = nan_value();
 }
 
 // A block takes some of a token's columns, a warp one in turn.
 template <class T>
 __global__ void __launch_bounds__(threads)
-    logits_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Tokens tokens) {
-  const int64_t i = blockIdx.x, all = call.ids.shape[1];
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * columns_per_block;
-  const int64_t end = min(all, first + columns_per_block);
+    logits_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Tokens tokens,
+                  const __grid_constant__ IdLists lists) {
+  const int64_t i = blockIdx.x, all = lists.count[i];
   const int lane = threadIdx.x % 32;
   const bool reads = counts(call.in, i);
   const MapFactors map = map_of(call, tokens, i);
-  for (int64_t k = first + threadIdx.x / 32; k < end; k += warps) {
-    float z = -infinity();
-    if (reads) {
-      const ChosenColumn chosen = column_of(call.in, load_int(call.ids, i, k));
-      if (chosen.column >= 0) z = logit_of<T>(call, map, i, chosen.column, lane);
-      if (chosen.is_outside) {
-        z = nan_value();
-        if (lane == 0 && present(call.in.fault)) atomicOr(address<int>(call.in.fault), 1);
+  for (int64_t first = int64_t{blockIdx.y} * columns_per_block; first < all;
+       first += int64_t{gridDim.y} * columns_per_block) {
+    const int64_t end = min(all, first + columns_per_block);
+    for (int64_t k = first + threadIdx.x / 32; k < end; k += warps) {
+      float z = -infinity();
+      if (reads) {
+        const ChosenColumn chosen = column_of(call.in, id_of(lists, i, k));
+        if (chosen.column >= 0) {
+          z = logit_of<T>(call.input, call.weight, call.bias, map, i, chosen.column, lane);
+        }
+        if (chosen.is_outside) {
+          z = nan_value();
+          if (lane == 0) set_fault(call.in.fault, 1);
+        }
       }
+      if (lane == 0) *element_of<float>(lists, call.logits_at, i, k) = z;
     }
-    if (lane == 0) *address<float>(call.logits_at, i, k) = z;
   }
 }
 
 // A warp sums the sizes of a token's gradients, those of other shards' columns among them. One that
 // is not finite has next to none, but makes the token active.
 __global__ void __launch_bounds__(threads)
-    sizes_kernel(const __grid_constant__ LinearCall call, float* sizes) {
+    sizes_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ IdLists lists,
+                 float* sizes) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
-  if (i >= call.ids.shape[0]) return;
+  if (i >= call.input.shape[0]) return;
   float sum = 0;
   if (counts(call.in, i)) {
-    for (int64_t k = threadIdx.x % 32; k < call.ids.shape[1]; k += 32) {
-      const ChosenColumn chosen = column_of(call.in, load_int(call.ids, i, k));
+    for (int64_t k = threadIdx.x % 32; k < lists.count[i]; k += 32) {
+      const ChosenColumn chosen = column_of(call.in, id_of(lists, i, k));
       if (chosen.is_given) {
-        const float size = fabsf(load(call.grad_logits_at, i, k));
+        const float size = fabsf(*element_of<const float>(lists, call.grad_logits_at, i, k));
         sum = fminf(sum + (isfinite(size) ? size : FLT_MIN), FLT_MAX);
       }
-      if (chosen.is_outside && present(call.in.fault)) {
-        atomicOr(address<int>(call.in.fault), 1);
-      }
+      if (chosen.is_outside) set_fault(call.in.fault, 1);
     }
   }
   sum = warp_sum(sum);
@@ -97,21 +79,26 @@ __global__ void __launch_bounds__(threads)
 }
 
 // A block adds up a token's gradients of equal columns, in the order of k, at the first of them,
-// and makes its logit; the others' columns become -1. The sums come out as a panel's elements do:
+// and makes its logit. The others' columns are marked meanwhile: all their bits are turned, so that
+// they are negative and still say which column it is. Gradients come out as a panel's elements do:
 // without the factor common to all, times the map's slope.
+constexpr int no_column = INT_MIN;
+__device__ int unmarked(int column) { return column < 0 ? ~column : column; }
 template <class T>
 __global__ void __launch_bounds__(threads)
     merge_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Tokens tokens,
-                 ChosenGradients to) {
-  __shared__ int columns[most_chosen];
-  __shared__ float gradients[most_chosen];
+                 const __grid_constant__ IdLists lists, ChosenGradients to) {
   const int64_t i = blockIdx.x;
-  const int all = static_cast<int>(call.ids.shape[1]);
+  const int all = lists.count[i];
   const TokenKind kind = kind_of_token(call.in, tokens.inactive, i, target_of(call.in, i));
   if (kind != TokenKind::counts) return;  // nobody reads its row
+  int32_t* const columns = to.column + lists.first[i];
+  const auto gradient = [&](int k) {
+    return *element_of<const float>(lists, call.grad_logits_at, i, k);
+  };
   for (int k = threadIdx.x; k < all; k += threads) {
-    columns[k] = column_of(call.in, load_int(call.ids, i, k)).column;
-    if (columns[k] >= 0) gradients[k] = load(call.grad_logits_at, i, k);
+    const int column = column_of(call.in, id_of(lists, i, k)).column;
+    columns[k] = column < 0 ? no_column : column;
   }
   __syncthreads();
   const MapFactors map = map_of(call, tokens, i);
@@ -119,24 +106,24 @@ __global__ void __launch_bounds__(threads)
   for (int k = threadIdx.x / 32; k < all; k += warps) {
     // A lane looks at every 32nd place; the sum is one lane's, so that its order is that of k.
     const int column = columns[k], lane = threadIdx.x % 32;
-    int before = column < 0 ? 1 : 0, more = 0;
+    if (column < 0) continue;  // no warp but this one marks it
+    int before = 0, more = 0;
     for (int j = lane; j < all; j += 32) {
-      if (columns[j] == column) before += j < k ? 1 : 0, more += j > k ? 1 : 0;
+      if (unmarked(columns[j]) == column) before += j < k ? 1 : 0, more += j > k ? 1 : 0;
     }
     before = warp_sum(before), more = warp_sum(more);
     if (before > 0) {
-      if (lane == 0) to.column[i * all + k] = -1;
+      if (lane == 0) columns[k] = ~column;
       continue;
     }
-    float sum = gradients[k];
+    float sum = gradient(k);
     for (int j = k + 1; j < all && more > 0; ++j) {
-      if (columns[j] == column) sum += gradients[j], --more;
+      if (unmarked(columns[j]) == column) sum += gradient(j), --more;
     }
-    const float z = logit_of<T>(call, map, i, column, lane);
+    const float z = logit_of<T>(call.input, call.weight, call.bias, map, i, column, lane);
     if (lane != 0) continue;
-    to.column[i * all + k] = column;
-    to.logit[i * all + k] = z;
-    to.gradient[i * all + k] = sum * factor * map.slope * cap_slope(map, z);
+    to.logit[lists.first[i] + k] = z;
+    to.gradient[lists.first[i] + k] = sum * factor * map.slope * cap_slope(map, z);
   }
 }
 
@@ -156,54 +143,66 @@ __device__ float dz_of_column(const LinearCall& call, const MapFactors& map, con
 template <class E>
 __global__ void __launch_bounds__(threads)
     add_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Chunk chunk,
-               ChosenGradients from, const RowGradient* gradients, const float* target_gradient,
-               Panel panel) {
+               const __grid_constant__ IdLists lists, ChosenGradients from,
+               const RowGradient* gradients, const float* target_gradient, Panel panel) {
   const int row = blockIdx.x;
   if (row >= valid_rows(chunk)) return;
-  const int64_t token = chunk.first + row;
-  const int64_t at = chunk.tokens.row[token] * from.columns, target = chunk.tokens.target[token];
+  const int64_t token = chunk.first + row, i = chunk.tokens.row[token];
+  const int64_t first = lists.first[i], count = lists.count[i];
+  const int64_t target = chunk.tokens.target[token];
   const RowGradient g = gradients[row];
   const MapFactors map = map_of_token(call.map, chunk.tokens, token);
-  for (int64_t k = threadIdx.x; k < from.columns; k += blockDim.x) {
-    const int64_t column = from.column[at + k], j = column - panel.first;
+  for (int64_t k = threadIdx.x; k < count; k += blockDim.x) {
+    const int64_t column = from.column[first + k], j = column - panel.first;
     if (column < 0 || j < 0 || j >= panel.columns) continue;
     const float dz = column == target ? target_gradient[row]
-                                      : dz_of_column(call, map, g, column, from.logit[at + k]);
-    *panel_element<E>(panel, row, j) = from_f32<E>(dz + from.gradient[at + k]);
+                                      : dz_of_column(call, map, g, column, from.logit[first + k]);
+    *panel_element<E>(panel, row, j) = from_f32<E>(dz + from.gradient[first + k]);
   }
+}
+
+// Returns how many columns a token has in the mean.
+int64_t mean_columns(const LinearMemory& m, int64_t tokens) {
+  return divide_up(m.lists.places, std::max<int64_t>(tokens, 1));
 }
 
 }  // namespace
 
-void chosen_logits(const LinearCall& call, const Tokens& tokens, Stream* stream) {
-  const dim3 blocks(static_cast<unsigned>(call.ids.shape[0]),
-                    blocks_for(call.ids.shape[1], columns_per_block));
+void chosen_logits(const LinearCall& call, const LinearMemory& m, Stream* stream) {
+  if (call.id_offsets) {
+    stream->launch("fill_logits", fill_kernel, blocks_for(m.lists.places, threads), threads,
+                   call.logits_at, m.lists.places);
+  }
+  const int64_t tokens = call.shape.tokens, columns = mean_columns(m, tokens);
+  const dim3 blocks(static_cast<unsigned>(tokens),
+                    std::min(blocks_for(columns, columns_per_block), 65535u));
   with_dtype(call.shape.dtype, [&](auto element) {
     stream->launch("chosen_logits", logits_kernel<decltype(element)>, blocks, threads, call,
-                   tokens);
+                   m.tokens, m.lists);
   });
 }
 
-void chosen_sizes(const LinearCall& call, float* sizes, Stream* stream) {
-  stream->launch("chosen_sizes", sizes_kernel, blocks_for(call.ids.shape[0], warps), threads, call,
-                 sizes);
+void chosen_sizes(const LinearCall& call, const LinearMemory& m, Stream* stream) {
+  stream->launch("chosen_sizes", sizes_kernel, blocks_for(call.shape.tokens, warps), threads, call,
+                 m.lists, m.chosen_sizes);
 }
 
-void merge_chosen(const LinearCall& call, const Tokens& tokens, const ChosenGradients& to,
-                  Stream* stream) {
+void merge_chosen(const LinearCall& call, const LinearMemory& m, Stream* stream) {
   with_dtype(call.shape.dtype, [&](auto element) {
     stream->launch("merge_chosen", merge_kernel<decltype(element)>,
-                   static_cast<unsigned>(call.ids.shape[0]), threads, call, tokens, to);
+                   static_cast<unsigned>(call.shape.tokens), threads, call, m.tokens, m.lists,
+                   m.chosen);
   });
 }
 
 void add_chosen(const LinearWork& work, const Panel& panel) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   if (chunk.rows == 0 || panel.columns == 0) return;
-  const int block = m.chosen.columns <= 32 ? 32 : m.chosen.columns <= 128 ? 64 : threads;
+  const int64_t columns = mean_columns(m, call.shape.tokens);
+  const int block = columns <= 32 ? 32 : columns <= 128 ? 64 : threads;
   with_dtype(call.shape.dtype, [&](auto element) {
     stream->launch("add_chosen", add_kernel<decltype(element)>, static_cast<unsigned>(chunk.rows),
-                   block, call, chunk, m.chosen, m.gradients, m.target_gradient, panel);
+                   block, call, chunk, m.lists, m.chosen, m.gradients, m.target_gradient, panel);
   });
 }
 

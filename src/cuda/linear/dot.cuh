@@ -4,6 +4,7 @@
 #pragma once
 
 #include "src/cuda/linear/linear.cuh"
+#include "src/cuda/logit_map.cuh"
 
 namespace logitless::cuda {
 
@@ -49,6 +50,27 @@ __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int6
     add_products(a, w(j), &sum);
   }
   return sum;
+}
+
+// A warp returns z of a column, with the bits that gather.cu gives a target's.
+template <class T>
+__device__ float logit_of(const TensorView& inputs, const TensorView& weights,
+                          const TensorView& biases, const MapFactors& map, int64_t i, int column,
+                          int lane) {
+  constexpr int width = Pack<T>::width;
+  const int64_t hidden = weights.shape[1];
+  const RowReader<T> input(inputs, i, hidden), weight(weights, column, hidden);
+  float sum;
+  if (input.aligned && weight.aligned && hidden % width == 0) {
+    sum = dot_packs<T>(reinterpret_cast<const Pack<T>*>(input.data),
+                       reinterpret_cast<const Pack<T>*>(weight.data),
+                       static_cast<int>(hidden / width), nullptr, lane);
+  } else {
+    sum = dot_elements<T>(input, weight, hidden, nullptr, lane);
+  }
+  sum = warp_sum(sum);
+  if (present(biases)) sum += load(biases, column);
+  return map_raw(map, sum);
 }
 
 }  // namespace logitless::cuda

@@ -63,10 +63,11 @@ LinearMemory place_in(Arena* arena, const Engine& engine, const LinearShape& s,
   take(s.gradients(), &m.factors, chunk);
   take(s.gradients(), &m.again, 1 + chunk);
   take(s.chosen > 0, &m.chosen_sizes, s.tokens);
-  take(s.chosen > 0, &m.chosen.column, s.tokens * s.chosen);
-  take(s.chosen > 0, &m.chosen.gradient, s.tokens * s.chosen);
-  take(s.chosen > 0, &m.chosen.logit, s.tokens * s.chosen);
-  m.chosen.columns = s.chosen;
+  take(s.chooses, &m.lists.first, s.tokens);
+  take(s.chooses, &m.lists.count, s.tokens);
+  take(s.chosen > 0, &m.chosen.column, s.chosen);
+  take(s.chosen > 0, &m.chosen.gradient, s.chosen);
+  take(s.chosen > 0, &m.chosen.logit, s.chosen);
   const bool stores = p.stored_columns > 0 && s.kept_columns == 0;
   take(stores, &m.stored, rows * stored_pitch(p.stored_columns) * element);
   engine.place(Lifetime::call, s, p, arena, &m);
@@ -110,6 +111,7 @@ LinearMemory place(const Engine& engine, const LinearCall& call, const LinearPla
                    char* workspace) {
   Arena arena(workspace);
   LinearMemory m = place_in(&arena, engine, call.shape, plan);
+  if (call.ids) m.lists.set(call.ids, call.id_offsets);
   if (call.shape.kept_columns > 0) m.stored = call.kept.data;
   if (lends_input(call.shape, plan)) m.input = call.grad_input.as<char>();
   if (!scales_apart(call.shape, plan)) m.scaled = m.input;

@@ -7,6 +7,7 @@
 #include <initializer_list>
 
 #include "src/cuda/linear/arrays.h"
+#include "src/cuda/linear/lists.h"
 #include "src/cuda/linear/plan.h"
 #include "src/cuda/runtime/blas.h"
 #include "src/cuda/tokens/tokens.h"
@@ -41,7 +42,7 @@ struct LinearCall {
   // true where the engine's kernels start early: early.cuh
   bool launches_early = false;
   KeptState kept;
-  TensorView ids, logits_at, grad_logits_at;
+  TensorView ids, id_offsets, logits_at, grad_logits_at;
   TopLists top;
   bool plain() const { return map.identity && !in.makes_maps && !bias; }
 };
@@ -72,6 +73,7 @@ struct LinearMemory {
   RowGradient* gradients = nullptr;  // [token_chunk]
   float* target_gradient = nullptr;  // [token_chunk]  it is dz of the target
   RowFactors* factors = nullptr;     // [token_chunk]
+  IdLists lists;
   ChosenGradients chosen;
   float* chosen_sizes = nullptr;  // [N]
   // [1 + token_chunk]  a count comes first, then the rows to be made again
@@ -143,10 +145,9 @@ inline void place_bias_slabs(const LinearShape& s, const LinearPlan& p, int64_t 
 
 // Chosen columns (chosen.cu): writes their logits; sums the sizes of each token's gradients, before
 // it is known which tokens have one; makes what is added to dz; adds it to a panel that is made.
-void chosen_logits(const LinearCall& call, const Tokens& tokens, Stream* stream);
-void chosen_sizes(const LinearCall& call, float* sizes, Stream* stream);
-void merge_chosen(const LinearCall& call, const Tokens& tokens, const ChosenGradients& to,
-                  Stream* stream);
+void chosen_logits(const LinearCall& call, const LinearMemory& m, Stream* stream);
+void chosen_sizes(const LinearCall& call, const LinearMemory& m, Stream* stream);
+void merge_chosen(const LinearCall& call, const LinearMemory& m, Stream* stream);
 void add_chosen(const LinearWork& work, const Panel& panel);
 
 // gather.cu defines these functions.

@@ -74,7 +74,9 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
   s.screens_gradients = made.in.screens_gradients();
   s.sums = sums_of(call);
   made.outputs = token_outputs(call);
+  s.chooses = static_cast<bool>(call.ids);
   made.ids = call.ids;
+  made.id_offsets = call.id_offsets;
   made.logits_at = call.logits_at;
   made.grad_logits_at = call.grad_logits_at;
   made.top = {call.top_logits, call.top_ids};
@@ -93,7 +95,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
     s.grad_weight = static_cast<bool>(call.grad_weight);
     s.grad_bias = static_cast<bool>(call.grad_bias);
     s.grad_weight_f32 = call.grad_weight.dtype == DType::f32;
-    if (call.grad_logits_at) s.chosen = call.chosen();
+    if (call.grad_logits_at) s.chosen = call.all_chosen();
     // The matrix library writes rows, in f32 or the inputs' own dtype.
     const TensorView& out = call.grad_weight;
     s.kernels.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
@@ -186,8 +188,8 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, uint64_t giv
                         WorkspaceSize* size) {
   Status status = find_matrix_library();
   if (status.ok()) {
-    status =
-        check_linear_extents({call.input.shape[0], call.weight.shape[0], call.weight.shape[1]});
+    status = check_linear_extents(
+        {call.input.shape[0], call.weight.shape[0], call.weight.shape[1], call.all_chosen()});
   }
   if (!status.ok()) return status;
   // The best engine may not be able to use an alignment that is not known yet, so the sizes do for

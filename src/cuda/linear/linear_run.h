@@ -98,16 +98,16 @@ class LinearRun : public StepVisitor {
     const LinearCall& call = work_.call;
     const LinearMemory& m = work_.m;
     TokenInput in = call.in;
+    if (call.shape.chooses) find_lists(m.lists, call.shape.tokens, call.in.fault, work_.stream);
     if (call.shape.chosen > 0 && call.shape.tokens > 0) {
-      chosen_sizes(call, m.chosen_sizes, work_.stream);
+      chosen_sizes(call, m, work_.stream);
       in.chosen_sizes = m.chosen_sizes;
     }
     prepare_tokens(in, arranges(call.shape) ? m.compacted : m.tokens, call.outputs, work_.stream);
     if (arranges(call.shape)) arrange_tokens(m.compacted, m.tokens, work_.stream);
-    if (call.shape.tokens == 0) return;
-    if (call.logits_at) chosen_logits(call, m.tokens, work_.stream);
+    if (call.logits_at) chosen_logits(call, m, work_.stream);
     if (static_cast<bool>(call.top)) clear_lists(call.top, work_.stream);
-    if (call.shape.chosen > 0) merge_chosen(call, m.tokens, m.chosen, work_.stream);
+    if (call.shape.chosen > 0) merge_chosen(call, m, work_.stream);
   }
 
   void add_to_dz(const Step& step) {

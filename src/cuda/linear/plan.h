@@ -81,7 +81,8 @@ struct LinearShape {
   bool screens_gradients = false;
   bool bias = false, class_weights = false;  // a product's own kernel reads them
   bool targets_only = false;                 // the targets' logits alone are asked for
-  int64_t chosen = 0;       // so many columns of each token have gradients of their own
+  bool chooses = false;                      // columns of each token are chosen
+  int64_t chosen = 0;                        // so many of all tokens' have gradients of their own
   int64_t listed = 0;       // each token has a list of so many of its largest logits
   int64_t weight_rows = 0;  // the first so many rows of grad_weight are made; 0 means all
   // E of so many columns is in the caller's memory: Forward keeps it, Backward finds it

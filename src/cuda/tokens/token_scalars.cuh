@@ -2,6 +2,8 @@
 // A call's tokens come to these numbers: the normalizer, and the factors common to all gradients.
 #pragma once
 
+#include <cfloat>
+
 #include "src/cuda/tokens/tokens.cuh"
 #include "src/row/gradient.h"
 
@@ -56,6 +58,35 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
   s.inv_gradient_scale = scale.inverse;
   s.upstream = scale.upstream;
   return s;
+}
+
+// Checks a temperature, and what is made of it, by the rule of docs/semantics.md, "Arguments".
+__device__ inline bool is_usable(const LossOptions& o, float temperature) {
+  const auto is_normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
+  const auto serves = [&](double x) { return x == 0 || is_normal(fabs(x)); };
+  const double t = temperature, cap = o.softcap;
+  if (!is_normal(t) || !serves(o.logit_scale / t)) return false;
+  return cap == 0 || (serves(cap / t) && serves(t / cap));
+}
+
+// Makes them as map_factors of src/row/map.h does of a number; one that serves not sets `fault`.
+__device__ inline TokenMap map_of_temperature(const TokenInput& in, float temperature) {
+  const LossOptions& o = in.options;
+  if (!is_usable(o, temperature)) {
+    if (present(in.fault)) atomicOr(address<int>(in.fault), 4);
+    const float none = nan_value();
+    return {none, none, none, none, none, none, none, 0};
+  }
+  const double t = temperature, outward = copysign(o.softcap / t, double{o.logit_scale});
+  TokenMap m{};
+  m.slope = static_cast<float>(o.logit_scale / t);
+  m.outward = static_cast<float>(outward);
+  m.outward_low = static_cast<float>(outward - m.outward);
+  m.backward = o.softcap > 0 ? static_cast<float>(1 / fabs(double{m.outward})) : 0.0f;
+  m.inverse = static_cast<float>(1 / t);
+  m.inverse_low = static_cast<float>(1 / t - m.inverse);
+  m.temperature = temperature;
+  return m;
 }
 
 }  // namespace logitless::cuda

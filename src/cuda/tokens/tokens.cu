@@ -7,8 +7,6 @@
 // tokens, which is little beside what it does for its own, and the last one makes the scalars. More
 // tokens take two launches of blocks of tokens_per_block, of which the second uses what the first
 // has found.
-#include <cfloat>
-
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/token_scalars.cuh"
 
@@ -361,29 +359,6 @@ __device__ bool has_no_gradient(const TokenInput& in, int64_t i) {
          (in.chosen_sizes == nullptr || in.chosen_sizes[i] == 0);
 }
 
-// Checks a temperature, and what is made of it, by the rule of docs/semantics.md, "Arguments".
-__device__ bool is_usable(const LossOptions& o, float temperature) {
-  const auto is_normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
-  const auto serves = [&](double x) { return x == 0 || is_normal(fabs(x)); };
-  const double t = temperature, cap = o.softcap;
-  if (!is_normal(t) || !serves(o.logit_scale / t)) return false;
-  return cap == 0 || (serves(cap / t) && serves(t / cap));
-}
-
-// Makes them as map_factors of src/row/map.h does of a number.
-__device__ TokenMap map_of_temperature(const LossOptions& o, float temperature) {
-  const double t = temperature, outward = copysign(o.softcap / t, double{o.logit_scale});
-  TokenMap m{};
-  m.slope = static_cast<float>(o.logit_scale / t);
-  m.outward = static_cast<float>(outward);
-  m.outward_low = static_cast<float>(outward - m.outward);
-  m.backward = o.softcap > 0 ? static_cast<float>(1 / fabs(double{m.outward})) : 0.0f;
-  m.inverse = static_cast<float>(1 / t);
-  m.inverse_low = static_cast<float>(1 / t - m.inverse);
-  m.temperature = temperature;
-  return m;
-}
-
 // A token's temperature, and whether it has a gradient, must be known before all are counted.
 __global__ void __launch_bounds__(256)
     screen_kernel(const __grid_constant__ TokenInput in, Tokens t) {
@@ -397,13 +372,7 @@ __global__ void __launch_bounds__(256)
   if (counts && !inactive) {
     const float temperature =
         present(in.temperature) ? load(in.temperature, i) : in.options.temperature;
-    if (is_usable(in.options, temperature)) {
-      map = map_of_temperature(in.options, temperature);
-    } else {
-      const float none = nan_value();
-      map = {none, none, none, none, none, none, none, 0};
-      if (present(in.fault)) atomicOr(address<int>(in.fault), 4);
-    }
+    map = map_of_temperature(in, temperature);
   }
   t.map[i] = map;
 }

@@ -9,8 +9,8 @@ namespace logitless::cuda {
 // block_exponentials.cu makes partial sums (where wanted) and E (where there is a panel). It may
 // start early where the first function says so (early.cuh).
 bool exponentials_start_early(const DeviceInfo& device, Stream* stream);
-void exponentials(const LinearWork& work, const Block& block, bool partial_sums,
-                  const Panel& panel, bool early);
+void exponentials(const LinearWork& work, const Block& block, bool partial_sums, const Panel& panel,
+                  bool early);
 // block_top.cu brings the block into the rows' lists of largest logits.
 void list_block(const LinearWork& work, const Block& block);
 // block_gradients.cu makes dz times the map's slope, from finished states.

@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradients of logits_at alone ("Only chosen columns" of docs/semantics.md), without a product:
+//   a_ik = g_ik dz/draw of the column ids_ik
+//   grad_input_i = sum_k a_ik W[ids_ik]      grad_weight_j = sum of a_ik x_i, and grad_bias_j of
+//   a_ik,
+//                                            over the places (i, k) whose id is j, in their order
+// A warp a token makes its places' columns and factors; blocks gather rows of the weight for
+// grad_input. For the rest the places are sorted by column. A column of more than piece_places
+// places is cut into pieces of so many, which blocks of their own add up; a row of grad_weight is
+// then the sum of its pieces, in order. What is read and written bounds the time: a row of D
+// elements a place, twice, and grad_weight once.
+#include "src/cuda/linear/dot.cuh"
+#include "src/cuda/linear/lists.cuh"
+#include "src/cuda/ops.h"
+#include "src/cuda/tokens/token_scalars.cuh"
+#include "src/row/map.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int threads = 256, warps = threads / 32;
+constexpr int many = 8;  // so many rows are in flight
+// One id in 8192 rows is 16 pieces; each piece may take a row of sums.
+constexpr int piece_places = 512;
+// A block of grad_weight reads the places of so many columns together.
+constexpr int columns_of_block = 8;
+
+struct OnlyChosen {
+  TokenInput in;
+  TensorView input, weight, bias, grad_logits_at;
+  TensorView grad_input, grad_weight, grad_bias;
+  MapFactors map;
+  bool accumulate;
+  IdLists lists;
+  int32_t* row;    // [places]  a place's token
+  float* factor;   // [places]
+  int32_t* begin;  // [V + 1]  where the places of a column begin among the sorted ones
+  float* pieces;   // [two a bin, pitch]
+  int64_t pitch;
+};
+
+__device__ int vocab_of(const OnlyChosen& c) { return static_cast<int>(c.in.vocab); }
+
+// Places that no list has belong to no column, which is what V stands for.
+__global__ void __launch_bounds__(threads)
+    fill_kernel(SortedPlaces sorted, int64_t places, int none) {
+  const int64_t p = int64_t{blockIdx.x} * threads + threadIdx.x;
+  if (p >= places) return;
+  sorted.column[p] = none;
+  sorted.place[p] = static_cast<int32_t>(p);
+}
+
+// A warp finds out whether a token has a gradient; if so it makes its places' columns and factors.
+template <class T>
+__global__ void __launch_bounds__(threads)
+    factors_kernel(const __grid_constant__ OnlyChosen c, int32_t* columns) {
+  const int64_t i = int64_t{blockIdx.x} * warps + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (i >= c.input.shape[0]) return;
+  const TokenKind kind = kind_of_target(c.in, target_of(c.in, i));
+  if (kind == TokenKind::outside && lane == 0) set_fault(c.in.fault, 1);
+  if (kind != TokenKind::counts) return;
+  const int64_t count = c.lists.count[i], first = c.lists.first[i];
+  const auto gradient = [&](int64_t k) {
+    return *element_of<const float>(c.lists, c.grad_logits_at, i, k);
+  };
+  bool is_active = false;
+  for (int64_t k = lane; k < count; k += 32) {
+    const ChosenColumn chosen = column_of(c.in, id_of(c.lists, i, k));
+    if (chosen.is_outside) set_fault(c.in.fault, 1);
+    is_active |= chosen.is_given && gradient(k) != 0;
+  }
+  if (!__any_sync(whole_warp, is_active)) return;
+  MapFactors map = c.map;
+  if (c.in.makes_maps) {
+    TokenMap own{};
+    if (lane == 0) own = map_of_temperature(c.in, load(c.in.temperature, i));
+    own.slope = __shfl_sync(whole_warp, own.slope, 0);
+    own.outward = __shfl_sync(whole_warp, own.outward, 0);
+    own.outward_low = __shfl_sync(whole_warp, own.outward_low, 0);
+    own.backward = __shfl_sync(whole_warp, own.backward, 0);
+    map = with_token(map, own);
+  }
+  const auto put = [&](int64_t k, int column, float factor) {
+    columns[first + k] = column;
+    c.row[first + k] = static_cast<int32_t>(i);
+    c.factor[first + k] = factor;
+  };
+  if (!map.capped) {
+    for (int64_t k = lane; k < count; k += 32) {
+      const int column = column_of(c.in, id_of(c.lists, i, k)).column;
+      if (column >= 0) put(k, column, gradient(k) * map.slope);
+    }
+    return;
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    const int column = column_of(c.in, id_of(c.lists, i, k)).column;
+    if (column < 0) continue;
+    const float z = logit_of<T>(c.input, c.weight, c.bias, map, i, column, lane);
+    if (lane == 0) put(k, column, gradient(k) * cap_slope(map, z) * map.slope);
+  }
+}
+
+// Adds factor_n times row_n of a matrix, of `count` of them in shared memory, to a thread's columns
+// of a sum, in their order; a negative row is left out.
+template <class T>
+__device__ void add_rows(const TensorView& matrix, const int* row, const float* factor, int count,
+                         int64_t d, float (&sum)[Pack<T>::width]) {
+  const int64_t hidden = matrix.shape[1];
+  for (int n = 0; n < count; n += many) {
+    Pack<T> x[many];
+#pragma unroll
+    for (int u = 0; u < many; ++u) {
+      if (n + u < count && row[n + u] >= 0) x[u] = RowReader<T>(matrix, row[n + u], hidden)(d);
+    }
+#pragma unroll
+    for (int u = 0; u < many; ++u) {
+      if (n + u >= count || row[n + u] < 0) continue;
+#pragma unroll
+      for (int e = 0; e < Pack<T>::width; ++e) {
+        sum[e] = fmaf(factor[n + u], to_f32(x[u].x[e]), sum[e]);
+      }
+    }
+  }
+}
+
+// Writes a thread's columns of a row of a gradient, `added` to what is there or not.
+template <int kWidth>
+__device__ void write_row(const TensorView& to, int64_t row, int64_t d, float (&x)[kWidth],
+                          bool adds) {
+  const int64_t count = to.shape[1];
+  if (d >= count) return;
+  with_dtype_on_device(to.dtype, [&](auto element) {
+    using E = decltype(element);
+    constexpr int width = Pack<E>::width;
+    E* const at = address<E>(to, row, d);
+    const bool whole = d + kWidth <= count && (to.stride[1] == 1 || count == 1) &&
+                       reinterpret_cast<uintptr_t>(at) % 16 == 0;
+    if constexpr (kWidth % width == 0) {
+      if (whole && !adds) {
+#pragma unroll
+        for (int n = 0; n < kWidth; n += width) {
+          Pack<E> pack;
+#pragma unroll
+          for (int e = 0; e < width; ++e) pack.x[e] = from_f32<E>(x[n + e]);
+          *reinterpret_cast<Pack<E>*>(at + n) = pack;
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      if (d + e >= count) break;
+      E* const one = at + e * to.stride[1];
+      *one = from_f32<E>(adds ? to_f32(*one) + x[e] : x[e]);
+    }
+  });
+}
+
+// A block makes a slice of a token's row of grad_input.
+template <class T>
+__global__ void __launch_bounds__(threads)
+    input_kernel(const __grid_constant__ OnlyChosen c, const int32_t* columns) {
+  __shared__ int row[threads];
+  __shared__ float factor[threads];
+  constexpr int width = Pack<T>::width;
+  const int64_t i = blockIdx.x, d = (block_of_second_axis() * threads + threadIdx.x) * width;
+  const int64_t first = c.lists.first[i], count = c.lists.count[i];
+  float sum[width] = {};
+  for (int64_t base = 0; base < count; base += threads) {
+    __syncthreads();
+    if (base + threadIdx.x < count) {
+      const int column = columns[first + base + threadIdx.x];
+      row[threadIdx.x] = column < vocab_of(c) ? column : -1;
+      factor[threadIdx.x] = c.factor[first + base + threadIdx.x];
+    }
+    __syncthreads();
+    const int here = static_cast<int>(min(int64_t{threads}, count - base));
+    if (d < c.weight.shape[1]) add_rows<T>(c.weight, row, factor, here, d, sum);
+  }
+  write_row(c.grad_input, i, d, sum, false);
+}
+
+// Finds by bisection where the places of each column begin.
+__global__ void __launch_bounds__(threads)
+    begin_kernel(const int32_t* column, int places, int vocab, int32_t* begin) {
+  const int64_t j = int64_t{blockIdx.x} * threads + threadIdx.x;
+  if (j > vocab) return;
+  int first = 0;
+  for (int count = places; count > 0;) {
+    const int half = count / 2;
+    if (column[first + half] < j) {
+      first += half + 1, count -= half + 1;
+    } else {
+      count = half;
+    }
+  }
+  begin[j] = first;
+}
+
+// Sums sorted places [begin, end) for a thread's columns. What the block has read of places, up to
+// `last`, serves the columns after this one too: it holds those from `base` on.
+struct PlacesRead {
+  int row[threads];
+  float factor[threads];
+};
+struct PlacesHeld {
+  int base = 0, count = 0;
+};
+template <class T>
+__device__ void sum_places(const OnlyChosen& c, const int32_t* place, int begin, int end, int last,
+                           int64_t d, PlacesRead* read, PlacesHeld* held,
+                           float (&sum)[Pack<T>::width]) {
+  for (int p = begin; p < end;) {
+    if (p >= held->base + held->count) {
+      *held = {p, min(threads, last - p)};
+      __syncthreads();
+      if (static_cast<int>(threadIdx.x) < held->count) {
+        const int from = place[p + threadIdx.x];
+        read->row[threadIdx.x] = c.row[from];
+        read->factor[threadIdx.x] = c.factor[from];
+      }
+      __syncthreads();
+    }
+    const int at = p - held->base, count = min(end - p, held->count - at);
+    if (d < c.input.shape[1]) {
+      add_rows<T>(c.input, read->row + at, read->factor + at, count, d, sum);
+    }
+    p += count;
+  }
+}
+
+// The sorted places are bins of piece_places. In a bin at most one long column begins, and at most
+// one goes on with a later piece of it: those are its two pieces, 2 bin and 2 bin + 1.
+struct Piece {
+  int first, count;
+};
+__device__ Piece piece_of(const OnlyChosen& c, const int32_t* column, int places, int64_t n) {
+  const int bin = static_cast<int>(n / 2) * piece_places;
+  const bool begins = n % 2 == 0;
+  const int at = begins ? bin + piece_places : bin;
+  if (at >= places || column[at] >= vocab_of(c)) return {0, 0};
+  const int begin = c.begin[column[at]], end = c.begin[column[at] + 1];
+  if (end - begin <= piece_places) return {0, 0};
+  const int later = (bin - begin + piece_places - 1) / piece_places;
+  const int first = begins ? begin : begin + later * piece_places;
+  if (begins ? (begin < bin || begin >= at) : (begin >= bin || first >= end)) return {0, 0};
+  return {first, min(piece_places, end - first)};
+}
+
+template <class T>
+__global__ void __launch_bounds__(threads)
+    pieces_kernel(const __grid_constant__ OnlyChosen c, const int32_t* column, const int32_t* place,
+                  int places) {
+  __shared__ PlacesRead read;
+  constexpr int width = Pack<T>::width;
+  const Piece piece = piece_of(c, column, places, blockIdx.x);
+  if (piece.count == 0) return;
+  const int64_t d = (block_of_second_axis() * threads + threadIdx.x) * width;
+  const int end = piece.first + piece.count;
+  PlacesHeld held;
+  float sum[width] = {};
+  sum_places<T>(c, place, piece.first, end, end, d, &read, &held, sum);
+  if (d >= c.pitch) return;
+#pragma unroll
+  for (int e = 0; e < width; ++e) c.pieces[blockIdx.x * c.pitch + d + e] = sum[e];
+}
+
+// A block makes a slice of some rows of grad_weight, whose places lie one after the other.
+template <class T>
+__global__ void __launch_bounds__(threads)
+    weight_kernel(const __grid_constant__ OnlyChosen c, const int32_t* place) {
+  __shared__ PlacesRead read;
+  __shared__ int begin_of[columns_of_block + 1];
+  constexpr int width = Pack<T>::width;
+  const int64_t first_column = int64_t{blockIdx.x} * columns_of_block;
+  const int64_t d = (block_of_second_axis() * threads + threadIdx.x) * width;
+  const int columns = static_cast<int>(min(int64_t{columns_of_block}, c.in.vocab - first_column));
+  if (static_cast<int>(threadIdx.x) <= columns) {
+    begin_of[threadIdx.x] = c.begin[first_column + threadIdx.x];
+  }
+  __syncthreads();
+  PlacesHeld held;
+  for (int j = 0; j < columns; ++j) {
+    const int begin = begin_of[j], end = begin_of[j + 1];
+    if (begin == end && c.accumulate) continue;
+    float sum[width] = {};
+    if (end - begin <= piece_places) {
+      sum_places<T>(c, place, begin, end, begin_of[columns], d, &read, &held, sum);
+    } else if (d < c.pitch) {
+      for (int first = begin; first < end; first += piece_places) {
+        const int64_t n = 2 * int64_t{first / piece_places} + (first > begin);
+#pragma unroll
+        for (int e = 0; e < width; ++e) sum[e] += c.pieces[n * c.pitch + d + e];
+      }
+    }
+    write_row(c.grad_weight, first_column + j, d, sum, c.accumulate);
+  }
+}
+
+// A warp sums a column's factors, a lane every 32nd.
+__global__ void __launch_bounds__(threads)
+    bias_kernel(const __grid_constant__ OnlyChosen c, const int32_t* place) {
+  const int64_t j = int64_t{blockIdx.x} * warps + threadIdx.x / 32;
+  if (j >= c.in.vocab) return;
+  const int begin = c.begin[j], end = c.begin[j + 1], lane = threadIdx.x % 32;
+  if (begin == end && c.accumulate) return;
+  float sum = 0;
+  for (int p = begin + lane; p < end; p += 32) sum += c.factor[place[p]];
+  sum = warp_sum(sum);
+  if (lane != 0) return;
+  store(c.grad_bias, j, 0, c.accumulate ? load(c.grad_bias, j) + sum : sum);
+}
+
+struct Layout {
+  OnlyChosen call;
+  SortedPlaces sorted;
+  int64_t piece_rows;
+  uint64_t bytes;
+};
+
+Layout layout_of(const Call& call, void* memory) {
+  Arena arena(memory);
+  const int64_t hidden = call.hidden();
+  Layout layout{};
+  OnlyChosen& c = layout.call;
+  c.in = token_input(call);
+  c.input = call.input, c.weight = call.weight, c.bias = call.bias;
+  c.grad_logits_at = call.grad_logits_at;
+  c.grad_input = call.grad_input, c.grad_weight = call.grad_weight, c.grad_bias = call.grad_bias;
+  c.map = map_factors(logit_map(call.options));
+  c.accumulate = call.accumulate;
+  c.lists = place_lists(&arena, call.ids, call.id_offsets, call.tokens());
+  c.pitch = round_up(hidden, 8);
+  const int64_t places = c.lists.places;
+  layout.piece_rows =
+      call.grad_weight && places > piece_places ? 2 * int64_t{blocks_for(places, piece_places)} : 0;
+  c.row = arena.take<int32_t>(places);
+  c.factor = arena.take<float>(places);
+  layout.sorted = place_sorted(&arena, places);
+  c.begin = arena.take<int32_t>(call.vocab() + 1);
+  c.pieces = arena.take<float>(layout.piece_rows * c.pitch);
+  layout.bytes = arena.used();
+  return layout;
+}
+
+void enqueue(const Layout& layout, Stream* stream) {
+  const OnlyChosen& c = layout.call;
+  const int64_t tokens = c.input.shape[0], places = c.lists.places, vocab = c.weight.shape[0];
+  const auto count = static_cast<int>(places);
+  find_lists(c.lists, tokens, c.in.fault, stream);
+  SortedPlaces sorted = layout.sorted;
+  stream->launch("fill_places", fill_kernel, blocks_for(places, threads), threads, sorted, places,
+                 static_cast<int>(vocab));
+  with_dtype(c.input.dtype, [&](auto element) {
+    using T = decltype(element);
+    const int64_t slices = divide_up(c.weight.shape[1], threads * Pack<T>::width);
+    stream->launch("chosen_factors", factors_kernel<T>, blocks_for(tokens, warps), threads, c,
+                   sorted.column);
+    if (c.grad_input) {
+      stream->launch("chosen_grad_input", input_kernel<T>,
+                     two_axes(static_cast<unsigned>(tokens), slices), threads, c, sorted.column);
+    }
+    if (!c.grad_weight && !c.grad_bias) return;
+    sorted = sort_places(sorted, places, vocab, stream);
+    stream->launch("column_begins", begin_kernel, blocks_for(vocab + 1, threads), threads,
+                   sorted.column, count, static_cast<int>(vocab), c.begin);
+    if (c.grad_weight) {
+      stream->launch("chosen_pieces", pieces_kernel<T>,
+                     two_axes(static_cast<unsigned>(layout.piece_rows), slices), threads, c,
+                     sorted.column, sorted.place, count);
+      stream->launch("chosen_grad_weight", weight_kernel<T>,
+                     two_axes(blocks_for(vocab, columns_of_block), slices), threads, c,
+                     sorted.place);
+    }
+    if (c.grad_bias) {
+      stream->launch("chosen_grad_bias", bias_kernel, blocks_for(vocab, warps), threads, c,
+                     sorted.place);
+    }
+  });
+}
+
+}  // namespace
+
+Status only_chosen_workspace(const Call& call, WorkspaceSize* size) {
+  const uint64_t bytes = layout_of(call, nullptr).bytes;
+  *size = {bytes, bytes, Arena::alignment};
+  return check_linear_extents({call.tokens(), call.vocab(), call.hidden(), call.all_chosen()});
+}
+
+Status run_only_chosen(const Call& call, const Workspace& workspace, const DeviceInfo&,
+                       Stream* stream) {
+  const Layout layout = layout_of(call, static_cast<char*>(workspace.data) + workspace.byte_offset);
+  stream->prepare_and_run([&] { enqueue(layout, stream); });
+  return {};
+}
+
+}  // namespace logitless::cuda
