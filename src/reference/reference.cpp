@@ -377,7 +377,7 @@ void Evaluation::finish_sum(const char* name, const TensorView& view, Sum* sum) 
     const int64_t summands = call_.only_chosen ? times_[k / width] : tokens_.active;
     if (call_.accumulate) {
       // The old value is one more summand.
-      sum->value[k] += old[k];
+      sum->value[k] = summands == 0 ? old[k] : sum->value[k] + old[k];
       sum->error[k] += gamma(model_, summands) * std::fabs(old[k]);
     }
     const double each = tiny32 + u32 * sum->largest[k];

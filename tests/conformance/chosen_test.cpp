@@ -569,8 +569,11 @@ TEST_P(ChosenColumns, OnlyTheirGradientsAreMade) {
     write(p.op.weight, weight);
     write(p.op.input, input);
     use_ids(&p, 3, ids, gradients);
+    std::vector<double> old = read(p.op.grad_weight), old_bias = read(p.op.grad_bias);
+    old[0] = old_bias[0] = -0.0;  // which a sum with 0 would not leave
+    write(p.op.grad_weight, old);
+    write(p.op.grad_bias, old_bias);
     expect_judged(p);
-    const std::vector<double> old = read(p.op.grad_weight);
     const Outcome outcome = run_of(p);
     const Field& made = outcome.fields.at("grad_weight");
     for (size_t j = 0; j < 200; ++j) {
@@ -583,6 +586,8 @@ TEST_P(ChosenColumns, OnlyTheirGradientsAreMade) {
     for (size_t k = 0; k < 24; ++k) {
       EXPECT_EQ(outcome.fields.at("grad_input").value[4 * 24 + k], 0);
     }
+    EXPECT_EQ(std::signbit(made.value[0]), accumulates);
+    EXPECT_EQ(std::signbit(outcome.fields.at("grad_bias").value[0]), accumulates);
     if (accumulates) continue;
     EXPECT_EQ(outcome.fields.at("grad_bias").value[17], 5 * 0.5 - 3 * 0.25);
     EXPECT_EQ(outcome.fields.at("grad_bias").value[62], -0.25);
