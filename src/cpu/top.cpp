@@ -13,10 +13,13 @@ namespace {
 
 constexpr float least = -std::numeric_limits<float>::infinity();
 
+// A list is a row of what it lies in.
+ChosenPlaces row(int64_t i) { return {i, 1, 0}; }
+
 void write_entry(const Call& call, int64_t i, int64_t r, const Listed& entry) {
   const TensorView& ids = call.top_ids;
   const int64_t at = i * ids.stride[0] + r * ids.stride[1];
-  element_at(call.top_logits, i, r) = entry.logit;
+  element_at(call.top_logits, row(i), r) = entry.logit;
   if (ids.dtype == DType::i64) {
     ids.as<int64_t>()[at] = entry.id;
   } else {
@@ -75,7 +78,7 @@ void combine_lists(const Call& call, int64_t i) {
   const int64_t shards = call.shards(), count = call.listed();
   const TensorView &logits = call.shard_top_logits, &ids = call.shard_top_ids;
   const auto entry_of = [&](int64_t s, int64_t r) -> Listed {
-    return {element_at(logits, s, i * count + r), id_at(ids, s, i * count + r)};
+    return {element_at(logits, row(s), i * count + r), id_at(ids, row(s), i * count + r)};
   };
   for (int64_t s = 0; s < shards; ++s) {
     if (std::isnan(entry_of(s, 0).logit)) return write_without_order(call, i);
