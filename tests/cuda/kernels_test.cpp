@@ -180,7 +180,7 @@ std::vector<Ragged> ragged() {
 // Calls f(problem) with the case's.
 template <class F>
 void with_problem(const Case& c, F&& f) {
-  with_op(c.op, [&](auto op) {
+  with_any_op(c.op, [&](auto op) {
     auto p = build<decltype(op)>(c);
     f(p);
   });

@@ -89,8 +89,8 @@ MUTANTS = [
     mutant("lists: one begins a place late", HEADER, "const int64_t first = int_at(call.id_offsets, i);", "const int64_t first = int_at(call.id_offsets, i) + (i > 1);", "chosen"),
     mutant("lists of a chunk: all begin with the first", CHOSEN, "first += places_of(call, rows[n]).count;", "first += 0 * places_of(call, rows[n]).count;", "chosen"),
     mutant(
-        "lists, room for them: of one token", "src/cpu/plan.cpp", "shape.listed > 0 ? shape.listed : chunk * shape.chosen",
-        "shape.listed > 0 ? 1 : chunk * shape.chosen", "chosen",
+        "lists, room for them: of one token", "src/cpu/plan.cpp", "shape.chosen_of_lists > 0 ? shape.chosen_of_lists : chunk * shape.chosen",
+        "shape.chosen_of_lists > 0 ? 1 : chunk * shape.chosen", "chosen",
     ),
     mutant("only chosen, inactive tokens: a loss of 1", TOKENS, "  if (call.only_chosen) return has_chosen_gradient(call, i);\n", "", "chosen"),
     mutant("only chosen, factors: without the softcap's slope", ONLY, "const bool capped = map.softcap > 0;", "const bool capped = false;", "chosen"),

@@ -136,8 +136,8 @@ MUTANTS = [
     mutant(
         "top-k, Combine: of the first token",
         TOP,
-        "{element_at(logits, s, i * count + r), id_at",
-        "{element_at(logits, s, r), id_at",
+        "{element_at(logits, row(s), i * count + r), id_at",
+        "{element_at(logits, row(s), r), id_at",
         "topk",
     ),
 ]

@@ -50,6 +50,19 @@ static TensorView kept_anchors(const TensorView& rows) {
   return anchor;
 }
 
+// Takes the chosen columns and the lists of largest logits.
+static void take_lists(const Call& call, LinearCall* made) {
+  LinearShape& s = made->shape;
+  s.chooses = static_cast<bool>(call.ids);
+  made->ids = call.ids;
+  made->id_offsets = call.id_offsets;
+  made->logits_at = call.logits_at;
+  made->grad_logits_at = call.grad_logits_at;
+  if (call.grad_logits_at) s.chosen = call.all_chosen();
+  made->top = {call.top_logits, call.top_ids};
+  s.listed = call.listed();
+}
+
 EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
                      const DeviceInfo& device) {
   LinearCall made;
@@ -74,13 +87,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
   s.screens_gradients = made.in.screens_gradients();
   s.sums = sums_of(call);
   made.outputs = token_outputs(call);
-  s.chooses = static_cast<bool>(call.ids);
-  made.ids = call.ids;
-  made.id_offsets = call.id_offsets;
-  made.logits_at = call.logits_at;
-  made.grad_logits_at = call.grad_logits_at;
-  made.top = {call.top_logits, call.top_ids};
-  s.listed = call.listed();
+  take_lists(call, &made);
   if (!call.forward) {
     made.row_reference = call.row_reference;
     made.row_log_sum = call.row_log_sum;
@@ -95,7 +102,6 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
     s.grad_weight = static_cast<bool>(call.grad_weight);
     s.grad_bias = static_cast<bool>(call.grad_bias);
     s.grad_weight_f32 = call.grad_weight.dtype == DType::f32;
-    if (call.grad_logits_at) s.chosen = call.all_chosen();
     // The matrix library writes rows, in f32 or the inputs' own dtype.
     const TensorView& out = call.grad_weight;
     s.kernels.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
