@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chosen columns through the C interface: logits and row states of K random columns a token, then
-both gradients for random upstream gradients, of what Forward keeps; the same of the softmax over the
-ids alone; beside linear_logprobs_at of as many, linear_logprob of one target a token and three
+both gradients for random upstream gradients, of what Forward keeps; the same of the softmax over
+the ids alone; beside linear_logprobs_at of as many, linear_logprob of one target a token and three
 cuBLAS products of the same operands.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \

@@ -44,7 +44,8 @@ std::vector<Listed> largest_logits(const RowOf& of, int64_t count) {
   if (any_nan(z)) return without_order(count, of.call.vocab_total());
   std::vector<int64_t> order(z.size());
   std::iota(order.begin(), order.end(), int64_t{0});
-  std::ranges::stable_sort(order, [&](int64_t a, int64_t b) { return z[a] > z[b]; });
+  std::ranges::sort(order,
+                    [&](int64_t a, int64_t b) { return z[a] != z[b] ? z[a] > z[b] : a < b; });
   // A computed logit lies between these, and so does that of each place.
   std::vector<double> least, most;
   for (int64_t j = 0; j < std::ssize(z); ++j) {
@@ -82,7 +83,7 @@ std::vector<Listed> largest_of_shards(const Shards& shards, int64_t token, int64
       if (ids[at] >= 0) entries.push_back({logits[at], ids[at]});
     }
   }
-  std::ranges::stable_sort(entries, [](const Entry& a, const Entry& b) {
+  std::ranges::sort(entries, [](const Entry& a, const Entry& b) {
     return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
   });
   std::vector<Listed> list(static_cast<size_t>(count), nothing);

@@ -337,7 +337,9 @@ TEST_P(TopK, TiesGoToTheLowestId) {
             for (int64_t d = 0; d < 8; ++d) raw[j] += input[i * 8 + d] * weight[j * 8 + d];
             order.push_back(j);
           }
-          std::ranges::stable_sort(order, [&](int64_t a, int64_t b) { return raw[a] > raw[b]; });
+          std::ranges::sort(order, [&](int64_t a, int64_t b) {
+            return raw[a] != raw[b] ? raw[a] > raw[b] : a < b;
+          });
           for (int64_t r = 0; r < k; ++r) {
             EXPECT_EQ(fields.at("top_ids").value[i * k + r], static_cast<double>(order[r]))
                 << "V " << v << ", k " << k << ", token " << i << ", place " << r;
