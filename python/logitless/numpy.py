@@ -426,7 +426,7 @@ def linear_logprobs_at(
     none = np.diff(before) == 0  # [N]
     logits = np.empty(flat.shape, np.float32)
     options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
-    more = {
+    more: dict[str, Array | None] = {
         "target": np.where(none, options.ignore_index, 0), "ids": flat, "id_offsets": ends,
         "logits_at": logits,
     }  # fmt: skip
@@ -512,7 +512,9 @@ def linear_topk(
     logits, ids = np.empty((tokens, count), np.float32), np.empty((tokens, count), np.int64)
     made: dict[str, Array] = {name: np.empty(tokens, _dtype_of(name)) for name in names}
     options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
-    more = {"target": np.zeros(tokens, np.int64), "top_logits": logits, "top_ids": ids, **made}
+    more: dict[str, Array | None] = {
+        "target": np.zeros(tokens, np.int64), "top_logits": logits, "top_ids": ids, **made,
+    }  # fmt: skip
     try:
         reference, log_sum = _state_of(rows, weight, linear_bias, options, memory, more)
     except LogitlessError as error:
