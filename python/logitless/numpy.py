@@ -433,7 +433,8 @@ def linear_logprobs_at(
     try:
         state = _state_of(rows, weight, linear_bias, options, memory, more, over == "vocab")
     except LogitlessError as error:
-        error.args = (with_cast(placed(str(error), chosen.shape, name="ids")),)
+        leading = rows.shape[:-1] if ends is None else chosen.shape
+        error.args = (with_cast(placed(str(error), leading, name="ids")),)
         raise
     token, listed = np.repeat(np.arange(tokens), np.diff(places)), logits.ravel()
     if over == "ids":
