@@ -74,18 +74,6 @@ class Ranks {
     result_.merge(compare(want, outcome), name);
     return outcome.fields;
   }
-  // The logarithm of no probability at all is -inf or NaN.
-  static void accept_no_probability(const Fields& got, reference::Result* want) {
-    for (const std::string head : {"", "teacher_"}) {
-      const auto m = want->outputs.find(head + "row_reference");
-      const auto log_sum = want->outputs.find(head + "row_log_sum");
-      if (m == want->outputs.end() || !got.contains(log_sum->first)) continue;
-      for (size_t i = 0; i < m->second.value.size(); ++i) {
-        const double value = got.at(log_sum->first).value[i];
-        if (m->second.value[i] == -kInf && value == -kInf) log_sum->second.value[i] = value;
-      }
-    }
-  }
   // Runs each shard's Forward as `ask` completes it.
   template <class Ask>
   std::vector<Fields> all(const Ask& ask) {

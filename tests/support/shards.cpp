@@ -129,23 +129,6 @@ class ShardJudge {
     kept_ = outcome.kept;
     return outcome.fields;
   }
-  // Where a shard's logits are all -inf it has no probability: its logarithms of nothing may be
-  // -inf or NaN.
-  static void accept_no_probability(const Fields& got, reference::Result* want) {
-    const auto reference = want->outputs.find("row_reference");
-    if (reference == want->outputs.end()) return;
-    const std::vector<double>& m = reference->second.value;
-    for (const char* name : {"row_log_sum", "lse"}) {
-      const auto output = want->outputs.find(name);
-      if (output == want->outputs.end() || !got.contains(name)) continue;
-      const std::vector<double>& value = got.at(name).value;
-      for (size_t i = 0; i < value.size(); ++i) {
-        const bool none = m[i] == -INFINITY && value[i] == -INFINITY;
-        if (none) output->second.value[i] = value[i];
-      }
-    }
-  }
-
   // Runs Forward on each shard; a shard without columns has the state of no probability.
   std::vector<Fields> forwards(const Forward& whole) {
     std::vector<Fields> shards(split_.sizes.size());

@@ -56,6 +56,25 @@ Op shard_of(const Op& whole, int64_t first, int64_t count) {
   return op;
 }
 
+// Where a shard's logits are all -inf it has no probability: its logarithms of nothing may be -inf
+// or NaN.
+inline void accept_no_probability(const Fields& got, reference::Result* want) {
+  for (const std::string head : {"", "teacher_"}) {
+    const auto reference = want->outputs.find(head + "row_reference");
+    if (reference == want->outputs.end()) continue;
+    const std::vector<double>& m = reference->second.value;
+    for (const char* name : {"row_log_sum", "lse"}) {
+      const auto output = want->outputs.find(head + name);
+      if (output == want->outputs.end() || !got.contains(output->first)) continue;
+      const std::vector<double>& value = got.at(output->first).value;
+      for (size_t i = 0; i < value.size(); ++i) {
+        const bool none = m[i] == -INFINITY && value[i] == -INFINITY;
+        if (none) output->second.value[i] = value[i];
+      }
+    }
+  }
+}
+
 // Makes the Combine of what Forward wrote of each shard, with the outputs of the whole one.
 template <class Op>
 Problem<Combine> combine_of(const Op& whole, int64_t vocab, const std::vector<Fields>& shards) {
