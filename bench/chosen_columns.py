@@ -184,10 +184,15 @@ def compare(shape: str, given: argparse.Namespace, device: str) -> None:
         print(f"  {name:30s} {ms:9.3f} {ms / base:8.3f} {error}".rstrip(), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--heads", default="8192x4096x128256,8192x2048x151936")
-    parser.add_argument("--columns", default="1,32,64")
+def run(
+    text: str, heads: str, option: str, counts: str,
+    compare: Callable[[str, argparse.Namespace, str], None],
+) -> None:  # fmt: skip
+    """The command line of a benchmark of heads: compares each of `heads`, with `counts` as
+    `option`."""
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--heads", default=heads)
+    parser.add_argument(option, default=counts)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--burst", type=float, default=0.25, help="seconds")
     given = parser.parse_args()
@@ -201,4 +206,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "8192x4096x128256,8192x2048x151936", "--columns", "1,32,64", compare)

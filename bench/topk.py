@@ -19,7 +19,7 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from chosen_columns import Op
+from chosen_columns import Op, run
 from compare_later import medians
 from torch import Tensor
 
@@ -118,21 +118,6 @@ def compare(shape: str, given: argparse.Namespace, device: str) -> None:
         print(f"  {name:30s} {ms:9.3f} {ms / base:8.3f} {memory[name]:9.1f} {error}".rstrip())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--heads", default="8192x4096x128256,8192x2048x151936,1x4096x128256")
-    parser.add_argument("--counts", default="20,32,256")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--burst", type=float, default=0.25, help="seconds")
-    given = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    print(f"{name}, torch {torch.__version__}, N x D x V, bf16")
-    for shape in given.heads.split(","):
-        compare(shape, given, device)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-
-
 if __name__ == "__main__":
-    main()
+    heads = "8192x4096x128256,8192x2048x151936,1x4096x128256"
+    run(__doc__, heads, "--counts", "20,32,256", compare)
