@@ -394,8 +394,8 @@ def _among_ids(logits: Array, token: Array, tokens: int) -> Array:
     with np.errstate(invalid="ignore", divide="ignore"):
         shifted = z - most[token]
         total = np.bincount(token, np.exp(shifted), tokens)
-        among: Array = (shifted - np.log(total)[token]).astype(np.float32)
-    return among
+        among = (shifted - np.log(total)[token]).astype(np.float32)
+    return _never_above_0(among)
 
 
 def linear_logprobs_at(
@@ -439,7 +439,6 @@ def linear_logprobs_at(
     token, listed = np.repeat(np.arange(tokens), np.diff(places)), logits.ravel()
     if over == "ids":
         logprobs = _among_ids(listed, token, tokens)
-        logprobs[logprobs > 0] = 0  # a NaN stays
     else:
         logprobs = _logprobs(listed, *(of_row[token] for of_row in state))
     logprobs[chosen.ravel() == -1] = -np.inf
@@ -477,7 +476,10 @@ def _state_of(
 
 def _logprobs(logits: Array, reference: Array, log_sum: Array) -> Array:
     with np.errstate(invalid="ignore"):
-        logprobs: Array = (logits - reference) - log_sum
+        return _never_above_0((logits - reference) - log_sum)
+
+
+def _never_above_0(logprobs: Array) -> Array:
     logprobs[logprobs > 0] = 0  # a NaN stays
     return logprobs
 
