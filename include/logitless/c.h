@@ -177,9 +177,8 @@ typedef struct logitless_op {
    * too, of its shards' */
   const logitless_tensor *top_logits, *top_ids;             /* [N,k] [N,k] */
   const logitless_tensor *shard_top_logits, *shard_top_ids; /* [P,N*k] [P,N*k] */
-  const logitless_tensor*
-      id_offsets;      /* [N+1] i32 or i64; ids, logits_at, grad_logits_at are [M] then */
-  int32_t only_chosen; /* only Backward has it: logits_at alone has a gradient */
+  const logitless_tensor* id_offsets; /* [N+1] i32 or i64; ids and what goes with them are [M] */
+  int32_t only_chosen;                /* only Backward has it: logits_at alone has a gradient */
   int32_t reserved_3;
 } logitless_op;
 
@@ -245,7 +244,8 @@ typedef struct logitless_plan_arguments {
 #define LOGITLESS_OP_INIT(kind)                                                                   \
   {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                     \
-   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                     \
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
 #define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}
@@ -361,8 +361,8 @@ LOGITLESS_API void logitless_plan_destroy(logitless_plan* plan);
 
 /* Returns 1 where Backward uses what Forward keeps, with inputs of `dtype` on a device of this type
  * under these options (NULL: the defaults); 0 where it does not, or an argument is unknown. The
- * answer is that of a whole vocabulary of any size, without grad_entropy. No
- * device needs to be there. */
+ * answer is that of a whole vocabulary of any size, without grad_entropy. No device needs to be
+ * there. */
 LOGITLESS_API int32_t logitless_keeps(int32_t device_type, int32_t dtype,
                                       const logitless_loss_options* options);
 
