@@ -114,10 +114,13 @@ Estimate whole_entropy(const WholeRow& whole) {
   });
 }
 
+// Of logits that f32 holds as one number, the first: the order of top_ids.
 size_t highest_column(const Row& row) {
   size_t best = 0;
   for (size_t j = 0; j < row.z.size() && !std::isnan(row.z[best]); ++j) {
-    if (row.z[j] > row.z[best] || std::isnan(row.z[j])) best = j;
+    if (static_cast<float>(row.z[j]) > static_cast<float>(row.z[best]) || std::isnan(row.z[j])) {
+      best = j;
+    }
   }
   return best;
 }
