@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread copies to shared memory without waiting (PTX: cp.async).
+// Copies to shared memory that the thread does not wait for (cp.async of PTX).
 #pragma once
 
 #include "src/cuda/numbers.cuh"
 
 namespace logitless::cuda {
 
-// Copies 16 bytes.
+// 16 bytes.
 __device__ inline void copy_word(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)),
                "l"(global)
                : "memory");
 }
-// Ends a group of copies; it may be empty.
+// Ends a group of copies, which may be empty.
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all groups of this thread but its last kLeft.
 template <int kLeft>
