@@ -36,7 +36,7 @@ inline int64_t id_at(const TensorView& ids, const ChosenPlaces& places, int64_t 
 inline float& element_at(const TensorView& view, const ChosenPlaces& places, int64_t k) {
   return view.as<float>()[element_of(view, places, k)];
 }
-// Sets every element of an f32 view.
+// Sets every element of an f32 view [N] or [N, K].
 void fill(const TensorView& view, float value);
 // Fails where id_offsets do not begin at 0, decrease, or do not end at the number of ids.
 Status check_id_offsets(const Call& call);

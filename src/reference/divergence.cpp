@@ -19,11 +19,10 @@ constexpr double nan_value = std::numeric_limits<double>::quiet_NaN();
 // One column of both heads.
 struct Column {
   double p, q, m;
-  bool may_count =
-      false;           // or be left out: beside a -inf logit, where f32 begins to have no number
-  double d;            // log p - log q
-  double log_p_m = 0;  // log(p / m), where p > 0
-  double log_q_m = 0;  // log(q / m), where q > 0
+  bool may_count = false;  // beside a -inf logit, near the least normal f32: may be left out
+  double d;                // log p - log q
+  double log_p_m = 0;      // log(p / m), where p > 0
+  double log_q_m = 0;      // log(q / m), where q > 0
   // The error of d, and the relative errors of p and q. An infinite logit is exact.
   double d_error = 0, p_relative = 0, q_relative = 0;
 };
