@@ -34,7 +34,7 @@ class Op:
     def __init__(
         self, kind: int, tensors: dict[str, Tensor], key: int = 0, *, only_chosen: bool = False
     ) -> None:
-        self.tensors = tensors  # the addresses are theirs
+        self.tensors = tensors  # the owner of the addresses
         self.addresses = [t.data_ptr() for t in tensors.values()]
         device = next(iter(tensors.values())).device
         where = (int(device.type == "cuda"), 0)

@@ -113,7 +113,7 @@ def main() -> None:
         report.say(f"--cli {arguments.cli}: no predictions: {why}")
         arguments.cli = None
     bench = Bench(arguments, library, Clock(arguments.device), report)
-    if "first" in arguments.sections:  # this must run before the process fills the device
+    if "first" in arguments.sections:  # before the process fills the device
         report.say(f"\nfirst call in a fresh process, {arguments.heads[0]}")
         first(bench)
     for name in arguments.heads:

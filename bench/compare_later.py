@@ -150,7 +150,7 @@ def peers(head: Head, names: list[str]) -> dict[str, Callable[[], None]]:
     for name in names:
         try:
             calls |= of_a_peer(head, name, peers_later.PEERS[name]())
-        except Exception as error:  # whatever a package raises where something of it is not there
+        except Exception as error:  # whatever a package raises when something of it is missing
             left_out(name, error)
     return calls
 
@@ -202,7 +202,7 @@ def peak(head: Any, call: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before - grads) / MIB
 
 
-LATER = 8  # these contenders of ours run in every comparison
+LATER = 8  # contenders of ours that run in every comparison
 
 
 def chosen(calls: dict[str, Callable[[], None]], only: str) -> dict[str, Callable[[], None]]:
@@ -217,7 +217,7 @@ class Warm:
         self.head, self.device = head, device
         self.calls: dict[str, Callable[[], None]] = {}
         self.mib: dict[str, float] = {}
-        self.off: dict[str, float] = {}  # of peers' gradients from ours
+        self.off: dict[str, float] = {}  # peers' gradients from ours
         self._gradients: dict[str, Tensor] = {}
 
     def add(self, name: str, call: Callable[[], None]) -> None:

@@ -18,14 +18,14 @@ from matplotlib import pyplot
 
 MIB = 1 << 20
 KINDS = {"gradients": "loss and gradients", "loss": "loss alone"}
-WORDS = {  # a contender is called so in the picture
+WORDS = {  # what the picture calls a contender
     "ours": "Logitless",
     "torch eager": "PyTorch, eager",
     "torch.compile": "torch.compile",
     "F.linear_cross_entropy, default": "F.linear_cross_entropy",
     "F.linear_cross_entropy, auto chunks": "the same, auto chunks",
 }
-CHUNKED = "F.linear_cross_entropy, "  # and its rows a chunk
+CHUNKED = "F.linear_cross_entropy, "  # followed by the rows of a chunk
 
 
 def word_of(name: str) -> str | None:

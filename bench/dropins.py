@@ -62,7 +62,7 @@ def stand_in(name: str, **values: Any) -> None:
     sys.modules.setdefault(name, module)
 
 
-# Each trainer of TRL asks for these (trl.trainer, 1.16) and makes its loss of the first ones.
+# What each trainer of TRL asks for (trl.trainer, 1.16); its loss is made of the first ones.
 TRAINERS: dict[str, tuple[tuple[str, ...], int]] = {
     "log-probability alone": (("log_probs",), 1),
     "SFT": (("log_probs", "entropy", "is_top1"), 1),

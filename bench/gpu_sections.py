@@ -63,7 +63,7 @@ def ours(name: str, call: Call, base: str = THREE) -> Contender:
 
 def judged(head: Head, want: Reference, contender: Contender) -> Contender:
     """Runs it once into poisoned gradients and compares them with double."""
-    tensors = contender.call.tensors  # a contender's tensors belong to its Call
+    tensors = contender.call.tensors  # of its Call
     for name in ("grad_input", "grad_weight"):
         tensors[name].fill_(float("nan"))
     contender.call()
@@ -235,7 +235,7 @@ def steadily(bench: Bench, head: Head, want: Reference) -> None:
     for key in bench.arguments.steady_peers:
         try:
             peer = Peer(key, head.input, head.weight, head.target)
-        except Exception as failure:  # it is absent or broken, and the others go on
+        except Exception as failure:  # absent or broken; the others go on
             bench.report.say(f"  {PEERS[key][0]}: not here: {reason(failure)}")
             continue
         contenders.append(Contender(peer.name, peer.train, THREE))
@@ -246,7 +246,7 @@ def steadily(bench: Bench, head: Head, want: Reference) -> None:
     bench.tell("steady", head, contenders)
 
 
-HEAD_SECTIONS = {  # a name has what it does, a function, and the seconds it may take on an H200
+HEAD_SECTIONS = {  # what a section does, its function, and the seconds it may take on an H200
     "heads": ("loss and gradients beside the peers", heads, 30),
     "options": ("options, ignored tokens, f32 sums", options, 15),
     "frontier": ("time against workspace", frontier, 10),

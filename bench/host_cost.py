@@ -25,7 +25,7 @@ from logitless.torch import _device
 
 NODES = {0: "kernel", 1: "memcpy", 2: "memset", 4: "graph"}
 ROUNDS = 60
-BURST = 16  # so many calls come between two synchronizations, few enough for the queue
+BURST = 16  # calls between two synchronizations, few enough for the queue
 
 
 def expect(code: int, what: str) -> None:
@@ -39,7 +39,7 @@ def nodes_of(call: Callable[[int], Any]) -> Counter[str]:
     stream = torch.cuda.Stream()
     raw, graph, count = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(), ctypes.c_size_t()
     torch.cuda.synchronize()
-    expect(driver.cuStreamBeginCapture_v2(raw, 2), "cuStreamBeginCapture")  # 2 is the relaxed mode
+    expect(driver.cuStreamBeginCapture_v2(raw, 2), "cuStreamBeginCapture")  # 2: the relaxed mode
     call(stream.cuda_stream)
     expect(driver.cuStreamEndCapture(raw, ctypes.byref(graph)), "cuStreamEndCapture")
     expect(driver.cuGraphGetNodes(graph, None, ctypes.byref(count)), "cuGraphGetNodes")

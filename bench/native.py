@@ -121,7 +121,7 @@ class Failure(RuntimeError):
 
 
 class Sizes(NamedTuple):
-    minimum: int  # it counts bytes
+    minimum: int  # bytes
     recommended: int
     alignment: int
 

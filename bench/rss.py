@@ -15,7 +15,7 @@ from pathlib import Path
 import native
 import numpy as np
 
-# f32 is in 4 bytes, bf16 as its bits
+# bytes: 4 for f32; bf16 is stored as its bits
 ELEMENTS = {"f32": (native.F32, np.float32), "bf16": (native.BF16, np.uint16)}
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     library = native.Library(arguments.library, arguments.threads)
     tokens, hidden, vocab = arguments.shape
 
-    # This starts the pool and touches the code and the stacks.
+    # Starts the pool and touches the code and the stacks.
     warm = Call(
         min(tokens, 64), min(hidden, 64), min(vocab, 1024), arguments.dtype, not arguments.loss_only
     )

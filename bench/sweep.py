@@ -64,7 +64,7 @@ HEADS = [
     Head("GPT-2 XL", "f32", 2048, 1600, 50257),
     Head("Llama 2 7B", "f32", 2048, 4096, 32000),
 ]
-SECTIONS = {  # a head has the products of its ratio, then ours and torch.compile's
+SECTIONS = {  # of a head: the products of its ratio, then ours and torch.compile's
     "loss + gradients": 3,
     "none + gradients": 3,
     "loss": 1,
@@ -86,8 +86,8 @@ class Bench:
         self.x, self.w = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
         self.t = torch.randint(0, head.vocab, (head.tokens,), device=device)
         self.up = torch.randn(head.tokens, device=device)
-        # Without a scaler's factor the dz of a mean is 0 in f16 but at the targets, and products of
-        # zeros take less power, and time.
+        # Without a scaler's factor the dz of a mean is 0 in f16 except at the targets, and products
+        # of zeros take less power and time.
         self.factor = torch.tensor(2.0**16 if head.dtype == "f16" else 1.0, device=device)
         padded = (head.vocab + 63) // 64 * 64
         self.padded = torch.zeros(padded, head.hidden, device=device, dtype=dtype)
@@ -166,7 +166,7 @@ class Bench:
 def measure(head: Head, rounds: int, seconds: float) -> dict[str, dict[str, float]]:
     import torch
 
-    torch._dynamo.reset()  # after eight shapes it falls back to eager, and does not say so
+    torch._dynamo.reset()  # after eight shapes it silently falls back to eager
     bench = Bench(head)
     figures: dict[str, dict[str, float]] = {}
     taken: dict[str, list[float]] = {}

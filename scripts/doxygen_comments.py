@@ -23,7 +23,7 @@ def escaped(text: str) -> str:
 
 
 def converted(line: str, inside: bool) -> str:
-    if inside:  # of a comment of several lines
+    if inside:  # a comment of several lines
         return escaped(line)
     if found := LEADING.match(line):
         mark = {"//": "/// ", "/*": "/** "}[found["mark"]]

@@ -162,7 +162,7 @@ def copy_tree(tree: Path) -> None:
             text = edited(source.read_text(), mutants[name])
             if name == "src/cuda/runtime/kernel_file.h":
                 text += SWITCH_H
-            else:  # the line goes behind that of the licence
+            else:  # behind the licence's line
                 text = text.replace("\n", '\n#include "src/cuda/runtime/kernel_file.h"\n', 1)
             if name == "src/cuda/runtime/runtime.h":
                 old = "stream_(static_cast<cudaStream_t>(stream)) {}"
