@@ -38,8 +38,8 @@ struct TensorField {
 };
 std::span<const TensorField> tensor_fields(int32_t kind);
 constexpr int32_t kinds = 11;
-inline constexpr int64_t most_chosen = 1024;  // chosen columns of a token
-inline constexpr int64_t most_listed = 256;   // of a token's largest logits
+inline constexpr int64_t most_chosen = 1024;  // the most chosen columns of a token
+inline constexpr int64_t most_listed = 256;   // the longest list of a token's largest logits
 
 constexpr const char* name_of_op(int32_t kind) {
   constexpr const char* names[] = {"Softmax",
@@ -135,8 +135,8 @@ struct Call {
   int64_t vocab() const {
     return linear ? weight.shape[0] : combines ? options.vocab_total : rows().shape[1];
   }
-  int64_t shards() const { return rows().shape[0]; }  // only of Combine
-  int64_t hidden() const { return rows().shape[1]; }  // only of linear ops
+  int64_t shards() const { return rows().shape[0]; }  // only for Combine
+  int64_t hidden() const { return rows().shape[1]; }  // only for linear ops
   int64_t vocab_total() const { return options.vocab_total > 0 ? options.vocab_total : vocab(); }
   int64_t vocab_start() const {
     return options.vocab_total > 0 && !combines ? options.vocab_start : 0;

@@ -13,7 +13,7 @@ namespace logitless {
 
 // Columns of a block; rows are rounded up to a multiple of it.
 inline constexpr int64_t kept_block = 64;
-inline constexpr int64_t kept_row_width = 8;    // f32 of a token
+inline constexpr int64_t kept_row_width = 8;    // floats per token
 inline constexpr int64_t kept_group = 3;        // blocks; a part of the vocabulary is kept in whole
                                                 // groups
 inline constexpr uint64_t kept_alignment = 16;  // bytes

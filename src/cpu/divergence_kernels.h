@@ -21,8 +21,8 @@ struct DivergenceRow {
 
 // A call's divergence and its constants.
 struct DivergenceTerms {
-  DivergenceKind kind;  // of effective_kind()
-  float beta, rest;     // 1 - beta
+  DivergenceKind kind;  // an effective_kind()
+  float beta, rest;     // rest = 1 - beta
   float label_weight;
 };
 

@@ -2,11 +2,10 @@
 // The gradients of logits_at alone ("Only chosen columns" of docs/semantics.md), without a product:
 //   a_ik = g_ik dz/draw of the column ids_ik
 //   grad_input_i = sum_k a_ik W[ids_ik]
-//   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over places (i, k) with id j, in
-//   order
+//   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over the places (i, k)
+//   with id j, in order
 // Tokens, in parallel, make grad_input and all a; a counting sort brings the places to their
 // columns; columns, in parallel, make the rows of grad_weight. Each sum is one thread's, in f32.
-// which in parallel make the rows of grad_weight. Each sum is one thread's, in f32.
 #include <algorithm>
 #include <numeric>
 

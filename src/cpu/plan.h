@@ -43,9 +43,9 @@ struct LinearShape {
   int64_t kept = 0;
   bool places = false;  // kept rows have places: Tokens::place
   SumSet sums{};        // the row's sums that are asked for
-  // Chosen columns of each token, or of all tokens' lists.
+  // The number of chosen columns of each token, or of all tokens' lists.
   int64_t chosen = 0, chosen_of_lists = 0;
-  int64_t listed = 0;  // of a token's largest logits
+  int64_t listed = 0;  // length of a token's list of largest logits
   // for tests, another CPU's; else choose_engine(dtype)
   std::optional<Engine> engine{};
   bool all_kept() const { return kept > 0 && kept == vocab; }
@@ -102,8 +102,8 @@ inline int64_t most_gradient_parts(int64_t panels) { return std::max<int64_t>(pa
 // one that does; the smallest for 0 bytes.
 LinearPlan plan_linear(const LinearShape& shape, uint64_t bytes, int64_t threads);
 
-// Returns the default plan, with a lane for every thread that it has work for, and at least eight:
-// its size does not depend on the number of threads below that.
+// Returns the default plan with a lane for each of `threads`, at least eight, that it has work for:
+// so its size is the same for any number of threads up to eight.
 LinearPlan recommended_plan(const LinearShape& shape, int64_t threads);
 
 }  // namespace logitless::cpu

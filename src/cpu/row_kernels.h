@@ -62,8 +62,8 @@ void store_exponentials(const float* z, float reference, int64_t count, uint16_t
 void exponentials_gradient(const LogitMap& map, const RowGradient& g, const float* exponentials,
                            float reference, const float* class_weight, int64_t count, float* draw);
 
-// Returns the first index in [from, count) whose logit is `least` or more, else count. A NaN is
-// not.
+// Returns the first index in [from, count) whose logit is `least` or more, else count;
+// never a NaN.
 int64_t find_at_least(const float* z, int64_t from, int64_t count, float least);
 
 // dz/draw at a column.

@@ -149,7 +149,7 @@ class Evaluation {
   std::optional<TeacherHead> teacher_;
   Shards shards_;                     // only in Combine
   std::vector<Estimate> token_loss_;  // [N]  0 where ignored
-  std::vector<int64_t> times_;        // [V]  the summands of a column's gradient
+  std::vector<int64_t> times_;        // [V]  number of summands of a column's gradient
   // of [D], the current token's; [V, D]; [V]
   Sum grad_input_, grad_weight_, grad_bias_;
 };

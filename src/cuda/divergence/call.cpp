@@ -67,7 +67,8 @@ void copy_both_or_none(DivergenceCall* made) {
   s.copies_weight = t.copies_weight = s.copies_weight || t.copies_weight;
 }
 
-// An engine sums raw logits: it needs no bias or softcap, and a scale that keeps their order.
+// An engine sums raw logits, so there must be no bias or softcap, and the scale must keep the
+// order.
 bool may_store(const LinearCall& head, const LossOptions& options, const Tensor& weight) {
   const LinearShape& s = head.shape;
   const bool rows = s.copies_weight || (weight.stride[1] == 1 && tiled::is_aligned(weight));

@@ -25,8 +25,7 @@ void divergence_block(const DivergenceRows& rows, DivergenceKind kind, int64_t l
 struct KeptFactors {
   TokenInput in;
   Tokens tokens;           // compacted
-  Tokens ordered;          // each token in its own place; all count, those without a gradient with
-                           // factor 0
+  Tokens ordered;          // each token in its own place; all count, some with factor 0
   RowFactors* factors;     // [N]  of grad_weight's input and grad_input's sums
   float* scales;           // [N]  of dz where it is copied, else null
   const float* kept_rows;  // [N, 8]

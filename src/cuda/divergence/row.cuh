@@ -142,7 +142,7 @@ struct RowPair {
     for (; left > 0; --left, j += step) {
       copies_wait<row_steps - 1>();
       with_columns(j, at[0], at[head_ring], use);
-      fetch(at, row_steps);  // their use has them by now
+      fetch(at, row_steps);  // `use` is done with them
       at = at == own + head_ring - pair_threads ? own : at + pair_threads;
     }
     wait_for_copies();

@@ -4,9 +4,8 @@
 //   2  the divergence, the mean that dz subtracts, the statistics
 //   3  dz; together with 2 for forward_kl, which subtracts no mean
 // The first pass is left out where the states are known. Where there are clusters, the blocks of
-// one share a row: fewer rows are in flight, and half of what a later pass reads is still in the L2
-// cache.
-// few rows are under way at a time that half of what a later pass reads is still in the L2 cache.
+// one share a row: then so few rows are in flight that half of what a later pass reads is still in
+// the L2 cache.
 #include <cfloat>
 
 #include "src/cuda/divergence/kernels.h"
@@ -200,7 +199,6 @@ __device__ DivergenceState state_of(const RowPair<kMaps>& row, int columns, Exch
   row.template for_columns<false>(columns, [&](int, const float(&z)[4], const float(&t)[4]) {
     const float most = student.most(z), most_of_teacher = teacher.most(t);
     if (most > student.maximum || most_of_teacher > teacher.maximum) {  // rare after the first
-                                                                        // columns
       student.raise(most);
       teacher.raise(most_of_teacher);
     }
@@ -281,8 +279,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   if (kDz && threadIdx.x == 32) dz_of_row = make_dz_row(a, row, pair.student);
   // Read before dz takes the place of the logits.
   if (threadIdx.x == 0) {
-    const int64_t target = a.has_target ? a.chunk.tokens.target[k] : -1;  // -1: another shard has
-                                                                          // it
+    const int64_t target = a.has_target ? a.chunk.tokens.target[k] : -1;  // -1: on another shard
     target_logit = target >= 0 ? pair.student(target) : a.has_target ? -infinity() : 0.0f;
   }
   if (share.blocks > 1) cluster_wait();

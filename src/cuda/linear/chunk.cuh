@@ -7,10 +7,11 @@
 
 namespace logitless::cuda {
 
-// E = exp(z - z_t) serves anchors z_t up to this magnitude; beyond, a rounding of z changes the
-// exponent, and the row is made again.
+// E = exp(z - z_t) serves anchors z_t up to this magnitude; beyond, the rounding of z is too large
+// for an exponent, and the row is made again.
 constexpr float most_anchor = 0x1p20f;
-// For codes of E (numbers.cuh): nats below the row's maximum, up to 51 ln 2 where codes end.
+// Codes of E (numbers.cuh) serve anchors this many nats below the row's maximum; they end at 51
+// ln 2.
 constexpr float most_code_nats = 34;
 
 // The number of rows that count; they are the chunk's first.

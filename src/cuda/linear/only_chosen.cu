@@ -2,14 +2,13 @@
 // The gradients of logits_at alone ("Only chosen columns" of docs/semantics.md), without a product:
 //   a_ik = g_ik dz/draw of the column ids_ik
 //   grad_input_i = sum_k a_ik W[ids_ik]
-//   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over places (i, k) with id j, in
-//   order
+//   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over the places (i, k)
+//   with id j, in order
 // A warp for each token makes its places' columns and factors; blocks gather rows of the weight for
 // grad_input. For the rest the places are sorted by column. A column of more than piece_places
 // places is cut into pieces of that many, which blocks of their own add up; a row of grad_weight is
 // then the sum of its pieces, in order. Time is bound by memory: a row of D elements per place,
 // twice, and grad_weight once.
-// elements a place, twice, and grad_weight once.
 #include "src/cuda/linear/dot.cuh"
 #include "src/cuda/linear/lists.cuh"
 #include "src/cuda/ops.h"

@@ -83,7 +83,7 @@ struct LinearShape {
   bool chooses = false;                      // tokens have chosen columns
   int64_t chosen = 0;                        // chosen columns of all tokens that have gradients of
                                              // their own
-  int64_t listed = 0;                        // of a token's largest logits
+  int64_t listed = 0;                        // length of a token's list of largest logits
   int64_t weight_rows = 0;  // rows of grad_weight that are made, from the first; 0: all
   // columns of E in the caller's memory, written by Forward and read by Backward
   int64_t kept_columns = 0;

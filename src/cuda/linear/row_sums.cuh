@@ -11,7 +11,7 @@ namespace logitless::cuda {
 
 // What is known of a row before its sums.
 struct RowToken {
-  int64_t i;   // of the token
+  int64_t i;   // the token's number
   int target;  // a column, or negative if another shard has it
   float target_weight, token_weight;
   float target_logit;

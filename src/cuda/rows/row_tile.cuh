@@ -128,8 +128,7 @@ __device__ float thread_max(const Tile<T>& tile) {
   }
   float x[2] = {-infinity(), -infinity()};
   unpack<T>(best, x);
-  return fmaxf(fmaxf(x[0], -infinity()), x[1]);  // of two NaN fmaxf makes NaN, and the next fmaxf
-                                                 // drops it
+  return fmaxf(fmaxf(x[0], -infinity()), x[1]);  // two NaN give NaN, of which the first is dropped
 }
 
 // Loads the columns of one unit of 32 bits: u * per_unit and, for 16 bits, the next. `odd`: they do

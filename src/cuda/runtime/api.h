@@ -16,7 +16,7 @@ struct Parameter {
 };
 
 struct Api {
-  // Of cudart.
+  // Functions of cudart.
   cudaError_t (*driver_version)(int* version);
   cudaError_t (*device_count)(int* count);
   cudaError_t (*device_properties)(cudaDeviceProp* properties, int device);
@@ -29,7 +29,7 @@ struct Api {
                         const Parameter* parameters, int count);
   cudaError_t (*copy)(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                       cudaStream_t stream);
-  // Of the dynamic loader.
+  // Functions of the dynamic loader.
   void* (*open)(const char* library, int mode);
   void* (*symbol)(void* library, const char* name);
   int (*close)(void* library);

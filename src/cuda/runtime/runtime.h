@@ -146,7 +146,7 @@ class Stream {
     if (!ok() || shape.blocks.x == 0 || shape.blocks.y == 0 || shape.blocks.z == 0) return;
     enqueue_with<Parameters...>(name, reinterpret_cast<const void*>(kernel), shape, arguments...);
   }
-  // From the device to the device.
+  // Copies within the device's memory.
   void copy(void* to, const void* from, int64_t bytes);
 
  private:

@@ -9,7 +9,7 @@
 
 namespace logitless::cuda {
 
-// Numbers of all tokens.
+// Over all tokens.
 struct TokenScalars {
   float zero, one;             // for the matrix library
   int32_t weight_is_infinite;  // 0 at first; set by a linear op with smoothing that finds one

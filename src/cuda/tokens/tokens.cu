@@ -52,7 +52,7 @@ __device__ TokenBlock warp_total(TokenBlock x) {
   x.normalizer = warp_sum(x.normalizer);
   return x;
 }
-// At most once in a kernel: its shared memory is not reused.
+// At most once in a kernel, as each call has shared memory of its own.
 __device__ TokenBlock block_total(const TokenBlock& own) {
   __shared__ TokenBlock warps[threads / 32];
   static_assert(threads / 32 == 32);

@@ -110,7 +110,7 @@ void launch_options(const LinearWork& work, const Arguments& arguments) {
     const Partials& p = arguments.partials;
     const bool maps = arguments.options.row_map != nullptr;
     const bool more = maps || (kMode != Mode::dz && (p.squared != nullptr || p.above != nullptr));
-    if constexpr (kMode != Mode::sums_e) {  // a softcap keeps nothing
+    if constexpr (kMode != Mode::sums_e) {  // f16 keeps no E under a softcap
       if (arguments.options.map.capped) {
         if (more) return launch_with(std::integral_constant<Set, more_capped>{});
         return launch_with(std::integral_constant<Set, any_capped>{});

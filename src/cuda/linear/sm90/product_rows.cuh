@@ -29,7 +29,7 @@ struct ProductArguments {
   int32_t first_row, rows;
   int32_t columns;         // D
   int32_t depth;           // the panel's columns, for grad_input
-  int32_t steps_in_front;  // of the depth, in the first part of the panel (grad_input)
+  int32_t steps_in_front;  // of the depth in the panel's first part (grad_input)
   int32_t group;           // clusters of rows that run together
   int32_t left_rows;       // rows of the left operand that are copied for a tile
   int32_t right_boxes;     // of a stage: one, or one for each block of 64 where blocks do not fit
