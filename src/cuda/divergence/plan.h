@@ -24,7 +24,7 @@ struct DivergenceCall {
   bool keeps = false;      // dz goes to `kept`
   bool from_kept = false;  // dz comes from there
   bool alike = false;      // all tokens with a gradient share one factor
-  float lift = 1;          // factor of kept dz as stored
+  float lift = 1;          // kept dz is stored times this
   bool may_store = false;  // an engine can store both heads' logits
   bool makes_teacher() const { return static_cast<bool>(teacher.weight); }
   // Whether a Forward writes something that a shard passes on.

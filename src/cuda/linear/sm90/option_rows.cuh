@@ -202,7 +202,7 @@ __device__ inline uint32_t lane_of_box(const uint8_t* box) {
   const uint32_t lane = threadIdx.x % 32;
   return shared_address(box) + lane % box_lines * 128 + (lane / 16 ^ lane % 8) * 16;
 }
-// The box itself, if `lane` is that of the first lane.
+// The address of a warp's box, from its first lane's lane_of_box().
 __device__ inline const void* box_at(uint32_t lane) {
   return reinterpret_cast<const void*>(__cvta_shared_to_generic(lane));
 }

@@ -17,9 +17,9 @@
 
 namespace logitless::cuda::sm90 {
 
-// A warp fetches code that it runs once a tile once a tile. So long code has one copy for both
+// Code that a warp runs once a tile is fetched once a tile too. So long code has one copy for both
 // halves of the rows, and dz with all options one for all columns. Short code has more copies,
-// because moving the next logits to where the code works would cost more.
+// because moving the next logits to the registers that the code works on would cost more.
 template <Set kSet>
 constexpr bool is_long = is_any<kSet> || has_cap<kSet>;
 template <Mode kMode, Set kSet>
