@@ -123,7 +123,7 @@ def ours(pair: Pair, kind: str) -> dict[str, Call]:
 
 
 def adapters(pair: Pair, kind: str) -> dict[str, Call]:
-    """Ours in the names of PEERS."""
+    """Ours under the names in PEERS."""
     x, w, y, u = pair.tensors()
     beta = BETAS[kind]
     trl = TrlPatch(None).divergence

@@ -37,7 +37,7 @@ SECTIONS = (*HEAD_SECTIONS, *OTHER_SECTIONS)
 
 
 def words(allowed: tuple[str, ...], text: str) -> list[str]:
-    """Comma-separated words of `allowed`; "all" and "none" are those."""
+    """Comma-separated words of `allowed`, or "all" or "none"."""
     chosen = list(allowed) if text == "all" else [] if text in ("none", "") else text.split(",")
     for word in chosen:
         if word not in allowed:

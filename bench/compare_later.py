@@ -56,7 +56,7 @@ class Head:
         self.padded[:vocab] = self.weight.detach()
 
     def fresh(self, call: Callable[[], None]) -> Callable[[], None]:
-        """The same without gradients of the call before, which it would add to."""
+        """The call without gradients of the call before, to which it would add."""
 
         def run() -> None:
             self.input.grad = self.weight.grad = None
@@ -166,7 +166,7 @@ def wait(device: str) -> None:
 
 
 def burst(call: Callable[[], None], seconds: float, device: str) -> float:
-    """Milliseconds of one call, of as many as fill the burst."""
+    """Milliseconds per call, over a burst of calls."""
     wait(device)
     start, count = time.perf_counter(), 0
     while count < 2 or time.perf_counter() - start < seconds:
@@ -181,7 +181,7 @@ def burst(call: Callable[[], None], seconds: float, device: str) -> float:
 def medians(
     calls: dict[str, Callable[[], None]], rounds: int, seconds: float, device: str
 ) -> dict[str, float]:
-    """Milliseconds of each; all take turns, in an order that turns round every round."""
+    """Milliseconds of each; all take turns, in an order that is reversed every round."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
         for name in list(calls)[:: 1 if i % 2 == 0 else -1]:

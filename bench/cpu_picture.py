@@ -46,7 +46,7 @@ def bars_of(group: dict[str, Any]) -> list[tuple[str, float, int | None]]:
 
 
 def groups_of(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of the run's first shape, which is drawn."""
+    """The measurements of the run's first shape, which is drawn."""
     groups = [g for g in run["groups"] if g["kind"] in KINDS]
     shape = [groups[0][k] for k in ("tokens", "hidden", "vocab")]
     return [g for g in groups if [g[k] for k in ("tokens", "hidden", "vocab")] == shape]

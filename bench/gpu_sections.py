@@ -29,7 +29,7 @@ class Bench:
     report: Report
 
     def ready(self, contender: Contender) -> bool:
-        """Runs it for the first time; one line where that fails."""
+        """Runs it for the first time; prints one line if that fails."""
         why = first_calls(self.clock, contender, self.arguments.cap, self.arguments.burst)
         if why:
             self.report.record(
@@ -74,7 +74,7 @@ def judged(head: Head, want: Reference, contender: Contender) -> Contender:
 
 
 def peers(bench: Bench, head: Head, want: Reference) -> tuple[list[Contender], list[Contender]]:
-    """Of loss and gradients, and of the loss alone."""
+    """The peers for loss and gradients, and those for the loss alone."""
     train, loss = [], []
     for key in bench.arguments.peers:
         name = PEERS[key][0]

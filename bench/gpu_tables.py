@@ -71,7 +71,7 @@ def regular(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 
 def peak_mib(bench: Bench, call: Callable[[], object]) -> float:
-    """Beyond what was held before the call, gradients included."""
+    """Peak memory beyond what was held before the call, gradients included."""
     if bench.clock.cuda:
         return (bench.clock.peak(call) or 0) / MIB
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -69,7 +69,7 @@ class Clock:
 
 
 def reason(failure: Exception) -> str:
-    """One line."""
+    """The failure as one line."""
     text = str(failure).strip() or "no message"
     return f"{type(failure).__name__}: {text.splitlines()[0][:200]}"
 
@@ -97,7 +97,7 @@ def bursts(clock: Clock, contenders: list[Contender], rounds: int) -> None:
 
 
 def steady(clock: Clock, call: Callable[[], object], seconds: float) -> float:
-    """Milliseconds a call in a loop of `seconds`, after a quarter as many to warm up."""
+    """Milliseconds a call in a loop of `seconds`, after a quarter of that to warm up."""
     each = max(clock(call), 1e-3)
     each = clock(call, max(1, round(seconds * 250 / each)))
     return clock(call, max(2, round(seconds * 1e3 / max(each, 1e-3))))

@@ -34,7 +34,7 @@ def expect(code: int, what: str) -> None:
 
 
 def nodes_of(call: Callable[[int], Any]) -> Counter[str]:
-    """What `call`, given a stream, puts on it."""
+    """Counts, by kind, the nodes that `call` puts on the stream it is given."""
     driver = ctypes.CDLL("libcuda.so.1")
     stream = torch.cuda.Stream()
     raw, graph, count = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(), ctypes.c_size_t()
@@ -55,7 +55,7 @@ def nodes_of(call: Callable[[int], Any]) -> Counter[str]:
 
 
 def microseconds(functions: list[Callable[[], Any]]) -> list[float]:
-    """Of one call of each, which take turns."""
+    """Microseconds per call of each; they take turns."""
     best = [float("inf")] * len(functions)
     for _ in range(ROUNDS):
         for i, function in enumerate(functions):
@@ -70,7 +70,7 @@ def microseconds(functions: list[Callable[[], Any]]) -> list[float]:
 
 
 class Launched:
-    """The C calls that a function of torch's binding makes, to be made again."""
+    """The C calls that a function of torch's binding makes, recorded to be repeated."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.calls: list[tuple[_abi.Plan, list[int], torch.Tensor]] = []

@@ -85,7 +85,7 @@ class Contender:
         self.first_s = time.perf_counter() - start
 
     def burst(self, seconds: float) -> None:
-        """Milliseconds of one call, of as many as fill the burst."""
+        """Samples the milliseconds per call, over a burst of calls."""
         start, count = time.perf_counter(), 0
         while count < 2 or time.perf_counter() - start < seconds:
             made = self.compiled(*self.operands)

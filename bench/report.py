@@ -52,7 +52,7 @@ class Group:
 
     @property
     def ours(self) -> float | None:
-        """Seconds of what the others are compared with."""
+        """Our seconds, which the others are compared with."""
         return self.seconds("ours") or self.seconds("ours, in place")
 
     def best_torch(self) -> Contender | None:

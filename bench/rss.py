@@ -27,7 +27,7 @@ def status_bytes(name: str) -> int:
 
 
 def random_array(shape: tuple[int, int], dtype: str, bound: float) -> np.ndarray:
-    """A block of random numbers over and over: only the memory counts here."""
+    """A repeated block of random numbers: only the memory matters here."""
     values = np.random.default_rng(0).uniform(-bound, bound, 1 << 18).astype(np.float32)
     if dtype == "bf16":
         values = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -69,7 +69,7 @@ class Call:
 
 
 def fresh_memory(size: int) -> tuple[mmap.mmap, int]:
-    """Pages never touched, small ones: a huge page would count bytes that nobody asked for."""
+    """Untouched small pages: a huge page would count bytes that were not asked for."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)

@@ -138,7 +138,7 @@ class Bench:
             self.torch.cuda.synchronize()
 
     def burst(self, call: Callable[[], Any], seconds: float) -> float:
-        """Milliseconds of one call, of as many as fill the burst."""
+        """Milliseconds per call, over a burst of calls."""
         self.wait()
         start, count = time.perf_counter(), 0
         while count < 2 or time.perf_counter() - start < seconds:

@@ -195,7 +195,7 @@ class Case:
                 weight.grad = None
 
     def of_a_way(self) -> Any:
-        """A model of its own modules and everyone's weights."""
+        """A copy of the model that shares its weights."""
         return copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
 
 
@@ -208,7 +208,7 @@ class Turn(NamedTuple):
 
 
 class Runner:
-    """One way on one case: its Trainer, made in its first turn and kept, as what is compiled is."""
+    """One way on one case. Its Trainer, and what it compiled, are kept from its first turn on."""
 
     def __init__(self, key: str, case: Case, given: argparse.Namespace, heads: Heads) -> None:
         self.key, self.way, self.case, self.given, self.heads = key, WAYS[key], case, given, heads
@@ -280,7 +280,7 @@ class Runner:
             )
 
     def release(self, cuda: bool) -> None:
-        """Of a turn nothing stays but what was compiled."""
+        """Frees all of a turn but what was compiled."""
         import torch
 
         if self.trainer is not None:
@@ -352,7 +352,7 @@ def callback(trainer: Any, warmup: int) -> Any:
 
 
 def say(text: str) -> None:
-    """Beside the table: a run that is ended from outside has told which way it was in."""
+    """Prints to stderr, so that a run that is killed has said which way it was in."""
     print(text, end="", file=sys.stderr, flush=True)
 
 

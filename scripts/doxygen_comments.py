@@ -18,7 +18,7 @@ LEADING = re.compile(r"^(?P<space>\s*)(?P<mark>//|/\*) ?")
 
 
 def escaped(text: str) -> str:
-    """Nothing in a comment is a command, a tag or a link."""
+    """Escapes what Doxygen would take for a command, a tag or a link."""
     return re.sub(r"[\\@<#]", lambda found: "\\" + found[0], text)
 
 

@@ -173,7 +173,7 @@ def without_core_files() -> None:
 
 
 def with_little_memory() -> None:
-    """A call that is no longer refused may ask for any amount."""
+    """Limits memory: a call that is no longer refused may ask for any amount."""
     without_core_files()
     resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
 

@@ -30,7 +30,7 @@ def run(*command: str | Path) -> bool:
 
 
 def copy_tree() -> None:
-    """The tree as it is now, third_party once."""
+    """Copies the tree as it is now; third_party only once."""
     TREE.mkdir(parents=True, exist_ok=True)
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True

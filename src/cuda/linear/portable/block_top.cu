@@ -30,8 +30,8 @@ __device__ float logit_of(uint64_t key) {
 }
 __device__ int column_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
 
-// Sorts `count` keys, the greatest first; there is room for the next power of two. All threads must
-// call it, after a barrier; another follows the sort.
+// Sorts `count` keys, the greatest first; there is room for the next power of two. All threads call
+// it; it begins and ends with a barrier.
 __device__ void sort(uint64_t* keys, int count) {
   int whole = 2;
   while (whole < count) whole *= 2;

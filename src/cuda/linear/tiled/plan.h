@@ -11,7 +11,7 @@ namespace logitless::cuda::tiled {
 
 struct TiledPart {
   const Tile* tile = nullptr;
-  // E is copied before its rows are written, so that the most columns are lent
+  // E is copied before its rows are written, so that every column that fits is lent
   bool copies_lent = true;
   int32_t slots = 0;        // for the sums of sliced tiles: cut.h
   int32_t input_teams = 0;  // teams for grad_input, where both products run at once
