@@ -172,7 +172,7 @@ struct LinearCrossEntropyForward {
   TensorView loss{};    // [N] where the reduction is none, else []
   // [N] f32; z_it, which a shard's kept state is relative to where the target is elsewhere
   TensorView anchor{};
-  TensorView kept{};       // [blocks * N to 64, 64]  for Backward: kept_size()
+  TensorView kept{};       // [blocks * N to 64, 64]  for Backward, sized by kept_size()
   TensorView kept_rows{};  // [N, 8] f32; with `kept`
   TensorView ids{};        // [N, K] i32 or i64; chosen columns, -1 where there is none
   TensorView logits_at{};  // [N, K] f32; z of these columns
@@ -239,7 +239,7 @@ struct LinearDivergenceForward {
   Teacher teacher{};
   TensorView target{};          // [N]  i32 or i64; optional
   TensorView loss{};            // [N] where the reduction is none, else []
-  TensorView kept{};            // [blocks * N to 64, 64]  for Backward: kept_size()
+  TensorView kept{};            // [blocks * N to 64, 64]  for Backward, sized by kept_size()
   TensorView kept_rows{};       // [N, 8] f32; with `kept`
   DivergenceStates states{};    // inputs where one of the sums is asked for, else outputs
   TensorView target_logit{};    // [N] f32; -inf where another shard has it

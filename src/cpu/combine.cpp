@@ -50,7 +50,8 @@ Status combine_workspace(const Call& call, WorkspaceSize* size) {
 }
 
 Status run_combine(const Call& given, const Workspace& workspace) {
-  // The temperature is in the shards' states already, and together they are a whole vocabulary.
+  // Without a temperature, which the shards' states include, and without vocab_start: the shards
+  // are the whole vocabulary.
   Call call = given;
   call.options.vocab_start = 0;
   call.temperature = {};

@@ -55,8 +55,7 @@ constexpr int64_t largest_recomputed = 256;
 // Smaller chunks save little memory and take many times as long; only a default that needs them
 // uses them.
 constexpr int64_t smallest_chunk = 64;
-// More slots feed more threads without splitting the hidden axis, at a cost of memory: at most
-// this.
+// More slots feed more threads without splitting the hidden axis, but take memory: at most this.
 constexpr int64_t slot_bytes = int64_t{12} << 20;
 // What the default may take beyond half of the f32 logits.
 constexpr int64_t default_extra = int64_t{16} << 20;

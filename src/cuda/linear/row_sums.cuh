@@ -162,7 +162,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
       if (b / kLanes % each == i) sum[i] = fmaf(single.sum, lift, sum[i]);
     }
   }
-  // The tree of 32 lanes, with fewer lanes.
+  // The tree over 32 lanes, by fewer lanes.
 #pragma unroll
   for (int n = each / 2; n > 0; n /= 2) {
 #pragma unroll

@@ -82,7 +82,8 @@ Layout layout_of(const Call& call, void* memory) {
   return layout;
 }
 
-// The temperature is in the shards' states already, and together they are a whole vocabulary.
+// Without a temperature, which the shards' states include, and without vocab_start: the shards
+// are the whole vocabulary.
 TokenInput input_of(const Call& call) {
   TokenInput in = token_input(call);
   in.options.vocab_start = int64_t{0};
