@@ -13,9 +13,9 @@ namespace logitless {
 
 // Columns of a block; rows are rounded up to a multiple of it.
 inline constexpr int64_t kept_block = 64;
-inline constexpr int64_t kept_row_width = 8;    // floats per token
-inline constexpr int64_t kept_group = 3;        // blocks; a part of the vocabulary is kept in whole
-                                                // groups
+inline constexpr int64_t kept_row_width = 8;  // floats per token
+// In blocks; a part of the vocabulary is kept in whole groups.
+inline constexpr int64_t kept_group = 3;
 inline constexpr uint64_t kept_alignment = 16;  // bytes
 // Also the alignment of an offset in a WebGPU buffer.
 inline constexpr uint64_t kept_binding = 256;

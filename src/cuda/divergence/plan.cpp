@@ -123,7 +123,6 @@ void place_gradients(const DivergenceCall& call, const DivergencePlan& p, int64_
   head.m.bias_slabs = arena->take<float>(divide_up(rows, bias_slab_rows) * panel_columns);
 }
 
-// What a Backward from kept dz needs of its tokens.
 void place_factors(const DivergenceCall& call, Arena* arena, DivergenceMemory* m) {
   const int64_t tokens = call.student.shape.tokens;
   m->ordered = m->tokens;

@@ -237,7 +237,6 @@ class DivergenceRun {
     const int64_t columns = p_.way == DivergenceWay::columns ? p_.stored : vocab();
     return {m_.dz, panel_pitch(columns), 0, columns, false};
   }
-  // dz of some columns, in the workspace.
   Panel block_panel(int64_t first) const {
     const int64_t columns = std::min(p_.columns, vocab() - first);
     return {m_.block_dz, panel_pitch(p_.columns), first, columns, false};

@@ -158,8 +158,8 @@ inline int64_t tail_rows(const LinearShape& s) {
 
 // Columns of E in memory when the gradients begin.
 inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }
-// Whether tokens without a gradient leave the first rows of kept E to others; only a Backward knows
-// them.
+// Whether rows of kept E are moved so that the tokens with a gradient come first; only a Backward
+// knows which tokens those are.
 inline bool arranges(const LinearShape& s) { return s.kept_columns > 0 && !s.forward; }
 // Whether products take E times each row's factor, so that it need not become dz first.
 inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
