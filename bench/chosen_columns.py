@@ -34,7 +34,7 @@ class Op:
     def __init__(
         self, kind: int, tensors: dict[str, Tensor], key: int = 0, *, only_chosen: bool = False
     ) -> None:
-        self.tensors = tensors  # the addresses are theirs
+        self.tensors = tensors  # the owner of the addresses
         self.addresses = [t.data_ptr() for t in tensors.values()]
         device = next(iter(tensors.values())).device
         where = (int(device.type == "cuda"), 0)
@@ -77,7 +77,7 @@ class Head:
         logitless.linear_logprob(self.input, self.weight, self.target).backward(self.upstream)
 
     def logprobs_at(self, count: int) -> Callable[[], None]:
-        """The same by the function of logitless.torch."""
+        """The same through logitless.torch."""
         (tokens, _), vocab = self.input.shape, len(self.weight)
         ids = torch.randint(0, vocab, (tokens, count), device=self.input.device)
         upstream = torch.randn(tokens, count, device=self.input.device)
@@ -128,7 +128,7 @@ class Head:
         return both, ids, logits
 
     def among(self, count: int) -> tuple[Callable[[], None], Tensor, Tensor]:
-        """The same of the softmax over the ids alone, which torch makes of their logits."""
+        """With a softmax over the ids alone, made by torch from their logits."""
         x, w = self.input.detach(), self.weight.detach()
         (tokens, _), vocab, device = x.shape, w.shape[0], x.device
         ids = torch.randint(0, vocab, (tokens, count), device=device)

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = "1024x768x50257,2048x1024x32000,256x4096x128256,8x4096x128256"
 QUICK_SHAPES = "96x64x3001,8x64x4096"
-Shape = tuple[int, int, int]  # a shape is (N, D, V)
+Shape = tuple[int, int, int]  # (N, D, V)
 
 
 def shapes_of(text: str) -> list[Shape]:
@@ -91,7 +91,7 @@ def machine(library_text: str, load: tuple[float, ...]) -> dict[str, Any]:
 
 class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
-        # These are imported late, so that --help and bad arguments answer at once.
+        # Imported late, so that --help and bad arguments answer at once.
         import contenders
         import native
         import report
@@ -144,7 +144,7 @@ class Run:
         """The most memory that one more call holds beyond what it gives back: its gradients."""
         gc.collect()
         contender.prepare()
-        # What the allocator has kept of calls before would hide what this one takes.
+        # What the allocator has kept of earlier calls would hide what this one takes.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
         before = self.rss_of.status_bytes("VmRSS")
@@ -228,7 +228,7 @@ class Run:
         a = self.arguments
         for dtype in a.dtypes:
             self.logits(dtype)
-        # There is one weight at a time: those of one D and V come together, small ones first.
+        # One weight at a time: those of one D and V come together, small ones first.
         for hidden, vocab in dict.fromkeys((d, v) for _, d, v in a.shapes):
             tokens = [n for n, d, v in a.shapes if (d, v) == (hidden, vocab)]
             for dtype in a.dtypes:

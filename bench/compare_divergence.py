@@ -40,7 +40,7 @@ from logitless.integrations.trl import TrlPatch
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "tv")
-BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # as peers name three of them
+BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # peers name three values of it
 Call = Callable[[], Tensor]
 
 
@@ -123,7 +123,7 @@ def ours(pair: Pair, kind: str) -> dict[str, Call]:
 
 
 def adapters(pair: Pair, kind: str) -> dict[str, Call]:
-    """Ours in the names of PEERS."""
+    """Ours under the names in PEERS."""
     x, w, y, u = pair.tensors()
     beta = BETAS[kind]
     trl = TrlPatch(None).divergence
@@ -201,7 +201,7 @@ class Contenders:
             value, grad = call().item(), self.pair.input.grad
             assert grad is not None
             error = ((grad.float() - self.exact).norm() / self.exact.norm()).item()
-        except Exception as reason:  # whatever a package raises, out of memory too
+        except Exception as reason:  # whatever a package raises, also when out of memory
             left_out(name, reason)
         else:
             self.calls[name] = train

@@ -37,7 +37,7 @@ SECTIONS = (*HEAD_SECTIONS, *OTHER_SECTIONS)
 
 
 def words(allowed: tuple[str, ...], text: str) -> list[str]:
-    """Comma-separated words of `allowed`; "all" and "none" are those."""
+    """Comma-separated words of `allowed`, or "all" or "none"."""
     chosen = list(allowed) if text == "all" else [] if text in ("none", "") else text.split(",")
     for word in chosen:
         if word not in allowed:
@@ -113,7 +113,7 @@ def main() -> None:
         report.say(f"--cli {arguments.cli}: no predictions: {why}")
         arguments.cli = None
     bench = Bench(arguments, library, Clock(arguments.device), report)
-    if "first" in arguments.sections:  # this must run before the process fills the device
+    if "first" in arguments.sections:  # before the process fills the device
         report.say(f"\nfirst call in a fresh process, {arguments.heads[0]}")
         first(bench)
     for name in arguments.heads:

@@ -56,7 +56,7 @@ class Head:
         self.padded[:vocab] = self.weight.detach()
 
     def fresh(self, call: Callable[[], None]) -> Callable[[], None]:
-        """The same without gradients of the call before, which it would add to."""
+        """The call without gradients of the call before, to which it would add."""
 
         def run() -> None:
             self.input.grad = self.weight.grad = None
@@ -150,7 +150,7 @@ def peers(head: Head, names: list[str]) -> dict[str, Callable[[], None]]:
     for name in names:
         try:
             calls |= of_a_peer(head, name, peers_later.PEERS[name]())
-        except Exception as error:  # whatever a package raises where something of it is not there
+        except Exception as error:  # whatever a package raises when something of it is missing
             left_out(name, error)
     return calls
 
@@ -166,7 +166,7 @@ def wait(device: str) -> None:
 
 
 def burst(call: Callable[[], None], seconds: float, device: str) -> float:
-    """Milliseconds of one call, of as many as fill the burst."""
+    """Milliseconds per call, over a burst of calls."""
     wait(device)
     start, count = time.perf_counter(), 0
     while count < 2 or time.perf_counter() - start < seconds:
@@ -181,7 +181,7 @@ def burst(call: Callable[[], None], seconds: float, device: str) -> float:
 def medians(
     calls: dict[str, Callable[[], None]], rounds: int, seconds: float, device: str
 ) -> dict[str, float]:
-    """Milliseconds of each; all take turns, in an order that turns round every round."""
+    """Milliseconds of each; all take turns, in an order that is reversed every round."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
         for name in list(calls)[:: 1 if i % 2 == 0 else -1]:
@@ -202,7 +202,7 @@ def peak(head: Any, call: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before - grads) / MIB
 
 
-LATER = 8  # these contenders of ours run in every comparison
+LATER = 8  # contenders of ours that run in every comparison
 
 
 def chosen(calls: dict[str, Callable[[], None]], only: str) -> dict[str, Callable[[], None]]:
@@ -217,7 +217,7 @@ class Warm:
         self.head, self.device = head, device
         self.calls: dict[str, Callable[[], None]] = {}
         self.mib: dict[str, float] = {}
-        self.off: dict[str, float] = {}  # of peers' gradients from ours
+        self.off: dict[str, float] = {}  # peers' gradients from ours
         self._gradients: dict[str, Tensor] = {}
 
     def add(self, name: str, call: Callable[[], None]) -> None:

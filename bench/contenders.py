@@ -21,7 +21,7 @@ MIB = 1 << 20
 POLICIES = ("accurate", "balanced", "compact")
 CHUNK = 256
 
-# These are all options of the loss at once; the weights and the bias come with them.
+# All options of the loss at once; the weights and the bias come with them.
 ALL_OPTIONS = {
     "label_smoothing": 0.1,
     "z_loss": 1e-4,
@@ -56,12 +56,12 @@ class Head:
         generator = torch.Generator().manual_seed(seed)
         self.input = torch.randn(tokens, self.hidden, generator=generator).to(self.dtype)  # [N, D]
         self.target = torch.randint(self.vocab, (tokens,), generator=generator)  # [N]
-        self.half_target = self.target.clone()  # [N]  it ignores every second token
+        self.half_target = self.target.clone()  # [N]  every second token is ignored
         self.half_target[::2] = -100
         self.bias = torch.randn(self.vocab, generator=generator)  # [V]
         self.vocab_weight = torch.rand(self.vocab, generator=generator) + 0.5  # [V]
         self.token_weight = torch.rand(tokens, generator=generator) + 0.5  # [N]
-        self.reference: torch.Tensor | None = None  # [N, D]  it is PyTorch's gradient of input
+        self.reference: torch.Tensor | None = None  # [N, D]  PyTorch's gradient of input
 
 
 def random_weight(vocab: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
@@ -69,7 +69,7 @@ def random_weight(vocab: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty(vocab, hidden, dtype=dtype)
     bound = (3.0 / hidden) ** 0.5
-    # Parts spare a second whole matrix for bf16.
+    # In parts, so that bf16 needs no second whole matrix.
     for rows in weight.split(max(1, (1 << 26) // hidden)):
         rows.copy_(torch.empty(rows.shape).uniform_(-bound, bound, generator=generator))
     return weight
@@ -263,7 +263,7 @@ PEERS = (EAGER, COMPILED, DEFAULT, AUTO, CHUNKED)
 
 
 def best_chunked(head: Head, gradients: bool, cap_seconds: float) -> Contender:
-    """The accumulation policy that one call each shows to be the fastest."""
+    """The fastest accumulation policy, by one call of each."""
     times: dict[str, float] = {}
     failure = "no policy ran"
     for policy in POLICIES:

@@ -18,14 +18,14 @@ from matplotlib import pyplot
 
 MIB = 1 << 20
 KINDS = {"gradients": "loss and gradients", "loss": "loss alone"}
-WORDS = {  # a contender is called so in the picture
+WORDS = {  # what the picture calls a contender
     "ours": "Logitless",
     "torch eager": "PyTorch, eager",
     "torch.compile": "torch.compile",
     "F.linear_cross_entropy, default": "F.linear_cross_entropy",
     "F.linear_cross_entropy, auto chunks": "the same, auto chunks",
 }
-CHUNKED = "F.linear_cross_entropy, "  # and its rows a chunk
+CHUNKED = "F.linear_cross_entropy, "  # followed by the rows of a chunk
 
 
 def word_of(name: str) -> str | None:
@@ -46,7 +46,7 @@ def bars_of(group: dict[str, Any]) -> list[tuple[str, float, int | None]]:
 
 
 def groups_of(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of the run's first shape, which is drawn."""
+    """The measurements of the run's first shape, which is drawn."""
     groups = [g for g in run["groups"] if g["kind"] in KINDS]
     shape = [groups[0][k] for k in ("tokens", "hidden", "vocab")]
     return [g for g in groups if [g[k] for k in ("tokens", "hidden", "vocab")] == shape]

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program measures row ops on one GPU beside a device-to-device copy of the same bytes: mean
-// loss with the gradient in place, loss alone, softmax. It prints one JSON line a shape, op and
-// dtype; `share` is the copy's time over the op's, each as a stream of calls (`stream`) and as a
-// replayed graph (`graph`).
+// Measures row ops on one GPU beside a device-to-device copy of the same bytes: mean loss with the
+// gradient in place, loss alone, softmax. Prints one JSON line for each shape, op and dtype;
+// `share` is the copy's time over the op's, as a stream of calls (`stream`) and as a replayed graph
+// (`graph`).
 #include <cuda_runtime.h>
 
 #include <CLI/CLI.hpp>
@@ -74,7 +74,7 @@ class Timer {
     check(cudaEventCreate(&begin_), "cudaEventCreate");
     check(cudaEventCreate(&end_), "cudaEventCreate");
   }
-  // Returns the median milliseconds of a call of `enqueue`.
+  // The median milliseconds of a call of `enqueue`.
   template <class F>
   double operator()(F&& enqueue) {
     for (int i = 0; i < 3; ++i) enqueue();
@@ -91,7 +91,7 @@ class Timer {
     std::nth_element(times.begin(), times.begin() + repeats_ / 2, times.end());
     return times[repeats_ / 2];
   }
-  // Returns the same for the calls captured in a graph.
+  // Of the calls captured in a graph.
   template <class F>
   double graph(F&& enqueue) {
     enqueue();
@@ -124,7 +124,7 @@ struct Bench {
   Timer timer;
   int64_t rows, columns;
   DType dtype;
-  double copy;  // it counts milliseconds
+  double copy;  // milliseconds
 
   template <class Op>
   void report(const char* name, const Op& op, int transfers) {
@@ -139,7 +139,7 @@ struct Bench {
     const double calls = timer(call), graph = timer.graph(call);
     const double bytes =
         static_cast<double>(rows) * columns * logitless::size_of(dtype) * transfers;
-    const double whole = copy * transfers / 2;  // copying as many bytes takes so long
+    const double whole = copy * transfers / 2;  // the time of copying the same bytes
     const nlohmann::json line{{"op", name},
                               {"rows", rows},
                               {"columns", columns},
@@ -183,7 +183,7 @@ void measure(int64_t rows, int64_t columns, DType dtype, int repeats, cudaStream
       .logits = in, .target = at, .loss = mean, .grad_logits = out};
   smoothed.options.label_smoothing = 0.1f;
   bench.report("loss_gradient_smoothed", smoothed, 2);
-  // This comes last, because it overwrites the logits.
+  // Last, because it overwrites the logits.
   bench.report("loss_gradient_in_place",
                logitless::CrossEntropyForwardBackward{
                    .logits = in, .target = at, .loss = mean, .grad_logits = in},

@@ -100,7 +100,7 @@ class Head:
         loss(self.input, self.shard, self.target, vocab_parallel_options=options).backward()
 
     def exchange(self) -> None:
-        """What a call exchanges and adds up, of tensors that hold anything."""
+        """A call's exchanges and sums, on tensors of arbitrary content."""
         tokens, hidden = self.input.shape
         shard = shards.Shard(
             dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size(), 0, self.vocab
@@ -174,7 +174,7 @@ def peak(call: Callable[[], None], fresh: Callable[[], None], device: str) -> fl
 
 
 def usable(name: str, call: Callable[[], None], fresh: Callable[[], None], device: str) -> bool:
-    """Whether it runs on every rank."""
+    """Whether the call runs on every rank."""
     failure = ""
     try:
         for _ in range(2):

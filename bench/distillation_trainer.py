@@ -85,7 +85,7 @@ class Clock:
             nonlocal sampling
             start = time.perf_counter()
             made = prepare(*args)
-            made["completion_mask"][:, ::4] = 0  # as answers of tools, which do not count
+            made["completion_mask"][:, ::4] = 0  # like tools' answers, which do not count
             sampling = time.perf_counter() - start
             return made
 

@@ -45,7 +45,7 @@ TRL_CHUNK = 32768  # trl.trainer.utils calls its function with it
 
 
 def bare(folder: Path, *packages: str) -> None:
-    """Makes them importable without what their own __init__ imports."""
+    """Makes the packages importable without what their own __init__ imports."""
     for name in packages:
         path = folder.joinpath(*name.split("."))
         if not path.is_dir():
@@ -56,13 +56,13 @@ def bare(folder: Path, *packages: str) -> None:
 
 
 def stand_in(name: str, **values: Any) -> None:
-    """A module of which these functions use nothing else."""
+    """A stub module with all that these functions use of it."""
     module = types.ModuleType(name)
     vars(module).update(values)
     sys.modules.setdefault(name, module)
 
 
-# Each trainer of TRL asks for these (trl.trainer, 1.16) and makes its loss of the first ones.
+# What each trainer of TRL asks for (trl.trainer, 1.16); its loss is made of the first ones.
 TRAINERS: dict[str, tuple[tuple[str, ...], int]] = {
     "log-probability alone": (("log_probs",), 1),
     "SFT": (("log_probs", "entropy", "is_top1"), 1),

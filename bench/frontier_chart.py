@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
 
 
 def peers(records: Records, head: str) -> Records:
-    """Their points; peak memory was measured in the same run."""
+    """The peers' points; peak memory was measured in the same run."""
     mine = [r for r in records if r.get("section") == "heads" and r.get("head") == head]
     mine = [r for r in mine if not r["ours"] and isinstance(r.get("mib"), float)]
     return [r for r in mine if "loss only" not in r["contender"]]

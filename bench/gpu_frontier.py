@@ -21,7 +21,7 @@ def plan(cli: Path, shape: tuple[int, int, int], size: int) -> dict[str, Any]:
 
 
 def trouble(cli: Path) -> str | None:
-    """Why the command line cannot predict here."""
+    """Why the command line cannot predict, or None."""
     try:
         plan(cli, (8, 8, 8), 1 << 30)
     except subprocess.CalledProcessError as failure:

@@ -16,16 +16,16 @@ import native
 import torch
 from gpu_native import Call, Library
 
-HEADS = {  # a head has N, D, V
+HEADS = {  # N, D, V
     "llama3": (8192, 4096, 128256),
     "qwen": (8192, 2048, 151936),
     "gemma": (8192, 2304, 256000),
     "deepseek": (4096, 7168, 129280),
     "gpt2": (20480, 768, 50257),
 }
-# These are for trying the program without a GPU.
+# For trying the program without a GPU.
 TINY = {"tiny": (96, 64, 1003), "tiny4": (64, 32, 256)}
-# torch.compile takes so many MiB beyond the gradients (measured where the peers were).
+# MiB that torch.compile takes beyond the gradients (measured where the peers were).
 COMPILE_MIB = {"llama3": 2004, "qwen": 2374, "gemma": 4000, "deepseek": 1010, "gpt2": 3932}
 MIB = 1 << 20
 ALL_OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
@@ -34,8 +34,8 @@ ALL_OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
 @dataclass
 class Reference:
     loss: float
-    grad_input: torch.Tensor  # [N, D]  it is f64
-    grad_weight: torch.Tensor  # [V, D]  it is f64
+    grad_input: torch.Tensor  # [N, D]  f64
+    grad_weight: torch.Tensor  # [V, D]  f64
 
 
 class Head:
@@ -55,7 +55,7 @@ class Head:
         self.loss = torch.empty((), device=self.device)
         self.grad_input = torch.empty_like(self.input)  # [N, D]
         self.grad_weight = torch.empty_like(self.weight)  # [V, D]
-        self.sums = 4 * tokens * hidden  # the f32 sum of grad_input takes so many bytes
+        self.sums = 4 * tokens * hidden  # bytes of the f32 sum of grad_input
         budget = COMPILE_MIB.get(name)
         self.compile_bytes = int(1.05 * budget * MIB) if budget else 8 * tokens * vocab
         self.frugal_bytes = 128 * MIB + self.sums

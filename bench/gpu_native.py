@@ -41,7 +41,7 @@ class Library:
     def __init__(self, path: str, device: str = "cuda") -> None:
         self.device = device
         self.library = ctypes.CDLL(path)
-        # One workspace serves all, because calls run one after the other on one stream.
+        # One workspace serves all: calls run one after the other on one stream.
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def describe(self) -> str:

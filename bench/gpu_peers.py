@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-QUACK_CHUNK = 4096  # QuACK uses this chunk by default
+QUACK_CHUNK = 4096  # QuACK's default
 
 
 def plain(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def cce(exact: bool) -> Loss:
         return linear_cross_entropy
     if "accum_e_fp32" in inspect.signature(linear_cross_entropy).parameters:
         return functools.partial(linear_cross_entropy, impl="cce_exact")
-    # This serves the release on PyPI, which lacks the other options.
+    # For the release on PyPI, which lacks the other options.
     return functools.partial(linear_cross_entropy, filter_eps=None)
 
 
@@ -75,7 +75,7 @@ def pin_quack() -> None:
     from quack.epilogue.ops import ColVecLoad
 
     @gemm_epilogue(ops={"v": ColVecLoad("v")})
-    def scaled(acc, v):  # this is the peer's language, not Python's
+    def scaled(acc, v):  # in the peer's language, not Python's
         return {"D": acc * v}
 
     quack._lce_vscale_epi = scaled
@@ -95,7 +95,7 @@ def _quack(scaled: bool) -> Loss:
     return loss
 
 
-# each option of the command line has a name and a maker
+# an option of the command line: its name and its maker
 PEERS: dict[str, tuple[str, Callable[[], Loss]]] = {
     "compile": ("torch.compile", compiled),
     "eager": ("torch eager", eager),
@@ -126,7 +126,7 @@ class Peer:
 
     def __init__(self, key: str, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> None:
         self.name, make = PEERS[key]
-        self.function = make()  # the maker raises ImportError where the peer is absent
+        self.function = make()  # raises ImportError if the peer is absent
         self.target = t
         self.input = h.detach().requires_grad_()
         self.weight = w.detach().requires_grad_()

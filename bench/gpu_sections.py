@@ -29,7 +29,7 @@ class Bench:
     report: Report
 
     def ready(self, contender: Contender) -> bool:
-        """Runs it for the first time; one line where that fails."""
+        """Runs it for the first time; prints one line if that fails."""
         why = first_calls(self.clock, contender, self.arguments.cap, self.arguments.burst)
         if why:
             self.report.record(
@@ -63,7 +63,7 @@ def ours(name: str, call: Call, base: str = THREE) -> Contender:
 
 def judged(head: Head, want: Reference, contender: Contender) -> Contender:
     """Runs it once into poisoned gradients and compares them with double."""
-    tensors = contender.call.tensors  # a contender's tensors belong to its Call
+    tensors = contender.call.tensors  # of its Call
     for name in ("grad_input", "grad_weight"):
         tensors[name].fill_(float("nan"))
     contender.call()
@@ -74,7 +74,7 @@ def judged(head: Head, want: Reference, contender: Contender) -> Contender:
 
 
 def peers(bench: Bench, head: Head, want: Reference) -> tuple[list[Contender], list[Contender]]:
-    """Of loss and gradients, and of the loss alone."""
+    """The peers for loss and gradients, and those for the loss alone."""
     train, loss = [], []
     for key in bench.arguments.peers:
         name = PEERS[key][0]
@@ -235,7 +235,7 @@ def steadily(bench: Bench, head: Head, want: Reference) -> None:
     for key in bench.arguments.steady_peers:
         try:
             peer = Peer(key, head.input, head.weight, head.target)
-        except Exception as failure:  # it is absent or broken, and the others go on
+        except Exception as failure:  # absent or broken; the others go on
             bench.report.say(f"  {PEERS[key][0]}: not here: {reason(failure)}")
             continue
         contenders.append(Contender(peer.name, peer.train, THREE))
@@ -246,7 +246,7 @@ def steadily(bench: Bench, head: Head, want: Reference) -> None:
     bench.tell("steady", head, contenders)
 
 
-HEAD_SECTIONS = {  # a name has what it does, a function, and the seconds it may take on an H200
+HEAD_SECTIONS = {  # what a section does, its function, and the seconds it may take on an H200
     "heads": ("loss and gradients beside the peers", heads, 30),
     "options": ("options, ignored tokens, f32 sums", options, 15),
     "frontier": ("time against workspace", frontier, 10),

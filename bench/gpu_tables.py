@@ -21,7 +21,7 @@ from gpu_timing import MIB, Contender, bursts
 
 ARTICLE = {"cuda": (4096, 1024, 65536), "cpu": (256, 128, 4096)}
 PAPER = {"cuda": (20480, 768, 50257), "cpu": (256, 64, 5003)}
-CHUNK = 1024  # the article takes as many columns
+CHUNK = 1024  # columns, as in the article
 
 
 class OnlineSoftmax(torch.autograd.Function):
@@ -71,7 +71,7 @@ def regular(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 
 def peak_mib(bench: Bench, call: Callable[[], object]) -> float:
-    """Beyond what was held before the call, gradients included."""
+    """Peak memory beyond what was held before the call, gradients included."""
     if bench.clock.cuda:
         return (bench.clock.peak(call) or 0) / MIB
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -22,11 +22,11 @@ MIB = 1 << 20
 class Contender:
     name: str
     call: Callable[[], object]
-    base: str = ""  # its ratio is to this contender
+    base: str = ""  # the contender that its ratio is to
     ours: bool = False
     facts: dict[str, object] = field(default_factory=dict)
     repeats: int = 1
-    samples: list[float] = field(default_factory=list)  # they are milliseconds a call
+    samples: list[float] = field(default_factory=list)  # milliseconds a call
 
     @property
     def ms(self) -> float:
@@ -69,7 +69,7 @@ class Clock:
 
 
 def reason(failure: Exception) -> str:
-    """One line."""
+    """The failure as one line."""
     text = str(failure).strip() or "no message"
     return f"{type(failure).__name__}: {text.splitlines()[0][:200]}"
 
@@ -85,7 +85,7 @@ def first_calls(clock: Clock, contender: Contender, seconds: float, burst: float
             contender.repeats = max(1, round(burst * 1e3 / max(clock(contender.call), 1e-3)))
     except TooSlow:
         return f"no result within {seconds:.0f} s"
-    except Exception as failure:  # a peer may fail in any way, and the others go on
+    except Exception as failure:  # a peer may fail in any way; the others go on
         return reason(failure)
     return None
 
@@ -97,7 +97,7 @@ def bursts(clock: Clock, contenders: list[Contender], rounds: int) -> None:
 
 
 def steady(clock: Clock, call: Callable[[], object], seconds: float) -> float:
-    """Milliseconds a call in a loop of `seconds`, after a quarter as many to warm up."""
+    """Milliseconds a call in a loop of `seconds`, after a quarter of that to warm up."""
     each = max(clock(call), 1e-3)
     each = clock(call, max(1, round(seconds * 250 / each)))
     return clock(call, max(2, round(seconds * 1e3 / max(each, 1e-3))))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program measures what a linear op costs the host on CUDA: microseconds of planning, checks
-// and launches on an H100 that need not be there (tests/cuda/recorded.h), the least of many.
+// Measures what a linear op costs the host on CUDA: microseconds of planning, checks and launches
+// on an H100 that need not be there (tests/cuda/recorded.h), the least of many.
 //   logitless_host_calls        of a thread that has planned nothing yet, then of the same call
 //   logitless_host_calls OLD    beside OLD, this program of an older build, taking turns with it
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kThreads = 40, kAgain = 20, kTurns = 6;
 
-// The tensors of a call lie 256 GiB behind each other, since nothing is read or written there.
+// Tensors are 256 GiB apart; nothing is read or written there.
 class Tensors {
  public:
   TensorView operator()(DType dtype, std::initializer_list<int64_t> shape) {

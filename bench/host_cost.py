@@ -25,7 +25,7 @@ from logitless.torch import _device
 
 NODES = {0: "kernel", 1: "memcpy", 2: "memset", 4: "graph"}
 ROUNDS = 60
-BURST = 16  # so many calls come between two synchronizations, few enough for the queue
+BURST = 16  # calls between two synchronizations, few enough for the queue
 
 
 def expect(code: int, what: str) -> None:
@@ -34,12 +34,12 @@ def expect(code: int, what: str) -> None:
 
 
 def nodes_of(call: Callable[[int], Any]) -> Counter[str]:
-    """What `call`, given a stream, puts on it."""
+    """Counts, by kind, the nodes that `call` puts on the stream it is given."""
     driver = ctypes.CDLL("libcuda.so.1")
     stream = torch.cuda.Stream()
     raw, graph, count = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(), ctypes.c_size_t()
     torch.cuda.synchronize()
-    expect(driver.cuStreamBeginCapture_v2(raw, 2), "cuStreamBeginCapture")  # 2 is the relaxed mode
+    expect(driver.cuStreamBeginCapture_v2(raw, 2), "cuStreamBeginCapture")  # 2: the relaxed mode
     call(stream.cuda_stream)
     expect(driver.cuStreamEndCapture(raw, ctypes.byref(graph)), "cuStreamEndCapture")
     expect(driver.cuGraphGetNodes(graph, None, ctypes.byref(count)), "cuGraphGetNodes")
@@ -55,7 +55,7 @@ def nodes_of(call: Callable[[int], Any]) -> Counter[str]:
 
 
 def microseconds(functions: list[Callable[[], Any]]) -> list[float]:
-    """Of one call of each, which take turns."""
+    """Microseconds per call of each; they take turns."""
     best = [float("inf")] * len(functions)
     for _ in range(ROUNDS):
         for i, function in enumerate(functions):
@@ -70,7 +70,7 @@ def microseconds(functions: list[Callable[[], Any]]) -> list[float]:
 
 
 class Launched:
-    """The C calls that a function of torch's binding makes, to be made again."""
+    """The C calls that a function of torch's binding makes, recorded to be repeated."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.calls: list[tuple[_abi.Plan, list[int], torch.Tensor]] = []

@@ -85,7 +85,7 @@ class Contender:
         self.first_s = time.perf_counter() - start
 
     def burst(self, seconds: float) -> None:
-        """Milliseconds of one call, of as many as fill the burst."""
+        """Samples the milliseconds per call, over a burst of calls."""
         start, count = time.perf_counter(), 0
         while count < 2 or time.perf_counter() - start < seconds:
             made = self.compiled(*self.operands)
@@ -122,7 +122,7 @@ def measure(shape: tuple[int, int, int], given: argparse.Namespace) -> list[dict
         records.append(record)
         try:
             made = Contender(name, function, arrays)
-        except Exception as error:  # it is absent, or its logits do not fit, ...
+        except Exception as error:  # absent, or its logits do not fit, ...
             text = (str(error).strip() or "no message").splitlines()[0]
             record["failed"] = f"{type(error).__name__}: {text[:160]}"
             continue

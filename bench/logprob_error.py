@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples/python"))
 import train_gpt  # noqa: E402
 
-# A head returns log-probability and entropy.
+# Returns log-probability and entropy.
 Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 

@@ -117,11 +117,11 @@ def make_op(kind: int, tensors: Mapping[str, Tensor], **options: Any) -> Op:
 
 
 class Failure(RuntimeError):
-    """A call that returned anything but ok."""
+    """A call did not return ok."""
 
 
 class Sizes(NamedTuple):
-    minimum: int  # it counts bytes
+    minimum: int  # bytes
     recommended: int
     alignment: int
 
@@ -134,7 +134,7 @@ class Library:
         self.threads = self.set_threads(threads)
 
     def set_threads(self, threads: int) -> int:
-        """What the pool then has; 0: what this process may use."""
+        """The pool's threads from now on; 0: what this process may use."""
         return int(self._library.logitless_set_num_threads(threads))
 
     @property
@@ -160,7 +160,7 @@ class Library:
         return Sizes(size.minimum, size.recommended, size.alignment)
 
     def kept(self, op: Op, size: int) -> Kept:
-        """What a Forward keeps in so many bytes."""
+        """What a Forward keeps in `size` bytes."""
         kept, status = Kept(), Status()
         self._check(
             self._library.logitless_kept_size(

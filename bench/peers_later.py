@@ -29,7 +29,7 @@ class Peer(NamedTuple):
 
 
 def compiled() -> Peer:
-    """torch.compile of what one would write."""
+    """torch.compile of the obvious code."""
 
     def call(input: Tensor, weight: Tensor, target: Tensor, entropy: bool) -> tuple[Tensor, ...]:
         logp = torch.log_softmax((input @ weight.t()).float(), -1)
@@ -41,7 +41,7 @@ def compiled() -> Peer:
 
 
 def verl() -> Peer:
-    """Its function always makes the entropy: alone, that has no upstream gradient."""
+    """Its function always makes the entropy; where that is not asked for, it gets no gradient."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     def both(input: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -66,7 +66,7 @@ def trl() -> Peer:
 
 
 def cce() -> Peer:
-    """Its exact variant: the default leaves gradients out that are small, on random data most."""
+    """Its exact variant: the default drops small gradients, which are most on random data."""
     loss = functools.partial(gpu_peers.cce(exact=True), reduction="none")
     return Peer(lambda *tensors: (-loss(*tensors),), None)
 

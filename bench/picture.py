@@ -17,7 +17,7 @@ from matplotlib import pyplot
 class Theme(NamedTuple):
     page: str
     text: str
-    faint: str  # is for lines behind the data and for words of less weight
+    faint: str  # for lines behind the data and less important words
     ours: str
     other: str
 
@@ -39,7 +39,7 @@ def both(prefix: Path, draw: Callable[[Theme], pyplot.Figure]) -> list[Path]:
             **colours, **pages, "axes.edgecolor": theme.faint, "grid.color": theme.faint,
             "axes.spines.top": False, "axes.spines.right": False, "font.size": 11,
             "svg.fonttype": "none",  # text stays text
-            "svg.hashsalt": "logitless",  # the names of clips are random without it
+            "svg.hashsalt": "logitless",  # else the names of clips are random
         }  # fmt: skip
         path = prefix.with_name(f"{prefix.name}{suffix}.svg")
         with matplotlib.rc_context(settings):

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // logitless_probe measures what this machine can do, for the shares that the comparison reports.
 // Every thread runs the same loop at once; a figure is work / (last end - first start), the best
-// and the median of several repetitions. It prints JSON on standard output.
+// and the median of several repetitions. Prints JSON on standard output.
 // The peaks of f32 FMA, bf16 dot and AMX bf16 use registers only; read and copy give each thread
 // its own slice. The AMX loop is inline in the intrinsics' header; a CPU without an instruction
 // gives null.
@@ -38,11 +38,11 @@ void keep(T& value) {
 }
 
 struct Figure {
-  double best = 0, median = 0;  // they count seconds of one repetition
+  double best = 0, median = 0;  // seconds of one repetition
 };
 
-// Measures the seconds of `work(thread)` on all threads at once, `repetitions` times after one that
-// does not count.
+// The seconds of `work(thread)` on all threads at once, `repetitions` times after one that is not
+// counted.
 Figure time_all(int threads, int repetitions, const std::function<void(int)>& work) {
   std::vector<std::vector<Clock::time_point>> begin(threads), end(threads);
   std::barrier start(threads);
@@ -71,15 +71,14 @@ Figure time_all(int threads, int repetitions, const std::function<void(int)>& wo
   return {seconds.front(), seconds[seconds.size() / 2]};
 }
 
-// A peak is found by a loop of `steps` rounds of independent multiply-adds; it also has the FLOP of
-// one round.
+// A loop of `steps` rounds of independent multiply-adds, for a peak; and the FLOP of one round.
 struct Peak {
   const char* instruction = nullptr;
   void (*loop)(int64_t steps) = nullptr;
   double flop_per_step = 0;
 };
 
-// 16 chains hide a latency of 4 at two a cycle, with as many to spare.
+// 16 chains: twice what hides a latency of 4 at two a cycle.
 constexpr int kChains = 16;
 
 #if defined(__x86_64__)
@@ -97,7 +96,7 @@ __attribute__((target("avx512f"))) void fma_avx512(int64_t steps) {
 }
 
 __attribute__((target("avx2,fma"))) void fma_avx2(int64_t steps) {
-  constexpr int chains = 12;  // they take 12 of 16 registers
+  constexpr int chains = 12;  // in 12 of 16 registers
   __m256 sum[chains];
   for (int i = 0; i < chains; ++i) sum[i] = _mm256_set1_ps(static_cast<float>(i));
   __m256 a = _mm256_set1_ps(0.5f);
@@ -113,8 +112,8 @@ __attribute__((target("avx2,fma"))) void fma_avx2(int64_t steps) {
 __attribute__((target("avx512f,avx512bf16"))) void dot_bf16(int64_t steps) {
   __m512 sum[kChains];
   for (int i = 0; i < kChains; ++i) sum[i] = _mm512_set1_ps(static_cast<float>(i));
-  __m512i a = _mm512_set1_epi16(0x3f00);        // the bits are those of 0.5 in bf16
-  const __m512i b = _mm512_set1_epi16(0x3e80);  // the bits are those of 0.25 in bf16
+  __m512i a = _mm512_set1_epi16(0x3f00);        // 0.5 in bf16
+  const __m512i b = _mm512_set1_epi16(0x3e80);  // 0.25 in bf16
   for (int64_t s = 0; s < steps; ++s) {
 #pragma GCC unroll 16
     for (int i = 0; i < kChains; ++i) sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)a, (__m512bh)b);
@@ -137,7 +136,7 @@ __attribute__((target("amx-tile,amx-bf16,avx512f"))) void amx_bf16(int64_t steps
     config.rows[t] = 16;
   }
   alignas(64) static const uint16_t zeros[16 * 32] = {};
-  // g++'s intrinsic says that it reads 8 bytes, so without this the rest may never be stored
+  // g++'s intrinsic declares that it reads 8 bytes; without this the rest may never be stored
   keep(config);
   _tile_loadconfig(&config);
   _tile_zero(0);
@@ -162,7 +161,7 @@ bool has_amx() {
   __builtin_cpu_init();
   unsigned a = 7, b = 0, c = 0, d = 0;
   asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  // These bits are AMX-BF16 and AMX-TILE.
+  // AMX-BF16 and AMX-TILE.
   if ((d >> 22 & 1) == 0 || (d >> 24 & 1) == 0) return false;
   constexpr long request_permission = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
@@ -170,11 +169,11 @@ bool has_amx() {
   return false;
 #endif
 }
-#endif  // this ends __x86_64__
+#endif  // __x86_64__
 
 typedef float Vector16 __attribute__((vector_size(16)));
 
-// This is what the compiler makes of a multiply and an add for the target's least vectors.
+// What the compiler makes of a multiply and an add for the target's least vectors.
 void fma_generic(int64_t steps) {
   constexpr int chains = 12;
   Vector16 sum[chains];
@@ -218,7 +217,7 @@ Peak amx_peak() {
 json measure(const Peak& peak, int threads, int repetitions, double seconds) {
   if (peak.loop == nullptr) return nullptr;
   int64_t steps = 1000;
-  for (double took = 0; took < seconds / 4;) {  // it takes as many steps as fill the time
+  for (double took = 0; took < seconds / 4;) {  // as many steps as fill the time
     steps *= 2;
     const auto start = Clock::now();
     peak.loop(steps);
@@ -232,7 +231,7 @@ json measure(const Peak& peak, int threads, int repetitions, double seconds) {
           {"gflops_median", gflop / f.median}};
 }
 
-// The thread that will use the memory touches it.
+// First touch by the thread that will use the memory.
 struct Buffer {
   Buffer(int64_t size, int threads)
       : bytes(size), slice(size / threads / 4096 * 4096), data(new char[size + 64]) {
@@ -270,7 +269,7 @@ json measure_read(int64_t bytes, int threads, int repetitions) {
           {"gb_per_s_median", bytes / f.median * 1e-9}};
 }
 
-// Copies around the caches, as a copy does that nothing will read soon.
+// Copies around the caches, for data that nothing will read soon.
 void copy_streaming(char* to, const char* from, int64_t bytes) {
 #if defined(__x86_64__)
   int64_t i = 0;
@@ -287,7 +286,7 @@ void copy_streaming(char* to, const char* from, int64_t bytes) {
 #endif
 }
 
-// Measures the faster of memcpy and streaming stores, of `bytes` from one buffer to another.
+// The faster of memcpy and streaming stores, of `bytes` from one buffer to another.
 json measure_copy(int64_t bytes, int threads, int repetitions) {
   const Buffer from(bytes, threads), to(bytes, threads);
   const auto each = [&](auto copy) {
@@ -303,7 +302,7 @@ json measure_copy(int64_t bytes, int threads, int repetitions) {
           {"how", stream ? "streaming stores" : "memcpy"},
           {"ms_best", f.best * 1e3},
           {"ms_median", f.median * 1e3},
-          {"gb_per_s_best", 2 * bytes / f.best * 1e-9},  // it counts bytes read and written
+          {"gb_per_s_best", 2 * bytes / f.best * 1e-9},  // bytes read and written
           {"gb_per_s_median", 2 * bytes / f.median * 1e-9}};
 }
 

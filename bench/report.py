@@ -18,14 +18,14 @@ TORCH = ("torch", "F.")
 
 @dataclass
 class Group:
-    kind: str  # it is "gradients", "loss" or "logits"
+    kind: str  # "gradients", "loss" or "logits"
     tokens: int
-    hidden: int  # 0 says that logits are given
+    hidden: int  # 0: logits are given
     vocab: int
     dtype: str
     contenders: list[Contender]
     rounds: int = 0
-    copy_ms: float | None = None  # the probe copies the logits' bytes in so long
+    copy_ms: float | None = None  # for the probe to copy the logits' bytes
 
     @property
     def title(self) -> str:
@@ -52,7 +52,7 @@ class Group:
 
     @property
     def ours(self) -> float | None:
-        """Seconds of what the others are compared with."""
+        """Our seconds, which the others are compared with."""
         return self.seconds("ours") or self.seconds("ours, in place")
 
     def best_torch(self) -> Contender | None:
@@ -86,7 +86,7 @@ def ratio(a: float | None, b: float | None) -> float | None:
 @dataclass
 class Bound:
     name: str
-    value: float | None  # None says that it was not measured
+    value: float | None  # None: not measured
     limit: float
     at_least: bool = True
     note: str = ""

@@ -15,7 +15,7 @@ from pathlib import Path
 import native
 import numpy as np
 
-# f32 is in 4 bytes, bf16 as its bits
+# bytes: 4 for f32; bf16 is stored as its bits
 ELEMENTS = {"f32": (native.F32, np.float32), "bf16": (native.BF16, np.uint16)}
 
 
@@ -27,7 +27,7 @@ def status_bytes(name: str) -> int:
 
 
 def random_array(shape: tuple[int, int], dtype: str, bound: float) -> np.ndarray:
-    """A block of random numbers over and over: only the memory counts here."""
+    """A repeated block of random numbers: only the memory matters here."""
     values = np.random.default_rng(0).uniform(-bound, bound, 1 << 18).astype(np.float32)
     if dtype == "bf16":
         values = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -69,7 +69,7 @@ class Call:
 
 
 def fresh_memory(size: int) -> tuple[mmap.mmap, int]:
-    """Pages never touched, small ones: a huge page would count bytes that nobody asked for."""
+    """Untouched small pages: a huge page would count bytes that were not asked for."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
@@ -98,7 +98,7 @@ def main() -> None:
     library = native.Library(arguments.library, arguments.threads)
     tokens, hidden, vocab = arguments.shape
 
-    # This starts the pool and touches the code and the stacks.
+    # Starts the pool and touches the code and the stacks.
     warm = Call(
         min(tokens, 64), min(hidden, 64), min(vocab, 1024), arguments.dtype, not arguments.loss_only
     )

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-# Idle workers of an OpenMP runtime spin for milliseconds and would be timed with the next contender.
+# Idle workers of an OpenMP runtime spin for milliseconds and would be timed with the next
+# contender.
 PAUSE_SECONDS = 0.02
 
 
@@ -42,13 +43,13 @@ def nothing() -> None:
 @dataclass
 class Contender:
     name: str
-    call: Callable[[], float | None]  # it is timed, and returns the loss where there is one
-    prepare: Callable[[], None] = nothing  # it runs before each call, and is not timed
-    release: Callable[[], None] = nothing  # it runs after each call, and is not timed
-    compiles: bool = False  # its first call compiles
+    call: Callable[[], float | None]  # timed; returns the loss if there is one
+    prepare: Callable[[], None] = nothing  # before each call, not timed
+    release: Callable[[], None] = nothing  # after each call, not timed
+    compiles: bool = False  # in its first call
     facts: dict[str, Any] = field(default_factory=dict)
     status: str = "ok"
-    samples: list[float] = field(default_factory=list)  # they count seconds
+    samples: list[float] = field(default_factory=list)  # seconds
     loss: float | None = None
 
     @property
@@ -92,7 +93,7 @@ def _attempt(contender: Contender, seconds: float) -> float | None:
         return contender.once(seconds)
     except TooSlow:
         contender.status = f"too slow: more than {seconds:.0f} s"
-    except Exception as failure:  # a peer may fail in any way, and the others go on
+    except Exception as failure:  # a peer may fail in any way; the others go on
         text = str(failure).strip() or "no message"
         contender.status = f"failed: {type(failure).__name__}: {text.splitlines()[0][:160]}"
     return None

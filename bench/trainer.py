@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # of more the Trainer would use all
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the Trainer would use all GPUs
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SEED = 7
@@ -195,7 +195,7 @@ class Case:
                 weight.grad = None
 
     def of_a_way(self) -> Any:
-        """A model of its own modules and everyone's weights."""
+        """A copy of the model that shares its weights."""
         return copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
 
 
@@ -203,12 +203,12 @@ class Turn(NamedTuple):
     ms: list[float]
     losses: list[float]
     peak: int
-    held: int  # is what the allocator held before the turn
-    seconds: float  # are those of the whole turn, what was compiled in it among them
+    held: int  # by the allocator before the turn
+    seconds: float  # of the whole turn, with what was compiled in it
 
 
 class Runner:
-    """One way on one case: its Trainer, made in its first turn and kept, as what is compiled is."""
+    """One way on one case. Its Trainer, and what it compiled, are kept from its first turn on."""
 
     def __init__(self, key: str, case: Case, given: argparse.Namespace, heads: Heads) -> None:
         self.key, self.way, self.case, self.given, self.heads = key, WAYS[key], case, given, heads
@@ -221,7 +221,7 @@ class Runner:
         import transformers
 
         model = self.case.of_a_way()
-        # TrainingArguments would set this anew in every turn, and the model be compiled anew.
+        # TrainingArguments would set this again in every turn, and the model be compiled again.
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self.way.patch(model)
         steps = self.given.warmup + self.given.steps
@@ -250,7 +250,7 @@ class Runner:
             if self.trainer is None:
                 self.make(folder)
             self.trainer.marks, self.trainer.losses = [], []
-            transformers.set_seed(SEED)  # by which the sampler draws
+            transformers.set_seed(SEED)  # for the sampler's draws
             self.trainer.train()
             self.check(before)
             losses = [float(loss) for loss in self.trainer.losses]
@@ -260,7 +260,7 @@ class Runner:
             self.turns.append(Turn(ms, losses, peak, held, time.perf_counter() - start))
         except torch.OutOfMemoryError:
             self.failed = "out of memory"
-        except Exception as error:  # a peer may fail in any way, and the others go on
+        except Exception as error:  # a peer may fail in any way; the others go on
             text = (str(error).strip() or "no message").splitlines()[0]
             self.failed = f"{type(error).__name__}: {text[:160]}"
         self.release(cuda)
@@ -280,7 +280,7 @@ class Runner:
             )
 
     def release(self, cuda: bool) -> None:
-        """Of a turn nothing stays but what was compiled."""
+        """Frees all of a turn but what was compiled."""
         import torch
 
         if self.trainer is not None:
@@ -352,7 +352,7 @@ def callback(trainer: Any, warmup: int) -> Any:
 
 
 def say(text: str) -> None:
-    """Beside the table: a run that is ended from outside has told which way it was in."""
+    """Prints to stderr, so that a run that is killed has said which way it was in."""
     print(text, end="", file=sys.stderr, flush=True)
 
 

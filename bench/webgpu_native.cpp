@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program measures the WebGPU backend on this machine's adapter, and prints JSON lines: its
-// three tiled products alone, the linear op with gradients beside them in workspaces from the
-// minimum on, cross_entropy in place, of the host and of the kernel with the published bindings,
-// beside WebGPU's own copy and a shader's. Each figure is the least of several times, each of
-// enough calls to outlast the submission.
+// Measures the WebGPU backend on this machine's adapter, and prints JSON lines: its three tiled
+// products alone; the linear op with gradients beside them, in workspaces from the minimum on; and
+// cross_entropy in place, of the host and of the kernel with the published bindings, beside
+// WebGPU's own copy and a shader's. Each figure is the least of several times, each of enough calls
+// to outlast the submission.
 //   logitless_webgpu_bench [--quick | --rows | --products] [--peak TFLOPS]
 //   --rows and --products run cross_entropy, or the products of a call, alone
 #include <algorithm>
@@ -38,7 +38,7 @@ void check(const Status& status, const char* what) {
   std::exit(1);
 }
 
-// Returns the seconds of one call of f, which records and submits.
+// The seconds of one call of f, which records and submits.
 double seconds(const std::function<void()>& f, int repeats = 5) {
   f();
   device->wait();
@@ -101,7 +101,7 @@ Buffer targets(int64_t tokens, int64_t vocab) {
 struct Shape {
   bool a_transposed, b_transposed;
   int64_t rows, columns, depth;
-  bool blocked = false;  // grad_weight is then made as in a call: each part of the depth has a sum
+  bool blocked = false;  // grad_weight is made as in a call: each part of the depth has a sum
 };
 
 uint64_t bytes_of(int64_t floats) { return static_cast<uint64_t>(floats) * 4; }
@@ -188,7 +188,7 @@ double products(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
   return total;
 }
 
-// Returns budgets from the minimum to where everything fits, by doubling.
+// Budgets from the minimum to where everything fits, by doubling.
 std::vector<uint64_t> budgets(uint64_t minimum, int64_t tokens, int64_t vocab) {
   std::vector<uint64_t> all;
   const uint64_t whole = bytes_of(tokens * vocab) * 3 / 2;
@@ -237,7 +237,7 @@ void linear(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
   }
 }
 
-// This shader copies, which WebGPU's own copy need not be as fast as.
+// A copy by a shader: WebGPU's own need not be as fast.
 constexpr const char* kCopy = R"(
 @group(0) @binding(0) var<storage, read> source: array<vec4<f32>>;
 @group(0) @binding(1) var<storage, read_write> result: array<vec4<f32>>;

@@ -18,12 +18,12 @@ LEADING = re.compile(r"^(?P<space>\s*)(?P<mark>//|/\*) ?")
 
 
 def escaped(text: str) -> str:
-    """Nothing in a comment is a command, a tag or a link."""
+    """Escapes what Doxygen would take for a command, a tag or a link."""
     return re.sub(r"[\\@<#]", lambda found: "\\" + found[0], text)
 
 
 def converted(line: str, inside: bool) -> str:
-    if inside:  # of a comment of several lines
+    if inside:  # a comment of several lines
         return escaped(line)
     if found := LEADING.match(line):
         mark = {"//": "/// ", "/*": "/** "}[found["mark"]]

@@ -37,7 +37,7 @@ from mutants.validation import rewrite_validation
 SCRATCH = ROOT / "out/mutants"
 # A mutant may hang, or wait for a thread that it killed.
 SECONDS_PER_TEST = 300
-# When time is limited so many are drawn, of which as many are judged as there is time for.
+# With a time limit this many are drawn, and judged as time allows.
 SAMPLE = 16
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Broken(Exception):
 @dataclass
 class Verdict:
     name: str
-    caught_by: str | None = None  # None says that the mutant survived
+    caught_by: str | None = None  # None: the mutant survived
     error: str | None = None
     seconds: float = 0.0
 
@@ -99,7 +99,7 @@ class Copy:
     def run(self, command: list[str], **how: object) -> subprocess.CompletedProcess[str]:
         environment = {
             **os.environ,
-            "CCACHE_BASEDIR": str(self.place),  # copies share what the compiler's cache holds
+            "CCACHE_BASEDIR": str(self.place),  # copies share the compiler's cache
             "CCACHE_NOHASHDIR": "1",
             **how.pop("environment", {}),  # type: ignore[arg-type]
         }
@@ -112,7 +112,7 @@ class Copy:
         command = ["cmake", "-S", str(self.tree), "-B", str(self.build), "-G", "Ninja"]
         command += ["-DCMAKE_BUILD_TYPE=Release", "-DLOGITLESS_BUILD_CLI=OFF", "-DLOGITLESS_BUILD_TESTS=ON"]
         command += [f"-DLOGITLESS_CPU_TARGETS={self.targets}"]
-        # This setting keeps the build from running a test program at each link.
+        # So that the build does not run a test program at each link.
         command += ["-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"]
         done = self.run(command)
         if done.returncode != 0:
@@ -173,7 +173,7 @@ def without_core_files() -> None:
 
 
 def with_little_memory() -> None:
-    """A call that is no longer refused may ask for any amount."""
+    """Limits memory: a call that is no longer refused may ask for any amount."""
     without_core_files()
     resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
 
@@ -317,7 +317,7 @@ def main() -> int:
             if arguments.only in name:
                 print(name)
         return 0
-    # There is one build, and a part of the time for each way of making mutants.
+    # One build, and a part of the time for each way of making mutants.
     if arguments.seconds > 0:
         chosen = shuffled([m for m in chosen if m.targets == "some"])[:SAMPLE]
     without = [m.name for m in chosen if m.targets == "all" and not has_amx()]

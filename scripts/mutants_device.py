@@ -98,7 +98,7 @@ class Broken(Exception):
 
 
 def edited(text: str, mutants: list[tuple[int, CudaMutant]]) -> str:
-    """The file with a switch for each; several may stand at one place."""
+    """The file with a switch for each mutant; several may be at one place."""
     places: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
     for number, m in mutants:
         first, last = m.marked.index("@{"), m.marked.index("}@")
@@ -125,7 +125,7 @@ def edited(text: str, mutants: list[tuple[int, CudaMutant]]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Only where it differs: what is not touched is not compiled again."""
+    """Writes only if it differs, so that unchanged files are not compiled again."""
     if not path.is_file() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -162,7 +162,7 @@ def copy_tree(tree: Path) -> None:
             text = edited(source.read_text(), mutants[name])
             if name == "src/cuda/runtime/kernel_file.h":
                 text += SWITCH_H
-            else:  # the line goes behind that of the licence
+            else:  # behind the licence's line
                 text = text.replace("\n", '\n#include "src/cuda/runtime/kernel_file.h"\n', 1)
             if name == "src/cuda/runtime/runtime.h":
                 old = "stream_(static_cast<cudaStream_t>(stream)) {}"
@@ -204,7 +204,7 @@ def build(jobs: int) -> int:
 
 @functools.cache
 def library_path() -> str:
-    """With cuBLASLt's folder."""
+    """LD_LIBRARY_PATH with cuBLASLt's folder."""
     done = subprocess.run([str(ROOT / "scripts/device-library-path")], check=True, text=True,
                           stdout=subprocess.PIPE)  # fmt: skip
     return done.stdout.strip()

@@ -20,7 +20,7 @@ MODULES = [
     "logitless.jax",
     "logitless.numpy",
     "logitless.integrations",
-    "!logitless.integrations.levanter",  # it needs haliax
+    "!logitless.integrations.levanter",  # needs haliax
 ]
 
 

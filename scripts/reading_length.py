@@ -31,7 +31,7 @@ def included(file: Path, root: Path) -> list[Path]:
 
 
 def reading(file: Path, root: Path) -> dict[Path, Path | None]:
-    """Everything that one reads, nearest first, and what brought it in."""
+    """All files that one reads, nearest first, and the file that includes each."""
     root = root.resolve()
     brought: dict[Path, Path | None] = {(root / file).resolve(): None}
     queue = list(brought)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A backend is a small named object that plans and runs every call: run.h calls it.
+// A backend plans and runs every call of one kind of device: run.h calls it.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@
 
 namespace logitless {
 
-// What a backend decided of a call in so many bytes of workspace. It lies in fixed storage, because
-// `run` allocates nothing.
+// What a backend decided about a call and its bytes of workspace. In fixed storage, because `run`
+// allocates nothing.
 class Decisions {
  public:
   template <class T>
@@ -35,20 +35,19 @@ class Decisions {
 
 struct Backend {
   virtual ~Backend() = default;
-  // Plans a validated `call`; this is pure and cheap, and data pointers may be null. What is
-  // recommended may be left out where `given` bytes are the minimum or more.
+  // Plans a validated `call`. Pure and cheap; data pointers may be null. `recommended` may be left
+  // out where `given` bytes are at least the minimum.
   virtual Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const = 0;
-  // Decides what depends on a validated `call` and on its `bytes` of workspace, the minimum or
-  // more, alone. Of an address it looks at Tensor::alignment.
+  // Decides what depends only on a validated `call` and on its `bytes` of workspace, at least the
+  // minimum. The only thing it reads of an address is Tensor::alignment.
   virtual Status decide(const Call&, uint64_t /*bytes*/, Decisions*) const { return {}; }
-  // Runs `call`; it and the workspace (aligned, of the bytes that were decided about) are
-  // validated.
+  // Runs a validated `call` in a validated workspace: aligned, with the bytes given to `decide`.
   virtual Status run(const Call& call, const Decisions& decided,
                      const Workspace& workspace) const = 0;
   virtual const char* name() const = 0;
-  // Writes one line: ISA or device, threads; or says why no device of this backend serves.
+  // Writes one line: ISA or device, and threads; or the reason why no device serves.
   virtual Status describe(char* text, size_t bytes) const = 0;
-  // Multiplies each of `values` by `factor`; all are validated.
+  // Multiplies each of `values` by `factor`, all validated.
   virtual Status scale(std::span<const TensorView>, const TensorView&, const Execution&) const {
     return error(StatusCode::not_supported, "scale: %s has none; allowed: cuda", name());
   }
@@ -58,25 +57,25 @@ struct Backend {
 
 const Backend& reference_backend();
 const Backend& cpu_backend();
-// This and its like decide for a backend, and answer logitless_keeps.
+// cpu_keeps and cuda_keeps answer logitless_keeps for their backends.
 bool cpu_keeps(DType dtype, const LossOptions& options);
 #ifdef LOGITLESS_WITH_CUDA
 bool cuda_keeps(DType dtype, const LossOptions& options);
-// Returns nullptr without a usable driver, and the reason. Each device answers for itself.
+// Returns nullptr and the reason without a usable driver. Each device answers for itself.
 const Backend* cuda_backend(Status* status);
 #endif
 
 #ifdef LOGITLESS_WITH_WEBGPU
-// Returns nullptr without wgpu-native or an adapter, and the reason.
+// Returns nullptr and the reason without wgpu-native or an adapter.
 const Backend* webgpu_backend(Status* status);
 #endif
 
 // Returns the backend for a device type, or nullptr and the reason in `status`.
 const Backend* find_backend(DeviceType type, Status* status);
-// Returns whether Backward uses what Forward keeps on such a device, which need not be there.
+// Whether Backward uses what Forward keeps on such a device, which need not exist.
 bool keeps(DeviceType type, DType dtype, const LossOptions& options);
 
-inline constexpr int most_scaled = 4;  // a call takes at most so many vectors
+inline constexpr int most_scaled = 4;  // vectors of one call
 Status scale_values(std::span<const TensorView> values, const TensorView& factor,
                     const Execution& execution);
 

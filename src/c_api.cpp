@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the C entry points: sized C structs become a Call, which run.h runs.
+// The C entry points: they turn sized C structs into a Call for run.h.
 #include "logitless/c.h"
 
 #include <cstring>
@@ -15,10 +15,10 @@ namespace logitless {
 
 namespace {
 
-// No version's struct will have so many bytes: a larger size is a struct_size that was never set.
+// No version's struct will be this large: a larger size is a struct_size that was never set.
 constexpr uint32_t kMaxStructSize = 4096;
 
-// Copies a sized struct: a smaller one is zero-extended, a larger one taken only if what this
+// Copies a sized struct. A smaller one is zero-extended; a larger one is accepted only if what this
 // version does not know of it is zero.
 template <class T>
 Status read_struct(const char* name, const T* source, T* copy) {
@@ -46,10 +46,10 @@ Status read_struct(const char* name, const T* source, T* copy) {
   return {};
 }
 
-// No step is taken along an axis of one element, along any axis of an empty view, or beyond the
-// rank, so a caller may leave any stride there. It becomes that of dense rows, lest one backend
-// multiply it past 64 bits or another choose a layout by it. What validation refuses stays as it
-// is, for its message.
+// Nothing steps along an axis of one element, along any axis of an empty view, or beyond the rank,
+// so callers may leave any stride there. It is replaced by that of dense rows, lest a backend
+// overflow 64 bits with it or choose a layout by it. Strides that validation refuses stay, for its
+// message.
 void make_free_strides_dense(TensorView* view) {
   bool empty = false;
   for (int32_t d = 0; d < 2; ++d) {
@@ -126,7 +126,7 @@ Status from_c(const logitless_divergence_options* source, DivergenceOptions* opt
   return {};
 }
 
-// `executor` holds the caller's executor as this version knows it, for as long as the call lasts.
+// `executor` keeps the caller's executor, as this version knows it, until the call ends.
 Status from_c(const logitless_execution* source, Execution* execution, Executor* executor) {
   if (source == nullptr) return {};
   logitless_execution e;
@@ -167,9 +167,8 @@ const logitless_tensor*& tensor_of(logitless_op& c, const TensorField& field) {
   return *reinterpret_cast<const logitless_tensor**>(reinterpret_cast<char*>(&c) + field.in_c);
 }
 
-// Returns the name of a field of `c` that is set: a tensor's, looked for in every op, or another;
-// nullptr says that none is. It goes field by field, because where a pointer has 32 bits there are
-// bytes between them.
+// Returns the name of a field of `c` that is set, or nullptr. Field by field, because with 32-bit
+// pointers there is padding between them.
 const char* name_of_set_field(logitless_op c) {
   for (int32_t kind = 0; kind < kinds; ++kind) {
     for (const TensorField& field : tensor_fields(kind)) {
@@ -224,7 +223,7 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
     tensor = nullptr;
   }
   if (!status.ok()) return status;
-  // The fields that are left belong to other ops.
+  // What is still set belongs to other ops.
   if (const char* name = name_of_set_field(c); name != nullptr) {
     return error(StatusCode::invalid_argument, "%s is set; %s does not have it", name,
                  call->op_name());
@@ -442,4 +441,4 @@ int32_t logitless_keeps(int32_t device_type, int32_t dtype, const logitless_loss
          keeps(static_cast<DeviceType>(device_type), static_cast<DType>(dtype), o);
 }
 
-}  // this ends extern "C"
+}  // extern "C"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every C entry point does this with its status: it throws nothing past it, and writes nothing
-// beyond the caller's struct.
+// How every C entry point returns its status: nothing thrown, and nothing written beyond the
+// caller's struct.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace logitless {
 
-// Writes back no more than the caller's struct holds; struct_size stays the caller's.
+// Writes no more than the caller's struct holds, and leaves its struct_size.
 template <class T>
 void write_struct(const T& source, T* destination) {
   uint32_t size;
@@ -37,7 +37,7 @@ inline int32_t report(const Status& status, logitless_status* out) {
   return status.c()->code;
 }
 
-// Nothing is thrown across the boundary: not by an allocation of a thread pool, not by a caller's
+// Nothing is thrown across the boundary: not by a thread pool's allocation, nor by a caller's
 // executor.
 template <class F>
 Status guarded(F&& f) {

@@ -7,11 +7,10 @@
 namespace logitless {
 namespace {
 
-// This numbers the layout of KeptRow and of every backend's `kept`: a change of either is another
-// number.
+// Goes up when the layout of KeptRow or of any backend's `kept` changes.
 constexpr uint64_t kept_version = 1;
 
-// This is FNV-1a over 64 bits at a time.
+// FNV-1a over 64 bits at a time.
 class Hash {
  public:
   Hash& add(uint64_t x) {
@@ -51,8 +50,7 @@ Kept kept_in(const Call& call, uint64_t bytes) {
   return kept;
 }
 
-// The reduction, its normalizer and empty_mean only make the loss of what is kept, so the key
-// leaves them out.
+// The key leaves out the reduction, its normalizer and empty_mean: they only shape the loss.
 uint64_t kept_key(const Call& call, int64_t columns) {
   const LossOptions& o = call.options;
   Hash hash;
@@ -76,7 +74,7 @@ uint64_t kept_key(const Call& call, int64_t columns) {
       hash.add(x);
     }
   }
-  return std::max<uint64_t>(hash.value(), 1);  // 0 says that no key was given
+  return std::max<uint64_t>(hash.value(), 1);  // 0 means no key
 }
 
 }  // namespace logitless

@@ -9,7 +9,7 @@
 
 namespace logitless {
 
-// NaN has no sign for its reader, and printf prints one.
+// printf prints the sign of a NaN, which means nothing to a reader.
 inline double unsigned_nan(double value) { return value == value ? value : __builtin_nan(""); }
 
 [[gnu::format(printf, 2, 3)]] inline Status error(StatusCode code, const char* format, ...) {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers come as doubles from a command line or from JavaScript, and options are f32 and integers:
-// what would become another number is an error (docs/semantics.md, "Bindings"). Whoever converts
-// asks here first.
+// Whether a double from a command line or from JavaScript survives becoming an f32 or integer
+// option (docs/semantics.md, "Bindings"). What would become another number is an error.
 #pragma once
 
 #include <cfloat>
@@ -9,8 +8,8 @@
 
 namespace logitless {
 
-// Returns whether f32 holds the number, rounded; else it would be 0 or an infinity there, and is
-// neither. NaN and infinities are held: an option's own rule refuses them.
+// Whether f32 holds the number, up to rounding, without making it 0 or infinite. NaN and infinities
+// pass: an option's own rule refuses them.
 constexpr bool held_by_f32(double value) {
   const double size = value < 0 ? -value : value;
   const bool zero = size > 0 && size <= 0x1p-150;  // half of f32's least number rounds to even, 0
@@ -19,8 +18,8 @@ constexpr bool held_by_f32(double value) {
 }
 inline constexpr const char* what_f32_holds = "0, or 1.4e-45 to 3.4e+38 in size (f32)";
 
-// Returns whether the number is an integer, and no other integer becomes this double: 2^53 + 1
-// becomes 2^53, so that the integers end before it.
+// Whether the number is an integer that no other integer becomes as a double: 2^53 + 1 becomes
+// 2^53, so 2^53 is out.
 constexpr bool is_integer(double value) {
   return value > -0x1p53 && value < 0x1p53 &&
          value == static_cast<double>(static_cast<int64_t>(value));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Element j of a row at p and element l of a row at q share a byte where
-//   -element_a < (p + j s) - (q + l t) < element_b,
-// a linear equation j s - l t = c for each of the few values between; the bounded solutions of each
-// are known from one, by the extended Euclidean algorithm.
+//   -element_a < (p + j s) - (q + l t) < element_b.
+// That is a linear equation j s - l t = c for each of the few values between; the extended
+// Euclidean algorithm finds one solution of each, and with it all bounded ones.
 #include "src/overlap.h"
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 namespace logitless {
 namespace {
 
-// Returns the width of the bytes taken modulo `period`, counted from the address, which is at most
-// `period`. Whole periods change no residue.
+// Returns the width of the view's bytes modulo `period`, counted from the address, at most
+// `period`. Strides of whole periods change no residue.
 uint64_t window(const Footprint& f, uint64_t period) {
   uint64_t width = f.element;
   for (size_t d = 0; d < 2; ++d) {
@@ -21,16 +21,15 @@ uint64_t window(const Footprint& f, uint64_t period) {
   return std::min(width, period);
 }
 
-// Returns whether the two take disjoint bytes of every period, as column slices of one buffer do.
+// Whether the two take disjoint bytes of every period, as column slices of one buffer do.
 bool disjoint_modulo(const Footprint& a, const Footprint& b, uint64_t period) {
   const uint64_t ahead = (b.address % period + period - a.address % period) % period;
   return window(a, period) <= ahead && ahead + window(b, period) <= period;
 }
 
-// Returns a's residue modulo m, in [0, m).
 int64_t residue(int64_t a, int64_t m) { return (a % m + m) % m; }
 
-// Returns x with s x = 1 modulo m, for s and m without a common divisor.
+// Returns x with s x = 1 modulo m, for coprime s and m.
 int64_t inverse(int64_t s, int64_t m) {
   int64_t a = residue(s, m), b = m, x = 1, y = 0;
   while (a != 0) {
@@ -41,13 +40,13 @@ int64_t inverse(int64_t s, int64_t m) {
   return residue(y, m);
 }
 
-// A row takes these steps: 0, step, ..., last * step.
+// The offsets 0, step, ..., last * step.
 struct Row {
   int64_t step, last;
 };
 
-// Returns whether j s - l t = c for a step j of the one and l of the other. Everything is below
-// 2^32, so that products of two stay below 2^63.
+// Whether j s - l t = c for some j of `one` and l of `other`. All are below 2^32, so that products
+// of two stay below 2^63.
 bool meet_at(Row one, Row other, int64_t c) {
   if (other.step == 0) other.last = 0;
   if (one.step == 0) {
@@ -59,14 +58,13 @@ bool meet_at(Row one, Row other, int64_t c) {
   if (c % g != 0) return false;
   const int64_t s = one.step / g, t = other.step / g;
   c /= g;
-  // All solutions are j + t k, l + s k. This finds the least j, then the least k that makes neither
-  // negative.
+  // All solutions are j + t k, l + s k: take the least j >= 0, then the least k that makes l >= 0.
   const int64_t j = residue(c, t) * inverse(s, t) % t, l = (j * s - c) / t;
   const int64_t k = l < 0 ? (-l + s - 1) / s : 0;
   return j + t * k <= one.last && l + s * k <= other.last;
 }
 
-// Returns the dimension of fewer steps, whose rows are walked one by one.
+// Returns the dimension with fewer steps, whose rows are walked one by one.
 size_t outer(const Footprint& f) { return f.last[0] <= f.last[1] ? 0 : 1; }
 
 constexpr uint64_t most_rows = uint64_t{1} << 14, most_bytes = uint64_t{1} << 31;
@@ -95,7 +93,7 @@ bool share_bytes(const Footprint& a, const Footprint& b) {
   return false;
 }
 
-// A dimension whose elements are one and the same is made one of a single element.
+// A dimension of stride 0 repeats one element, so it is given a single one.
 Footprint without_repetition(Footprint f) {
   for (size_t d = 0; d < 2; ++d) {
     if (f.stride[d] == 0) f.last[d] = 0;

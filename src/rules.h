@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules of validate*.cpp share this: names of values, sizes of views, and the rules themselves.
+// What the rules of validate*.cpp share: names of values, sizes of views, and the rules themselves.
 #pragma once
 
 #include <cstdio>
@@ -8,7 +8,6 @@
 
 namespace logitless {
 
-// These are the names of known values.
 constexpr const char* name_of(DType dtype) {
   constexpr const char* names[] = {"f32", "f16", "bf16", "i32", "i64"};
   return names[static_cast<int32_t>(dtype)];
@@ -28,7 +27,7 @@ constexpr const char* name_of(Reduction reduction) {
   return names[static_cast<int32_t>(reduction)];
 }
 
-// This is a shape in words.
+// A shape as text.
 struct Text {
   char text[48];
 };
@@ -43,20 +42,20 @@ inline Text shape_text(int32_t rank, int64_t first, int64_t second) {
 
 inline Text shape_text(const TensorView& v) { return shape_text(v.rank, v.shape[0], v.shape[1]); }
 
-// Returns whether tensors lie at addresses; a WebGPU buffer is a handle.
+// A WebGPU buffer is a handle, no address.
 inline bool has_addresses(const Call& call) {
   return call.rows().device.type != DeviceType::webgpu;
 }
 
-// Returns the number of elements of a view with valid rank and sizes.
+// For a view of valid rank and sizes.
 inline int64_t elements(const TensorView& v) {
   int64_t count = 1;
   for (int32_t d = 0; d < v.rank; ++d) count *= v.shape[d];
   return count;
 }
 
-// Counts the bytes from the first element to the end of the last; it returns false where they and
-// the offset pass int64.
+// Counts the bytes from the first element to the end of the last; false where these and the offset
+// exceed int64.
 inline bool extent(const TensorView& v, int64_t* bytes) {
   int64_t last = 0;
   *bytes = 0;
@@ -75,13 +74,12 @@ inline bool extent(const TensorView& v, int64_t* bytes) {
          !__builtin_add_overflow(*bytes, static_cast<int64_t>(v.byte_offset), &end);
 }
 
-// Refuses a dtype or a device that is none.
+// Refuses an unknown dtype or device.
 Status check_enums(const char* name, const TensorView& view);
-// Refuses what a teacher's map from raw to z may not be.
 Status check_teacher_map(const LossOptions& options);
 
-// These are the rules of validate_fields.cpp and validate_options.cpp; each looks at one thing and
-// relies on those before it in the table of validate.cpp.
+// The rules of validate_fields.cpp and validate_options.cpp: each checks one thing and relies on
+// those before it in validate.cpp's table.
 Status check_tensor_enums(const Call& call);
 Status check_devices(const Call& call);
 Status check_ranks(const Call& call);

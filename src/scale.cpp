@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file runs values *= factor: it checks both, then calls the backend.
+// values *= factor: checks both, then calls the backend.
 #include "src/backend.h"
 #include "src/message.h"
 #include "src/rules.h"

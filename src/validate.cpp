@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules of docs/semantics.md about an op alone stand here in one table, in the order in which
-// they are asked. Those in this file say how fields go together; validate_data.cpp looks at data
+// The rules of docs/semantics.md that look at an op alone, in one table in the order in which they
+// are checked. Those in this file say how fields go together; validate_data.cpp looks at data
 // pointers.
 #include "src/validate.h"
 
@@ -83,7 +83,7 @@ Status check_companions(const Call& call) {
   return {};
 }
 
-// Chosen columns are ids and what is written or read at them.
+// Chosen columns take ids and the tensor that is written or read at them.
 Status check_chosen(const Call& call) {
   const char* at = call.forward ? "logits_at" : "grad_logits_at";
   const bool ids = static_cast<bool>(call["ids"]);
@@ -95,7 +95,7 @@ Status check_chosen(const Call& call) {
                ids ? "ids" : at, ids ? at : "ids");
 }
 
-// The lists of largest logits are values and ids, of Combine those of its shards too.
+// Lists of largest logits take values and ids, and in Combine those of the shards too.
 Status check_listed(const Call& call) {
   const char* first = "top_logits";
   for (const char* name : {"top_ids", "shard_top_logits", "shard_top_ids"}) {
@@ -112,7 +112,7 @@ Status check_listed(const Call& call) {
                "top_logits is given beside kept; allowed: one of them");
 }
 
-// Where logits_at alone has a gradient, nothing of the softmax has a part in it.
+// With only_chosen nothing that depends on the softmax may be asked for.
 Status check_only_chosen(const Call& call) {
   if (!call.only_chosen) return {};
   if (!call.grad_logits_at) {
@@ -141,7 +141,6 @@ Status check_only_chosen(const Call& call) {
   return {};
 }
 
-// Returns a number in hexadecimal, as keys are printed.
 Text key_text(uint64_t key) {
   Text out{};
   std::snprintf(out.text, sizeof(out.text), "%#llx", static_cast<unsigned long long>(key));
@@ -150,8 +149,7 @@ Text key_text(uint64_t key) {
 
 }  // namespace
 
-// Kept state is two tensors that go together; this also checks what Backward must be given with
-// them.
+// kept and kept_rows go together; Backward needs further tensors beside them.
 Status check_kept(const Call& call) {
   const bool kept = static_cast<bool>(call["kept"]);
   if (kept != static_cast<bool>(call["kept_rows"])) {
@@ -219,7 +217,7 @@ Status check_empty(const Call& call) {
   return {};
 }
 
-// The ids say what K is.
+// ids defines K.
 Status check_chosen_count(const Call& call) {
   if (!call.ids || call.lists() || (call.chosen() >= 1 && call.chosen() <= most_chosen)) return {};
   return error(StatusCode::wrong_shape, "ids has shape %s; allowed: [%lld, K], K from 1 to %lld",
@@ -227,7 +225,7 @@ Status check_chosen_count(const Call& call) {
                static_cast<long long>(most_chosen));
 }
 
-// The list says what k is.
+// The list defines k.
 Status check_listed_count(const Call& call) {
   const int64_t columns = call.vocab_total();  // without any there is no token
   const int64_t most = columns > 0 ? std::min(columns, most_listed) : most_listed;
@@ -277,8 +275,8 @@ Status check_accumulate(const Call& call) {
   return {};
 }
 
-// Plans multiply these products by element sizes and small counts in 64 bits; broadcast views make
-// such sizes possible without the memory.
+// Plans multiply these products by element sizes and small counts in 64 bits. Broadcast views can
+// have such sizes without the memory.
 Status check_products(const Call& call) {
   constexpr int64_t most = int64_t{1} << 56;
   const int64_t n = call.tokens(), v = call.vocab_total();

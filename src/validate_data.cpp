@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the rules of docs/semantics.md about memory: NULL, alignment, overlap, the workspace.
-// They look at addresses on the host and on CUDA; a WebGPU buffer's is a handle.
+// The rules of docs/semantics.md about memory: NULL, alignment, overlap, the workspace. They look
+// at addresses on the host and on CUDA; WebGPU has handles.
 #include <array>
 
 #include "src/kept.h"
@@ -92,13 +92,14 @@ Status check_workspace(const Call& call, const Workspace& w, const WorkspaceSize
   return {};
 }
 
-// In-place work is allowed element for element: at the same addresses in the same dtype.
+// In place is allowed element for element only: the same addresses in the same dtype.
 bool in_place(const Field& out, const Field& in) {
   return in.name == "logits" && (out.name == "grad_logits" || out.name == "probabilities") &&
          out.view->dtype == in.view->dtype && footprint(*out.view) == footprint(*in.view);
 }
 
-// A buffer that a dispatch writes may not be bound to it twice; no dispatch writes two outputs.
+// WebGPU does not let one dispatch bind a buffer twice if it writes it; no dispatch writes two
+// outputs.
 Status check_buffers(const Fields& fields) {
   for (size_t i = 0; i < fields.size(); ++i) {
     const Field& a = fields[i];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These rules are of LinearDivergence ops alone: docs/semantics.md, "Divergences of two heads".
+// Rules of the LinearDivergence ops: docs/semantics.md, "Divergences of two heads".
 #include <cfloat>
 #include <utility>
 
@@ -10,14 +10,14 @@
 namespace logitless {
 namespace {
 
-// Beside a smaller one p/q counts that f32 has no number for.
+// Below it, a p/q that f32 cannot hold would matter.
 constexpr float least_beta = 0x1p-90f;
 
 bool reads_beta(DivergenceKind kind) {
   return kind == DivergenceKind::jsd || kind == DivergenceKind::skew_kl;
 }
 
-// A divergence has no use for these options of a loss.
+// A divergence does not use these options of a loss.
 Status check_unused_options(const Call& call) {
   const LossOptions& o = call.options;
   for (const auto& [name, value] :
@@ -51,7 +51,7 @@ Status check_divergence_options(const Call& call) {
   return status.ok() ? check_unused_options(call) : status;
 }
 
-// The teacher is a head or logits, or nothing beside what is kept.
+// The teacher is a head, or logits, or beside kept state nothing.
 Status check_teacher(const Call& call) {
   if (!call.diverges) return {};
   const bool input = static_cast<bool>(call.teacher_input);
@@ -153,14 +153,14 @@ Status check_states_of_backward(const Call& call) {
 
 }  // namespace
 
-// Forward and Backward on shards hand each other the rows' states and sums.
+// On shards, Forward and Backward pass each other the rows' states and sums.
 Status check_divergence_states(const Call& call) {
   if (!call.diverges) return {};
   if (!call.forward) return check_states_of_backward(call);
   return call.sums_of_shard() ? check_sums(call) : Status();
 }
 
-// A shard's Forward gives states or sums.
+// A shard's Forward writes either states or sums.
 Status check_divergence_shard(const Call& call) {
   if (call.acceptance && !call.sums_of_shard()) {
     return error(

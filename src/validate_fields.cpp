@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These rules hold for every field by itself, from one table: rank, shape, dtype, device, strides.
+// Rules that hold for every field by itself, in one table: rank, shape, dtype, device, strides.
 #include <array>
 #include <numeric>
 
@@ -11,7 +11,7 @@
 namespace logitless {
 namespace {
 
-enum DTypes : uint32_t {  // each dtype has one bit
+enum DTypes : uint32_t {  // a bit each
   kF32 = 1u << LOGITLESS_F32,
   kFloats = kF32 | 1u << LOGITLESS_F16 | 1u << LOGITLESS_BF16,
   kI32 = 1u << LOGITLESS_I32,
@@ -25,8 +25,8 @@ enum class Shape {
   vocab_hidden,          // [V, D]
   token,                 // [N]
   vocab,                 // [V]
-  vocab_total,           // it is [V], or [vocab_total] on a shard
-  reduced,               // it is [N] where the reduction is none, else [] or [1]
+  vocab_total,           // [V], or [vocab_total] on a shard
+  reduced,               // [N] where the reduction is none, else [] or [1]
   scalar,                // [] or [1]
   one,                   // [1]
   kept,                  // [blocks * N to 64, 64]
@@ -95,7 +95,7 @@ constexpr FieldRule kFieldRules[] = {
     {"shard_target_logit", Shape::shard_token, kF32, "f32"},
 };
 
-// Those of statistics and of what Combine makes them of are in their own table.
+// Statistics, and what Combine makes them of, are in a table of their own.
 FieldRule rule_of(const Field& field) {
   const bool shards = field.name.starts_with("shard_");
   for (const Statistic& statistic : kStatistics) {
@@ -107,10 +107,9 @@ FieldRule rule_of(const Field& field) {
   for (const FieldRule& rule : kFieldRules) {
     if (rule.name == field.name) return rule;
   }
-  return kFieldRules[0];  // nothing gets here, as every field of fields.h is listed
+  return kFieldRules[0];  // not reached: every field of fields.h is listed
 }
 
-// Returns the first failure of `check` over the given fields.
 template <class Check>
 Status for_each_given(const Call& call, Check&& check) {
   for (const Field& field : call.fields()) {
@@ -121,8 +120,8 @@ Status for_each_given(const Call& call, Check&& check) {
   return {};
 }
 
-// Two elements of a view share an address where di s = dj t for |di| < a, |dj| < b, not both zero;
-// the least such pair is t/g, s/g with g = gcd(s, t).
+// Two elements share an address where di s = dj t for |di| < a, |dj| < b, not both zero; the least
+// such pair is t/g, s/g with g = gcd(s, t).
 bool overlaps_itself(const TensorView& v) {
   if (elements(v) <= 1) return false;
   if (v.rank == 1) return v.stride[0] == 0;
@@ -130,7 +129,7 @@ bool overlaps_itself(const TensorView& v) {
   return g == 0 || (t / g < v.shape[0] && s / g < v.shape[1]);
 }
 
-// kept has whole blocks of 64 columns: all there are, or whole groups of them.
+// kept has blocks of 64 columns: all of the vocabulary's, or whole groups of them.
 Status check_kept_shape(const Call& call, const TensorView& view) {
   const int64_t rows = kept_rows_of(call.tokens()), all = divide_up(call.vocab(), kept_block);
   const int64_t blocks = rows > 0 ? view.shape[0] / rows : 0;
@@ -147,7 +146,7 @@ Status check_kept_shape(const Call& call, const TensorView& view) {
                static_cast<long long>(kept_group));
 }
 
-// The weight says what V is, so that only its D can be wrong.
+// The weight defines V, so only its D can be wrong.
 Status wrong_width(const TensorView& weight, int64_t hidden) {
   const long long d = hidden;
   if (weight.shape[0] == hidden) {
@@ -160,7 +159,7 @@ Status wrong_width(const TensorView& weight, int64_t hidden) {
                shape_text(weight).text, d);
 }
 
-// Vocabularies that were padded to different sizes differ here first.
+// Vocabularies padded to different sizes are first noticed here.
 Status wrong_teacher_vocab(const TensorView& weight, int64_t vocab) {
   const long long own = vocab, its = weight.shape[0];
   return error(StatusCode::wrong_shape,
@@ -170,7 +169,7 @@ Status wrong_teacher_vocab(const TensorView& weight, int64_t vocab) {
                its > own ? own : its);
 }
 
-// Returns the sizes that a tensor of this shape has in the call, where it is a matrix.
+// Returns the sizes that a matrix of this shape has in the call.
 std::array<int64_t, 2> sizes_of_matrix(const Call& call, Shape shape) {
   const int64_t n = call.tokens(), v = call.vocab();
   switch (shape) {
@@ -217,7 +216,7 @@ Status check_tensor_enums(const Call& call) {
   });
 }
 
-// The reference runs on host memory, so its tensors are on cpu.
+// The reference runs on host memory: its tensors are on cpu.
 Status check_devices(const Call& call) {
   Device device = call.execution.device;
   if (device.type == DeviceType::reference) device.type = DeviceType::cpu;
@@ -282,8 +281,8 @@ Status check_nonnegative(const Call& call) {
   });
 }
 
-// The sizes of a call are those of input and weight, or of logits, or of target and the first
-// shards' tensor.
+// The sizes of a call come from input and weight, from logits, or in Combine from target and the
+// first of the shards' tensors.
 Status check_shapes(const Call& call) {
   const int64_t n = call.tokens(), v = call.vocab();
   return for_each_given(call, [&](const Field& field, const TensorView& view) -> Status {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These rules are about options, alone and together with what the op was given, as
-// docs/semantics.md has them.
+// Rules of docs/semantics.md about options, alone and together with the op's tensors.
 #include <cfloat>
 #include <cmath>
 
@@ -33,10 +32,9 @@ struct RangeRule {
   float LossOptions::* value;
   bool (*ok)(float);
   const char* allowed;
-  bool of_map = false;  // a teacher's options have it too
+  bool of_map = false;  // also checked in a teacher's options
 };
-// Divisors are normal numbers: a device may flush a subnormal one to zero, and its inverse
-// overflows.
+// Divisors must be normal: a device may flush a subnormal to zero, and its inverse overflows.
 constexpr RangeRule kRanges[] = {
     {"label_smoothing", &LossOptions::label_smoothing, [](float x) { return x >= 0 && x <= 1; },
      "0 to 1"},
@@ -60,12 +58,12 @@ Status check_range(const char* prefix, const RangeRule& rule, const LossOptions&
                unsigned_nan(static_cast<double>(value)), rule.allowed);
 }
 
-// The factors of z = softcap / temperature tanh(logit_scale / softcap raw), and of its slope, are
-// f32 on every backend. The tanh is often formed from exp of twice its argument.
+// The factors of z = softcap / temperature tanh(logit_scale / softcap raw) and of its slope must
+// fit f32, on every backend; the tanh is often computed from exp of twice its argument.
 struct FactorRule {
   const char* name;
   double (*value)(const LossOptions&);
-  bool capped;  // it is a factor only with a softcap
+  bool capped;  // a factor only with a softcap
 };
 constexpr FactorRule kFactors[] = {
     {"logit_scale / temperature",
@@ -123,7 +121,8 @@ Status check_teacher_map(const LossOptions& options) {
   return check_factors("of the teacher, ", options);
 }
 
-// A call has one temperature, or one a token, which a device reads.
+// A call has one temperature in its options, or a tensor of one per token, which stays on the
+// device.
 Status check_temperature(const Call& call) {
   if (!call.temperature || call.options.temperature == 1) return {};
   return error(StatusCode::invalid_argument,
@@ -154,7 +153,7 @@ Status check_normalizer(const Call& call) {
   return {};
 }
 
-// Combine makes each output of the shards' own, for a loss of V classes.
+// Combine needs every output's counterpart of the shards, and V for the loss.
 Status check_combine(const Call& call) {
   if (!call.combines) return {};
   if (call.options.vocab_total < 1) {
@@ -186,7 +185,7 @@ Status check_combine(const Call& call) {
 Status check_shard_range(const Call& call) {
   if (!call.loss_op) return {};
   const int64_t start = call.options.vocab_start, total = call.options.vocab_total;
-  const int64_t vocab = call.combines ? 0 : call.vocab();  // it takes any shard's options
+  const int64_t vocab = call.combines ? 0 : call.vocab();  // Combine takes any shard's options
   if (total < 0 || (total > 0 && total < vocab)) {
     return error(StatusCode::invalid_argument,
                  "vocab_total is %lld; allowed: 0 (whole) or >= V = %lld",

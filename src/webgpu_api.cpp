@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C interface has this for WebGPU alone: workspaces, which are several buffers, and the
-// caller's own device.
+// The part of the C interface that only WebGPU has: workspaces of several buffers, and the caller's
+// own device.
 #include "src/backend.h"
 #include "src/c_status.h"
 
@@ -94,4 +94,4 @@ int32_t logitless_webgpu_device(int32_t, void**, void**, void**, logitless_statu
 
 #endif
 
-}  // this ends extern "C"
+}  // extern "C"

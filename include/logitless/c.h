@@ -86,18 +86,18 @@ enum {
 typedef struct logitless_status {
   uint32_t struct_size;
   int32_t code;
-  char message[248]; /* it ends with a NUL, and is empty when ok */
+  char message[248]; /* ends with a NUL; empty when ok */
 } logitless_status;
 
 typedef struct logitless_tensor {
   uint32_t struct_size;
   int32_t dtype;
-  void* data; /* it is a host or device address, or a WGPUBuffer on WebGPU */
+  void* data; /* a host or device address, or a WGPUBuffer on WebGPU */
   uint64_t byte_offset;
   int32_t device_type, device_index;
-  int32_t rank; /* it is 0, 1 or 2 */
+  int32_t rank; /* 0, 1 or 2 */
   int32_t reserved;
-  int64_t shape[2], stride[2]; /* strides count elements; 0 broadcasts an input */
+  int64_t shape[2], stride[2]; /* strides in elements; 0 broadcasts an input */
 } logitless_tensor;
 
 typedef struct logitless_loss_options {
@@ -108,14 +108,14 @@ typedef struct logitless_loss_options {
   int32_t out_of_range, empty_mean, input_kind;
   float probability_floor;
   int32_t allow_tf32;
-  double normalizer; /* 0 says that tokens are counted */
+  double normalizer; /* 0: the number of tokens that count */
   int64_t vocab_start, vocab_total;
 } logitless_loss_options;
 
 typedef struct logitless_divergence_options {
   uint32_t struct_size;
   int32_t kind;       /* LOGITLESS_FORWARD_KL ... */
-  float beta;         /* 0 or in [2^-90, 1]; LOGITLESS_JSD and LOGITLESS_SKEW_KL alone read it */
+  float beta;         /* 0 or in [2^-90, 1]; for LOGITLESS_JSD and LOGITLESS_SKEW_KL only */
   float label_weight; /* >= 0 */
   float teacher_logit_scale, teacher_softcap, teacher_temperature;
   int32_t reserved;
@@ -124,61 +124,61 @@ typedef struct logitless_divergence_options {
 typedef struct logitless_op {
   uint32_t struct_size;
   int32_t kind;
-  /* NULL takes the defaults of LOGITLESS_LOSS_OPTIONS_INIT */
+  /* NULL: LOGITLESS_LOSS_OPTIONS_INIT */
   const logitless_loss_options* options;
-  int32_t accumulate_grad_weight; /* only linear ops with gradients have it */
+  int32_t accumulate_grad_weight; /* only in linear ops with gradients */
   int32_t reserved;
   const logitless_tensor *logits, *probabilities; /* [N,V] [N,V] */
   const logitless_tensor *input, *weight, *bias;  /* [N,D] [V,D] [V] */
   const logitless_tensor* target;                 /* [N] i32 or i64 */
   const logitless_tensor* loss; /* [N] where the reduction is none, else [] or [1] */
-  const logitless_tensor *token_weight, *vocab_weight;  /* [N] [V] */
-  const logitless_tensor* normalizer;                   /* [] f32 or i64 */
-  const logitless_tensor *lse, *target_logit, *entropy; /* [N] [N] [N] */
-  const logitless_tensor* argmax;                       /* [N] i32 or i64 */
-  const logitless_tensor *row_reference, *row_log_sum;  /* [N] [N] */
-  const logitless_tensor* weighted_logit_sum;           /* [N] */
-  const logitless_tensor* grad_loss;                    /* it has the shape of loss */
+  const logitless_tensor *token_weight, *vocab_weight;                 /* [N] [V] */
+  const logitless_tensor* normalizer;                                  /* [] f32 or i64 */
+  const logitless_tensor *lse, *target_logit, *entropy;                /* [N] [N] [N] */
+  const logitless_tensor* argmax;                                      /* [N] i32 or i64 */
+  const logitless_tensor *row_reference, *row_log_sum;                 /* [N] [N] */
+  const logitless_tensor* weighted_logit_sum;                          /* [N] */
+  const logitless_tensor* grad_loss;                                   /* the shape of loss */
   const logitless_tensor *grad_lse, *grad_target_logit, *grad_entropy; /* [N] [N] [N] */
   const logitless_tensor* grad_logits;                                 /* [N,V] */
   const logitless_tensor *grad_input, *grad_weight, *grad_bias;        /* [N,D] [V,D] [V] */
-  /* [1] i32; faults are or-ed into it: 1 a target outside, 2 kept state that is another's, 4 a
-   * temperature that is none */
+  /* [1] i32; faults are or-ed into it: 1 a target outside the vocabulary, 2 kept state of another
+   * Forward, 4 a temperature that is not allowed */
   const logitless_tensor* fault;
-  /* Linear Forward and Backward have these: logitless_kept_size says how large, and which key. */
+  /* For linear Forward and Backward; logitless_kept_size gives the sizes and the key. */
   const logitless_tensor *kept, *kept_rows; /* [blocks * N to 64, 64] [N,8] */
-  uint64_t kept_key;                        /* only Backward has it */
-  int32_t consume_kept; /* only Backward has it: `kept` need not serve another one */
+  uint64_t kept_key;                        /* only in Backward */
+  int32_t consume_kept; /* only in Backward: `kept` need not serve another one */
   int32_t reserved_2;
-  const logitless_tensor* temperature; /* [N] f32; it replaces options.temperature */
+  const logitless_tensor* temperature; /* [N] f32; replaces options.temperature */
   const logitless_tensor *logprob, *sum_p_squared, *mean_logit; /* [N] [N] [N] */
   const logitless_tensor* rank;                                 /* [N] i32 or i64 */
-  const logitless_tensor* anchor; /* [N] f32; only a linear Forward on a shard has it */
-  /* Combine has these, of P shards of the vocabulary, as their Forwards wrote them: each [P,N] */
+  const logitless_tensor* anchor; /* [N] f32; only in a linear Forward on a shard */
+  /* For Combine: what Forward wrote on P shards of the vocabulary, each [P,N] */
   const logitless_tensor *shard_row_reference, *shard_row_log_sum, *shard_target_logit;
   const logitless_tensor *shard_entropy, *shard_argmax, *shard_weighted_logit_sum;
   const logitless_tensor *shard_sum_p_squared, *shard_mean_logit;
   const logitless_tensor* max_logprob;       /* [N] */
-  const logitless_tensor* shard_max_logprob; /* [P,N] Combine has it */
-  /* LinearDivergence ops have these. NULL takes LOGITLESS_DIVERGENCE_OPTIONS_INIT */
+  const logitless_tensor* shard_max_logprob; /* [P,N] for Combine */
+  /* For LinearDivergence ops. NULL: LOGITLESS_DIVERGENCE_OPTIONS_INIT */
   const logitless_divergence_options* divergence;
   const logitless_tensor *teacher_input, *teacher_weight, *teacher_bias; /* [N,Dt] [V,Dt] [V] */
-  const logitless_tensor* teacher_logits;               /* [N,V] in place of these three */
+  const logitless_tensor* teacher_logits;               /* [N,V] in place of the three above */
   const logitless_tensor* teacher_temperature;          /* [N] f32 */
   const logitless_tensor *teacher_entropy, *acceptance; /* [N] [N] */
   const logitless_tensor* mass_above;                   /* [N] */
-  /* These are of a shard of the vocabulary; Forward has the sums and Backward the mean. */
+  /* For a divergence on a shard; the sums are Forward's outputs, the mean Backward's input. */
   const logitless_tensor *teacher_row_reference, *teacher_row_log_sum; /* [N] [N] */
   const logitless_tensor *divergence_sum, *slope_sum, *slope_mean;     /* [N] [N] [N] */
-  /* LinearCrossEntropy has these of chosen columns: Forward the second, Backward the third */
+  /* Chosen columns of LinearCrossEntropy: logits_at in Forward, grad_logits_at in Backward */
   const logitless_tensor* ids;                        /* [N,K] i32 or i64 */
   const logitless_tensor *logits_at, *grad_logits_at; /* [N,K] [N,K] */
-  /* A linear Forward writes each token's k largest logits and their ids (i32 or i64); Combine does
-   * too, of its shards' */
+  /* Each token's k largest logits and their ids (i32 or i64), outputs of a linear Forward and of
+   * Combine, which reads the shards' */
   const logitless_tensor *top_logits, *top_ids;             /* [N,k] [N,k] */
   const logitless_tensor *shard_top_logits, *shard_top_ids; /* [P,N*k] [P,N*k] */
-  const logitless_tensor* id_offsets; /* [N+1] i32 or i64; ids and what goes with them are [M] */
-  int32_t only_chosen;                /* only Backward has it: logits_at alone has a gradient */
+  const logitless_tensor* id_offsets; /* [N+1] i32 or i64; ids, logits_at, grad_logits_at are [M] */
+  int32_t only_chosen;                /* only in Backward: logits_at alone has a gradient */
   int32_t reserved_3;
 } logitless_op;
 
@@ -196,48 +196,48 @@ typedef struct logitless_execution {
   uint32_t struct_size;
   int32_t device_type, device_index;
   int32_t reserved;
-  void* stream;                       /* it is a cudaStream_t or a WGPUQueue */
-  const logitless_executor* executor; /* only the CPU uses it; NULL takes the library's own pool */
+  void* stream;                       /* a cudaStream_t or a WGPUQueue */
+  const logitless_executor* executor; /* CPU only; NULL: the library's own pool */
 } logitless_execution;
 
 typedef struct logitless_workspace_size {
   uint32_t struct_size;
   uint32_t reserved;
-  uint64_t minimum, recommended, alignment; /* they count bytes */
+  uint64_t minimum, recommended, alignment; /* bytes */
 } logitless_workspace_size;
 
 typedef struct logitless_workspace_buffer {
   uint32_t struct_size;
   uint32_t reserved;
   void* data;
-  uint64_t bytes, byte_offset; /* during the call [data + byte_offset, + bytes) is the library's */
+  uint64_t bytes, byte_offset; /* the library may use [data + byte_offset, + bytes) */
 } logitless_workspace_buffer;
 
-/* Forward keeps this for Backward in so many bytes: docs/semantics.md, "Kept state". */
+/* What Forward keeps for Backward: docs/semantics.md, "Kept state". */
 typedef struct logitless_kept {
   uint32_t struct_size;
   uint32_t reserved;
-  int64_t columns;       /* the vocabulary's first so many are kept; 0 says that nothing is */
-  int64_t shape[2];      /* it is that of `kept`, whose dtype is the input's */
-  int64_t rows_shape[2]; /* it is that of `kept_rows`, in f32 */
-  uint64_t bytes;        /* both together have so many */
-  uint64_t key;          /* Backward is told it as kept_key */
+  int64_t columns;       /* the number kept, from the vocabulary's first; 0: nothing is */
+  int64_t shape[2];      /* of `kept`, in the input's dtype */
+  int64_t rows_shape[2]; /* of `kept_rows`, in f32 */
+  uint64_t bytes;        /* of both tensors together */
+  uint64_t key;          /* Backward's kept_key */
 } logitless_kept;
 
-/* A call whose rules were checked and whose work was divided once: docs/semantics.md, "Plans". */
+/* A call whose rules are checked and whose work is divided once: docs/semantics.md, "Plans". */
 typedef struct logitless_plan logitless_plan;
 /* What differs from one run of a plan to the next. */
 typedef struct logitless_plan_arguments {
   uint32_t struct_size;
-  uint32_t count; /* the number of addresses */
-  /* One for each tensor that the op had at create, in the order in which logitless_op lists them.
-   * It takes the place of the tensor's `data`; byte_offset, shape and strides stay. */
+  uint32_t count; /* of addresses */
+  /* One for each tensor that the op had at create, in the order of logitless_op. It replaces the
+   * tensor's `data`; byte_offset, shape and strides stay. */
   void* const* addresses;
-  void* stream;      /* it is a cudaStream_t or a WGPUQueue */
-  double normalizer; /* it replaces options.normalizer; 0 leaves that */
+  void* stream;      /* a cudaStream_t or a WGPUQueue */
+  double normalizer; /* replaces options.normalizer; 0 keeps that */
 } logitless_plan_arguments;
 
-/* These macros set every struct to its defaults; all that a macro does not name is zero. */
+/* The defaults of every struct. */
 /* clang-format off */
 #define LOGITLESS_STATUS_INIT {sizeof(logitless_status), LOGITLESS_OK, {0}}
 #define LOGITLESS_TENSOR_INIT {sizeof(logitless_tensor), 0, 0, 0, 0, 0, 0, 0, {0, 0}, {0, 0}}
@@ -263,34 +263,34 @@ typedef struct logitless_plan_arguments {
 /* Every function may be called with status = NULL; execution = NULL is the CPU with the library's
  * own pool, workspace = NULL one of 0 bytes. */
 
-/* Finds the bytes of workspace that `run` needs for `op`. It is pure and cheap. If data pointers
- * are NULL, the answer is enough for any address, else for the given ones. Returns the status
- * code. On an error `size` is left as it was. */
+/* Finds the bytes of workspace that `run` needs for `op`. Pure and cheap. With NULL data pointers
+ * the answer is enough for any address, else for the given ones. Returns the status code. On an
+ * error `size` is unchanged. */
 LOGITLESS_API int32_t logitless_workspace(const logitless_op* op,
                                           const logitless_execution* execution,
                                           logitless_workspace_size* size, logitless_status* status);
-/* Finds what a linear Forward keeps for Backward in `bytes` (UINT64_MAX is as much as there is),
- * and how large the tensors are, by a formula of the shape and the dtype alone, the same on
- * every device. `op` is the Forward; its data pointers may be NULL, `kept` and `kept_rows`
- * absent. Returns the code; on an error `kept` is left as it was. */
+/* Finds what a linear Forward keeps for Backward in `bytes` (UINT64_MAX: all there is) and the
+ * shapes of its tensors, by a formula of the shape and the dtype alone, the same on every device.
+ * `op` is the Forward; its data pointers may be NULL, `kept` and `kept_rows` absent. Returns the
+ * code; on an error `kept` is unchanged. */
 LOGITLESS_API int32_t logitless_kept_size(const logitless_op* op,
                                           const logitless_execution* execution, uint64_t bytes,
                                           logitless_kept* kept, logitless_status* status);
-/* Runs `op` in any workspace >= minimum. It neither allocates nor synchronizes. Returns the
- * code. */
+/* Runs `op` in a workspace of at least `minimum` bytes. Neither allocates nor synchronizes.
+ * Returns the code; on an error no output is written. */
 LOGITLESS_API int32_t logitless_run(const logitless_op* op,
                                     const logitless_workspace_buffer* workspace,
                                     const logitless_execution* execution, logitless_status* status);
-/* Multiplies values by factor, in place, with each element rounded once, for gradients that were
- * made with the loss, before their upstream factor was known. `values` [n] are contiguous f32,
- * f16 or bf16; `factor` [] is f32 on the same device. Where the factor is exactly 1 nothing is
- * written: the kernel finds that out, and nobody waits for it. This is for CUDA only; on the
- * host it is one loop of the caller's. Returns the code. */
+/* Multiplies `values` by `factor` in place, each element rounded once: for gradients made together
+ * with the loss, before their upstream factor was known. `values` [n] are contiguous f32, f16 or
+ * bf16; `factor` [] is f32 on the same device. If the factor is exactly 1, the kernel writes
+ * nothing; the host does not wait to learn that. CUDA only: on the host it is a loop of the
+ * caller's. Returns the code. */
 LOGITLESS_API int32_t logitless_scale(const logitless_tensor* values,
                                       const logitless_tensor* factor,
                                       const logitless_execution* execution,
                                       logitless_status* status);
-/* Does the same for `count` vectors, 0 to 4 of them, in one launch. */
+/* logitless_scale for `count` vectors, 0 to 4, in one launch. */
 LOGITLESS_API int32_t logitless_scale_each(const logitless_tensor* const* values, int32_t count,
                                            const logitless_tensor* factor,
                                            const logitless_execution* execution,
@@ -301,26 +301,26 @@ LOGITLESS_API int32_t logitless_version(void);
  * backend_unavailable with the reason. */
 LOGITLESS_API int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes,
                                                  logitless_status* status);
-/* Loads every kernel of the execution's device, and the matrix library, so that the first run does
- * not: CUDA otherwise loads a kernel at its first launch, which may wait for the device and may not
- * happen while a graph is captured. The matrix library loads its own kernels when a product of a
- * shape is first asked for, whatever is done here: run a linear op once before capturing it.
- * Where the driver is older than that for CUDA 12.4, a kernel is loaded at its first launch all the
- * same; where the matrix library is absent, the linear ops say so. Neither is an error here.
- * Nothing to do on the CPU. Returns the code. */
+/* Loads every kernel of the execution's device, and the matrix library. Otherwise CUDA loads a
+ * kernel at its first launch, which may wait for the device and is not allowed while a graph is
+ * captured. The matrix library still loads its own kernels at the first product of a shape: run a
+ * linear op once before capturing it. A driver older than CUDA 12.4's still loads kernels at their
+ * first launch, and without the matrix library it is the linear ops that fail; neither is an error
+ * here. Does nothing on the CPU. Returns the code. */
 LOGITLESS_API int32_t logitless_warmup(const logitless_execution* execution,
                                        logitless_status* status);
-/* On WebGPU a call's workspace is several buffers, made within a budget of bytes: pass it as the
- * workspace's data with at most that many bytes. It is destroyed when no call uses it any more. */
+/* On WebGPU a call's workspace is several buffers within a budget of bytes: pass it as the
+ * workspace's data, with at most that many bytes. Once destroyed, it is freed when the last call
+ * that uses it is done. */
 LOGITLESS_API int32_t logitless_webgpu_create_workspace(int32_t device_index, uint64_t bytes,
                                                         void** workspace, logitless_status* status);
 LOGITLESS_API void logitless_webgpu_destroy_workspace(void* workspace);
-/* Registers a device of the caller's (WGPUInstance, WGPUDevice, WGPUQueue of the same
- * wgpu-native), and gives the device_index by which executions and tensors then name it. The
- * same device has the same index. */
+/* Registers the caller's device (WGPUInstance, WGPUDevice, WGPUQueue of the same wgpu-native) and
+ * gives the device_index that names it in executions and tensors. Registering it again gives the
+ * same index. */
 LOGITLESS_API int32_t logitless_webgpu_use_device(void* instance, void* device, void* queue,
                                                   int32_t* device_index, logitless_status* status);
-/* Returns the handles of a device, 0 being the library's own, for making buffers on it. */
+/* Returns the handles of a device, for making buffers on it; 0 is the library's own. */
 LOGITLESS_API int32_t logitless_webgpu_device(int32_t device_index, void** instance, void** device,
                                               void** queue, logitless_status* status);
 /* Sets the threads of the library's own pool; 0 or less asks for the default
@@ -328,41 +328,37 @@ LOGITLESS_API int32_t logitless_webgpu_device(int32_t device_index, void** insta
  * number now in force. */
 LOGITLESS_API int32_t logitless_set_num_threads(int32_t num_threads);
 LOGITLESS_API int32_t logitless_num_threads(void);
-/* This is every op as a handler of XLA's foreign function interface (XLA_FFI_Handler), for JAX:
- * `call_frame` is an XLA_FFI_CallFrame, the result an XLA_FFI_Error or NULL. Which attributes a
- * call carries is between this library and python/logitless/jax. */
+/* Every op as one handler of XLA's foreign function interface (XLA_FFI_Handler), for JAX:
+ * `call_frame` is an XLA_FFI_CallFrame, the result an XLA_FFI_Error or NULL. The
+ * attributes of a call are private to this library and python/logitless/jax. */
 LOGITLESS_API void* logitless_xla_run(void* call_frame);
 
-/* As the `bytes` of a plan: those that are recommended for the op. */
+/* As the `bytes` of a plan: the op's recommended ones. */
 #define LOGITLESS_RECOMMENDED UINT64_MAX
 
-/* Plans `op` for runs in `bytes` of workspace, at least the minimum that logitless_workspace says.
- * The plan owns copies of all it was given and of the executor, but for the memory of tensors.
- * Where data pointers are given, runs bring addresses that are aligned as well; NULL plans for any
- * address. Destroy it with logitless_plan_destroy. Returns the code; on an error `plan` is left as
- * it was. */
+/* Plans `op` for runs in `bytes` of workspace, at least logitless_workspace's minimum. The plan
+ * copies all that it is given, the executor too, but not the memory of tensors. If a data pointer
+ * is given, every run's address must be aligned as well as it is; NULL plans for any address.
+ * Destroy it with logitless_plan_destroy. Returns the code; on an error `plan` is unchanged. */
 LOGITLESS_API int32_t logitless_plan_create(const logitless_op* op,
                                             const logitless_execution* execution, uint64_t bytes,
                                             logitless_plan** plan, logitless_status* status);
-/* Says what workspace a run of the plan takes: minimum and recommended are the plan's bytes. */
+/* Gives the workspace of a run: minimum and recommended are both the plan's bytes. */
 LOGITLESS_API int32_t logitless_plan_size(const logitless_plan* plan,
                                           logitless_workspace_size* size, logitless_status* status);
-/* Runs the plan as logitless_run would run its op in a workspace of the plan's bytes: the same
- * bits. It checks addresses, overlaps and the workspace, neither allocates nor synchronizes, and
- * changes nothing of the plan, so that threads may run one at once, each in a workspace of its own.
- * Returns the code. */
+/* Runs the plan with the bits that logitless_run would give in a workspace of the plan's bytes. It
+ * checks addresses, overlaps and the workspace; it neither allocates nor synchronizes. Threads may
+ * run one plan at once, each in its own workspace. Returns the code. */
 LOGITLESS_API int32_t logitless_plan_run(const logitless_plan* plan,
                                          const logitless_plan_arguments* arguments,
                                          const logitless_workspace_buffer* workspace,
                                          logitless_status* status);
-/* Frees the plan, which no thread may be running; work that it enqueued goes on. NULL is nothing.
- */
+/* Frees the plan, which no thread may be running; enqueued work goes on. NULL does nothing. */
 LOGITLESS_API void logitless_plan_destroy(logitless_plan* plan);
 
-/* Returns 1 where Backward uses what Forward keeps, with inputs of `dtype` on a device of this type
- * under these options (NULL: the defaults); 0 where it does not, or an argument is unknown. The
- * answer is that of a whole vocabulary of any size, without grad_entropy. No device needs to be
- * there. */
+/* Returns 1 if Backward uses what Forward keeps, for inputs of `dtype` on a device of this type
+ * with these options (NULL: the defaults); 0 if it does not, or an argument is unknown. Answers
+ * for a whole vocabulary of any size, without grad_entropy. No device need be present. */
 LOGITLESS_API int32_t logitless_keeps(int32_t device_type, int32_t dtype,
                                       const logitless_loss_options* options);
 

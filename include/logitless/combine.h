@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shards of the vocabulary are combined here: what Forward wrote of one token on each shard becomes
-// the whole vocabulary's. It takes a few operations a token; combine in shard order for the same
-// bits everywhere. The op Combine (ops.h) does it where the tensors are, for all tokens.
+// Combines what Forward wrote of one token on each shard of the vocabulary, on the host: a few
+// operations a token. Combine in shard order for the same bits everywhere. The op Combine (ops.h)
+// does this where the tensors are, for all tokens. The formulas are those of docs/semantics.md,
+// "Combine":
 //   m = max m_s    a_s = (m_s - m) + log s_s    log s = log sum_s exp a_s    P_s = exp(a_s - log s)
 //   H = sum_s P_s (H_s - log P_s)    sum_p_squared = sum_s P_s^2 Q_s, Q_s the shard's own
 //   max_logprob = max_s (M_s + log P_s), M_s the shard's own
@@ -17,21 +18,21 @@
 namespace logitless {
 
 struct TokenState {
-  // This is the shard's row maximum, or near it.
+  // The shard's row maximum, or near it.
   float row_reference = -std::numeric_limits<float>::infinity();
   float row_log_sum = 0;
   float target_logit =
-      -std::numeric_limits<float>::infinity();  // it is -inf where another shard has the target
+      -std::numeric_limits<float>::infinity();  // -inf where another shard has the target
   float entropy = 0;
   float weighted_logit_sum = 0;
-  int64_t argmax = -1;  // it indexes the whole vocabulary
+  int64_t argmax = -1;  // a column of the whole vocabulary
   float sum_p_squared = 0;
-  float mean_logit = 0;  // it is the part of the shard's columns in the whole vocabulary's mean
+  float mean_logit = 0;  // the sum over the shard's columns, divided by V of the whole vocabulary
   float max_logprob = 0;
 };
 
-// Two states become one in f64, each number rounded to f32 once. A shard whose logits are all -inf
-// has no probability: NaN in the rest of its state does not show.
+// Combines two states in f64, rounding each number to f32 once. A shard whose logits are all -inf
+// has no probability: NaN in the rest of its state does not matter.
 inline TokenState combine(const TokenState& a, const TokenState& b) {
   constexpr float least = -std::numeric_limits<float>::infinity();
   const auto reference_of = [](const TokenState& s) {
@@ -45,7 +46,7 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
     return m == least ? double(least) : (double(m) - c.row_reference) + s.row_log_sum;
   };
   const double la = log_of(ma, a), lb = log_of(mb, b);
-  // Of the two probabilities the greater is 1 / (1 + e), the other e times that. A NaN is not less.
+  // The greater probability is 1 / (1 + e), the other e times that. A NaN is not less.
   const bool more = la >= lb;
   const double apart = more ? lb - la : la - lb, e = std::exp(apart), rest = std::log1p(e);
   c.row_log_sum = float((more ? la : lb) + rest);
@@ -66,8 +67,8 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
   return c;
 }
 
-// Makes of two shards' lists of k largest logits that of both, as Combine does. The outputs are no
-// inputs.
+// Merges two shards' lists of their k largest logits into the whole vocabulary's, as the op Combine
+// does. The outputs must not overlap the inputs.
 inline void combine_top(int64_t k, const float* a_logits, const int64_t* a_ids,
                         const float* b_logits, const int64_t* b_ids, float* logits, int64_t* ids) {
   const bool unordered = k > 0 && (std::isnan(a_logits[0]) || std::isnan(b_logits[0]));
@@ -76,7 +77,7 @@ inline void combine_top(int64_t k, const float* a_logits, const int64_t* a_ids,
       logits[r] = std::numeric_limits<float>::quiet_NaN(), ids[r] = r;
       continue;
     }
-    // An id of -1 is none, and comes last.
+    // The id -1 means no column, and comes last.
     const bool equal = a_logits[a] == b_logits[b];
     const bool first = equal ? uint64_t(a_ids[a]) <= uint64_t(b_ids[b]) : a_logits[a] > b_logits[b];
     logits[r] = first ? a_logits[a] : b_logits[b];
@@ -87,15 +88,15 @@ inline void combine_top(int64_t k, const float* a_logits, const int64_t* a_ids,
 
 inline float lse(const TokenState& s) { return s.row_reference + s.row_log_sum; }
 
-// Returns the log-probability of the target, which is never above 0; a NaN stays.
+// The log-probability of the target, never above 0; NaN where the state is.
 inline float logprob(const TokenState& s) {
   const float x = (s.target_logit - s.row_reference) - s.row_log_sum;
   return x > 0 ? 0 : x;
 }
 
-// Returns the loss of one valid token. target_weight is c_t; class_weight_sum is the sum of c_j
-// over the whole vocabulary of `vocab_size`, absent where there are no class weights. A term whose
-// factor is 0 is 0, even where its logit is -inf.
+// The loss of one valid token. target_weight is c_t, class_weight_sum the sum of c_j over the whole
+// vocabulary of `vocab_size`, absent without class weights. A term whose factor is 0 is 0, even
+// where its logit is -inf.
 inline float token_loss(const TokenState& s, const LossOptions& o, int64_t vocab_size,
                         float target_weight = 1, std::optional<double> class_weight_sum = {},
                         float token_weight = 1) {

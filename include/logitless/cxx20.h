@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This says in words what an older C++ would say in errors about concepts. A compiler that had a
-// part of C++20 when it was new calls that a number between C++17's and C++20's.
+// Replaces an older C++'s errors about concepts by one in words. Compilers that knew a part of
+// C++20 give a __cplusplus between those of C++17 and C++20.
 #pragma once
 
 #if (defined(_MSVC_LANG) ? _MSVC_LANG : __cplusplus) <= 201703L

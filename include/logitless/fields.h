@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the one listing of every op's tensors: for_each_tensor(op, c, f) calls f(name, access,
-// op.field, c.field) in the order of docs/semantics.md. The C++ layer, the C entry points, the
-// validation and the tests all walk it.
+// The one listing of every op's tensors: for_each_tensor(op, c, f) calls f(name, access, op.field,
+// c.field) in the order of docs/semantics.md. The C++ layer, the C entry points, the validation and
+// the tests all walk it.
 #pragma once
 
 #include <type_traits>
@@ -42,7 +42,7 @@ template <>
 inline constexpr int32_t kind_of<LinearDivergenceForwardBackward> =
     LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD;
 
-// These concepts say what an op has, by its members.
+// What an op has, told by its members.
 template <class Op>
 concept LinearOp = requires(Op op) { op.input; };
 template <class Op>
@@ -74,7 +74,7 @@ concept ShardDivergenceOp = requires(Op op) { op.states; };
 template <class Op>
 concept CombiningOp = requires(Op op) { op.shard_row_reference; };
 
-// These are parts of the listing below: what Combine reads of shards, a teacher, and statistics.
+// Parts of the listing below: what Combine reads of shards, a teacher, and statistics.
 template <class Op, class C, class F>
 constexpr void for_each_shard_tensor(Op& op, C& c, F& f) {
   constexpr Access read = Access::read;
@@ -218,7 +218,6 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   if constexpr (ListingOp<T>) for_each_top_tensor(op, c, f);
 }
 
-// This is the number of tensors that an op has.
 template <class Op>
 inline constexpr size_t tensor_count = [] {
   Op op{};

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Logitless makes cross-entropy for language models without the logits. This is its C++ interface,
-// a thin inline layer over c.h.
+// Cross-entropy for language models without the logits: the C++ interface, a thin inline layer over
+// c.h.
 //
 //   LinearCrossEntropyForwardBackward op{.input = x, .weight = w, .target = t, .loss = l,
 //                                        .grad_input = gx, .grad_weight = gw,
 //                                        .options = {.label_smoothing = 0.1f}};
 //   WorkspaceSize size;
-//   Status status = workspace(op, {}, &size);            // how much memory this call wants
+//   Status status = workspace(op, {}, &size);            // the bytes that this call needs
 //   if (status.ok()) status = run(op, {buffer, size.recommended}, {});
 #pragma once
 
@@ -28,26 +28,26 @@ using Executor = logitless_executor;
 
 struct Execution {
   Device device{};
-  void* stream = nullptr;              // it is a cudaStream_t or a WGPUQueue
-  const Executor* executor = nullptr;  // only the CPU uses it; nullptr takes the library's own pool
+  void* stream = nullptr;              // a cudaStream_t or a WGPUQueue
+  const Executor* executor = nullptr;  // CPU only; nullptr: the library's own pool
 };
 
 struct WorkspaceSize {
-  uint64_t minimum = 0;      // it counts bytes, the least that `run` accepts
-  uint64_t recommended = 0;  // it counts bytes that the default plan takes
-  uint64_t alignment = 64;   // the workspace's address is a multiple of so many bytes
+  uint64_t minimum = 0;      // bytes; the least that `run` accepts
+  uint64_t recommended = 0;  // bytes of the default plan
+  uint64_t alignment = 64;   // bytes; the workspace's address must be a multiple
 };
 
-// Forward keeps this for Backward: docs/semantics.md, "Kept state".
+// What Forward keeps for Backward: docs/semantics.md, "Kept state".
 struct Kept {
-  int64_t columns = 0;  // the vocabulary's first so many are kept; 0 says that nothing is
-  // `shape` is that of `kept`, in the input's dtype; the other is that of `kept_rows`
+  int64_t columns = 0;  // the number kept, from the vocabulary's first; 0: nothing is
+  // of `kept`, in the input's dtype, and of `kept_rows`
   std::array<int64_t, 2> shape{}, rows_shape{};
-  uint64_t bytes = 0;  // both together have so many
-  uint64_t key = 0;    // it is Backward's kept_key
+  uint64_t bytes = 0;  // of both tensors together
+  uint64_t key = 0;    // Backward's kept_key
 };
 
-// During the call [data + byte_offset, + bytes) is the library's.
+// The library may use [data + byte_offset, + bytes) during the call.
 struct Workspace {
   void* data = nullptr;
   uint64_t bytes = 0;
@@ -108,7 +108,7 @@ inline logitless_execution to_c(const Execution& e) {
           e.executor};
 }
 
-// This is the C form of an op, with the tensors that its pointers point at.
+// The C form of an op, with the tensors that its pointers point to.
 template <class Op>
 struct COp {
   logitless_op op{};
@@ -147,9 +147,8 @@ struct COp {
 
 }  // namespace detail
 
-// Finds the bytes of workspace that `run` needs for `op`. It is pure and cheap. If data pointers
-// are null, the answer is enough for any address, else for the given ones. On an error *size is
-// left as it was.
+// Finds the bytes of workspace that `run` needs for `op`. Pure and cheap. With null data pointers
+// the answer is enough for any address, else for the given ones. On an error *size is unchanged.
 template <class Op>
 Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
   const detail::COp<Op> c(op);
@@ -163,8 +162,8 @@ Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) 
 }
 
 // Finds what `op` keeps for Backward in `bytes` of `kept` and `kept_rows` together, which may be
-// absent yet, by a formula of the shape and the dtype alone. On an error *kept is left as it was.
-// (It is a template because nvcc 13.0 dies of what it would instantiate otherwise.)
+// absent yet: a formula of the shape and the dtype alone. On an error *kept is unchanged. (A
+// template, because nvcc 13.0 crashes on what it would instantiate otherwise.)
 template <class Op>
   requires KeepingOp<Op> && ForwardOp<Op>
 Status kept_size(const Op& op, const Execution& execution, uint64_t bytes, Kept* kept) {
@@ -180,9 +179,10 @@ Status kept_size(const Op& op, const Execution& execution, uint64_t bytes, Kept*
   return status;
 }
 
-// Runs `op` in any workspace >= minimum: more memory gives fewer and larger chunks, never another
-// class of result. It enqueues on asynchronous devices, and neither allocates nor synchronizes. It
-// is thread-safe; a workspace serves one call at a time. On an error no output is written.
+// Runs `op` in a workspace of at least `minimum` bytes; more memory means fewer and larger chunks,
+// never another class of result. Enqueues on asynchronous devices; neither allocates nor
+// synchronizes. Thread-safe; a workspace serves one call at a time. On an error no output is
+// written.
 template <class Op>
 Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
   const detail::COp<Op> c(op);
@@ -215,10 +215,10 @@ class Addresses {
   size_t count_ = 0;
 };
 
-// As the bytes of a plan: those that are recommended for the op.
+// As the `bytes` of Plan::create: the op's recommended ones.
 inline constexpr uint64_t recommended_bytes = LOGITLESS_RECOMMENDED;
 
-// A call whose rules were checked and whose work was divided once: docs/semantics.md, "Plans".
+// A call whose rules are checked and whose work is divided once: docs/semantics.md, "Plans".
 class Plan {
  public:
   Plan() = default;
@@ -229,7 +229,7 @@ class Plan {
     return *this;
   }
 
-  // Plans `op` for runs in so many bytes of workspace. On an error the plan is left as it was.
+  // Plans `op` for runs in `bytes` of workspace. On an error the plan is unchanged.
   template <class Op>
   Status create(const Op& op, const Execution& execution, uint64_t bytes = recommended_bytes) {
     const detail::COp<Op> c(op);
@@ -240,7 +240,7 @@ class Plan {
     if (status.ok()) logitless_plan_destroy(std::exchange(plan_, made));
     return status;
   }
-  // Says what workspace a run takes.
+  // Gives the workspace that a run takes.
   Status size(WorkspaceSize* size) const {
     logitless_workspace_size s = LOGITLESS_WORKSPACE_SIZE_INIT;
     Status status;
@@ -248,9 +248,9 @@ class Plan {
     if (status.ok()) *size = {s.minimum, s.recommended, s.alignment};
     return status;
   }
-  // Runs on tensors at `addresses`, one for each that the op had at create, in the order in which
-  // logitless_op lists them, as Addresses(op) does. A normalizer other than 0 replaces that of the
-  // options. Threads may run one plan, each in a workspace of its own.
+  // Runs on tensors at `addresses`, one for each that the op had at create, in the order of
+  // logitless_op, as Addresses(op) lists them. A normalizer other than 0 replaces that of the
+  // options. Threads may share a plan, each with its own workspace.
   Status run(std::span<void* const> addresses, const Workspace& workspace, void* stream = nullptr,
              double normalizer = 0) const {
     const logitless_plan_arguments a{sizeof(a), static_cast<uint32_t>(addresses.size()),
@@ -266,8 +266,8 @@ class Plan {
   logitless_plan* plan_ = nullptr;
 };
 
-// Multiplies values by factor on a CUDA device, in place, with each element rounded once; where it
-// is 1 nothing is written.
+// Multiplies `values` [n] by `factor` [] on a CUDA device, in place, each element rounded once.
+// Writes nothing where the factor is 1.
 inline Status scale(const TensorView& values, const TensorView& factor,
                     const Execution& execution) {
   const logitless_tensor v = detail::to_c(values), f = detail::to_c(factor);
@@ -277,7 +277,7 @@ inline Status scale(const TensorView& values, const TensorView& factor,
   return status;
 }
 
-// Loads what the first run on the device would load; on the CPU there is nothing to do.
+// Loads what the first run on the device would load; does nothing on the CPU.
 inline Status warmup(const Execution& execution) {
   const logitless_execution e = detail::to_c(execution);
   Status status;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Status is what a call says of itself. No exceptions cross the library's boundary.
+// The result of a call. No exceptions cross the library's boundary.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A TensorView is a non-owning, strided view of up to two dimensions. A default view is an absent
-// optional.
+// A non-owning, strided view of up to two dimensions. A default view is an absent optional.
 #pragma once
 
 #include <array>
@@ -24,7 +23,7 @@ enum class DeviceType : int32_t {
   cpu = LOGITLESS_CPU,
   cuda = LOGITLESS_CUDA,
   webgpu = LOGITLESS_WEBGPU,
-  reference = LOGITLESS_REFERENCE,  // it runs on host memory, so its tensors are on DeviceType::cpu
+  reference = LOGITLESS_REFERENCE,  // on host memory: its tensors are on DeviceType::cpu
 };
 
 struct Device {
@@ -33,7 +32,7 @@ struct Device {
   bool operator==(const Device&) const = default;
 };
 
-// Returns the bytes of one element, or 0 for an unknown dtype.
+// The bytes of one element, or 0 for an unknown dtype.
 constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::f32:
@@ -49,13 +48,13 @@ constexpr int64_t size_of(DType dtype) {
 }
 
 struct TensorView {
-  void* data = nullptr;  // it is a host or device address, or a WGPUBuffer on WebGPU
+  void* data = nullptr;  // a host or device address, or a WGPUBuffer on WebGPU
   uint64_t byte_offset = 0;
   DType dtype = DType::f32;
   Device device{};
-  int32_t rank = -1;  // it is 0, 1 or 2, or -1 where the view is absent
+  int32_t rank = -1;  // 0, 1 or 2; -1: absent
   std::array<int64_t, 2> shape{};
-  std::array<int64_t, 2> stride{};  // they count elements; 0 broadcasts an input
+  std::array<int64_t, 2> stride{};  // in elements; 0 broadcasts an input
 
   constexpr explicit operator bool() const { return rank != -1; }
   template <class T>
@@ -64,7 +63,7 @@ struct TensorView {
   }
 };
 
-// These make row-major views of host memory; a const address is for inputs only.
+// Row-major views of host memory. A const address is for inputs only.
 inline TensorView scalar_view(const void* data, DType dtype) {
   return {.data = const_cast<void*>(data), .dtype = dtype, .rank = 0};
 }

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Native programs use WebGPU like this, on wgpu-native found at run time. A tensor's data is a
-// WGPUBuffer with usage Storage | CopySrc | CopyDst and a size that is a multiple of 4, its
-// byte_offset any multiple of the element's size. The workspace of a call is several buffers, a
-// `WebGpuWorkspace`:
+// WebGPU in native programs, on wgpu-native found at run time. A tensor's data is a WGPUBuffer with
+// usage Storage | CopySrc | CopyDst and a size that is a multiple of 4; its byte_offset is any
+// multiple of the element's size. The workspace of a call is several buffers, a `WebGpuWorkspace`:
 //
 //   WorkspaceSize size;
 //   Status status = workspace(op, {.device = {DeviceType::webgpu}}, &size);
@@ -14,7 +13,7 @@
 
 namespace logitless {
 
-// This is at most `bytes` of buffers on a device, made by the first call that wants them and kept.
+// At most `bytes` of buffers on a device, made by the first call that needs them and kept.
 class WebGpuWorkspace {
  public:
   WebGpuWorkspace(int32_t device_index, uint64_t bytes) : bytes_(bytes) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file combines what Forward wrote of shards of the vocabulary: tokens are prepared as for any
-// loss, each one's shards are folded, and loss and statistics written as any op's.
+// The op Combine: tokens are prepared as for any loss, each one's shards are folded, and loss and
+// statistics are written as any op writes them.
 #include <algorithm>
 
 #include "src/cpu/ops.h"
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t task_tokens = 256;
 
-// The workspace holds the tokens and then these arrays, at these offsets in bytes.
+// Offsets in the workspace, in bytes, behind the tokens.
 struct Layout {
   uint64_t states, rare, end;  // RowState [N], RareStatistics [N]
   explicit Layout(const Call& call) {
@@ -50,7 +50,8 @@ Status combine_workspace(const Call& call, WorkspaceSize* size) {
 }
 
 Status run_combine(const Call& given, const Workspace& workspace) {
-  // The maps are in the shards' states already, and those are of the whole vocabulary together.
+  // Without a temperature, which the shards' states include, and without vocab_start: the shards
+  // are the whole vocabulary.
   Call call = given;
   call.options.vocab_start = 0;
   call.temperature = {};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where nobody says how many threads the pool has, these do: LOGITLESS_NUM_THREADS, else
-// OMP_NUM_THREADS, else the processors this process may run on, bounded by the CPU quota of its
-// cgroup (v2 or v1), as containers set it.
+// The pool's default number of threads: LOGITLESS_NUM_THREADS, else OMP_NUM_THREADS, else the
+// processors that this process may run on, bounded by the CPU quota of its cgroup (v2 or v1), as
+// containers set it.
 #include <sched.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kPathBytes = 4096;
 
-// Returns the first number of e.g. "8" or, as OpenMP allows, "8,4"; 0 if there is none.
+// Returns the first number of "8" or, as OpenMP allows, of "8,4"; 0 if there is none.
 int32_t threads_from_environment(const char* name) {
   const char* text = std::getenv(name);
   if (text == nullptr) return 0;
@@ -30,7 +30,7 @@ int32_t threads_from_environment(const char* name) {
 
 int32_t threads_from_affinity() {
 #if defined(__linux__)
-  cpu_set_t sets[16];  // they have room for 16384 processors
+  cpu_set_t sets[16];  // 16384 processors
   if (sched_getaffinity(0, sizeof(sets), sets) == 0) return CPU_COUNT_S(sizeof(sets), sets);
 #endif
   return static_cast<int32_t>(std::thread::hardware_concurrency());
@@ -46,8 +46,7 @@ struct File {
   std::FILE* file;
 };
 
-// Returns the threads that a quota and a period in microseconds come to, rounded up; 0 says that
-// there is no limit.
+// Returns quota / period, both in microseconds, in whole threads, rounded up; 0 without a limit.
 int32_t threads_of(double quota, double period) {
   if (!(quota > 0) || !(period > 0)) return 0;
   return static_cast<int32_t>(std::min((quota + period - 1) / period, 1.0 * kMaxThreads));
@@ -61,7 +60,6 @@ double read_number(const char* path) {
 
 int32_t smaller_limit(int32_t a, int32_t b) { return a == 0 || (b != 0 && b < a) ? b : a; }
 
-// Returns the limit of one directory of the hierarchy.
 int32_t directory_quota(bool v2, const char* directory) {
   char path[kPathBytes + 32];
   if (v2) {
@@ -77,7 +75,7 @@ int32_t directory_quota(bool v2, const char* directory) {
   return threads_of(quota, read_number(path));
 }
 
-// Returns the smallest limit from `group` up to the mount, since every ancestor's binds.
+// Returns the smallest limit from `group` up to the mount: every ancestor's binds.
 int32_t group_quota(bool v2, const char* mount, const char* group) {
   char directory[kPathBytes];
   const int length = std::snprintf(directory, sizeof(directory), "%s%s", mount, group);
@@ -92,7 +90,7 @@ int32_t group_quota(bool v2, const char* mount, const char* group) {
   }
 }
 
-// Returns whether the comma-separated list names the cpu controller.
+// Whether the comma-separated list names the cpu controller.
 bool names_cpu(const char* controllers) {
   for (const char* item = controllers; item != nullptr; item = std::strchr(item, ',')) {
     if (*item == ',') ++item;
@@ -110,7 +108,7 @@ int32_t cgroup_num_threads(const char* membership, const char* mount) {
   char line[kPathBytes];
   while (std::fgets(line, sizeof(line), f.file) != nullptr) {
     line[std::strcspn(line, "\n")] = 0;
-    // A line reads hierarchy:controllers:path.
+    // hierarchy:controllers:path
     char* controllers = std::strchr(line, ':');
     char* path = controllers != nullptr ? std::strchr(++controllers, ':') : nullptr;
     if (path == nullptr) continue;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file decides which instruction set the CPU kernels use. Highway's table of function pointers
-// is indexed by one process-wide chosen target; a target is forced by letting Highway believe that
-// the machine supports it alone.
+// Chooses the instruction set of the CPU kernels. Highway's tables of function pointers are indexed
+// by one process-wide chosen target; a target is forced by making Highway believe that the machine
+// supports no other.
 #include "src/cpu/dispatch.h"
 
 #include <atomic>
@@ -21,7 +21,7 @@ namespace {
 int64_t best_of(int64_t targets) { return targets & -targets; }
 
 struct Supported {
-  int64_t targets;  // they are compiled, and this machine supports them
+  int64_t targets;  // compiled, and this machine supports them
   char names[256];
 
   Supported() : targets(hwy::SupportedTargets() & HWY_TARGETS), names{} {
@@ -42,7 +42,6 @@ const Supported& supported() {
   return value;
 }
 
-// Returns the target called `name` if this machine runs it, else 0.
 int64_t find(const char* name) {
   for (int64_t rest = supported().targets; rest != 0; rest &= rest - 1) {
     if (std::strcmp(hwy::TargetName(best_of(rest)), name) == 0) return best_of(rest);
@@ -50,18 +49,18 @@ int64_t find(const char* name) {
   return 0;
 }
 
-// The kernels run on this target now.
+// The target that kernels run on; 0 before the first call.
 std::atomic<int64_t> chosen{0};
 
-// Lets only this target run; 0 lifts the restriction.
+// Restricts Highway to `target`; 0 lifts the restriction.
 void restrict_to(int64_t target) {
   chosen.store(target != 0 ? target : best_of(supported().targets));
   hwy::SetSupportedTargetsForTest(target);
   hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 
-// Returns the target that LOGITLESS_CPU_TARGET names, or 0 if it names none or one that this
-// machine cannot run.
+// Returns the target that LOGITLESS_CPU_TARGET names, or 0 if it names none that this machine can
+// run.
 int64_t target_from_environment() {
   static const int64_t target = [] {
     const char* name = std::getenv("LOGITLESS_CPU_TARGET");

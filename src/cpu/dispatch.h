@@ -1,23 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU kernels use the best instruction set that this machine has, or one that is forced.
+// The instruction set of the CPU kernels: this machine's best, or a forced one.
 #pragma once
 
 namespace logitless::cpu {
 
-// Reads LOGITLESS_CPU_TARGET, once a process; a name that this machine cannot run changes nothing.
-// It is called before any kernel runs, and by the other functions too.
+// Reads LOGITLESS_CPU_TARGET, once per process; a name that this machine cannot run changes
+// nothing. Must precede any kernel; the functions below call it themselves.
 void initialize_dispatch();
 
-// Returns the target that runs now: "AVX3_SPR", "AVX2", "NEON", ...
+// The target in force: "AVX3_SPR", "AVX2", "NEON", ...
 const char* target_name();
 
-// Returns every compiled target that this machine can run, best first, as a space-separated list,
-// which is never empty.
+// Every compiled target that this machine can run, best first, separated by spaces; never empty.
 const char* target_names();
 
-// Forces a target of target_names() (tests, bug reports); nullptr returns to the best one, or to
-// LOGITLESS_CPU_TARGET. It returns false and changes nothing if this machine cannot run the target.
-// Calls in flight on other threads may mix both targets.
+// Forces a target of target_names(), for tests and bug reports; nullptr returns to the best one, or
+// to LOGITLESS_CPU_TARGET. Returns false and changes nothing if this machine cannot run it. Calls
+// in flight on other threads may mix both targets.
 bool force_target(const char* name);
 
 }  // namespace logitless::cpu

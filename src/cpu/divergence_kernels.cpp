@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// With s = expm1(-|d|), which is not positive, and e = exp(-|d|), no exponential overflows:
+// With s = expm1(-|d|) <= 0 and e = exp(-|d|) no exponential overflows:
 //   p - q            p <= q: q s                           p > q: -p s
 //   log m/q          p <= q: log1p((1 - beta) s)           p > q: log1p(-(1 - beta) s/e)
 //   log m/p          p <= q: log1p(-beta s/e)              p > q: log1p(beta s)
-// and where that log1p would cancel, log(beta + (1 - beta) e) and log((1 - beta) + beta e).
+// Where such a log1p would cancel: log(beta + (1 - beta) e) and log((1 - beta) + beta e).
 #include "src/cpu/divergence_kernels.h"
 
 #include <cmath>
@@ -14,8 +14,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/cpu/divergence_kernels.cpp"
 #include "hwy/foreach_target.h"
-// The order of these includes matters: the list of targets, then the loop over them, then what it
-// repeats.
+// The order of these includes matters: the list of targets, the loop over them, what it repeats.
 #include "hwy/highway.h"
 #include "src/cpu/row-inl.h"
 
@@ -26,7 +25,7 @@ using Float = hn::ScalableTag<float>;
 using Vector = hn::Vec<Float>;
 using Mask = hn::Mask<Float>;
 
-// Makes s = exp(y) - 1 and e = exp(y) for y <= 0; a NaN stays.
+// s = exp(y) - 1 and e = exp(y) for y <= 0; a NaN stays.
 HWY_INLINE void exponentials_of(Float d, Vector y, Vector& s, Vector& e) {
   const Vector least = hn::Set(d, -87.0f), one = hn::Set(d, 1.0f);
   y = hn::IfThenElse(hn::Lt(y, least), least, y);
@@ -38,8 +37,8 @@ HWY_INLINE void exponentials_of(Float d, Vector y, Vector& s, Vector& e) {
   e = hn::Mul(scale, hn::Add(small, one));
 }
 
-// Returns log(1 + x) for x in [sqrt(1/2) - 1, sqrt(2) - 1], less x, with the relative error of an
-// ULP (Cephes' polynomial).
+// Returns log(1 + x) - x for x in [sqrt(1/2) - 1, sqrt(2) - 1], to an ULP relative (Cephes'
+// polynomial).
 HWY_INLINE Vector log_tail(Float d, Vector x) {
   constexpr float c[] = {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
                          -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
@@ -49,12 +48,12 @@ HWY_INLINE Vector log_tail(Float d, Vector x) {
   return hn::NegMulAdd(hn::Set(d, 0.5f), x2, hn::Mul(hn::Mul(y, x), x2));
 }
 
-// Returns log u, of u = 1 + w, whichever of the two is the better number.
+// Returns log u, where u = 1 + w, from whichever of the two has kept more digits.
 HWY_INLINE Vector log_of(Float d, Vector u, Vector w) {
   const hn::RebindToSigned<Float> di;
   const Vector least = hn::Set(d, 1.1754944e-38f);
   const auto bits = hn::BitCast(di, hn::IfThenElse(hn::Lt(u, least), least, u));
-  // 2^k x is u, and x lies between sqrt(1/2) and sqrt(2).
+  // u = 2^k x with x between sqrt(1/2) and sqrt(2).
   const auto offset = hn::Sub(bits, hn::Set(di, 0x3f3504f3));
   const auto power = hn::ShiftRight<23>(offset);
   const Vector x = hn::BitCast(d, hn::Sub(bits, hn::ShiftLeft<23>(power)));
@@ -86,7 +85,6 @@ HWY_INLINE Vector distance_of(const RowVectors& row, Vector z, Vector t) {
 struct BetaVectors {
   Vector beta, rest;
 };
-// A column's own distance in exponentials, of which one serves where p > q and the other where not.
 struct Exponentials {
   Vector s, e;
 };
@@ -95,8 +93,7 @@ HWY_INLINE Exponentials exponentials_of_column(Float d, Vector distance) {
   exponentials_of(d, hn::Neg(hn::Abs(distance)), x.s, x.e);
   return x;
 }
-// Returns log(rest + part r) of a ratio r of the heads, which is e where `less` and 1 / e
-// elsewhere.
+// Returns log(rest + part r), where r is e where `less` and 1 / e elsewhere.
 HWY_INLINE Vector log_of_mixture(Float d, Vector part, Vector rest, Mask less, Exponentials x) {
   const Vector w = hn::Mul(part, x.s);
   const Vector more = hn::Neg(hn::Div(w, x.e));
@@ -111,7 +108,7 @@ HWY_INLINE Vector log_m_over_q(Float d, const BetaVectors& b, Mask above, Expone
   return log_of_mixture(d, b.rest, b.beta, hn::Not(above), x);
 }
 
-// Returns f_j; it may be anything where p is 0.
+// Returns f_j, which is arbitrary where p is 0.
 template <DivergenceKind kKind>
 HWY_INLINE Vector slope_of(Float d, const BetaVectors& b, Mask above, Vector distance) {
   using enum DivergenceKind;
@@ -133,7 +130,7 @@ HWY_INLINE Vector slope_of(Float d, const BetaVectors& b, Mask above, Vector dis
   return hn::Zero(d);
 }
 
-// Returns the summand of D, of a column of which p or q is not 0.
+// Returns a column's summand of D, where p or q is not 0.
 template <DivergenceKind kKind>
 HWY_INLINE Vector value_of_column(Float d, const BetaVectors& b, Vector p, Vector q,
                                   Vector distance) {
@@ -156,19 +153,18 @@ HWY_INLINE Vector value_of_column(Float d, const BetaVectors& b, Vector p, Vecto
   }
 }
 
-// What a column of both heads is.
 struct HeadVectors {
   Vector p, q, distance;
 };
-// Where both are 0 the column is left out: it has no distance.
+// Where both are 0 there is no distance, and it is set to 0.
 HWY_INLINE HeadVectors heads_of(Float d, const RowVectors& row, Vector z, Vector t) {
   const Vector p = exp_nonpositive(d, log_p_of(row, z)), q = exp_nonpositive(d, log_q_of(row, t));
   const Mask nothing = hn::Eq(hn::Add(p, q), hn::Zero(d));
   return {p, q, hn::IfThenZeroElse(nothing, distance_of(row, z, t))};
 }
 
-// Calls of(z_j, t_j, &sum, &other) for vectors of columns; the last one may have fewer, and logits
-// of -inf in place of them.
+// Calls of(z_j, t_j, &sum, &other) for vectors of columns; the last may be padded with logits of
+// -inf.
 template <bool kSecond, class Of>
 HWY_INLINE void sum_heads(const float* HWY_RESTRICT z, const float* HWY_RESTRICT t, int64_t count,
                           float* first, float* second, const Of& of) {
@@ -315,7 +311,7 @@ void divergence_gradient(const DivergenceTerms& terms, const DivergenceRow& row,
   HWY_DYNAMIC_DISPATCH(divergence_gradient_on_target)
   (terms, row, map, scale, z, t, count, draw);
   if (terms.label_weight == 0 || target < 0 || target >= count) return;
-  // p - 1 is made in a form that does not cancel.
+  // With p - 1 in a form that does not cancel.
   DivergenceTerms alone = terms;
   alone.label_weight = 0;
   HWY_DYNAMIC_DISPATCH(divergence_gradient_on_target)

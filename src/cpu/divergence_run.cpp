@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file runs the divergences of two heads on the CPU. Each chunk of tokens has its logits of
-// both heads in the workspace, [heads][tile][chunk][192]; a first pass makes them and both lse, a
-// second one sums over their columns, a third makes the gradient of them. docs/semantics.md has the
-// formulas, docs/kernels/cpu.md the schedule and measurements. Forward may keep, of compacted
-// tokens, the gradient of the raw logits for an upstream gradient of 1, each row divided by a power
-// of two that its row of kept_rows tells:
+// The divergences of two heads on the CPU. A chunk's logits of both heads are in the workspace,
+// [heads][tile][chunk][192]: a first pass makes them and both lse, a second sums over their
+// columns, a third makes the gradient. docs/semantics.md has the formulas, docs/kernels/cpu.md the
+// schedule and measurements. Forward may keep, for compacted tokens, the gradient of the raw logits
+// for an upstream gradient of 1, each row divided by a power of two that its row of kept_rows
+// records:
 //   kept  [tile][R][192]  in the input's dtype, the last tile as narrow as whole blocks of 64
 #include <cmath>
 #include <limits>
@@ -20,14 +20,14 @@ namespace {
 
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
 
-// A kept element of the largest usual size comes to this, of the 65504 that f16 holds.
+// The largest usual kept element is scaled to this; f16 ends at 65504.
 constexpr double kept_size = 16384;
 
 DivergenceTerms terms_of(const DivergenceOptions& o) {
   return {effective_kind(o), o.beta, 1 - o.beta, o.label_weight};
 }
 
-// What a token's outputs are, but its loss; all 0 where it does not count.
+// A token's outputs other than its loss; all 0 where it does not count.
 struct DivergenceOutputs {
   float entropy = 0, teacher_entropy = 0, acceptance = 0, logprob = 0;
   float divergence_sum = 0, slope_sum = 0, target_logit = 0;
@@ -50,9 +50,9 @@ class DivergenceRun : public LinearProducts {
 
   // Runs the chunk of compacted tokens [first, first + count).
   void run_chunk(const Tokens& tokens, int64_t first, int64_t count);
-  // Writes the loss, and what the statistics of tokens are that do not count.
+  // Writes the loss, and the statistics of tokens that do not count.
   void write_loss(const Tokens& tokens) const;
-  // Sets `fault` where a row's kept state is not this backend's.
+  // Sets `fault` where a row's kept state was not written by this backend.
   void check_kept(const Tokens& tokens) const;
 
  private:
@@ -82,7 +82,8 @@ class DivergenceRun : public LinearProducts {
     return {at<char>(plan_.teacher_along_at), shape_.teacher_hidden, plan_.padded_teacher};
   }
   SumSet sums_of(Head head) const;
-  // Returns the place of the chunk's n-th token's target in a tile, or one outside.
+  // Returns the target of the chunk's n-th token as a column of the tile; outside [0, width) if it
+  // is in another tile.
   int64_t target_of(int64_t tile, int64_t n) const {
     const int64_t target = tokens_->target[first_ + n];
     return target < 0 ? -1 : target - tile * vocab_tile;
@@ -123,7 +124,6 @@ void DivergenceRun::load_teacher(int64_t tile, float* t) const {
   }
 }
 
-// Maps a tile's raw logits and sums their exponentials.
 void DivergenceRun::sum_logits(Head head, int64_t tile, const TensorView& bias,
                                const Lane& lane) const {
   const int64_t width = tile_width(tile);
@@ -170,7 +170,7 @@ RowState DivergenceRun::state_of(Head head, int64_t n) const {
   return state;
 }
 
-// Makes the states of both heads' rows.
+// Both heads' row states.
 void DivergenceRun::begin_rows() {
   for_each_token([&](int64_t n) {
     RowState state[2];
@@ -181,7 +181,6 @@ void DivergenceRun::begin_rows() {
   });
 }
 
-// Sums over the columns of both heads, tile by tile.
 void DivergenceRun::sum_columns() {
   if (wants_.value || wants_.mean || wants_.acceptance) {
     for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t) {
@@ -208,16 +207,16 @@ void DivergenceRun::finish_row(int64_t n) const {
     mean = f32_at(call_.slope_mean, tokens_->row[first_ + n]);
   }
   row.mean = std::isfinite(mean) ? static_cast<float>(mean) : nan_value;
-  // A mixture that is the teacher's alone is no distance from it.
+  // skew_kl with beta = 1 compares the teacher with itself.
   if (terms_.kind == DivergenceKind::skew_kl && terms_.rest == 0 && !std::isnan(value)) value = 0;
-  // A sum of logarithms may have lost the NaN of a row.
+  // A sum of logarithms may have dropped the row's NaN.
   if (std::isnan(row.apart)) value = acceptance = row.mean = nan_value;
   if (call_.forward) {
     write_statistics(n, {static_cast<float>(value), row.mean, static_cast<float>(acceptance)});
   }
 }
 
-// Writes those of a token that are asked for.
+// Writes the outputs of a token that are asked for.
 void DivergenceRun::put_outputs(int64_t i, const DivergenceOutputs& of_token) const {
   const auto put = [&](const TensorView& view, float value) {
     if (view) write_f32(view, i, value);
@@ -229,7 +228,7 @@ void DivergenceRun::put_outputs(int64_t i, const DivergenceOutputs& of_token) co
   put(call_.divergence_sum, of_token.divergence_sum);
   put(call_.slope_sum, of_token.slope_sum);
   put(call_.target_logit, of_token.target_logit);
-  if (call_.state_given()) return;  // these are then inputs
+  if (call_.state_given()) return;  // they are inputs then
   put(call_.row_reference, of_token.row_reference);
   put(call_.row_log_sum, of_token.row_log_sum);
   put(call_.teacher_row_reference, of_token.teacher_row_reference);
@@ -255,7 +254,7 @@ void DivergenceRun::write_statistics(int64_t n, const DivergenceSums& row) const
                   .teacher_row_reference = of_teacher.reference,
                   .teacher_row_log_sum = of_teacher.log_sum});
   if (!call_.kept) return;
-  // |dz| of reverse_kl is at most 2 (D + 2), that of the others 2; the label's term adds its
+  // |dz| of reverse_kl is at most 2 (D + 2), of the other kinds 2; the label's term adds its
   // weight.
   const double far = terms_.kind == DivergenceKind::reverse_kl ? row.value : 0;
   const LogitMap map = map_of(n);
@@ -288,7 +287,7 @@ void DivergenceRun::keep_gradients() const {
   });
 }
 
-// Makes a row of a tile's gradient of what Forward kept.
+// Makes a row of a tile's gradient from what Forward kept.
 void DivergenceRun::kept_row_of(int64_t tile, int64_t n, float* row) const {
   const int64_t k = first_ + n, width = tile_width(tile);
   const KeptRow& kept = *kept_row(*tokens_, k);
@@ -301,7 +300,7 @@ void DivergenceRun::kept_row_of(int64_t tile, int64_t n, float* row) const {
   add_scaled(row, 0, factor, 1, width, true, row, 0);
 }
 
-// Returns the row's upstream gradient and weight, in two factors.
+// Returns the row's upstream gradient times its weight, as two factors.
 DivergenceScale DivergenceRun::scale_of(int64_t n) const {
   const float g = tokens_->upstream[first_ + n] * tokens_->token_weight[first_ + n];
   if (!std::isfinite(g)) return {1, g};

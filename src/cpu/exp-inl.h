@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// exp and tanh on vectors are made here, once per target.
+// exp and tanh on vectors, compiled once per target.
 //   exp x = 2^n (1 + r + r^2 q(r)),  n = round(x / ln 2),  r = x - n ln 2 in [-0.35, 0.35]
 // q is the minimax polynomial of degree 4 (relative error of exp 3.1e-9); with rounding exp is
 // within 1 ULP.
@@ -7,7 +7,7 @@
 // tanh carries the rounding errors of e, of the sum and of the quotient along, and is within 0.7
 // ULP.
 
-// This is no plain guard, because the file is included once per target.
+// Not a plain include guard: the file is included once per target.
 #if defined(LOGITLESS_CPU_EXP_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITLESS_CPU_EXP_INL_H_
 #undef LOGITLESS_CPU_EXP_INL_H_
@@ -21,11 +21,11 @@ HWY_BEFORE_NAMESPACE();
 namespace logitless::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Below this, log(2^-126), exp is subnormal, and taken as 0.
+// log(2^-126): below, exp is subnormal, and taken as 0.
 constexpr float kLeastExponent = -87.3365f;
 
-// Makes r and scale = 2^n for |x| <= 87.3 (f32). n falls out of the low bits of x / ln 2 plus a
-// number whose ULP is 1, with the exponent's bias already added.
+// Makes r and scale = 2^n for |x| <= 87.3 (f32). n is in the low bits of x / ln 2 plus a number
+// whose ULP is 1, which includes the exponent's bias.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE void reduce_exponent(D d, V x, V& r, V& scale) {
   using T = hn::TFromD<D>;
@@ -34,7 +34,7 @@ HWY_INLINE void reduce_exponent(D d, V x, V& r, V& scale) {
   const V magic = hn::Set(d, kDouble ? T(0x1.8p52 + 1023) : T(0x1.8p23 + 127));
   const V shifted = hn::MulAdd(x, hn::Set(d, T(1.4426950408889634)), magic);
   const V n = hn::Sub(shifted, magic);
-  // n times the first part is exact, as that has 15 (32) bits.
+  // n times `high` is exact, as `high` has 15 (32) significant bits.
   const V high = hn::Set(d, kDouble ? T(0x1.62e42fee00000p-1) : T(0x1.62e4p-1));
   const V low = hn::Set(d, kDouble ? T(0x1.a39ef35793c76p-33) : T(0x1.7f7d1cp-20));
   r = hn::NegMulAdd(n, low, hn::NegMulAdd(n, high, x));
@@ -42,7 +42,6 @@ HWY_INLINE void reduce_exponent(D d, V x, V& r, V& scale) {
   scale = hn::BitCast(d, hn::ShiftLeft<kMantissa>(hn::BitCast(du, shifted)));
 }
 
-// Returns q(r).
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V exp_tail(D d, V r, V r2) {
   using T = hn::TFromD<D>;
@@ -51,7 +50,7 @@ HWY_INLINE V exp_tail(D d, V r, V r2) {
   return hn::MulAdd(hn::MulAdd(hn::Set(d, T(0x1.6a2434p-10)), r2, c23), r2, c01);
 }
 
-// Returns exp x for x <= 88, -inf included; a NaN stays.
+// exp x for x <= 88, -inf included; a NaN stays.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V exp_nonpositive(D d, V x) {
   V r, scale;
@@ -61,13 +60,13 @@ HWY_INLINE V exp_nonpositive(D d, V x) {
   return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, kLeastExponent)), hn::Mul(p, scale));
 }
 
-// Returns exp x for any x; above 88 it is infinite.
+// exp x for any x; inf above 88.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V exp_any(D d, V x) {
   return hn::IfThenElse(hn::Gt(x, hn::Set(d, 88.0f)), hn::Inf(d), exp_nonpositive(d, x));
 }
 
-// Returns tanh(y / 2) for y in [0, 40]; a NaN stays.
+// tanh(y / 2) for y in [0, 40]; a NaN stays.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V tanh_of_half(D d, V y) {
   using T = hn::TFromD<D>;
@@ -76,8 +75,8 @@ HWY_INLINE V tanh_of_half(D d, V y) {
   reduce_exponent(d, y, r, scale);
   const V r2 = hn::Mul(r, r);
   const V q = exp_tail(d, r, r2);
-  const V s = hn::MulAdd(r2, q, r);                  // it is exp r - 1
-  const V s_low = hn::MulAdd(r2, q, hn::Sub(r, s));  // it is what s lost
+  const V s = hn::MulAdd(r2, q, r);                  // exp r - 1
+  const V s_low = hn::MulAdd(r2, q, hn::Sub(r, s));  // what s lost
   const V whole = hn::Sub(scale, one);
   const V e = hn::MulAdd(scale, s, whole);
   const V e_low = hn::MulAdd(scale, s_low, hn::MulAdd(scale, s, hn::Sub(whole, e)));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file has packing and products for every instruction set, from one source.
+// Packing and products for every instruction set, from one source.
 #include "src/cpu/gemm.h"
 
 #include <algorithm>
@@ -20,7 +20,6 @@ HWY_BEFORE_NAMESPACE();
 namespace logitless::cpu {
 namespace HWY_NAMESPACE {
 
-// Returns whether this target (on this CPU) computes bf16 products in this way.
 bool has_arithmetic(Arithmetic arithmetic) {
   switch (arithmetic) {
     case Arithmetic::f32:
@@ -33,8 +32,7 @@ bool has_arithmetic(Arithmetic arithmetic) {
   return false;
 }
 
-// Returns the panel sizes and the arithmetic of this target. `forced` is an Arithmetic for bf16, or
-// -1.
+// Panel sizes and arithmetic of this target. `forced` is an Arithmetic for bf16, or -1.
 Engine engine_of(DType dtype, int forced) {
   Arithmetic arithmetic = Arithmetic::f32;
   if (dtype == DType::bf16) {
@@ -56,7 +54,7 @@ Engine engine_of(DType dtype, int forced) {
 
 void multiply_panels(const Engine& engine, const Product& p) {
   const int64_t lane_bytes = 4;
-  const int64_t lanes = p.k * engine.element / lane_bytes;  // it counts the depth in 32-bit lanes
+  const int64_t lanes = p.k * engine.element / lane_bytes;  // the depth in 32-bit lanes
   for (int64_t j = 0; j < p.b_panels; ++j) {
     const char* b = static_cast<const char*>(p.b) + j * p.b_panel_stride;
     for (int64_t k = 0; k < lanes; k += lane_depth) {
@@ -72,11 +70,11 @@ void multiply_panels(const Engine& engine, const Product& p) {
   }
 }
 
-// With so few A panels a product waits for B's rows, which are then not packed: 16 of them are
-// turned a few lanes at a time and multiplied while the next ones come (docs/kernels/cpu.md). One
-// panel is quickest by 16 lanes, several by 32.
+// With few A panels a product waits for B's rows, which are then not packed: 16 rows are transposed
+// a few lanes at a time and multiplied while the next ones arrive (docs/kernels/cpu.md). One panel
+// is fastest with 16 lanes at a time, several with 32.
 constexpr int64_t most_unpacked_panels = 4, turned_rows = 16, turned_lanes = 32;
-constexpr int64_t fetched_ahead = 64;  // it counts lanes
+constexpr int64_t fetched_ahead = 64;  // in lanes
 
 bool multiply_rows_unpacked(const Engine& engine, const Source& source, int64_t row0, int64_t rows,
                             int64_t columns, const Product& p) {
@@ -113,8 +111,8 @@ bool multiply_rows_unpacked(const Engine& engine, const Source& source, int64_t 
   return true;
 }
 
-// Rows that are at least so far apart belong to a weight's gradient, far larger than a cache, and
-// are written without being read first.
+// With a stride of at least this the rows belong to a weight's gradient, far larger than a cache,
+// and are stored without being fetched.
 constexpr int64_t streamed_stride = 512;
 
 void add_scaled_rows(const float* from, int64_t from_stride, float scale, int64_t rows,
@@ -133,7 +131,7 @@ void add_scaled_rows(const float* from, int64_t from_stride, float scale, int64_
     return;
   }
   for (int64_t r = 0; r < rows; ++r, from += from_stride, to += to_stride) {
-    // These are short runs of a large matrix, which the hardware does not follow by itself.
+    // Prefetched by hand: the hardware does not follow short runs of a large matrix.
     for (int64_t i = 0; i < columns && r + 8 < rows; i += 16) hwy::Prefetch(to + 8 * to_stride + i);
     int64_t j = 0;
     for (; j + n <= columns; j += n) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU makes packed products C[m, n] (+)= sum_k A[m, k] B[n, k], whose operands are both packed
-// in panels first; with a few rows of A, B may stay as it is (multiply_unpacked).
+// Packed products on the CPU: C[m, n] (+)= sum_k A[m, k] B[n, k]. Both operands are packed in
+// panels; with few rows of A, B may stay unpacked (multiply_unpacked).
 //
-// An operand's element along k is a 32-bit lane: one f32, or a pair of bf16. Then every engine
-// shares the packing and only the multiply-accumulate differs. A panel holds `a_rows` rows of A, a
-// B panel `b_columns` columns of B; both are zero-padded to whole panels, so that no kernel has an
-// edge. Every element of C is one chain of additions along k in ascending order: neither the panel
-// it lies in, nor the blocking, nor the size of the product changes its bits.
+// An operand's element along k is a 32-bit lane: one f32, or a pair of bf16. Every engine shares
+// the packing, and only the multiply-accumulate differs. An A panel holds `a_rows` rows of A, a B
+// panel `b_columns` columns of B, both zero-padded to whole panels, so that no kernel has an edge.
+// Every element of C is one chain of additions along k in ascending order: its bits do not depend
+// on its panel, the blocking or the size of the product.
 #pragma once
 
 #include <cstdint>
@@ -16,19 +16,19 @@
 namespace logitless::cpu {
 
 enum class Arithmetic {
-  f32,       // it uses FMA, and 16-bit inputs are widened while they are packed
-  bf16_dot,  // AVX-512 BF16 or Arm BF16 makes dot products of pairs
-  amx,       // Intel AMX multiplies tiles of bf16
+  f32,       // FMA; 16-bit inputs are widened while they are packed
+  bf16_dot,  // AVX-512 BF16 or Arm BF16: dot products of pairs
+  amx,       // Intel AMX: tiles of bf16
 };
 
-// This is the engine of a dtype on this CPU, with sizes in elements.
+// How a dtype is multiplied on this CPU.
 struct Engine {
   Arithmetic arithmetic;
-  int64_t a_rows;      // an A panel has so many rows
-  int64_t b_columns;   // a B panel has so many columns
-  int64_t k_multiple;  // depths are zero-padded to a multiple of this
-  int64_t element;     // a packed element has 4 bytes or 2
-  // Token counts are padded to this: to whole A panels, and to a whole depth of grad_weight.
+  int64_t a_rows;      // rows of an A panel
+  int64_t b_columns;   // columns of a B panel
+  int64_t k_multiple;  // depths are zero-padded to a multiple of it
+  int64_t element;     // bytes of a packed element, 4 or 2
+  // Token counts are padded to whole A panels and to a whole depth of grad_weight.
   int64_t token_multiple() const { return a_rows > k_multiple ? a_rows : k_multiple; }
   int64_t padded_k(int64_t k) const { return (k + k_multiple - 1) / k_multiple * k_multiple; }
   int64_t a_panels(int64_t rows) const { return (rows + a_rows - 1) / a_rows; }
@@ -41,47 +41,45 @@ struct Engine {
   }
 };
 
-// A tile holds so many columns of the vocabulary, a multiple of every engine's a_rows and
-// b_columns. 192 x 512 f32 is 384 KiB, less than half of a 1 MiB L2
-// (docs/kernels/cpu.md).
+// Columns of a tile of the vocabulary, a multiple of every engine's a_rows and b_columns. 192 x 512
+// f32 is 384 KiB, less than half of a 1 MiB L2 (docs/kernels/cpu.md).
 inline constexpr int64_t vocab_tile = 192;
-// Says which engine computes products of this dtype on the target now in force. CPU features
-// decide, never timing.
+// The engine of a dtype on the target in force. CPU features decide, never timing.
 Engine choose_engine(DType dtype);
 const char* name_of(Arithmetic arithmetic);
-// Tests call this: bf16 products run on `arithmetic`, if the target in force has it, until it is
-// called again; else it returns false and changes nothing. nullptr returns to choose_engine's
-// choice.
+// For tests: bf16 products run on `arithmetic` until the next call; nullptr returns to
+// choose_engine's choice. Returns false and changes nothing if the target in force does not have
+// it.
 bool force_bf16_arithmetic(const Arithmetic* arithmetic);
 
-// This is a strided matrix in memory, whose rows may be picked by an index.
+// A strided matrix in memory, whose rows may be picked by an index.
 struct Source {
-  const char* data = nullptr;  // it points to row 0, column 0
+  const char* data = nullptr;  // of row 0, column 0
   DType dtype = DType::f32;
-  int64_t row_stride = 0, column_stride = 1;  // they count elements
-  const int64_t* row_index = nullptr;         // [rows]  where it is null, row i is row i itself
+  int64_t row_stride = 0, column_stride = 1;  // in elements
+  const int64_t* row_index = nullptr;         // [rows]  null: rows 0, 1, 2, ...
 };
 
-// All packers take elements [row0, row0 + rows) x [column0, column0 + columns) of `source`. In this
-// one columns run along k: A[row, k], B[row, k].
+// The packers take elements [row0, row0 + rows) x [column0, column0 + columns) of `source`. Columns
+// run along k: A[row, k], B[row, k].
 void pack_a_along_columns(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t column0,
                           int64_t columns, void* panels);
 void pack_b_along_columns(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t column0,
                           int64_t columns, void* panels);
-// Here rows run along k: B[column, k].
+// Rows run along k: B[column, k].
 void pack_b_along_rows(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t column0,
                        int64_t columns, void* panels);
 
 // Packs rows [first, first + count) of a gradient tile both ways: as rows of A with k along the
-// vocabulary (for grad_input), and as rows of A^T with k along the tokens (for grad_weight); null
-// says that one is not wanted. `rows` is [count][vocab_tile] in f32, zero where there is no token;
-// count and first are multiples of token_multiple.
-inline constexpr int64_t gradient_group = 32;  // it packs so many rows at a time
+// vocabulary (for grad_input), and as rows of A^T with k along the tokens (for grad_weight); a null
+// destination is skipped. `rows` is [count][vocab_tile] in f32, zero where there is no token; count
+// and first are multiples of token_multiple.
+inline constexpr int64_t gradient_group = 32;  // rows packed at a time
 void pack_gradient(const Engine&, const float* rows, int64_t first, int64_t count, int64_t tokens,
                    void* along_vocab, void* along_tokens);
 
-// It makes C = (accumulate ? C : 0) + A B^T for whole panels. k counts elements and is padded;
-// strides between panels count bytes.
+// C = (accumulate ? C : 0) + A B^T for whole panels. k counts elements, padded; strides between
+// panels are in bytes.
 struct Product {
   const void* a;
   int64_t a_panel_stride, a_panels;
@@ -89,21 +87,21 @@ struct Product {
   int64_t b_panel_stride = 0, b_panels = 0;
   int64_t k;
   float* c;
-  int64_t c_stride;  // it counts the elements between rows
+  int64_t c_stride;  // elements between rows
   bool accumulate = false;
 };
 void multiply(const Engine&, const Product&);
-// Makes the same, bit for bit, of elements [row0, row0 + rows) x [0, columns) of `source` as they
-// lie in memory, for a product of few A panels, whose `b` is not read and whose k is the columns
-// padded. Returns false, having done nothing, where only packed operands serve.
+// The same product, bit for bit, with elements [row0, row0 + rows) x [0, columns) of `source` in
+// place of `b`, for few A panels; k is `columns`, padded. Returns false, having done nothing, where
+// only packed operands will do.
 bool multiply_unpacked(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t columns,
                        const Product&);
 
-// Makes to[r, j] = (overwrite ? 0 : to[r, j]) + scale * from[r, j] for a block of f32 rows.
+// to[r, j] = (overwrite ? 0 : to[r, j]) + scale * from[r, j] for a block of f32 rows.
 void add_scaled(const float* from, int64_t from_stride, float scale, int64_t rows, int64_t columns,
                 bool overwrite, float* to, int64_t to_stride);
 
-// gemm_amx.cpp tells whether this CPU and kernel allow AMX, and has its product.
+// Whether this CPU and kernel allow AMX (gemm_amx.cpp).
 bool amx_available();
 void multiply_amx(const Product&);
 

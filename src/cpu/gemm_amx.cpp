@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file multiplies bf16 panels on Intel AMX: 32 x 32 of C in four tile registers, 32 of k a
-// step.
+// Products of bf16 panels on Intel AMX: 32 x 32 of C in four tile registers, a step of 32 along k.
 //
-// An A panel is [k / 32][32 rows][32 bf16], a B panel [k / 2][32 columns] of pairs. One step is
-// four tile loads and four TDPBF16PS of 16 cycles each; the loads hide (measured: 3.84 TFLOP/s a
-// core with and without them). Each element of C is an in-order chain over pairs of k, whatever
-// rows stand beside it.
+// An A panel is [k / 32][32 rows][32 bf16], a B panel [k / 2][32 columns] of pairs. A step is four
+// tile loads and four TDPBF16PS of 16 cycles each; the loads hide (measured: 3.84 TFLOP/s a core
+// with and without them). Each element of C is an in-order chain over pairs of k, whatever the
+// other rows hold.
 #include "src/cpu/gemm.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -24,8 +23,8 @@ namespace logitless::cpu {
 
 namespace {
 
-constexpr long request_permission = 0x1023;  // Linux calls it ARCH_REQ_XCOMP_PERM
-constexpr long tile_data = 18;               // Linux calls it XFEATURE_XTILEDATA
+constexpr long request_permission = 0x1023;  // ARCH_REQ_XCOMP_PERM of Linux
+constexpr long tile_data = 18;               // XFEATURE_XTILEDATA of Linux
 
 bool detect_amx() {
   unsigned a, b, c, d;
@@ -40,7 +39,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// So much depth of B stays in L1 while every A panel passes: 512 x 32 bf16 is 32 KiB.
+// This much depth of B stays in L1 while every A panel passes: 512 x 32 bf16 is 32 KiB.
 constexpr int64_t depth = 512;
 
 __attribute__((target("amx-tile,amx-bf16"))) void micro(const char* a, const char* b, int64_t steps,
@@ -83,7 +82,7 @@ bool amx_available() {
 
 __attribute__((target("amx-tile,amx-bf16"))) void multiply_amx(const Product& p) {
   TileConfig config;
-  asm volatile("" : "+m"(config));  // the intrinsic does not say that it reads all of it
+  asm volatile("" : "+m"(config));  // the intrinsic does not declare that it reads all of it
   _tile_loadconfig(&config);
   for (int64_t j = 0; j < p.b_panels; ++j) {
     const char* b = static_cast<const char*>(p.b) + j * p.b_panel_stride;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The register tile has tile_rows x tile_vectors vectors of C, with one chain of multiply-adds
-// along k per element. The A panel [k][tile_rows] is broadcast, the B panel [k][tile_vectors * N]
-// loaded, both as 32-bit lanes. With 32 vector registers it is 8 x 2: 16 chains cover a latency of
-// 4 at two a cycle, and 8 divides every token chunk. With 16 registers it is 4 x 3, for 12 chains +
-// 3 of B + 1 of A. Sizeless vectors (SVE) cannot stand in arrays, hence the macros.
+// The register tile: tile_rows x tile_vectors vectors of C, with one chain of multiply-adds along k
+// per element. The A panel [k][tile_rows] is broadcast, the B panel [k][tile_vectors * N] loaded,
+// both as 32-bit lanes. With 32 vector registers it is 8 x 2: 16 chains cover a latency of 4 at two
+// a cycle, and 8 divides every token chunk. With 16 registers it is 4 x 3: 12 chains, 3 of B and 1
+// of A. The macros are for sizeless vectors (SVE), which cannot be elements of arrays.
 
 #if defined(LOGITLESS_GEMM_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITLESS_GEMM_TILE_INL_H_
@@ -41,7 +41,7 @@ namespace logitless::cpu {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// A vector has at most 16 lanes, so that vocab_tile is a multiple of every panel.
+// At most 16 lanes, so that vocab_tile is a multiple of every panel.
 using DF = hn::CappedTag<float, 16>;
 constexpr DF df;
 
@@ -50,12 +50,12 @@ constexpr int64_t tile_rows = 8, tile_vectors = 2;
 #else
 constexpr int64_t tile_rows = 4, tile_vectors = 3;
 #endif
-// So much depth of a B panel stays in L1 while all A panels pass: 256 x 32 lanes is 32 KiB.
+// This much depth of a B panel stays in L1 while all A panels pass: 256 x 32 lanes is 32 KiB.
 constexpr int64_t lane_depth = 256;
 
-// A streams from L2, so it is fetched 1 KiB ahead, which takes the tile from 222 to 232 of 240
-// GFLOP/s a core (Granite Rapids; 12 x 2 reaches 235 and 8 x 3 234, but 12 does not divide the
-// chunk and 48 columns do not divide D 1024).
+// A streams from L2 and is prefetched 1 KiB ahead: 222 to 232 of 240 GFLOP/s a core (Granite
+// Rapids). 12 x 2 reaches 235 and 8 x 3 234, but 12 does not divide the chunk, nor 48 columns D
+// 1024.
 constexpr int64_t prefetch_steps = 32;
 
 struct MultiplyF32 {
@@ -90,7 +90,7 @@ struct MultiplyBf16 {
 };
 #endif
 
-// These are what multiply_tile_with does with row r of its registers.
+// What multiply_tile_with does with row r of its registers.
 #if LOGITLESS_TILE_2
 #define LOGITLESS_DECLARE(r) auto c##r##0 = hn::Zero(df), c##r##1 = hn::Zero(df);
 #define LOGITLESS_LOAD(r)                    \
@@ -134,8 +134,7 @@ HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, i
   LOGITLESS_TILE_ROWS(LOGITLESS_DECLARE)
   if (accumulate) {
     LOGITLESS_TILE_ROWS(LOGITLESS_LOAD)
-    // The tile below comes next, so its lines, which may lie in L3, are fetched now; nothing else
-    // asks for them in time.
+    // Prefetches the tile below, which may lie in L3: nothing else asks for it in time.
     for (int64_t r = tile_rows; r < 2 * tile_rows; ++r) {
       hwy::Prefetch(c + r * c_stride);
       hwy::Prefetch(c + r * c_stride + n);
@@ -159,7 +158,7 @@ HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, i
 #undef LOGITLESS_STEP
 #undef LOGITLESS_STORE
 
-// Does the same for a B panel [k][N] of one vector, whose rows lie one after the other.
+// multiply_tile for a B panel [k][N] of one vector, whose rows lie one after the other.
 #define LOGITLESS_DECLARE(r) auto c##r = hn::Zero(df);
 #define LOGITLESS_LOAD(r) c##r = hn::LoadU(df, c + r * c_stride);
 #define LOGITLESS_STEP(r) c##r = M::add(M::broadcast(a, r), x, c##r);
@@ -208,4 +207,4 @@ HWY_INLINE void multiply_tile(Arithmetic arithmetic, const void* a, const void* 
 }  // namespace logitless::cpu
 HWY_AFTER_NAMESPACE();
 
-#endif  // this ends the per-target include guard
+#endif  // the per-target include guard

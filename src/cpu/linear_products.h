@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every linear op does with a chunk of tokens, whatever it makes of the logits: its input is
-// packed, times tiles of a head's weight it makes logits, and the rows of a gradient, a tile at a
-// time, make both gradient products. docs/kernels/cpu.md has the schedule.
+// What every linear op does with a chunk of tokens: pack its input, multiply it with tiles of a
+// head's weight to logits, and make both gradient products from the rows of a gradient, a tile at a
+// time. docs/kernels/cpu.md has the schedule.
 #pragma once
 
 #include <algorithm>
@@ -15,36 +15,35 @@
 
 namespace logitless::cpu {
 
-// Each row of kept_rows says by one of these what the kept columns hold; 0 says that they hold
-// nothing any more.
+// What a row's kept columns hold, stored in its row of kept_rows; 0: nothing any more.
 inline constexpr float logits_layout = 1, exponentials_layout = 2, divergence_layout = 3;
 
 // Writes rows of a [rows, columns] f32 matrix, times scale, to a view of any dtype and stride. A
-// null `from` writes zeros. `accumulate` adds to what f32 rows hold.
+// null `from` writes zeros. `accumulate` adds to f32 rows.
 void store_rows(const float* from, int64_t from_stride, float scale, int64_t row0, int64_t rows,
                 int64_t column0, int64_t columns, const TensorView& to, bool accumulate = false);
 Source source_of(const TensorView& view, const int64_t* row_index);
 float element_as_f32(const TensorView& view, int64_t index);
-// Loads count elements of a vector view as f32, followed by zeros up to vocab_tile.
+// Loads `count` elements of a vector view as f32 and fills up to vocab_tile with zeros.
 void load_vector(const TensorView& view, int64_t first, int64_t count, float* to);
-// Adds the rows [count, vocab_tile] to sum, in pairs, and destroys them. Beside one large term, a
-// target's, the small ones of many tokens must not be added one by one.
+// Adds rows [count, vocab_tile] to sum, pairwise, and destroys them: added one by one, the small
+// terms of many tokens would be lost beside one large term, a target's.
 void add_rows(float* rows, int64_t count, int64_t width, float* sum);
 
-// Rows of a tile lie like this.
+// The rows of a tile in memory.
 struct TileRows {
   char* data;
-  int64_t stride;        // it counts bytes
-  const int64_t* place;  // [count]  the rows' places; where it is null they lie one after the other
+  int64_t stride;        // bytes
+  const int64_t* place;  // [count]  the rows' places; null: one after the other
   char* at(int64_t n) const { return data + (place != nullptr ? place[n] : n) * stride; }
 };
 
-// A thread has this scratch.
+// A thread's scratch.
 struct Lane {
   void* weight_block;   // [vocab_tile / b_columns][depth_block][b_columns]
   float* tile;          // [chunk][vocab_tile]
-  void* along_vocab;    // it is G as A panels, with k along the vocabulary
-  void* along_tokens;   // it is G^T as A panels, with k along the tokens
+  void* along_vocab;    // G as A panels, with k along the vocabulary
+  void* along_tokens;   // G^T as A panels, with k along the tokens
   void* weight_panels;  // [panel_group][vocab_tile][b_columns]
   float* product;       // [vocab_tile][panel_group * b_columns]
   float* rows;          // [gradient_group][vocab_tile]
@@ -60,7 +59,8 @@ struct PackedInput {
 
 class LinearProducts {
  public:
-  // Runs once after the last chunk (or with none): it rounds sums and writes what no token reached.
+  // Runs once after the last chunk, or if there is none: rounds the sums and writes what no token
+  // reached.
   void finish(const Tokens& tokens, bool any_chunk);
 
  protected:
@@ -91,14 +91,13 @@ class LinearProducts {
   }
   TileRows kept_tile(int64_t tile) const;
 
-  // Begins the chunk of compacted tokens [first, first + count).
   void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
   // Packs the chunk's rows of a head's input for the logits.
   void pack_along(const TensorView& input, const PackedInput& packed);
   // Packs the chunk's input for grad_weight.
   void pack_across();
-  // Makes c [rows, vocab_tile] = the chunk's rows from `row` on, in whole panels, times `width`
-  // rows of weight.
+  // c [rows, vocab_tile] = the chunk's rows from `row` on, in whole panels, times `width` rows of
+  // weight.
   void multiply_input(const PackedInput& input, int64_t row, int64_t rows, const Source& weight,
                       int64_t first, int64_t width, const Lane& lane, float* c) const;
   // Calls f(n) for each token of the chunk, on all threads.
@@ -110,13 +109,13 @@ class LinearProducts {
       for (int64_t n = task * group; n < end; ++n) f(n);
     });
   }
-  // Sums what a row's tiles have in `blocks` and `rare`, [vocab_tiles][token_chunk]; the latter may
-  // be null.
+  // Merges a row's sums of all tiles, from `blocks` and `rare`, [vocab_tiles][token_chunk]; `rare`
+  // may be null.
   RowAccumulator sum_of_tiles(int64_t n, const BlockState* blocks, const RareBlock* rare,
                               SumSet wants) const;
-  // Adds to grad_weight and grad_bias, and writes grad_input of the chunk's rows.
-  // rows_of(tile, lane, is_first) returns a function that makes row n of the tile's gradient,
-  // [width]; is_first is true once a tile.
+  // Adds to grad_weight and grad_bias, and writes the chunk's rows of grad_input. rows_of(tile,
+  // lane, is_first) returns a function that makes row n of the tile's gradient, [width]; is_first
+  // is true once per tile.
   template <class RowsOf>
   void gradient_pass(bool first_chunk, const RowsOf& rows_of);
 
@@ -125,10 +124,10 @@ class LinearProducts {
   const LinearPlan& plan_;
   char* memory_;
   const Executor& executor_;
-  int64_t kept_;  // so many columns are kept, or were
+  int64_t kept_;  // columns that are kept, or were by Forward
   const Tokens* tokens_ = nullptr;
   int64_t first_ = 0, count_ = 0;
-  int64_t padded_count_ = 0;  // it is a multiple of the engine's token_multiple
+  int64_t padded_count_ = 0;  // a multiple of the engine's token_multiple
 
  private:
   template <class RowOf>
@@ -166,7 +165,8 @@ void LinearProducts::form_gradient(int64_t tile, const Lane& lane, const RowOf& 
 template <class RowsOf>
 void LinearProducts::gradient_pass(bool first_chunk, const RowsOf& rows_of) {
   const int64_t panels = plan_.engine.b_panels(shape_.hidden);
-  // More threads than slots share the hidden axis, which changes no bit; each part forms G anew.
+  // More threads than slots share the hidden axis, which changes no bit; each of them forms G
+  // again.
   const int64_t parts = std::clamp<int64_t>((plan_.lanes + plan_.slots - 1) / plan_.slots, 1,
                                             most_gradient_parts(panels));
   float* slots = at<float>(plan_.slots_at);

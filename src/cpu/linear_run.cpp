@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file runs the linear ops on the CPU: tokens are prepared once, then each chunk has its
-// forward pass, coefficients and gradient pass. docs/semantics.md has the formulas,
-// docs/kernels/cpu.md the schedule, tile sizes and measurements. Forward may keep what Backward
-// then reads in place of logits, of compacted tokens:
-//   kept  [tile][R][192]  the last tile as narrow as whole blocks of 64; of f32 the logits z, of
-//                         bf16 E = exp(z - z_t)
+// The linear ops on the CPU: tokens are prepared once; each chunk then has its forward pass,
+// coefficients and gradient pass. docs/semantics.md has the formulas, docs/kernels/cpu.md the
+// schedule, tile sizes and measurements. Forward may keep, for compacted tokens, what Backward then
+// reads in place of logits:
+//   kept  [tile][R][192]  the logits z of f32, E = exp(z - z_t) of bf16; the last tile as narrow as
+//                         whole blocks of 64
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -19,8 +19,8 @@
 namespace logitless::cpu {
 namespace {
 
-// E keeps its bits where the target's logit lies at most so far below the row's maximum, and not
-// above its lse by more than rounding.
+// E keeps its precision where the target's logit is at most this far below the row's maximum, and
+// not above its lse by more than rounding.
 constexpr double most_below = 60, most_above = 0.5;
 
 class LinearRun : public LinearProducts {
@@ -34,24 +34,21 @@ class LinearRun : public LinearProducts {
     }
   }
 
-  // Begins the chunk of compacted tokens [first, first + count).
   void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
-  // Packs the chunk's input for the products.
   void pack_input();
-  // Makes logits tile by tile and from them the states (all but the coefficients); the logits stay
+  // Makes logits tile by tile and from them the row states (without coefficients). The logits stay
   // where the plan stores them or the call keeps them.
   void forward_pass();
-  // Adds to grad_weight and grad_bias, and writes grad_input of the chunk's rows. `gradients` is
+  // Adds to grad_weight and grad_bias, and writes the chunk's rows of grad_input. `gradients` is
   // [count].
   void gradient_pass(bool first_chunk);
-  // Sets, in Backward, the state of every row whose kept state is not this call's to NaN, and
-  // `fault`.
+  // In Backward: where a row's kept state is not this call's, sets its state to NaN, and `fault`.
   void check_kept(const Tokens& tokens);
-  // Says in every row, without a gradient or with one, that its kept state is used up.
+  // Marks every row's kept state as consumed, with or without a gradient.
   void consume_kept(const Tokens& tokens);
 
   RowState* states() const { return at<RowState>(plan_.states_at); }  // [N]
-  // [N]  It returns null where none of them is asked for.
+  // [N]  null where none is asked for.
   RareStatistics* rare() const {
     return wants_.rare() ? at<RareStatistics>(plan_.rare_at) : nullptr;
   }
@@ -60,11 +57,11 @@ class LinearRun : public LinearProducts {
  private:
   bool exponentials() const { return call_.input.dtype != DType::f32; }
   bool keeps_exponentials() const { return call_.forward && kept_ > 0 && exponentials(); }
-  // The chunk's n-th token has a map of its own where temperatures are given.
+  // With temperatures each token has its own map.
   LogitMap map_of(int64_t n) const { return cpu::map_of(map_, *tokens_, first_ + n); }
   bool is_kept(int64_t tile) const { return tile * vocab_tile < kept_; }
   bool makes_logits() const { return shape_.forward || !reads_kept_ || kept_ < shape_.vocab; }
-  // A tile's gradients are formed of what an earlier Forward kept.
+  // The tile's gradients are formed of what an earlier Forward kept.
   bool reads_kept(int64_t tile) const { return !plan_.stored && reads_kept_ && is_kept(tile); }
   void find_anchors();
   void find_chosen();
@@ -76,7 +73,7 @@ class LinearRun : public LinearProducts {
   TileRows tile_rows(int64_t tile, const Lane& lane) const;
   void load_vectors(int64_t tile, const Lane& lane) const;
   void compute_tile(int64_t tile, const Lane& lane, float* logits, bool forward) const;
-  // A thread's lists of the largest logits that it has seen.
+  // The largest logits that a thread has seen.
   TopLists lists_of(int64_t index) const {
     char* const lane = at<char>(plan_.lanes_at) + index * plan_.lane_bytes;
     return {call_, plan_.token_chunk, lane + plan_.listed_at};
@@ -89,7 +86,7 @@ class LinearRun : public LinearProducts {
   LogitMap map_;
   BlockWants wants_;
   ChosenColumns chosen_;
-  bool reads_kept_ = false;  // Backward finds the chunk's kept columns fit to be read
+  bool reads_kept_ = false;  // in Backward: the chunk's kept columns can be read
 };
 
 void LinearRun::begin_chunk(const Tokens& tokens, int64_t first, int64_t count) {
@@ -119,7 +116,7 @@ void LinearRun::load_vectors(int64_t tile, const Lane& lane) const {
 }
 
 // Makes the logits [padded_count][vocab_tile] of a tile. Without `forward` this is a second
-// product, whose states are known.
+// product, with the row states known.
 void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool forward) const {
   const int64_t first = tile * vocab_tile, width = tile_width(tile);
   multiply_input(packed_input(), 0, count_, source_of(call_.weight, nullptr), first, width, lane,
@@ -150,16 +147,16 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool
   }
 }
 
-// z_t must be known before any tile is, because E is relative to it and a rank is counted with it.
-// It comes of the same sums as in its tile: a token's target is one of as many columns as there are
-// tokens in the product.
+// z_t must be known before any tile: E is relative to it, and a rank is counted with it. The
+// product has a column for each token's target, of which the diagonal is used; its bits are the
+// tile's.
 void LinearRun::find_anchors() {
   constexpr int64_t group = target_group;
   const bool targets_only = call_.targets_only();
   for_each_task(executor_, plan_.lanes, divide_up(count_, group), [&](int64_t task, int64_t index) {
     const Lane lane = this->lane(index);
     const int64_t row = task * group, rows = std::min(group, count_ - row);
-    int64_t columns[group];  // of a target that another shard has any column stands in
+    int64_t columns[group];  // any column if another shard has the target
     for (int64_t r = 0; r < rows; ++r) {
       columns[r] = std::max<int64_t>(tokens_->target[first_ + row + r], 0);
     }
@@ -182,8 +179,8 @@ void LinearRun::find_anchors() {
   });
 }
 
-// Where no tile is made, the chosen columns of a panel's tokens are, as many at once as a tile has.
-// Each logit is of one token, and comes of the same sums as in its tile.
+// Where no tile is made, the chosen columns of a panel's tokens are multiplied alone, a tile's
+// number of them at once. Each has the bits it would have in its tile.
 void LinearRun::find_chosen() {
   const int64_t group = plan_.engine.a_rows;
   for_each_task(executor_, plan_.lanes, divide_up(count_, group), [&](int64_t task, int64_t index) {
@@ -240,8 +237,8 @@ void LinearRun::keep_states() {
     const bool rounded = exponentials() && kept_ > 0;
     const float anchor = rounded ? row->target_logit : state.target_logit;
     const double above = static_cast<double>(anchor) - state.reference;
-    // A NaN does not fit. A shard without the target may lie far below its anchor: beside the
-    // target such exponentials are nothing.
+    // A NaN does not fit. On a shard without the target, logits may lie far below the anchor: such
+    // exponentials are negligible beside the target's.
     const bool elsewhere = tokens_->target[first_ + n] < 0;
     const bool fits = above >= -most_below && (elsewhere || above - state.log_sum <= most_above);
     *row = {.reference = state.reference,
@@ -255,7 +252,7 @@ void LinearRun::keep_states() {
   }
 }
 
-// Returns where the forward pass makes a tile's logits; a product writes whole tiles.
+// Where the forward pass makes a tile's logits; a product writes whole tiles.
 float* LinearRun::logits_of(int64_t tile, const Lane& lane) const {
   if (plan_.stored) {
     return at<float>(plan_.logits_at) + tile * plan_.token_chunk * vocab_tile;
@@ -294,7 +291,7 @@ void LinearRun::list_tile(int64_t tile, int64_t index, const float* logits) cons
   }
 }
 
-// The order of a token's columns is total, so that the list is the same however threads shared the
+// The order of a token's columns is total, so the list does not depend on how threads shared the
 // tiles.
 void LinearRun::write_list(int64_t n) const {
   const int64_t i = tokens_->row[first_ + n];
@@ -343,9 +340,9 @@ void LinearRun::form_row(int64_t tile, const Lane& lane, const TileRows& rows, i
   if (shape_.chooses()) add_chosen(map, tile, n, rounded ? nullptr : z, class_weight, row);
 }
 
-// Adds the gradients of the chosen columns to a row. They are part of what is subtracted at the
-// target, which is made of p and 1 - p: where p is near 1 nothing cancels. A rounded exponential
-// tells p too coarsely for that; z is null there, and there is no softcap.
+// Adds the gradients of the chosen columns to a row. They are added to what is subtracted at the
+// target, which is made of p and 1 - p, so that nothing cancels where p is near 1. A rounded
+// exponential gives p too coarsely for that: z is null then, and there is no softcap.
 void LinearRun::add_chosen(const LogitMap& map, int64_t tile, int64_t n, const float* z,
                            const float* class_weight, float* row) const {
   const int64_t first = tile * vocab_tile;
@@ -366,7 +363,7 @@ void LinearRun::add_chosen(const LogitMap& map, int64_t tile, int64_t n, const f
   }
 }
 
-// A tile's gradients are formed of these rows, made again where they are neither stored nor kept.
+// The rows that a tile's gradients are formed of, made again where neither stored nor kept.
 TileRows LinearRun::tile_rows(int64_t tile, const Lane& lane) const {
   constexpr int64_t stride = vocab_tile * sizeof(float);
   if (plan_.stored)
@@ -392,8 +389,8 @@ void LinearRun::check_kept(const Tokens& tokens) {
   for (int64_t i = 0; i < tokens.valid; ++i) {
     const KeptRow& row = *kept_row(tokens, i);
     RowState& state = states()[i];
-    // Of a shard the state is that of the whole vocabulary, whose lse is no less than the shard's
-    // own but for rounding.
+    // A shard is given the state of the whole vocabulary, whose lse is at least the shard's own, up
+    // to rounding.
     const bool is_its =
         call_.shard()
             ? !((row.reference - state.reference) + (row.log_sum - state.log_sum) > kept_tolerance)
@@ -502,7 +499,7 @@ Status run_linear(const Call& call, const LinearPlan& plan, const Workspace& wor
 
 }  // namespace logitless::cpu
 
-// A rounded exponential tells the slope of a softcap too coarsely.
+// A rounded exponential gives the slope of a softcap too coarsely.
 bool logitless::cpu_keeps(DType dtype, const LossOptions& options) {
   return dtype == DType::f32 || (dtype == DType::bf16 && options.softcap == 0);
 }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file walks rows of given logits: it decides which memory the kernels work in, and moves
-// strided views.
+// Walks rows of given logits: chooses the memory that the kernels work in, and moves strided views.
 #include "src/cpu/logit_rows.h"
 
 #include <algorithm>
@@ -11,20 +10,20 @@
 namespace logitless::cpu {
 namespace {
 
-// A row of z is kept where making it again costs more than reading it back; beyond this length it
-// leaves the second cache.
+// Up to this length a row of z is kept for the gradient; longer ones leave the L2 cache, and making
+// them again costs less than reading them back.
 constexpr int64_t most_kept_columns = 1 << 18;
-// A task has so many elements, for some 10 us.
+// Elements of a task, about 10 us.
 constexpr int64_t task_elements = 1 << 15;
-// So many columns of strided elements are moved at a time: their cache lines stay in the first
-// cache even where they share a set.
+// Columns of strided elements that are moved at a time: their cache lines stay in L1 even if they
+// share a set.
 constexpr int64_t strip = 8;
 
 bool rows_adjoin(const TensorView& v) {
   return v && v.shape[0] > 1 && std::abs(v.stride[0]) < std::abs(v.stride[1]);
 }
 
-// These rows may be any distance apart; if `row` is null they are rows 0, 1, 2...
+// Rows at any distance; a null `row` means rows 0, 1, 2, ...
 template <class T>
 struct Strided {
   T* base;
@@ -123,7 +122,7 @@ LogitRows::LogitRows(const TensorView& logits, const TensorView& output, const L
   direct_ = !grouped && logits.dtype == DType::f32 && logits.stride[1] == 1 && identity;
   to_output_ = !grouped && output && output.dtype == DType::f32 && output.stride[1] == 1;
   kept_ = !grouped && purpose.forward && output && (to_output_ || columns_ <= most_kept_columns);
-  // Every layout has the same basis, so that every layout has the same bits.
+  // Chosen the same way for every layout, so that every layout has the same bits.
   if (purpose.forward && output && map.softcap == 0 && !purpose.needs_logits) {
     basis_ = Basis::exponentials;
     const int64_t blocks = (columns_ + row_block - 1) / row_block;
@@ -132,7 +131,7 @@ LogitRows::LogitRows(const TensorView& logits, const TensorView& output, const L
   int64_t width = std::min(columns_, row_block);
   if (kept_) width = to_output_ ? 0 : columns_;
   if (direct_ && basis_ == Basis::logits && !kept_ && (!output || to_output_)) width = 0;
-  // The rows of one group then fall into different sets of the first cache.
+  // So that the rows of a group fall into different sets of L1.
   pitch_ = grouped ? width + 16 : width;
   lane_bytes_ = maxima_ * sizeof(float) + padded(group_ * pitch_ * sizeof(float));
 }

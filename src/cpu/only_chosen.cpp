@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of logits_at alone ("Only chosen columns" of docs/semantics.md), without a product:
 //   a_ik = g_ik dz/draw of the column ids_ik
-//   grad_input_i = sum_k a_ik W[ids_ik]      grad_weight_j = sum of a_ik x_i, and grad_bias_j of
-//   a_ik,
-//                                            over the places (i, k) whose id is j, in their order
-// Tokens in parallel make grad_input and all a; a counting sort brings the places to their columns,
-// which in parallel make the rows of grad_weight. Each sum is one thread's, in f32.
+//   grad_input_i = sum_k a_ik W[ids_ik]
+//   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over the places (i, k)
+//   with id j, in order
+// Tokens, in parallel, make grad_input and all a; a counting sort brings the places to their
+// columns; columns, in parallel, make the rows of grad_weight. Each sum is one thread's, in f32.
 #include <algorithm>
 #include <numeric>
 
@@ -40,7 +40,7 @@ Layout layout_of(const Call& call) {
   return layout;
 }
 
-// Returns row i of a matrix in f32: where it lies, or else in `copy`.
+// Returns row i of a matrix in f32: in place if it can, else converted into `copy`.
 const float* row_in_f32(const TensorView& matrix, int64_t i, float* copy) {
   const int64_t hidden = matrix.shape[1], size = size_of(matrix.dtype);
   const char* row = matrix.as<const char>() + i * matrix.stride[0] * size;
@@ -105,7 +105,7 @@ class OnlyChosen {
   T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(memory_ + offset);
   }
-  // A lane has three rows [D]: the sum and copies of two operands.
+  // A lane has three rows [D]: the sum and the copies of two operands.
   float* row_of_lane(int64_t lane, int64_t row) const {
     return at<float>(layout_.lanes_at + lane * layout_.lane_bytes + row * layout_.lane_bytes / 3);
   }
@@ -125,7 +125,6 @@ class OnlyChosen {
   int64_t lanes_ = 1;
 };
 
-// Makes the factors of a token's places, and its row of grad_input.
 void OnlyChosen::pass_token(const Tokens& tokens, int64_t n, int64_t lane) const {
   const int64_t i = tokens.row[n], hidden = call_.hidden();
   const ChosenPlaces places = places_of(call_, i);
@@ -153,7 +152,7 @@ void OnlyChosen::pass_token(const Tokens& tokens, int64_t n, int64_t lane) const
   if (call_.grad_input) store_rows(sum, 0, 1, i, 1, 0, hidden, call_.grad_input);
 }
 
-// Brings the places to their columns, whose summands lie one column after the other.
+// Sorts the places by column: the summands of a column lie together, in the order of the places.
 void OnlyChosen::sort(const Tokens& tokens) const {
   int64_t* end = at<int64_t>(layout_.end_at);
   Summand* summands = at<Summand>(layout_.summands_at);
@@ -169,7 +168,7 @@ void OnlyChosen::sort(const Tokens& tokens) const {
   std::fill_n(end, call_.vocab(), int64_t{0});
   for_places([&](int64_t column, const Summand&) { ++end[column]; });
   std::exclusive_scan(end, end + call_.vocab(), end, int64_t{0});
-  // A column's begin becomes its end as its summands come.
+  // Each column's begin moves to its end as its summands are placed.
   for_places([&](int64_t column, const Summand& summand) { summands[end[column]++] = summand; });
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packers turn strided elements of any input dtype into zero-padded panels of 32-bit lanes
+// The packers: strided elements of any input dtype become zero-padded panels of 32-bit lanes
 // (gemm.h).
 
 #if defined(LOGITLESS_PACK_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -21,20 +21,20 @@ namespace logitless::cpu {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// So many elements of a row are taken at a time when they must be converted or gathered first.
+// Elements of a row that are converted or gathered at a time.
 constexpr int64_t stage_columns = 512;
 
-// So much depth is packed before the next rows' turn, so that a panel's part stays in L1 until its
-// lines are whole.
+// Depth that is packed before the next rows' turn: a panel's part stays in L1 until its lines are
+// whole.
 constexpr int64_t pack_depth = 128;
 
-// Copies `count` lanes, a multiple of a vector's.
+// `count` is a multiple of a vector's lanes.
 HWY_INLINE void copy_lanes(const uint32_t* from, int64_t count, uint32_t* to) {
   const hn::CappedTag<uint32_t, 16> d;
   for (int64_t i = 0; i < count; i += hn::Lanes(d)) hn::StoreU(hn::LoadU(d, from + i), d, to + i);
 }
 
-// Makes out[k * out_stride + r] = row_r[k] for four rows and k in [0, lanes).
+// out[k * out_stride + r] = row_r[k] for four rows and k in [0, lanes).
 HWY_INLINE void transpose_4(const uint32_t* const* rows, int64_t lanes, int64_t out_stride,
                             uint32_t* out) {
   const hn::FixedTag<uint32_t, 4> d;
@@ -59,7 +59,7 @@ HWY_INLINE void transpose_4(const uint32_t* const* rows, int64_t lanes, int64_t 
 }
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
-// These make blocks a0 b0 a2 b2 and a1 b1 a3 b3, for which Highway 1.2 has no single instruction.
+// Blocks a0 b0 a2 b2 and a1 b1 a3 b3; Highway 1.2 has no single instruction for them.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V even_blocks(D d, V a, V b) {
 #if HWY_VERSION_GE(1, 3)
@@ -77,14 +77,14 @@ HWY_INLINE V odd_blocks(D d, V a, V b) {
 #endif
 }
 
-// Does the same for 16 rows at once and stores whole cache lines: 64 shuffles for 256 lanes.
+// The same for 16 rows, in whole cache lines: 64 shuffles for 256 lanes.
 HWY_INLINE void transpose_16(const uint32_t* const* rows, int64_t lanes, int64_t out_stride,
                              uint32_t* out) {
   const hn::Full512<uint32_t> d;
   const hn::Full512<uint64_t> d2;
   using V = hn::Vec<decltype(d)>;
   for (int64_t k = 0; k < lanes; k += 16) {
-    // Block b of four[g][i] has rows 4g to 4g + 3 at k + 4b + i.
+    // Block b of four[g][i]: rows 4g to 4g + 3 at k + 4b + i.
     V four[4][4];
     for (int g = 0; g < 4; ++g) {
       const V a = hn::LoadU(d, rows[4 * g] + k), b = hn::LoadU(d, rows[4 * g + 1] + k);
@@ -116,7 +116,7 @@ constexpr int64_t transpose_rows_at_once = 16;
 constexpr int64_t transpose_rows_at_once = 4;
 #endif
 
-// Makes out[k * out_stride + r] = rows[r][k] for `count` rows, a multiple of 4.
+// out[k * out_stride + r] = rows[r][k] for `count` rows, a multiple of 4.
 HWY_INLINE void transpose(const uint32_t* const* rows, int64_t count, int64_t lanes,
                           int64_t out_stride, uint32_t* out) {
   int64_t r = 0;
@@ -128,8 +128,8 @@ HWY_INLINE void transpose(const uint32_t* const* rows, int64_t count, int64_t la
   for (; r < count; r += 4) transpose_4(rows + r, lanes, out_stride, out + r);
 }
 
-// Makes lanes[i] = (low[i], high[i]) as a pair of bf16. `count` is a multiple of a vector's lanes,
-// as every panel is.
+// lanes[i] = (low[i], high[i]), a pair of bf16. `count` is a multiple of a vector's lanes, as in
+// every panel.
 HWY_INLINE void interleave_pairs(const uint16_t* low, const uint16_t* high, int64_t count,
                                  uint32_t* lanes) {
   const hn::CappedTag<uint32_t, 16> d;
@@ -142,17 +142,16 @@ HWY_INLINE void interleave_pairs(const uint16_t* low, const uint16_t* high, int6
   }
 }
 
-// Fetches the run that is packed next while this one is, because hardware does not follow many
-// short runs.
+// Prefetches the run that is packed next: hardware does not follow many short runs.
 HWY_INLINE void prefetch_run(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) hwy::Prefetch(from + i);
 }
 
-// Reads one row's elements as the engine wants them (f32 or bf16), contiguous.
+// Reads a row's elements as the engine takes them (f32 or bf16), contiguous.
 struct RowReader {
   const Engine& engine;
   const Source& source;
-  bool direct;  // they are so in memory already
+  bool direct;  // already so in memory
 
   RowReader(const Engine& e, const Source& s)
       : engine(e),
@@ -170,7 +169,7 @@ struct RowReader {
     return reinterpret_cast<uintptr_t>(at(row, column)) % alignof(uint32_t) == 0;
   }
 
-  // Converts or gathers into buffer, and zeroes up to `padded` elements.
+  // Converts or gathers into buffer, with zeros up to `padded` elements.
   void stage(int64_t row, int64_t column, int64_t count, int64_t padded, void* buffer) const {
     const int64_t size = size_of(source.dtype);
     const char* from = at(row, column);
@@ -191,7 +190,7 @@ struct RowReader {
   }
 };
 
-// Holds some rows of one segment of columns, as lanes; rows beyond the last are zero.
+// Some rows of one segment of columns, as lanes; rows beyond the last are zero.
 struct RowGroup {
   alignas(64) char buffer[transpose_rows_at_once][pack_depth * 4];
   const uint32_t* lanes[transpose_rows_at_once];
@@ -229,7 +228,7 @@ void pack_along_columns(const Engine& engine, const Source& source, int64_t row0
       for (int64_t r = 0; r < panel_rows; r += group_rows) {
         const int64_t wanted = std::min(group_rows, panel_rows - r);
         if (reader.direct) {
-          // These are the next rows of this panel, or its first ones further along k.
+          // The next rows of this panel, or its first ones further along k.
           const bool last = r + group_rows >= panel_rows;
           const int64_t next_k = last ? k + pack_depth : k, next_r = last ? 0 : r + group_rows;
           const int64_t bytes = std::min(pack_depth, columns - next_k) * engine.element;
@@ -264,7 +263,7 @@ void pack_along_rows(const Engine& engine, const Source& source, int64_t row0, i
   alignas(64) char low[stage_columns * 4], high[stage_columns * 2];
   alignas(64) uint32_t lanes[stage_columns];
   const int64_t step = stage_columns / width * width;
-  constexpr int64_t ahead = 8;  // it counts lanes: 4 KiB at 128 columns
+  constexpr int64_t ahead = 8;  // lanes: 4 KiB at 128 columns
   for (int64_t c = 0; c < columns; c += step) {
     const int64_t count = std::min(step, columns - c), padded = (count + width - 1) / width * width;
     uint32_t* out = static_cast<uint32_t*>(panels) + c / width * depth_lanes * width;
@@ -303,7 +302,7 @@ void pack_along_rows(const Engine& engine, const Source& source, int64_t row0, i
   }
 }
 
-// gemm.h says what pack_gradient does.
+// pack_gradient of gemm.h.
 void pack_gradient_rows(const Engine& engine, const float* rows, int64_t first, int64_t count,
                         int64_t tokens, void* along_vocab, void* along_tokens) {
   const int64_t per_lane = 4 / engine.element, panel_rows = engine.a_rows;
@@ -336,7 +335,7 @@ void pack_gradient_rows(const Engine& engine, const float* rows, int64_t first, 
     }
   }
   if (along_tokens == nullptr) return;
-  // These are rows (or pairs of rows) of lanes along the vocabulary.
+  // Rows, or pairs of rows, of lanes along the vocabulary.
   alignas(64) uint32_t pairs[gradient_group / 2][vocab_tile];
   const int64_t depth_rows = count / per_lane;
   if (per_lane == 2) {
@@ -366,4 +365,4 @@ void pack_gradient_rows(const Engine& engine, const float* rows, int64_t first, 
 }  // namespace logitless::cpu
 HWY_AFTER_NAMESPACE();
 
-#endif  // this ends the per-target include guard
+#endif  // the per-target include guard

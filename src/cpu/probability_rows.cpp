@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file runs CrossEntropy on given probabilities in double, element by element. Only label
-// smoothing reads more than the target's.
+// CrossEntropy on given probabilities, in double, element by element. Only label smoothing reads
+// more than the target's element.
 #include "src/cpu/probability_rows.h"
 
 #include <cmath>
@@ -17,7 +17,7 @@ double element(const TensorView& v, int64_t row, int64_t column) {
   return value;
 }
 
-// This is the target distribution q of one token.
+// The target distribution q of one token.
 struct Distribution {
   Distribution(const ProbabilityRow& view, const Tokens& tokens, int64_t k)
       : class_weight(view.class_weight),

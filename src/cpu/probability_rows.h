@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These functions run CrossEntropy on given probabilities (input_kind = probabilities), a row at a
-// time:
+// CrossEntropy on given probabilities (input_kind = probabilities), a row at a time:
 //   loss = -a sum_j q_j log(p_j + floor),   grad_j = -g a q_j / (p_j + floor)
 //   q_j = (1 - eps) c_t [j = t] + (eps / V) c_j
 #pragma once
@@ -11,11 +10,10 @@ namespace logitless::cpu {
 
 struct ProbabilityRow {
   const TensorView& probabilities;  // [N, V]
-  const float* class_weight;        // [V]  it is null where all are 1
+  const float* class_weight;        // [V]  null where all are 1
   float floor;
 };
 
-// Returns the loss of compacted token k.
 float probability_loss(const ProbabilityRow& view, const Tokens& tokens, int64_t k);
 
 // Writes the token's row of `gradient` [N, V], which may be the probabilities themselves.

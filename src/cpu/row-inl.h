@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of row_kernels.h over one block of a row are here, compiled once per target. A block is
-// walked several times while it is in the first cache: for the map and the maximum, then for exp
-// and its sum, then for what else is asked for.
+// The loops of row_kernels.h over one block of a row, compiled once per target. A block is walked
+// several times while it is in L1: for the map and the maximum, for exp and its sum, then for what
+// else is asked for.
 
 #if defined(LOGITLESS_CPU_ROW_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITLESS_CPU_ROW_INL_H_
@@ -33,7 +33,7 @@ inline Map kind_of_map(const LogitMap& map) {
   return map.identity() ? Map::identity : Map::scale;
 }
 
-// Returns outward tanh(inward size / 2), with both factors in two parts.
+// Returns outward tanh(inward size / 2); both factors have a low part.
 template <class D, class V = hn::Vec<D>, class T = hn::TFromD<D>>
 HWY_INLINE V cap_vector(D d, V size, T inward, T inward_low, T outward, T outward_low) {
   const V y = hn::MulAdd(size, hn::Set(d, inward), hn::Mul(size, hn::Set(d, inward_low)));
@@ -41,8 +41,8 @@ HWY_INLINE V cap_vector(D d, V size, T inward, T inward_low, T outward, T outwar
   return hn::MulAdd(t, hn::Set(d, outward), hn::Mul(t, hn::Set(d, outward_low)));
 }
 
-// Does the same in f32. Where the target has no fused multiply-add what a product lost is unknown,
-// and double stands in.
+// The same for f32. Without fused multiply-add a product's rounding error is unknown, and double is
+// used.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V cap_vector_f32(D d, const MapFactors& f, V size) {
 #if HWY_NATIVE_FMA
@@ -58,7 +58,6 @@ HWY_INLINE V cap_vector_f32(D d, const MapFactors& f, V size) {
 #endif
 }
 
-// Maps raw to z.
 template <Map kMap, class D, class V = hn::Vec<D>>
 HWY_INLINE V map_vector(D d, const MapFactors& f, V raw) {
   if constexpr (kMap == Map::identity) return raw;
@@ -72,7 +71,7 @@ HWY_INLINE V map_vector(D d, const MapFactors& f, V raw) {
   }
 }
 
-// Maps the block in place and returns its maximum, where a NaN may or may not count.
+// Maps the block in place and returns its maximum, which may miss a NaN.
 template <Map kMap, bool kBias>
 float map_and_maximum(const MapFactors& f, float* HWY_RESTRICT z, const float* HWY_RESTRICT bias,
                       int64_t count) {
@@ -107,8 +106,8 @@ float map_and_maximum(const MapFactors& f, float* HWY_RESTRICT z, const float* H
   return hn::ReduceMax(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3)));
 }
 
-// Adds up what add(i, &s, &t) adds for a vector of columns from i on, and add_rest for the last
-// ones. Few additions follow each other: 8 to a partial sum, then the partial sums.
+// Sums what add(i, &s, &t) adds for the vector of columns from i on, and add_rest for the last
+// columns. Few additions follow each other: 8 to a partial sum, then the partial sums.
 template <bool kSecond, class Add, class AddRest>
 HWY_INLINE void sum_columns(int64_t count, float* first, float* second, const Add& add,
                             const AddRest& add_rest) {
@@ -136,7 +135,7 @@ HWY_INLINE void sum_columns(int64_t count, float* first, float* second, const Ad
   if constexpr (kSecond) *second = hn::ReduceSum(d, hn::Add(other, t0));
 }
 
-// Sums exp(z_j - m) and, for the entropy, exp(z_j - m) (z_j - m). With kStore it also writes the
+// Sums exp(z_j - m) and, for the entropy, exp(z_j - m) (z_j - m). With kStore also writes the
 // exponentials to `e`, which may be z.
 template <bool kEntropy, bool kStore>
 void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* state, float* e) {
@@ -152,7 +151,7 @@ void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* 
     return y;
   };
   const auto add_at = [&](int64_t i, V& s, V& t) HWY_ATTR {
-    // This fetches the next block of the row while the memory units rest.
+    // Prefetches the row's next block while the memory units are idle.
     if constexpr (kStore) hwy::Prefetch(z + i + count);
     const V y = add(hn::LoadU(d, z + i), s, t);
     if constexpr (kStore) hn::StoreU(y, d, e + i);
@@ -165,7 +164,6 @@ void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* 
   sum_columns<kEntropy>(count, &state->sum, &state->shifted, add_at, add_rest);
 }
 
-// Returns sum_j c_j z_j.
 template <bool kWeights>
 float weighted_sum(const float* HWY_RESTRICT z, const float* HWY_RESTRICT weight, int64_t count) {
   const hn::ScalableTag<float> d;
@@ -194,7 +192,6 @@ float weighted_sum(const float* HWY_RESTRICT z, const float* HWY_RESTRICT weight
   return sum;
 }
 
-// Returns sum_j exp(z_j - m)^2.
 inline float sum_of_squares(const float* HWY_RESTRICT z, int64_t count, float maximum) {
   const hn::ScalableTag<float> d;
   using V = hn::Vec<decltype(d)>;
@@ -212,7 +209,6 @@ inline float sum_of_squares(const float* HWY_RESTRICT z, int64_t count, float ma
   return sum;
 }
 
-// Returns the sum of exp(z_j - m) over the columns whose logit is above `least`.
 inline float mass_above(const float* HWY_RESTRICT z, int64_t count, float maximum, float least) {
   const hn::ScalableTag<float> d;
   using V = hn::Vec<decltype(d)>;
@@ -240,7 +236,7 @@ inline int32_t count_above(const float* HWY_RESTRICT z, int64_t count, float lea
   return static_cast<int32_t>(above);
 }
 
-// Returns the lowest index whose logit is `maximum`, or 0 where none is, in a block with a NaN.
+// Returns the lowest index whose logit is `maximum`, or 0 if there is none, in a block with a NaN.
 inline int32_t first_index_of(const float* HWY_RESTRICT z, int64_t count, float maximum) {
   const hn::ScalableTag<float> d;
   const int64_t n = hn::Lanes(d);
@@ -256,7 +252,7 @@ inline int32_t first_index_of(const float* HWY_RESTRICT z, int64_t count, float 
   return 0;
 }
 
-// Returns x - y z, in one rounding where the target can.
+// x - y z, in one rounding where the target can.
 struct MinusVectors {
   template <class V>
   HWY_INLINE V operator()(V x, V y, V z) const {
@@ -265,7 +261,7 @@ struct MinusVectors {
 };
 #include "src/row/dz-inl.h"
 
-// Makes draw_j = of(x_j, c_j), with 1 for c_j where there are no weights.
+// draw_j = of(x_j, c_j), with c_j = 1 without weights.
 template <bool kWeights, class F>
 HWY_INLINE void for_columns(const float* x, const float* weight, int64_t count, float* draw,
                             const F& of) {
@@ -293,7 +289,7 @@ HWY_INLINE void for_columns(const float* x, const float* weight, int64_t count, 
   }
 }
 
-// These are the cap of z in two parts, and its inverse.
+// The cap of z in two parts, and its inverse.
 struct Cap {
   float size = 0, low = 0, inverse = 0;
 };
@@ -302,8 +298,8 @@ inline Cap cap_of(const MapFactors& f) {
   const double whole = std::fabs(double{f.outward}) + low;
   return {std::fabs(f.outward), low, static_cast<float>(1 / whole)};
 }
-// Returns 1 - t^2 for t = c / softcap from 1 - |t|, which is z's distance from the cap: that
-// difference is exact where t is near 1. t itself would be rounded three times by then.
+// Returns 1 - t^2 for t = z / cap, from 1 - |t|, which is z's distance from the cap: exact where t
+// is near 1, while t itself has been rounded three times.
 template <class D, class V>
 HWY_INLINE V cap_slope(D d, const Cap& cap, V z) {
   const V distance = hn::Sub(hn::Set(d, cap.size), hn::Abs(z));
@@ -311,7 +307,7 @@ HWY_INLINE V cap_slope(D d, const Cap& cap, V z) {
   return hn::NegMulAdd(rest, rest, hn::Add(rest, rest));
 }
 
-// Makes draw_j. kSmoothing is 0 for none, 1 where every class counts alike, 2 for class weights.
+// kSmoothing is 0 without smoothing, 1 where every class counts alike, 2 with class weights.
 template <bool kSoftcap, int kSmoothing, bool kEntropy>
 void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, const float* weight,
                    int64_t count, float* draw) {
@@ -334,8 +330,8 @@ void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, co
   for_columns<kSmoothing == 2>(z, weight, count, draw, gradient);
 }
 
-// Makes draw_j from p_j = e_j exp(shift), with kSmoothing as above. A small factor of p_j comes
-// last, because it may be subnormal with exp(shift) in it.
+// draw_j from p_j = e_j exp(shift). A small factor of p_j comes last: times exp(shift) it may be
+// subnormal.
 template <int kSmoothing, bool kEntropy>
 void exponentials_loop(const MapFactors& f, const RowGradient& g, double shift,
                        const float* exponentials, const float* weight, int64_t count, float* draw) {
@@ -349,7 +345,7 @@ void exponentials_loop(const MapFactors& f, const RowGradient& g, double shift,
   const auto gradient = [&](V e, V c) HWY_ATTR {
     const V p = hn::Mul(e, factor);
     V information = constant;
-    // 0 log 0 is 0, so the logarithm of 0 must be a number.
+    // 0 log 0 is 0, so the logarithm of 0 must be finite.
     if constexpr (kEntropy) information = hn::Add(hn::Log(d, hn::Max(e, least)), constant);
     return dz_of<MinusVectors>(hn::Mul(own, p), kSmoothing > 0, s, c, kEntropy, hn::Mul(h, p),
                                information);
@@ -357,7 +353,7 @@ void exponentials_loop(const MapFactors& f, const RowGradient& g, double shift,
   for_columns<kSmoothing == 2>(exponentials, weight, count, draw, gradient);
 }
 
-// Makes draw_j = probability e_j - smoothing c_j, with kSmoothing as above.
+// draw_j = probability e_j - smoothing c_j.
 template <int kSmoothing>
 void scale_loop(float probability, float smoothing, const float* e, const float* weight,
                 int64_t count, float* draw) {

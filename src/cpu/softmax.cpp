@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file runs the softmax: p_ij = exp((z_ij - m_i) - log s_i), [R, C] -> [R, C].
+// The softmax: p_ij = exp((z_ij - m_i) - log s_i), [R, C] -> [R, C].
 #include <algorithm>
 
 #include "src/cpu/logit_rows.h"

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the library's own blocking thread pool. A job is a counter on its caller's stack, linked
-// into the pool's list; the caller works on it too and leaves when no worker is inside it any more,
-// so jobs of several callers and jobs started by a job's own lanes can never wait for each other in
-// a circle. The pool is never destroyed: its threads sleep until the process ends. A forked child
-// has none of them and starts a pool of its own.
+// The library's own blocking thread pool. A job is a counter on its caller's stack, linked into the
+// pool's list. The caller works on it too, and leaves when no worker is inside it any more: jobs of
+// several callers, and jobs started by a job's own lanes, can never wait for each other in a
+// circle. The pool is never destroyed: its threads sleep until the process ends. A forked child has
+// none of them and starts its own pool.
 #include "src/cpu/thread_pool.h"
 
 #include <pthread.h>
@@ -19,7 +19,7 @@ namespace {
 
 using Function = void (*)(void* context, int64_t i);
 
-// 0 stands for the default, which nobody has asked for yet.
+// 0: the default, not looked up yet.
 std::atomic<int32_t> chosen_threads{0};
 
 struct Job {
@@ -27,8 +27,8 @@ struct Job {
   void* const context;
   const int64_t count;
   std::atomic<int64_t> next{0};
-  int32_t workers_inside = 0;      // the pool's mutex guards it
-  std::condition_variable left{};  // it is signalled when workers_inside reaches 0
+  int32_t workers_inside = 0;      // guarded by the pool's mutex
+  std::condition_variable left{};  // signalled when workers_inside reaches 0
   Job* following = nullptr;
 
   bool has_work() const { return next.load(std::memory_order_relaxed) < count; }
@@ -39,9 +39,9 @@ struct Job {
   }
 };
 
-// A signal meant for the host must not be taken by a thread it does not know. The signals that a
-// thread's own instructions raise stay open: for one that is blocked the kernel ends the process
-// without asking the host's handler.
+// The host's signals must not be delivered to a thread it does not know. Signals that a thread's
+// own instructions raise stay unblocked: the kernel ends the process on a blocked one without
+// asking the host's handler.
 class BlockSignals {
  public:
   BlockSignals() {
@@ -91,7 +91,7 @@ class Pool {
     try {
       for (; workers_ < limit_; ++workers_) std::thread([this] { serve(); }).detach();
     } catch (...) {
-      // Fewer threads than wanted compute the same bits, later.
+      // Fewer threads compute the same bits, later.
     }
   }
 
@@ -138,10 +138,10 @@ class Pool {
 
 std::atomic<Pool*> current_pool{nullptr};
 
-// Its threads and whoever held its mutex are gone in the child, so the old pool is left behind.
+// In the child the pool's threads, and whoever held its mutex, are gone: it starts another.
 void forget_pool() { current_pool.store(nullptr, std::memory_order_relaxed); }
 
-// Returns nullptr when memory is out.
+// nullptr: out of memory.
 Pool* pool() {
   Pool* known = current_pool.load(std::memory_order_acquire);
   if (known != nullptr) return known;
@@ -174,7 +174,7 @@ int32_t num_threads() {
 }
 
 const Executor& default_executor() {
-  // Each thread has one, because its num_threads may change under another thread's feet.
+  // One per thread, because num_threads may change while another thread reads it.
   thread_local Executor executor;
   executor = {sizeof(Executor), num_threads(), nullptr, parallel_for};
   return executor;

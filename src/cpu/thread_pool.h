@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the library's own blocking thread pool, which is created on first use and dropped in a
-// forked child, and the one loop that the CPU backend uses: for_each_task.
+// The library's own blocking thread pool, created on first use and dropped in a forked child, and
+// the one loop that the CPU backend uses: for_each_task.
 #pragma once
 
 #include <atomic>
@@ -16,12 +16,11 @@ inline constexpr int32_t kMaxThreads = 1024;
 // quota.
 int32_t default_num_threads();
 // Returns the quota of the cgroups that the file `membership` (/proc/self/cgroup) names, below
-// `mount` (/sys/fs/cgroup), in whole threads, rounded up; 0 says that there is no limit.
+// `mount` (/sys/fs/cgroup), in whole threads, rounded up; 0 without a limit.
 int32_t cgroup_num_threads(const char* membership, const char* mount);
-// Sets the number of threads, where 0 is the default, and returns the number now in force.
+// 0 asks for the default. Returns the number now in force.
 int32_t set_num_threads(int32_t num_threads);
 int32_t num_threads();
-// Returns the pool as an executor.
 const Executor& default_executor();
 
 inline const Executor& executor_of(const Execution& execution) {
@@ -29,9 +28,9 @@ inline const Executor& executor_of(const Execution& execution) {
 }
 
 // Calls f(task, lane) for every task in [0, tasks). At most `lanes` run at once, each with its own
-// lane number, which owns a slice of the scratch memory. Tasks are handed out in order; which lane
-// gets which is not fixed, so nothing computed may depend on `lane`. No task waits for another: an
-// executor may run lanes one after the other.
+// lane number and slice of the scratch. Tasks are handed out in order, to no fixed lane: nothing
+// computed may depend on `lane`. No task may wait for another: an executor may run lanes one after
+// the other.
 template <class F>
 void for_each_task(const Executor& executor, int64_t lanes, int64_t tasks, F&& f) {
   if (tasks <= 0) return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file prepares the tokens of a call, by compaction, weights, normalizer and gradient scale,
-// and writes the reduced loss and the statistics.
+// Prepares the tokens of a call (compaction, weights, normalizer, gradient scale), and writes the
+// reduced loss and the statistics.
 #include "src/cpu/tokens.h"
 
 #include <cfloat>
@@ -78,7 +78,7 @@ Status collect(const Call& call, int64_t vocab, Tokens* tokens) {
   return {};
 }
 
-// Looks for an id that is outside, where that is an error.
+// Fails on an id outside the vocabulary, where that is an error.
 Status check_ids(const Call& call, const Tokens& tokens) {
   if (!call.ids || call.options.out_of_range == OutOfRange::ignore) return {};
   for (int64_t n = 0; n < tokens.valid; ++n) {
@@ -102,7 +102,7 @@ Status check_ids(const Call& call, const Tokens& tokens) {
   return {};
 }
 
-// An upstream gradient of 0 is none, unless a factor of infinity or NaN makes something else of it.
+// An upstream gradient of 0 is none, unless it is multiplied by inf or NaN.
 bool is_active(const Call& call, float grad_loss, float token_weight, int64_t i) {
   if (call.only_chosen) return has_chosen_gradient(call, i);
   const bool zero = grad_loss == 0 || token_weight == 0;
@@ -113,7 +113,6 @@ bool is_active(const Call& call, float grad_loss, float token_weight, int64_t i)
   return has_chosen_gradient(call, i);
 }
 
-// Leaves tokens without a gradient out of the compacted ones.
 void leave_out_inactive(const Call& call, Tokens* t) {
   const bool per_row = call.options.reduction == Reduction::none;
   int64_t active = 0;
@@ -148,7 +147,7 @@ double normalizer_of(const Call& call, const Tokens& tokens) {
   return pairwise_sum(0, tokens.valid, [&](int64_t k) { return tokens.target_weight[k]; });
 }
 
-// A NaN or infinite gradient stays in its own row.
+// A NaN or infinite gradient must not affect other rows, so it is left out.
 void include(double x, double* largest) {
   if (std::isfinite(x) && std::fabs(x) > *largest) *largest = std::fabs(x);
 }
@@ -198,7 +197,7 @@ void scale_gradients(const Call& call, int64_t vocab, float temperature, Tokens*
   }
 }
 
-// Checks what the rules of "Arguments" allow of a number.
+// The rules of "Arguments" for a temperature.
 bool may_be_number(const LogitMap& map, float temperature) {
   const auto normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
   const double scale = std::fabs(static_cast<double>(map.scale)), t = temperature;
@@ -206,7 +205,7 @@ bool may_be_number(const LogitMap& map, float temperature) {
   return !(map.softcap > 0) || (normal(map.softcap / t) && normal(t / map.softcap));
 }
 
-// Returns the least temperature of a token, or that of the head's options.
+// Returns the least temperature of a token, or that of the options.
 float read_temperatures(const TensorView& view, const LossOptions& options, const Tokens& tokens,
                         const TensorView& fault, Temperatures* read) {
   read->view = view;
@@ -233,7 +232,6 @@ void write_index(const TensorView& view, int64_t i, int64_t value) {
   }
 }
 
-// Returns what is known of compacted token k.
 RowStatistics row_of(const Call& call, const Tokens& tokens, const RowState* states,
                      const RareStatistics* rare, int64_t k) {
   RowStatistics row;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr float least = -std::numeric_limits<float>::infinity();
 
-// A list is a row of what it lies in.
+// A list as a row of its view.
 ChosenPlaces row(int64_t i) { return {i, 1, 0}; }
 
 void write_entry(const Call& call, int64_t i, int64_t r, const Listed& entry) {

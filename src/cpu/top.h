@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The largest logits of a chunk's tokens ("Top-k" of docs/semantics.md), as far as one thread has
-// seen them. A list is a heap, whose first entry is the last in order: what is less is nothing new.
+// The largest logits of a chunk's tokens ("Top-k" of docs/semantics.md), of the columns that one
+// thread has seen. A list is a heap whose first entry is the last in order, so that most logits are
+// refused by one comparison.
 #pragma once
 
 #include <cstdint>
@@ -15,18 +16,18 @@ class TopLists {
   static uint64_t bytes(int64_t tokens, int64_t count) {
     return padded(tokens * sizeof(int64_t)) + padded(tokens * count * sizeof(Listed));
   }
-  // `memory` has room for so many tokens.
+  // `memory` has room for `tokens`.
   TopLists(const Call& call, int64_t tokens, char* memory)
       : most_(call.listed()),
         count_(reinterpret_cast<int64_t*>(memory)),
         entry_(reinterpret_cast<Listed*>(memory + padded(tokens * sizeof(int64_t)))) {}
 
   void clear(int64_t tokens) const;
-  // Adds the logits z [width] of the chunk's n-th token, of columns from `id` on.
+  // Adds the logits z [width] of the chunk's n-th token, of the columns from `id` on.
   void add(int64_t n, const float* z, int64_t width, int64_t id) const;
-  // Adds what another thread has of it.
+  // Adds what another thread has found.
   void add(int64_t n, const TopLists& other) const;
-  // Writes the list of the n-th token, in order and for good, to row i.
+  // Writes the list of the n-th token, in order, to row i; the list is destroyed.
   void write(const Call& call, int64_t n, int64_t i) const;
 
  private:
@@ -37,11 +38,11 @@ class TopLists {
   Listed* entry_;   // [tokens, k]
 };
 
-// Writes that no token has a list.
+// Writes an empty list (-inf, id -1) for every token.
 void clear_lists(const Call& call);
-// Writes the list of row i, which holds a NaN.
+// Writes the list of row i, whose logits include a NaN.
 void write_without_order(const Call& call, int64_t i);
-// Writes the list of row i that its shards' lists come to.
+// Merges the lists of row i's shards and writes the result.
 void combine_lists(const Call& call, int64_t i);
 
 }  // namespace logitless::cpu

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The map from raw to z, and its slope under a softcap, are made here, with a tanh to an ulp or
-// two.
+// The map from raw to z, and its slope under a softcap, with a tanh to an ulp or two.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -8,9 +7,9 @@
 
 namespace logitless::cuda {
 
-// Returns tanh(y / 2) for y in [0, 40] by exp - 1 in two parts; a NaN stays.
+// tanh(y / 2) for y in [0, 40], by exp - 1 in two parts; a NaN stays.
 __device__ inline float tanh_of_half(float y) {
-  const float magic = 12582912.0f;  // it is 1.5 2^23: adding it rounds to an integer
+  const float magic = 12582912.0f;  // 1.5 2^23: adding it rounds to an integer
   const float n = fmaf(y, 0x1.715476p0f, magic) - magic;
   const float r = fmaf(-n, 0x1.7f7d1cp-20f, fmaf(-n, 0x1.62e4p-1f, y));
   const float r2 = r * r;
@@ -18,8 +17,8 @@ __device__ inline float tanh_of_half(float y) {
   const float c23 = fmaf(0x1.1239e2p-7f, r, 0x1.5558f2p-5f);
   const float q = fmaf(fmaf(0x1.6a2434p-10f, r2, c23), r2, c01);
   const float scale = __int_as_float((static_cast<int>(n) + 127) << 23);
-  const float s = fmaf(r2, q, r);          // it is exp r - 1
-  const float s_low = fmaf(r2, q, r - s);  // it is what s lost
+  const float s = fmaf(r2, q, r);          // exp r - 1
+  const float s_low = fmaf(r2, q, r - s);  // what s lost
   const float whole = scale - 1.0f;
   const float e = fmaf(scale, s, whole);
   const float e_low = fmaf(scale, s_low, fmaf(scale, s, whole - e));
@@ -34,8 +33,8 @@ __device__ inline float tanh_of_half(float y) {
 __device__ inline float map_raw(const MapFactors& f, float raw) {
   if (!f.capped) return f.identity ? raw : raw * f.slope;
   float size = fabsf(raw);
-  // fminf would not keep a NaN. t is set too, not only `size`: the limit's own tanh may be less
-  // than 1 for a tiny scale, but what is above the limit is infinite.
+  // fminf would drop a NaN. t is set too, because for a tiny scale the limit's own tanh may be
+  // below 1, but what is above the limit is infinite.
   const bool is_one = size > f.limit;
   size = is_one ? f.limit : size;
   const float y = fmaf(size, f.inward, size * f.inward_low);
@@ -44,9 +43,8 @@ __device__ inline float map_raw(const MapFactors& f, float raw) {
   return signbit(raw) ? -z : z;
 }
 
-// Returns d(draw) / dz beyond the constant slope: 1 - t^2 for t = c / softcap, from 1 - |t|. That
-// is z's distance from the cap, whose difference is exact where t is near 1; t itself would be
-// rounded three times by then.
+// d(draw) / dz beyond the constant slope: 1 - t^2 for t = z / cap, from 1 - |t|, which is z's
+// distance from the cap: exact where t is near 1, while t itself has been rounded three times.
 __device__ inline float cap_slope(const MapFactors& f, float z) {
   if (!f.capped) return 1.0f;
   const float low = f.outward < 0.0f ? -f.outward_low : f.outward_low;

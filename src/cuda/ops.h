@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA has five families of ops. The device is found and current by now. An engine
+// The families of ops on CUDA, called with the device found and current. An engine
 // (linear/engine.h) runs the linear ones.
 #pragma once
 
@@ -8,22 +8,22 @@
 
 namespace logitless::cuda {
 
-// softmax.cpp defines these two.
+// softmax.cpp
 Status softmax_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_softmax(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// cross_entropy.cpp defines these two.
+// cross_entropy.cpp
 Status logits_loss_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_logits_loss(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// tokens/combine.cu defines these two.
+// tokens/combine.cu
 Status combine_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_combine(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// linear_cross_entropy.cpp defines these two.
+// linear_cross_entropy.cpp
 Status linear_workspace(const Call&, const DeviceInfo&, uint64_t given, WorkspaceSize*);
 
-// linear/only_chosen.cu defines these two.
+// linear/only_chosen.cu
 Status only_chosen_workspace(const Call&, WorkspaceSize*);
 Status run_only_chosen(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These hold on a CUDA device, and `info` says them: the oldest driver, whether a token's bits
-// depend on its batch, and how near to the row's maximum its row_reference is.
+// What holds on a CUDA device, for `info` to say: the oldest driver, whether a token's bits depend
+// on its batch, and how near to the row's maximum its row_reference is.
 #pragma once
 
 #include "src/cuda/linear/engines.h"
@@ -8,25 +8,25 @@
 
 namespace logitless::cuda {
 
-// This is CUDA's version as cudart counts it; any driver of the same major version serves. Before
-// the driver for 12.4 warmup loads less, before that for 12.3 launches are not early.
+// CUDA's version as cudart counts it; any driver of the same major version serves. Before 12.4's
+// driver warmup loads less, before 12.3's launches are not early.
 inline constexpr int driver_floor = CUDART_VERSION / 1000 * 1000;
 
 // In ops of given logits a token's loss and statistics never depend on its batch. In the linear ops
-// they do where cuBLASLt makes the logits, which on every device so far it does for f32.
+// they do if cuBLASLt makes the logits, which it so far does for f32 on every device.
 inline bool linear_ops_are_batch_invariant(const DeviceInfo&) { return false; }
-// Returns the same for linear ops of 16-bit inputs, whose logits an engine's own kernel makes.
+// For linear ops of 16-bit inputs, whose logits an engine's own kernel makes.
 inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
   return engine_for(device).is_batch_invariant();
 }
 
 // row_reference is the row's maximum where a statistic needs it (SumKind::maximum), and in ops of
-// given logits. In linear forwards of such inputs without it, it is so only where this returns
-// true, whatever the weight's layout; else it is near the maximum.
+// given logits. In other linear forwards of such inputs it is the maximum if this returns true,
+// whatever the weight's layout; else it is near the maximum.
 inline bool reference_is_maximum(const DeviceInfo& device, DType inputs) {
   LinearShape shape;
   shape.dtype = inputs;
-  shape.copies_weight = true;  // the weight's layout then decides nothing
+  shape.copies_weight = true;  // so that the weight's layout decides nothing
   return engine_for(engines(), {}, shape, device).finds_maximum(shape);
 }
 

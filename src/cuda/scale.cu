@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel makes values *= factor, in place, 16 bytes a thread and step, with the ends apart.
-// Every thread reads the factor first and leaves where it is 1, so that the common case costs one
-// launch and no traffic.
+// values *= factor in place, 16 bytes a thread and step, with the ends apart. Every thread reads
+// the factor first and returns if it is 1, so that the common case costs one launch and no traffic.
 #include "src/cuda/scale.h"
 
 #include "src/backend.h"
@@ -15,7 +14,7 @@ constexpr int threads = 256;
 struct Values {
   void* data;
   int64_t count;
-  int64_t head;  // so many elements precede the first whole 16 bytes
+  int64_t head;  // elements before the first whole 16 bytes
   DType dtype;
 };
 struct ScaleArguments {
@@ -69,7 +68,7 @@ void scale(std::span<const TensorView> values, const TensorView& factor, const D
     const int64_t blocks = (count / width + threads) / threads;
     if (blocks > wanted) wanted = blocks;
   }
-  // These fill the device and are quickly skipped.
+  // Enough to fill the device, and few enough to be skipped quickly.
   const int64_t most = int64_t{device.multiprocessors} * 8;
   stream->launch("scale", scale_kernel, static_cast<unsigned>(wanted < most ? wanted : most),
                  threads, a);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels read elements of the caller's tensors through this: a dtype as a type, and an element of
-// a view of any dtype as f32.
+// Elements of the caller's tensors in kernels: a dtype as a type, and an element of a view of any
+// dtype as f32.
 #pragma once
 
 #include "logitless/tensor.h"
@@ -27,7 +27,7 @@ void with_dtype(DType dtype, F&& f) {
   }
 }
 
-// Does the same as with_dtype, but in a kernel.
+// with_dtype for kernels.
 template <class F>
 __device__ void with_dtype_on_device(DType dtype, F&& f) {
   if (dtype == DType::f32) {
@@ -45,7 +45,7 @@ __device__ inline T* address(const TensorView& v, int64_t i = 0, int64_t j = 0) 
          j * v.stride[1];
 }
 
-// Returns element (i, j) of a view of any floating dtype; a vector has j = 0.
+// Element (i, j) of a view of any floating dtype; a vector has j = 0.
 __device__ inline float load(const TensorView& v, int64_t i = 0, int64_t j = 0) {
   if (v.dtype == DType::f32) return *address<const float>(v, i, j);
   if (v.dtype == DType::f16) return to_f32(*address<const __half>(v, i, j));

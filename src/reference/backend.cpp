@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference as a backend evaluates in double, then rounds every value once. It needs no
-// workspace; it allocates, which the other backends never do.
+// The reference as a backend: evaluates in double, then rounds every value once. It needs no
+// workspace; it allocates, which no other backend does.
 #include "src/backend.h"
 
 #include <new>
@@ -25,7 +25,7 @@ Status evaluate_and_write(const Call& call) {
     return {};
   } catch (const std::bad_alloc&) {
     return error(StatusCode::internal, "out of memory");
-  } catch (const std::length_error&) {  // the problem has more elements than a vector can hold
+  } catch (const std::length_error&) {  // more elements than a vector can hold
     return error(StatusCode::internal, "out of memory");
   } catch (const std::exception& e) {
     return error(StatusCode::internal, "%s", e.what());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Divergences from their definitions, in double, and how far f32 arithmetic may be from them. With
-// d = log p - log q, a column's part of D has the derivative g to d where one of p and q is held;
+// d = log p - log q, a column's part of D has the derivative `slope` to d with one of p and q held;
 // an error of d that all columns share cancels, because D is summed of terms whose derivatives
 // cancel too.
 #include "src/reference/divergence.h"
@@ -19,11 +19,10 @@ constexpr double nan_value = std::numeric_limits<double>::quiet_NaN();
 // One column of both heads.
 struct Column {
   double p, q, m;
-  bool may_count =
-      false;           // or be left out: beside a -inf logit, where f32 begins to have no number
-  double d;            // log p - log q
-  double log_p_m = 0;  // log(p / m), of a p above 0
-  double log_q_m = 0;  // log(q / m), of a q above 0
+  bool may_count = false;  // beside a -inf logit, near the least normal f32: may be left out
+  double d;                // log p - log q
+  double log_p_m = 0;      // log(p / m), where p > 0
+  double log_q_m = 0;      // log(q / m), where q > 0
   // The error of d, and the relative errors of p and q. An infinite logit is exact.
   double d_error = 0, p_relative = 0, q_relative = 0;
 };
@@ -36,7 +35,7 @@ double relative_error(const Row& row, size_t j) {
 // Beside a -inf logit a probability below the least normal f32 counts as 0.
 void leave_out_tiny(double log_of_greater, Column* c) {
   if (!std::isinf(c->d)) return;
-  const double own_error = std::max(c->p_relative, c->q_relative);  // the infinite one has none
+  const double own_error = std::max(c->p_relative, c->q_relative);  // an infinite logit has none
   const double least = std::log(tiny32), log_2 = std::log(2.0);
   c->may_count = log_of_greater >= least - log_2 - own_error && log_of_greater <= least + own_error;
   if (log_of_greater < least) c->p = c->q = 0;
@@ -55,23 +54,23 @@ Column column_of(double beta, const Row& student, const Row& teacher, size_t j) 
   leave_out_tiny(std::max(student.log_probability[j], teacher.log_probability[j]), &c);
   c.m = (1 - beta) * c.p + beta * c.q;
   if (c.p > 0) c.log_p_m = -std::log1p(beta * std::expm1(-c.d));
-  // Where p is little beside q, expm1 has no digit left of what a small beta leaves beside it.
+  // Where p is small beside q, expm1 has rounded away what a small beta adds.
   if (c.q > 0 && beta < 1) {
     c.log_q_m = c.d < -1 ? -std::log(beta + (1 - beta) * std::exp(c.d))
                          : -std::log1p((1 - beta) * std::expm1(c.d));
   }
-  // e^d is beyond a double where one is nothing beside the other.
+  // Where one is negligible beside the other, e^d exceeds a double.
   if (c.p > 0 && !std::isfinite(c.log_p_m)) c.log_p_m = c.d - std::log(beta);
   if (c.q > 0 && !std::isfinite(c.log_q_m)) c.log_q_m = -c.d - std::log(1 - beta);
   return c;
 }
 
-// What a column adds to D, what it is rounded relative to, and its derivative. No value is
-// negative: what makes it so adds up to 0 over the whole vocabulary.
+// What a column adds to D, the size that its rounding is relative to, and its derivative. No value
+// is negative: (c.p - c.q), which adds up to 0 over the whole vocabulary, is included for that.
 struct Part {
   double value, rounded, slope;
 };
-// An error of d grows with e^d in what is made of it; one this large says nothing any more.
+// What is made of d grows with e^d, and so does its error, up to where it means nothing.
 double grown(double error) { return error * std::exp(std::min(2 * error, 20.0)); }
 // Beside a subnormal p or q, m may be 0.
 double share(double p, double m) { return m == 0 ? 0 : p / m; }
@@ -105,7 +104,7 @@ bool is_infinite_beside(DivergenceKind kind, double d) {
   return kind == (d < 0 ? DivergenceKind::forward_kl : DivergenceKind::reverse_kl);
 }
 
-// f_j, of which dz_j = scale p_j (f_j - sum_k p_k f_k), and its error.
+// f_j and its error; dz_j = scale p_j (f_j - sum_k p_k f_k).
 Estimate slope_of(DivergenceKind kind, double beta, const Column& c) {
   if (c.p == 0) return {};
   const double error = grown(c.d_error);
@@ -127,7 +126,7 @@ Estimate slope_of(DivergenceKind kind, double beta, const Column& c) {
   return {};
 }
 
-// At these ends of beta the mixture is one of the two.
+// At these ends of beta the mixture is one of the two heads.
 DivergenceKind kind_of(const DivergenceOptions& o) {
   const bool mixes = o.kind == DivergenceKind::jsd || o.kind == DivergenceKind::skew_kl;
   if (mixes && o.beta == 0) return DivergenceKind::forward_kl;
@@ -147,8 +146,8 @@ std::vector<Estimate> forward_dz(const std::vector<Column>& columns) {
   return dz;
 }
 
-// The other kinds' dz, and sum_k p_k f_k over these columns, which is what is subtracted where
-// slope_mean is null.
+// dz of the kinds other than forward_kl, and sum_k p_k f_k over these columns, which is what is
+// subtracted if slope_mean is null.
 std::vector<Estimate> centered_dz(DivergenceKind kind, double beta, const Row& student,
                                   const std::vector<Column>& columns, const double* slope_mean,
                                   Estimate* slope_sum) {
@@ -231,7 +230,7 @@ DivergenceRow divergence_row(const DivergenceOptions& options, const Row& studen
     row.divergence.value += part.value;
     row.acceptance.value += std::min(c.p, c.q);
     if (student.logit_error.empty()) continue;
-    // Terms that are not negative are what is summed; a term's size is at most this.
+    // The summands are not negative; this is their largest size.
     const double term = part.slope * std::min(1.0, std::fabs(c.d)) + part.rounded;
     const double relative = c.p_relative + c.q_relative;
     const double far = std::isfinite(c.d) ? std::fabs(c.d) : 0;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A token's divergence, its statistics and gradient, from the rows of both heads ("Divergences of
-// two heads" of docs/semantics.md).
+// A token's divergence, its statistics and its gradient, from the rows of both heads ("Divergences
+// of two heads" of docs/semantics.md).
 #pragma once
 
 #include "src/reference/statistics.h"
 
 namespace logitless::reference {
 
-// The teacher as an op of its own, whose rows make_row makes.
+// The teacher as an op of its own, for make_row.
 struct TeacherHead {
   explicit TeacherHead(const Call& call);
   Row row(const Token& token, int64_t i, const BoundModel& model, bool with_bounds) const;
@@ -18,13 +18,13 @@ struct TeacherHead {
   std::vector<double> weight_, bias_;  // [V, Dt] [V]
 };
 
-// D and what its gradient is made of; over the columns of the views.
+// D and what its gradient is made of, over the columns of the views.
 struct DivergenceRow {
   Estimate divergence, acceptance, slope_sum;
   std::vector<Estimate> dz;  // [V]  of D alone
-  bool undecided = false;    // it may be infinite or not
+  bool undecided = false;    // an edge case: infinite or not
 };
-// `slope_mean` is that of the whole vocabulary where the states are.
+// `slope_mean` is the whole vocabulary's, as the rows' states then are.
 DivergenceRow divergence_row(const DivergenceOptions& options, const Row& student,
                              const Row& teacher, const double* slope_mean);
 

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file converts between the dtypes and double.
 #include "src/reference/numbers.h"
 
 #include <algorithm>
@@ -9,8 +8,8 @@
 namespace logitless::reference {
 namespace {
 
-// This is a binary format of 16 bits: sign, exponent, `mantissa_bits` of fraction; `min_exponent`
-// is that of the least normal.
+// A binary format of 16 bits: sign, exponent, `mantissa_bits` of fraction. `min_exponent` is that
+// of the least normal number.
 struct Format {
   int mantissa_bits;
   int min_exponent;
@@ -44,11 +43,10 @@ uint16_t encode(double value, const Format& format) {
   if (std::isinf(value)) return sign | format.infinity;
   const int exponent =
       magnitude == 0 ? format.min_exponent : std::max(std::ilogb(magnitude), format.min_exponent);
-  // It counts steps of the format at this exponent; the division by a power of two is exact, and
-  // nearbyint rounds ties to even.
+  // In units of the format's last place at this exponent. The division by a power of two is exact,
+  // and nearbyint rounds ties to even.
   const double steps = std::nearbyint(std::ldexp(magnitude, format.mantissa_bits - exponent));
-  // A carry out of the fraction moves to the next exponent by itself; a subnormal has exponent
-  // field 0.
+  // A carry out of the fraction increments the exponent; a subnormal has exponent field 0.
   const int64_t bits = (int64_t{exponent - format.min_exponent} << format.mantissa_bits) +
                        static_cast<int64_t>(steps);
   return sign | static_cast<uint16_t>(std::min<int64_t>(bits, format.infinity));
@@ -90,7 +88,7 @@ void store(const TensorView& view, int64_t index, double value) {
   }
 }
 
-// Calls f(element index in memory) in row-major order.
+// In row-major order, with the element's index in memory.
 template <class F>
 void for_each_element(const TensorView& view, F&& f) {
   const int64_t rows = view.rank >= 1 ? view.shape[0] : 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements of any dtype are read to double and written from it here: the reference reads a view
-// once into a dense row-major vector and rounds every result once, to nearest, ties to even.
+// Elements of any dtype from and to double: the reference reads a view once into a dense row-major
+// vector, and rounds every result once, to nearest, ties to even.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace logitless::reference {
 
 double f16_to_double(uint16_t bits);
 double bf16_to_double(uint16_t bits);
-// These round once, straight from double; going through f32 would round twice.
+// Round straight from double: going through f32 would round twice.
 uint16_t round_to_f16(double value);
 uint16_t round_to_bf16(double value);
 
@@ -22,12 +22,12 @@ std::vector<double> read_row(const TensorView& matrix, int64_t row);
 std::vector<int64_t> read_indices(const TensorView& view);
 void write(const std::vector<double>& values, const TensorView& view);
 
-// Bounds the rounding of the dtype's normal numbers.
+// Relative, for the dtype's normal numbers.
 double unit_roundoff(DType dtype);
-// Bounds what is too small for the dtype: f32 and bf16 values below the least normal may be flushed
-// to 0; f16 rounds to its subnormals everywhere.
+// The magnitude below which values of the dtype may be lost: f32 and bf16 below the least normal
+// may be flushed to 0; f16 rounds to its subnormals everywhere.
 double least(DType dtype);
-// Bounds the error of one rounding to the dtype.
+// A bound of one rounding's error.
 double rounding_error(DType dtype, double value);
 
 }  // namespace logitless::reference

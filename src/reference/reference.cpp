@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops are written here from docs/semantics.md: a token at a time, its row of logits, its
-// loss and statistics, and what its gradient adds to grad_input, grad_weight and grad_bias. They
-// use double, plain loops and O(V) memory beside the outputs.
+// The ops, written from docs/semantics.md: a token at a time, its row of logits, its loss and
+// statistics, and what it adds to grad_input, grad_weight and grad_bias. In double, with plain
+// loops and O(V) memory beside the outputs.
 #include "src/reference/reference.h"
 
 #include <algorithm>
@@ -20,23 +20,23 @@
 namespace logitless::reference {
 namespace {
 
-// Sums rows of gradients: their value, and the bound before the last rounding.
+// A sum of rows of gradients: its value, and its bound before the last rounding.
 struct Sum {
   std::vector<double> value, error;
-  std::vector<double> largest;  // it is the largest chosen column's part of a summand
+  std::vector<double> largest;  // the largest part that chosen columns have in a summand
 
   void resize(int64_t count) {
     value.assign(count, 0.0);
     error.assign(count, 0.0);
     largest.assign(count, 0.0);
   }
-  // Adds a * b_k, k in [0, count), with an error of at most error_of_a |b_k|.
+  // Adds a * b_k, k in [0, count), where a has an error of up to error_of_a.
   void add(int64_t offset, double a, double error_of_a, const double* b, int64_t count) {
     for (int64_t k = 0; k < count; ++k) value[offset + k] += a * b[k];
     if (error_of_a == 0) return;
     for (int64_t k = 0; k < count; ++k) error[offset + k] += error_of_a * std::fabs(b[k]);
   }
-  // A chosen column has `a` in a summand a * b_k.
+  // Notes that chosen columns have the part `a` in the summands a * b_k.
   void add_chosen(int64_t offset, double a, const double* b, int64_t count) {
     for (int64_t k = 0; a != 0 && k < count; ++k) {
       largest[offset + k] = std::max(largest[offset + k], a * std::fabs(b[k]));
@@ -92,7 +92,7 @@ class Evaluation {
     created.bound.assign(element_count(view), 0.0);
   }
 
-  // An exact result, NaN or infinite, has no bound.
+  // NaN and infinities must be met exactly.
   void set(Output* destination, int64_t index, Estimate estimate) {
     if (destination == nullptr) return;
     destination->value[index] = estimate.value;
@@ -102,7 +102,6 @@ class Evaluation {
     destination->value[token] = static_cast<double>(index.value);
     destination->accepted[token] = std::move(index.accepted);
   }
-  // Sets a finished sum, rounded once to the view's dtype.
   void set_rounded(Output* destination, DType dtype, int64_t index, double value, double error) {
     set(destination, index, {value, error + rounding_error(dtype, value)});
   }
@@ -112,7 +111,7 @@ class Evaluation {
   void evaluate_probabilities(const Token& token, int64_t i);
   void evaluate_shards(const Token& token, int64_t i);
   void evaluate_divergence(const Token& token, int64_t i);
-  // A divergence's sums are made of a state that is given.
+  // Whether the state is an input of a divergence's sums.
   bool is_given(std::string_view name) const {
     const bool state = name == "row_reference" || name == "row_log_sum";
     return state && call_.state_given();
@@ -148,10 +147,10 @@ class Evaluation {
   Tokens tokens_;
   std::vector<double> weight_, bias_;  // [V, D] [V]
   std::optional<TeacherHead> teacher_;
-  Shards shards_;                     // only Combine has them
-  std::vector<Estimate> token_loss_;  // [N]  it is 0 where ignored
-  std::vector<int64_t> times_;        // [V]  it counts the summands of a column's gradient
-  // [D] of the token at hand, [V, D] and [V]; each sums a gradient
+  Shards shards_;                     // only in Combine
+  std::vector<Estimate> token_loss_;  // [N]  0 where ignored
+  std::vector<int64_t> times_;        // [V]  number of summands of a column's gradient
+  // of [D], the current token's; [V, D]; [V]
   Sum grad_input_, grad_weight_, grad_bias_;
 };
 
@@ -258,9 +257,9 @@ void Evaluation::add_gradient(const RowGradient& gradient, int64_t i) {
   }
 }
 
-// Makes grad_input = draw weight, grad_weight += draw^T input, grad_bias += draw. Beside gamma(K)
-// M_j one stored draw_j has these errors: its own, r roundings to a 16-bit input dtype, and what is
-// too small for that dtype.
+// grad_input = draw weight, grad_weight += draw^T input, grad_bias += draw. Beside gamma(K) M_j a
+// stored draw_j has these errors: its own, the roundings to a 16-bit input dtype, and what is too
+// small for that dtype.
 void Evaluation::add_linear_gradient(const RowGradient& gradient, int64_t i) {
   const int64_t columns = call_.vocab(), hidden = call_.input.shape[1];
   const DType dtype = call_.input.dtype;
@@ -305,8 +304,8 @@ void Evaluation::write_grad_input(int64_t i, int64_t summands) {
   }
 }
 
-// Of a sum over n summands the errors are gamma(n) of their magnitudes. What a column comes to is
-// known when all tokens have added to it: count_chosen says how many do.
+// A sum of n summands has an error of gamma(n) of their magnitudes. n is known beforehand from
+// count_chosen.
 void Evaluation::add_only_chosen(const RowGradient& gradient, int64_t i) {
   const int64_t columns = call_.vocab(), hidden = call_.hidden();
   const std::vector<double> h = read_row(call_.input, i);  // [D]
@@ -331,7 +330,7 @@ void Evaluation::add_only_chosen(const RowGradient& gradient, int64_t i) {
   write_grad_input(i, own);
 }
 
-// Counts, for each column of the views, the places that choose it in active tokens.
+// Counts, for each column of the views, how often active tokens choose it.
 void Evaluation::count_chosen() {
   times_.assign(call_.vocab(), 0);
   for (const Token& token : tokens_.token) {
@@ -383,7 +382,7 @@ void Evaluation::finish_sum(const char* name, const TensorView& view, Sum* sum) 
     const double each = tiny32 + u32 * sum->largest[k];
     set_rounded(output(name), view.dtype, k, sum->value[k],
                 sum->error[k] + static_cast<double>(summands) * each);
-    // Without a summand there are zeros, or the old contents, to the bit.
+    // Without a summand the result is 0, or the old contents, to the bit.
     if (summands == 0) output(name)->bound[k] = 0;
   }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file makes the logits of one token, their statistics and the bounds of both.
+// The logits of one token, their statistics, and the bounds of both.
 #include "src/reference/row.h"
 
 #include <algorithm>
@@ -11,7 +11,6 @@
 namespace logitless::reference {
 namespace {
 
-// Maps raw to z and makes the slope and the saturation.
 void map_logits(const LossOptions& options, const std::vector<double>& raw, Row* row) {
   const double scale = options.logit_scale, softcap = options.softcap;
   const double temperature = row->temperature;
@@ -31,7 +30,6 @@ void map_logits(const LossOptions& options, const std::vector<double>& raw, Row*
   }
 }
 
-// Makes m, log s and lse of z.
 void sum_exponentials(Row* row) {
   row->reference = -std::numeric_limits<double>::infinity();
   for (const double z : row->z) {
@@ -58,7 +56,7 @@ void form_probabilities(Row* row) {
   }
 }
 
-// Makes B, and the errors of p and the entropy, from logit_error.
+// B, and the errors of p and of the entropy, from logit_error.
 void bound_statistics(bool state_is_given, Row* row) {
   const size_t columns = row->z.size();
   double self_information = 0, p_error = 0, p_z = 0, entropy_error = 0;
@@ -83,16 +81,16 @@ void bound_statistics(bool state_is_given, Row* row) {
   }
 }
 
-// Makes the bounds of logits, e_j = gamma(D) sum |h w| |logit_scale| / temperature + 3 u32 |z_j| +
-// (D + 1) 2^-126 max(1, |logit_scale| / temperature, softcap / temperature). `products` is empty
-// for given logits, and D is then 0. An infinite logit is exact, and so is an infinite product that
-// a softcap makes a finite logit, because no rounding makes or unmakes them.
+// The bounds of logits: e_j = gamma(D) sum |h w| |logit_scale| / temperature + 3 u32 |z_j| + (D +
+// 1) 2^-126 max(1, |logit_scale| / temperature, softcap / temperature). For given logits `products`
+// is empty and D is 0. An infinite logit is exact, and so is an infinite product that a softcap
+// makes finite: no rounding makes or unmakes them.
 void bound_logits(const RowSource& source, const std::vector<double>& products, Row* row) {
   const LossOptions& options = source.call.options;
   const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / row->temperature;
   const int64_t hidden = products.empty() ? 0 : source.call.input.shape[1];
   const double cap = static_cast<double>(options.softcap) / row->temperature;
-  // Numbers below the least normal may be flushed: every product, the logit itself and the tanh's
+  // What may be flushed below the least normal: every product, the logit itself and the tanh's
   // argument.
   const double flushed = static_cast<double>(hidden + 1) * tiny32 * std::max({1.0, steepest, cap});
   row->logit_error.assign(row->z.size(), 0.0);
@@ -104,7 +102,7 @@ void bound_logits(const RowSource& source, const std::vector<double>& products, 
   }
 }
 
-// Makes raw_ij = input_i . weight_j + bias_j, and sum |h w| where bounds are wanted.
+// raw_ij = input_i . weight_j + bias_j, and sum |h w| where bounds are wanted.
 std::vector<double> linear_logits(const RowSource& source, int64_t i,
                                   std::vector<double>* products) {
   const std::vector<double> h = read_row(source.call.input, i);  // [D]

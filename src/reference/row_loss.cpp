@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file makes the loss of one token, its gradient with respect to the row of raw logits, and
-// the bounds of both.
+// The loss of one token, its gradient with respect to the row of raw logits, and the bounds of
+// both.
 //   loss = a [ f (lse - z_t) + k sum_j c_j (lse - z_j) + lambda lse^2 ]
 //   f = (1-eps) c_t    k = eps/V    w = f + k sum_j c_j
 //   dz_j = g a [ (w + 2 lambda lse) p_j - f [j=t] - k c_j ] + grad_lse p_j
@@ -17,13 +17,13 @@
 namespace logitless::reference {
 namespace {
 
-// These are the factors of one token's loss.
+// The factors of one token's loss.
 struct Factors {
-  double onehot;     // it is f
-  double smoothing;  // it is k
-  double spread;     // it is k sum_j c_j
-  double whole;      // it is w
-  double z_loss;     // it is lambda
+  double onehot;     // f
+  double smoothing;  // k
+  double spread;     // k sum_j c_j
+  double whole;      // w
+  double z_loss;     // lambda
 };
 
 Factors factors_of(const Call& call, const Tokens& tokens, const Token& token) {
@@ -37,8 +37,8 @@ Factors factors_of(const Call& call, const Tokens& tokens, const Token& token) {
   return factors;
 }
 
-// This is dz of one column, its error and the magnitudes of its summands: first those of the loss,
-// then the statistics'.
+// dz of one column, its error and the magnitudes of its summands, those of the loss and those of
+// the statistics.
 struct Derivative {
   double value = 0, error = 0, loss_magnitude = 0, statistics_magnitude = 0;
 };
@@ -49,7 +49,7 @@ void add_loss(const Factors& f, double upstream, double c, bool is_target, const
   double sum = f.onehot * (p - (is_target ? 1 : 0));
   double magnitude = std::fabs(f.whole) * p + (is_target ? std::fabs(f.onehot) : 0);
   double slope = f.whole;
-  // f and k stay apart, so that one class alone, with p = 1, has a gradient of exactly 0.
+  // f and k are kept apart, so that with a single class, p = 1, the gradient is exactly 0.
   if (f.smoothing > 0) {
     sum += f.spread * p - f.smoothing * c;
     magnitude += f.smoothing * std::fabs(c);
@@ -66,7 +66,7 @@ void add_loss(const Factors& f, double upstream, double c, bool is_target, const
               (std::fabs(slope) * row.probability_error[j] + 2 * f.z_loss * p * row.lse_error);
 }
 
-// `log_error` is that of log p_j beyond its own, where a rounded exponential tells it.
+// `log_error` is an additional error of log p_j, from a rounded exponential.
 void add_statistics(const Token& token, bool is_target, const Row& row, size_t j, double log_error,
                     Derivative* d) {
   const double p = row.probability[j];
@@ -181,7 +181,7 @@ void RowGradient::set(const LossOptions& options, const Row& row, size_t j, cons
   if (options.softcap > 0) {
     const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / row.temperature;
     const double cap_error = row.temperature * row.logit_error[j] / options.softcap;
-    // dz may be far below its own error, where terms cancel.
+    // Where terms cancel, dz may be far below its own error.
     error[j] += (dz_magnitude + dz.error) *
                 (4 * u32 * steepest + 2 * std::fabs(row.saturation[j]) * slope * cap_error);
   }

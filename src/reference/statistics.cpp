@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each statistic of a token is written here twice: of its row, with the bounds of f32 arithmetic;
-// and of its shards, with those of a fold in f64 and one rounding to f32.
+// Each statistic of a token twice: from its row, with the bounds of f32 arithmetic, and from its
+// shards, with those of a fold in f64 and one rounding to f32.
 #include "src/reference/statistics.h"
 
 #include <algorithm>
@@ -14,22 +14,21 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-// So much of its summands a sum in f64 may lose, whatever cancels.
+// What a sum in f64 may lose of its summands' magnitudes, whatever cancels.
 constexpr double kFolded = 0x1p-40;
 
-// Makes an estimate of a sum, which is rounded to f32 once; `magnitude` is that of its summands.
+// A sum that is rounded to f32 once; `magnitude` is the sum of its summands' magnitudes.
 Estimate rounded(double value, double magnitude) {
   return {value, 2 * u32 * std::fabs(value) + kFolded * magnitude + tiny32};
 }
 
-// Returns what was given of each shard; it is empty where nothing was.
+// Returns what each shard gave; empty if nothing.
 const std::vector<double>& given(const WholeRow& whole, std::string_view name) {
   static const std::vector<double> nothing;
   const auto found = whole.given.find(name);
   return found == whole.given.end() ? nothing : found->second;
 }
 
-// Makes an estimate of the shards' sum.
 Estimate sum_of(const std::vector<double>& values) {
   if (values.empty()) return {};
   double sum = 0, magnitude = 0;
@@ -37,7 +36,7 @@ Estimate sum_of(const std::vector<double>& values) {
   return rounded(sum, magnitude);
 }
 
-// Returns the greatest of them, or NaN where one is NaN.
+// NaN if any is NaN.
 double highest(const std::vector<double>& values) {
   double most = -kInfinity;
   for (const double x : values) {
@@ -47,7 +46,7 @@ double highest(const std::vector<double>& values) {
   return most;
 }
 
-// Makes m, log s and the shards' probabilities.
+// m, log s and the shards' probabilities.
 void add_probabilities(WholeRow* whole) {
   const std::vector<double>& reference = given(*whole, "shard_row_reference");
   const std::vector<double>& log_sum = given(*whole, "shard_row_log_sum");
@@ -57,7 +56,7 @@ void add_probabilities(WholeRow* whole) {
     whole->places.push_back(s);
     references.push_back(reference[s]);
   }
-  if (whole->is_one()) {  // nothing is added up, so nothing is another than it was given
+  if (whole->is_one()) {  // nothing is added up, so every number must be as given
     whole->reference = reference[0];
     whole->log_sum = {log_sum[0], 0};
     return;
@@ -71,8 +70,8 @@ void add_probabilities(WholeRow* whole) {
   for (size_t k = 1; k < a.size(); ++k) {
     if (std::isnan(a[k]) || a[k] > a[leader]) leader = k;
   }
-  // The leader's own probability is 1 less what the others have, however little that is: its
-  // logarithm is then not 0.
+  // The leader's probability is 1 minus what the others have, so that its logarithm is not 0
+  // however little that is.
   double others = 0;
   for (size_t k = 0; k < a.size(); ++k) others += k == leader ? 0 : std::exp(a[k] - a[leader]);
   const double log_total = std::log1p(others);
@@ -82,7 +81,7 @@ void add_probabilities(WholeRow* whole) {
   whole->log_sum = rounded(total, 1 + std::fabs(total));
 }
 
-// Makes an estimate of the sum of term(p, log p, x) over the shards with probability.
+// The sum of term(p, log p, x) over the shards with probability.
 template <class Term>
 Estimate fold(const WholeRow& whole, std::string_view name, const Term& term) {
   const std::vector<double>& values = given(whole, name);
@@ -114,7 +113,7 @@ Estimate whole_entropy(const WholeRow& whole) {
   });
 }
 
-// Of logits that f32 holds as one number, the first: the order of top_ids.
+// The first of the logits that are equal in f32: the order of top_ids.
 size_t highest_column(const Row& row) {
   size_t best = 0;
   for (size_t j = 0; j < row.z.size() && !std::isnan(row.z[best]); ++j) {
@@ -132,7 +131,7 @@ Index argmax(const RowOf& of) {
   Index index{static_cast<int64_t>(best) + start, {}};
   for (size_t j = 0; j < row.z.size(); ++j) {
     const double slack = has_bounds(of) ? row.logit_error[j] + row.logit_error[best] : 0;
-    // If any logit is NaN there is no maximum to name.
+    // With a NaN among the logits any column may be named.
     if (std::isnan(row.z[best]) || row.z[j] >= row.z[best] - slack) {
       index.accepted.push_back(static_cast<int64_t>(j) + start);
     }
@@ -147,7 +146,7 @@ Index whole_argmax(const WholeRow& whole) {
     const auto named = static_cast<int64_t>(values[s]);
     return {named, {named}};
   }
-  // There is a NaN, or nothing but -inf: any column may be named.
+  // With a NaN, or nothing but -inf, any column may be named.
   Index any{static_cast<int64_t>(values[0]), {}};
   for (const double x : values) any.accepted.push_back(static_cast<int64_t>(x));
   return any;
@@ -217,8 +216,7 @@ Estimate whole_logprob(const WholeRow& whole) {
   return {value, combined_lse(whole).error + 2 * u32 * (std::fabs(distance) + std::fabs(value))};
 }
 
-// Says whether a column's logit is above the target's, and whether a rounded one surely or perhaps
-// is.
+// Whether a column's logit is above the target's; and whether a rounded one must be, or may be.
 struct Above {
   bool is, surely, perhaps;
 };
@@ -301,7 +299,7 @@ Estimate whole_max_logprob(const WholeRow& whole) {
   return rounded(highest(all), magnitude);
 }
 
-// The columns that the rank may or may not count add an error as large as they are.
+// Columns that the rank may or may not count add an error of their own size.
 Estimate mass_above(const RowOf& of) {
   const Row& row = of.row;
   if (std::isnan(row.log_sum)) return {kNan, 0};
@@ -354,7 +352,7 @@ Shards read_shards(const Call& call) {
 WholeRow combine(const Shards& shards, int64_t token) {
   WholeRow whole;
   for (const auto& [name, values] : shards.given) {
-    if (name.starts_with("shard_top")) continue;  // they have a list of each token
+    if (name.starts_with("shard_top")) continue;  // a list of each token, not a number
     for (int64_t s = 0; s < shards.count; ++s) {
       whole.given[name].push_back(values[s * shards.tokens + token]);
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The statistics of a token, and what those of its shards come to ("Statistics of a token",
-// "Combine" and "Accuracy" of docs/semantics.md).
+// The statistics of a token, and what its shards' come to ("Statistics of a token", "Combine" and
+// "Accuracy" of docs/semantics.md).
 #pragma once
 
 #include <map>
@@ -29,22 +29,22 @@ Shards read_shards(const Call& call);
 // One token's shards, and what they come to.
 struct WholeRow {
   std::map<std::string_view, std::vector<double>> given;  // [P] each
-  // The shards that have some probability, or may have, and the logarithm of it.
+  // The shards that have some probability, or may have, and its logarithm.
   std::vector<size_t> places;
   std::vector<double> log_probability;
-  double reference = 0, target_logit = 0;  // they are exact
+  double reference = 0, target_logit = 0;  // exact
   Estimate log_sum, weighted_logit_sum;
   bool is_one() const { return given.at("shard_row_reference").size() == 1; }
 };
 WholeRow combine(const Shards& shards, int64_t token);
 
-// Any of `accepted` may be named in place of the value.
+// `accepted`: what may be named in place of the value.
 struct Index {
   int64_t value = -1;
   std::vector<int64_t> accepted;
 };
 
-// What makes a statistic of a row, or of a token's shards: a number or an index.
+// A statistic as a function of a row, or of a token's shards: a number or an index.
 template <class Of>
 struct Made {
   Estimate (*number)(const Of&) = nullptr;
@@ -57,13 +57,13 @@ struct Statistic {
   bool is_index() const { return of_row.index != nullptr; }
 };
 std::span<const Statistic> statistics();
-// Returns z of a column of the views; -1 is a column that is not there.
+// z of a column of the views; -1 is a column that is not there.
 Estimate logit_at(const RowOf& of, int64_t column);
 Estimate row_reference(const RowOf& of);
 Estimate row_log_sum(const RowOf& of);
 Estimate logprob(const RowOf& of);
 
-// A place of the list of a token's largest logits (top.cpp).
+// An entry of the list of a token's largest logits (top.cpp).
 struct Listed {
   Estimate logit;
   Index id;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file makes the targets, weights, the mean's normalizer and the upstream gradients of every
-// token ("Which tokens count" and "Reduction" of docs/semantics.md).
+// Targets, weights, the mean's normalizer and the upstream gradients of every token ("Which tokens
+// count" and "Reduction" of docs/semantics.md).
 #include "src/reference/tokens.h"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ Status read_targets(const Call& call, Tokens* tokens) {
   return {};
 }
 
-// Reads where the tokens' ids begin, and behind them where the last ones end.
+// Reads where each token's ids begin, and lastly where they end.
 Status read_offsets(const Call& call, std::vector<int64_t>* offsets) {
   const int64_t tokens = call.tokens(), all = call.all_chosen();
   if (!call.lists()) {
@@ -65,7 +65,7 @@ Status read_offsets(const Call& call, std::vector<int64_t>* offsets) {
   return {};
 }
 
-// Reads the chosen columns of the tokens that count, and their gradients where the op has some.
+// Reads the chosen columns of the tokens that count, and their gradients if the op has any.
 Status read_chosen(const Call& call, const std::vector<int64_t>& offsets, Tokens* tokens) {
   const std::vector<int64_t> ids = read_indices(call.ids);  // [N, K] or [M]
   const std::vector<double> gradients =
@@ -133,20 +133,18 @@ void count_normalizer(const Call& call, Tokens* tokens) {
   tokens->empty_mean = tokens->normalizer == 0;
 }
 
-// Returns what the upstream gradient of a loss is multiplied with, which for the mean is
-// 1/normalizer.
+// The factor of a loss's upstream gradient, 1/normalizer for the mean.
 double reduction_factor(const Call& call, const Tokens& tokens) {
   if (!tokens.empty_mean) return 1 / tokens.normalizer;
   return call.options.empty_mean == EmptyMean::zero ? 0 : std::numeric_limits<double>::quiet_NaN();
 }
 
-// Reads an optional [N] view, of which every element is `absent` where there is none.
+// Reads an optional [N] view; without it every element is `absent`.
 std::vector<double> per_token(const TensorView& view, int64_t tokens, double absent) {
   return view ? read(view) : std::vector<double>(tokens, absent);
 }
 
-// Applies "Arguments" of docs/semantics.md to a tensor's element: what a number may not be becomes
-// NaN.
+// "Arguments" of docs/semantics.md for an element of a tensor: NaN if it is not allowed.
 double usable_temperature(const LossOptions& o, double temperature) {
   const auto normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
   const auto usable = [&](double x) { return x == 0 || normal(std::fabs(x)); };
@@ -157,8 +155,7 @@ double usable_temperature(const LossOptions& o, double temperature) {
   return serves ? temperature : std::numeric_limits<double>::quiet_NaN();
 }
 
-// Returns false where every upstream gradient is exactly 0, unless a factor of infinity or NaN
-// makes something else of it.
+// False where every upstream gradient is exactly 0, unless it is multiplied by inf or NaN.
 bool is_active(const Call& call, double grad_loss, const Token& token) {
   if (call.forward) return true;
   const double product = grad_loss * token.token_weight;

@@ -44,12 +44,12 @@ std::vector<Listed> largest_logits(const RowOf& of, int64_t count) {
   if (any_nan(z)) return without_order(count, of.call.vocab_total());
   std::vector<int64_t> order(z.size());
   std::iota(order.begin(), order.end(), int64_t{0});
-  // In the order of the numbers written, which are f32.
+  // By the numbers written, which are f32.
   std::ranges::sort(order, [&](int64_t a, int64_t b) {
     const auto first = static_cast<float>(z[a]), second = static_cast<float>(z[b]);
     return first != second ? first > second : a < b;
   });
-  // A computed logit lies between these, and so does that of each place.
+  // Bounds of each computed logit; sorted, of the logit at each place.
   std::vector<double> least, most;
   for (int64_t j = 0; j < std::ssize(z); ++j) {
     const double error = std::isfinite(z[j]) ? logit_at(of, j).error : 0;

@@ -1,39 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
-// The formulas of a row are written in these numbers: those of a call's map and loss, and of a
-// row's dz. They stand apart for kernels that are given them and work out none.
+// The numbers that a row's formulas are written in: those of a call's map and loss, and of a row's
+// dz. In a file of their own for kernels that are given them and compute none.
 #pragma once
 
 namespace logitless {
 
-// These factors map raw to z. Each is rounded once, and those of the softcap have two parts:
+// Map raw to z. Each factor is rounded once; those of the softcap have a low part as well:
 //   z = slope raw  or  z = outward tanh(inward |raw| / 2) with raw's sign.
 struct MapFactors {
-  float slope = 1;                     // it is scale / temperature
-  float inward = 0, inward_low = 0;    // they are 2 |scale / softcap|
+  float slope = 1;                     // scale / temperature
+  float inward = 0, inward_low = 0;    // 2 |scale / softcap|
   float limit = 0;                     // above this |raw|, tanh is 1
-  float outward = 0, outward_low = 0;  // they are softcap / temperature with the sign of scale
-  float backward = 0;                  // it is 1 / |outward|
+  float outward = 0, outward_low = 0;  // softcap / temperature with the sign of scale
+  float backward = 0;                  // 1 / |outward|
   bool capped = false, identity = true;
 };
 
-// These are the constants of a call.
 struct LossConstants {
-  float smoothing = 0;            // it is eps
-  float smoothing_per_class = 0;  // it is eps / V
-  float class_weight_sum = 0;     // it is sum_j c_j over the whole vocabulary
-  float z_loss = 0;               // it is lambda
+  float smoothing = 0;            // eps
+  float smoothing_per_class = 0;  // eps / V
+  float class_weight_sum = 0;     // sum_j c_j over the whole vocabulary
+  float z_loss = 0;               // lambda
 };
 
-// These are the coefficients of dz of one row, without the call's common factor (see
-// GradientScale).
+// The coefficients of one row's dz, relative to the call's common factor (GradientScale).
 struct RowGradient {
-  float reference = 0;  // with it p_j = exp((z_j - reference) - log_sum)
+  float reference = 0;  // p_j = exp((z_j - reference) - log_sum)
   float log_sum = 0;
-  float probability = 0;    // it multiplies p_j
-  float smoothing = 0;      // it multiplies c_j, and is subtracted
-  float onehot = 0;         // it is subtracted at the target
-  float entropy = 0;        // it multiplies p_j (log p_j + H), and is subtracted
-  float entropy_value = 0;  // it is H
+  float probability = 0;    // times p_j
+  float smoothing = 0;      // times c_j, subtracted
+  float onehot = 0;         // subtracted at the target
+  float entropy = 0;        // times p_j (log p_j + H), subtracted
+  float entropy_value = 0;  // H
 };
 
 }  // namespace logitless

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradient of a row (docs/semantics.md), in f32, of the backends that are judged; the reference
-// has its own.
+// The gradient of a row (docs/semantics.md) in f32, for every backend but the reference, which has
+// its own.
 //   dz_ij  = probability p_ij - smoothing c_j - onehot [j=t] - entropy p_ij (log p_ij + H)
 // Here are the factor common to a call's gradients, the coefficients of dz, and dz itself
 // (dz-inl.h).
@@ -17,31 +17,31 @@
 
 namespace logitless {
 
-// This factor is left out of every row's dz and multiplied to the f32 sums before their one
-// rounding, so that a 16-bit dz neither underflows nor overflows. It is grad_loss / normalizer for
-// sum and mean; a power of two that bounds max |g_i| for none, and where the statistics have
-// gradients. Token and class weights move it by a power of two when they leave f16's range.
+// A power of two, or grad_loss / normalizer, that every row's dz leaves out and that multiplies the
+// f32 sums before their one rounding, so that a 16-bit dz neither underflows nor overflows. For sum
+// and mean it is grad_loss / normalizer; for none, and where statistics have gradients, a power of
+// two that bounds max |g_i|. Token and class weights move it by a power of two when they leave
+// f16's range.
 struct GradientScale {
-  float scale = 0, inverse = 0;  // the inverse is 0 where scale is 0
-  float upstream = 0;            // it is g_i / scale, where that is the same for every row
+  float scale = 0, inverse = 0;  // 0 where scale is 0
+  float upstream = 0;            // g_i / scale, where that is the same for every row
 };
 
-// GradientScale is made of these: the largest finite magnitudes over the tokens that count.
+// What gradient_scale() needs: the largest finite magnitudes over the tokens that count.
 struct GradientSizes {
-  int64_t valid = 0;     // so many tokens count
-  bool per_row = false;  // each row has a grad_loss of its own, of which upstream is the largest
+  int64_t valid = 0;     // the number of tokens that count
+  bool per_row = false;  // each row has its own grad_loss, and upstream is the largest
   double upstream = 0;
-  bool of_statistics = false;  // some statistic has a gradient, of which statistic is the largest
+  bool of_statistics = false;  // some statistic has a gradient, and statistic is the largest
   double statistic = 0;
-  double weight = 0;  // it is |a_i| ((1 - eps) |c_t| + (eps/V) sum_j c_j)
+  double weight = 0;  // |a_i| ((1 - eps) |c_t| + (eps/V) sum_j c_j)
   // A dz of f16 is stored times this, so that small ones keep their bits: the largest usual dz
   // comes to 64 of 65504.
   float lift = 1;
 };
 
-// Returns the least power of two >= x, or 0 for 0. It and its inverse are normal numbers of f32: it
-// ends at 2^126, a quarter of the least that f32 has no number for, and at 2^-126, below which a
-// gradient loses no more than any subnormal may.
+// Returns the least power of two >= x, or 0 for 0. It is clamped to [2^-126, 2^126], where it and
+// its inverse are normal numbers of f32; below, a gradient loses no more than any subnormal may.
 LOGITLESS_HOST_DEVICE inline double power_of_two_above(double x) {
   if (!(x > 0)) return 0;
   int exponent;
@@ -50,13 +50,13 @@ LOGITLESS_HOST_DEVICE inline double power_of_two_above(double x) {
   return std::ldexp(1.0, exponent < -126 ? -126 : exponent > 126 ? 126 : exponent);
 }
 
-// One class alone has, without z-loss, a loss of 0 whatever its logit, and a gradient of exactly 0.
+// With a single class and no z-loss the loss is 0 whatever the logit, and the gradient exactly 0.
 LOGITLESS_HOST_DEVICE inline float upstream_of_row(const LossOptions& o, int64_t whole, float g) {
   const bool flat = o.input_kind == InputKind::logits && whole == 1 && o.z_loss == 0;
   return flat && std::isfinite(g) ? 0 : g;
 }
 
-// grad_loss is the one of sum and mean, or 1.
+// `grad_loss` is the one upstream gradient of sum and mean, else 1.
 LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, int64_t whole,
                                                           float grad_loss, double normalizer,
                                                           const GradientSizes& sizes) {
@@ -67,8 +67,8 @@ LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, 
   }
   const double steepest = std::fabs(static_cast<double>(o.logit_scale)) / o.temperature;
   const double magnitude = sizes.weight * steepest;
-  // Weights and the map's slope take a dz this far beyond what f16 holds, which ends at 65504, or
-  // below it; the lift is divided out. z-loss makes a dz larger by up to 2 |lse| times its weight.
+  // Weights and the map's slope can take a dz this far beyond f16's range, which ends at 65504, or
+  // below it; the lift is divided out. z-loss adds up to 2 |lse| times its weight.
   const double most = sizes.lift == 1 ? 8192 : std::fmin(8192.0, 32768 / (1 + 2048.0 * o.z_loss));
   double weights = 1 / static_cast<double>(sizes.lift);
   if (magnitude > most * weights) {
@@ -81,7 +81,8 @@ LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, 
   if (apart) {
     double g = sizes.upstream;
     if (!sizes.per_row && sizes.valid > 0 && std::isfinite(common)) g = std::fabs(common);
-    // The map's slope comes on top of the statistics' gradients, as it is part of `magnitude`.
+    // The statistics' gradients are multiplied by the map's slope as well, which `magnitude`
+    // includes.
     const double slope = std::fmax(1.0, steepest * sizes.lift / 1024);
     scale = power_of_two_above(std::fmax(g * weights, sizes.statistic * slope / sizes.lift));
   }
@@ -92,8 +93,7 @@ LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, 
   return {static_cast<float>(scale), inverse, upstream_of_row(o, whole, upstream)};
 }
 
-// g is the upstream gradient of this row's loss, already relative to the call's common factor; the
-// others are likewise.
+// `g` and the gradients of the statistics are relative to the call's common factor.
 LOGITLESS_HOST_DEVICE inline RowGradient row_gradient(const LossConstants& k, const RowState& s,
                                                       float target_weight, float token_weight,
                                                       float g, float grad_lse,
@@ -110,7 +110,6 @@ LOGITLESS_HOST_DEVICE inline RowGradient row_gradient(const LossConstants& k, co
           .entropy_value = s.entropy};
 }
 
-// Multiplies the coefficients by a factor of the whole row.
 LOGITLESS_HOST_DEVICE inline RowGradient scaled(RowGradient g, float factor) {
   g.probability *= factor;
   g.smoothing *= factor;
@@ -119,7 +118,7 @@ LOGITLESS_HOST_DEVICE inline RowGradient scaled(RowGradient g, float factor) {
   return g;
 }
 
-// These return x - y z in one rounding, as dz_of subtracts, or with the product rounded before.
+// x - y z: in one rounding, as dz_of subtracts, or with the product rounded first.
 struct Fused {
   LOGITLESS_HOST_DEVICE float operator()(float x, float y, float z) const { return fmaf(-y, z, x); }
 };
@@ -131,14 +130,14 @@ struct Rounded {
 };
 #include "src/row/dz-inl.h"
 
-// Returns P p - o at the target, made of p and 1 - p: without cancellation where p is near 1, and
-// without adding P where p is small.
+// Returns P p - o at the target from p and rest = 1 - p: no cancellation where p is near 1, and P
+// is not added where p is small.
 LOGITLESS_HOST_DEVICE inline float target_draw(float probability, float onehot, float p,
                                                float rest) {
   return p < 0.5f ? fmaf(probability, p, -onehot) : fmaf(-probability, rest, probability - onehot);
 }
 
-// Returns dz of the target in double, from p - 1 as expm1 has it:
+// Returns dz of the target in double from p - 1, which expm1 gives:
 //   P p - o = o (p - 1) + (P - o) p cancels neither near p = 1 nor where p is tiny.
 LOGITLESS_HOST_DEVICE inline double dz_of_target(const RowGradient& g, double p, double p_minus_1,
                                                  double information, double c) {

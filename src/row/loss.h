@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loss of a row (docs/semantics.md), in f32, of the backends that are judged; the reference has
-// its own.
+// The loss of a row (docs/semantics.md) in f32, for every backend but the reference, which has its
+// own.
 //   loss_i = a (nll + lambda lse^2),  nll = (1-eps) c_t (lse - z_t) + (eps/V) sum_j c_j (lse - z_j)
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace logitless {
 
-// `whole` is V of the whole vocabulary, over which the class weights add up to `sum`.
+// `whole` is V of the whole vocabulary and `sum` the sum of its class weights.
 LOGITLESS_HOST_DEVICE inline LossConstants loss_constants(const LossOptions& o, int64_t whole,
                                                           double sum) {
   LossConstants k{.smoothing = o.label_smoothing, .z_loss = o.z_loss};
@@ -34,8 +34,7 @@ LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowSta
   if (k.smoothing > 0)
     loss += k.smoothing_per_class * (k.class_weight_sum * lse - s.weighted_logit_sum);
   loss *= token_weight;
-  // The weight comes before the square, which may overflow, so that a token of weight 0 has no
-  // loss.
+  // The weight comes before the square, which may overflow: a token of weight 0 has no loss.
   if (k.z_loss > 0) loss += token_weight * k.z_loss * lse * lse;
   return loss;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The map from raw to z, and its factors in f32: worked out once a call on the host.
+// The map from raw to z, and its factors in f32, computed once a call on the host.
 #pragma once
 
 #include <cfloat>
@@ -10,10 +10,10 @@
 
 namespace logitless {
 
-// The map is raw -> z = softcap(scale raw) / temperature; it also has what dz/draw needs.
+// raw -> z = softcap(scale raw) / temperature, and what dz/draw needs.
 struct LogitMap {
   float scale = 1;
-  float softcap = 0;  // 0 says that there is none
+  float softcap = 0;  // 0: none
   float inv_softcap = 0;
   float temperature = 1;
   float inv_temperature = 1;
@@ -36,14 +36,15 @@ inline MapFactors map_factors(const LogitMap& map) {
       std::copysign(static_cast<double>(map.softcap) / map.temperature, map.scale);
   f.inward = static_cast<float>(inward);
   f.inward_low = static_cast<float>(inward - f.inward);
-  // The limit of a tiny scale is the largest finite number, whose own tanh may be less than 1: only
-  // infinity is above it. Scale 0 has no limit: 0 times an infinite logit is NaN.
+  // With a tiny scale 21 / inward is beyond f32. The limit is then the largest finite number, which
+  // only infinity passes, although tanh there may be below 1. Scale 0 has no limit: 0 times an
+  // infinite logit is NaN.
   f.limit =
       map.scale == 0 ? HUGE_VALF : static_cast<float>(std::fmin(21 / inward, double{FLT_MAX}));
   f.outward = static_cast<float>(outward);
   f.outward_low = static_cast<float>(outward - f.outward);
-  // It is the inverse of `outward` as rounded, so that its product with a z at the cap is next
-  // to 1.
+  // The inverse of `outward` as rounded, so that its product with a z at the cap is within rounding
+  // of 1.
   f.backward = static_cast<float>(1 / std::fabs(static_cast<double>(f.outward)));
   return f;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a token's shards of the vocabulary come to is folded here, shard after shard and in f64, for
-// the CPU and CUDA (docs/semantics.md, "Combine"; the reference has its own).
+// Folds a token's shards of the vocabulary, one after the other and in f64, for the CPU and CUDA
+// (docs/semantics.md, "Combine"; the reference has its own).
 //   m = max m_s    a_s = (m_s - m) + log s_s    log s = log sum_s exp a_s    P_s = exp(a_s - log s)
 //   H = sum_s P_s (H_s - log P_s)    sum_p_squared = sum_s P_s^2 Q_s
 //   max_logprob = max_s (M_s + log P_s)
@@ -15,18 +15,18 @@
 
 namespace logitless {
 
-// This is one token's state on a shard, or on the shards so far. What was not given stays 0.
+// One token's state on a shard, or on the shards so far; 0 where not given.
 struct ShardState {
-  float reference = 0;     // it is m
-  float target_logit = 0;  // it is -inf where another shard has it
-  double log_sum = 0;      // it is log s
+  float reference = 0;     // m
+  float target_logit = 0;  // -inf where another shard has it
+  double log_sum = 0;      // log s
   double entropy = 0, sum_p_squared = 0;
   double weighted_logit_sum = 0, mean_logit = 0, max_logprob = 0;
   int64_t argmax = -1;
 };
 
-// Returns the state of `first` and the shards behind it together. A shard without probability adds
-// nothing: NaN in the rest of its state does not show.
+// Returns the state of `first` and of the columns behind it, `second`, together. A shard without
+// probability adds nothing, even where the rest of its state is NaN.
 LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const ShardState& second) {
   const double nothing = -INFINITY;
   const auto reference_of = [](const ShardState& s) {
@@ -40,11 +40,11 @@ LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const Shar
     return m == -INFINITY ? nothing : (static_cast<double>(m) - all.reference) + s.log_sum;
   };
   const double a1 = log_of(m1, first), a2 = log_of(m2, second);
-  // Neither is above a NaN, which then is in the difference.
+  // With a NaN neither is greater, and the difference carries it.
   const bool more = a1 >= a2;
   const double apart = more ? a2 - a1 : a1 - a2, e = std::exp(apart), rest = std::log1p(e);
   all.log_sum = (more ? a1 : a2) + rest;
-  // Of the two probabilities the greater is 1 / (1 + e), the other e times that; r are their logs.
+  // The greater probability is 1 / (1 + e), the other e times that; r is the log of each.
   const double most = 1 / (1 + e), least = e * most;
   const double p1 = more ? most : least, r1 = more ? -rest : apart - rest;
   const double p2 = more ? least : most, r2 = more ? apart - rest : -rest;
@@ -66,8 +66,8 @@ LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const Shar
   return all;
 }
 
-// Returns the state of all shards, of which state_of(s) reads one; P = 1 is left as it is. A shard
-// is read while the one before it is folded.
+// Folds the shards that state_of(s) reads, the next one while the one before is folded. P = 1 is
+// returned unchanged.
 template <class StateOf>
 LOGITLESS_HOST_DEVICE inline ShardState fold_shards(int64_t shards, const StateOf& state_of) {
   ShardState all = state_of(0), next = shards > 1 ? state_of(1) : all;
@@ -79,7 +79,7 @@ LOGITLESS_HOST_DEVICE inline ShardState fold_shards(int64_t shards, const StateO
   return all;
 }
 
-// These are Combine's inputs of the shards, each [P, N], by their names in Call.
+// Combine's inputs, each [P, N], by their names in Call.
 struct ShardViews {
   TensorView shard_row_reference, shard_row_log_sum, shard_target_logit, shard_entropy;
   TensorView shard_argmax, shard_weighted_logit_sum, shard_sum_p_squared, shard_mean_logit;
@@ -92,7 +92,7 @@ inline ShardViews shard_views(const Call& call) {
   return views;
 }
 
-// Returns a token's state on one shard, of which number(view) and index(view) read an element.
+// Reads a token's state on one shard: number(view) and index(view) read an element.
 template <class Number, class Index>
 LOGITLESS_HOST_DEVICE inline ShardState shard_state(const ShardViews& v, const Number& number,
                                                     const Index& index) {
@@ -109,7 +109,7 @@ LOGITLESS_HOST_DEVICE inline ShardState shard_state(const ShardViews& v, const N
   return s;
 }
 
-// Rounds what all shards come to, for a Row that has the members of RowStatistics.
+// Rounds to the f32 of Row, which has the members of RowStatistics.
 template <class Row>
 LOGITLESS_HOST_DEVICE inline Row rounded(const ShardState& all) {
   Row row;

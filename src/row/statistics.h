@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The statistics of a token: the name, the tensor, which sums of its row it needs, what it is of
-// the row's state, and what Combine makes it of. docs/semantics.md says what each means.
+// The statistics of a token: name, tensor, the sums of its row that it needs, its value from the
+// row's state, and the input from which Combine makes it. docs/semantics.md defines each.
 #pragma once
 
 #include <cmath>
@@ -18,16 +18,16 @@ using TensorOfCall = Tensor Call::*;
 using ViewOfStatistics = TensorView TokenStatistics::*;
 
 struct Statistic {
-  std::string_view name;  // it is a string literal's, so it ends with a NUL
+  std::string_view name;  // of a string literal, so it ends with a NUL
   TensorOfCall tensor;
   ViewOfStatistics view;
   SumSet needs;
-  // It has one of the two. Of an ignored token the number is 0, the index -1.
+  // One of the two is set. An ignored token has the number 0, the index -1.
   float (*number)(const RowStatistics&);
   int64_t (*index)(const RowStatistics&);
-  // Combine folds this input; without it, those that every call gives are enough.
+  // The input that Combine folds; empty where what every call gives is enough.
   std::string_view of_shards = "";
-  bool of_whole_rows = false;  // neither a shard has it nor Combine
+  bool of_whole_rows = false;  // neither a shard nor Combine has it
 };
 
 inline constexpr Statistic kStatistics[] = {
@@ -51,7 +51,7 @@ inline constexpr Statistic kStatistics[] = {
     {"weighted_logit_sum", &Call::weighted_logit_sum, &TokenStatistics::weighted_logit_sum,
      SumKind::weighted, [](auto& s) { return s.weighted_logit_sum; }, nullptr,
      "shard_weighted_logit_sum"},
-    // A target on another shard has no probability here, whatever is in the row.
+    // A target on another shard has no probability here, whatever the row holds.
     {"logprob", &Call::logprob, &TokenStatistics::logprob, SumKind::exponentials,
      [](auto& s) { return s.target_elsewhere ? -INFINITY : s.logprob(); }, nullptr},
     {"rank", &Call::rank, &TokenStatistics::rank, SumKind::above, nullptr,
@@ -70,8 +70,8 @@ inline constexpr Statistic kStatistics[] = {
      [](auto& s) { return s.mass_above > 1 ? 1 : s.mass_above; }, nullptr, "", true},
 };
 
-// Calls f(a constant, the place in kStatistics) for each, so that a loop over the tokens has the
-// functions of the table inline.
+// Calls f(constant, place in kStatistics) for each, so that the functions of the table are inlined
+// into a loop over tokens.
 template <class F>
 LOGITLESS_HOST_DEVICE constexpr void with_each_statistic(const F& f) {
   [&]<size_t... I>(std::index_sequence<I...>) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a row sums over its columns. Every row has its maximum m and the sum of exp(z - m); a
-// further sum is a struct with its number and how the numbers of two parts of a row become one:
+// What a row sums over its columns: always its maximum m and the sum of exp(z - m). Every further
+// sum is a struct of its number and of how the numbers of two parts of a row merge:
 //   Weighted  sum_j c_j z_j                    Logits   sum_j z_j
 //   Shifted   sum_j exp(z_j - m) (z_j - m)     Squares  sum_j exp(z_j - m)^2
 //   Argmax    the lowest column of m           Above    the columns above the target's logit
 //   Mass      sum_j exp(z_j - m) of these columns
-// Where `maximum` is not wanted, m need only be near the row's maximum.
-// How the columns of one part are added up is each backend's own.
+// Where `maximum` is not wanted, m need only be near the row's maximum. How the columns of one part
+// are added up is up to each backend.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ enum class SumKind : uint8_t {
   logits,
   squares,
   above,
-  mass  // it is wanted with `above` alone
+  mass  // only together with `above`
 };
 
 class SumSet {
@@ -37,7 +37,6 @@ class SumSet {
     other.bits_ = bits_ & ~other.bits_;
     return other;
   }
-  // Returns whether one of these is among them.
   constexpr bool has(SumSet any) const { return (bits_ & any.bits_) != 0; }
   constexpr bool empty() const { return bits_ == 0; }
   constexpr bool operator==(const SumSet&) const = default;
@@ -47,7 +46,7 @@ class SumSet {
 };
 constexpr SumSet operator|(SumKind a, SumKind b) { return SumSet(a) | b; }
 
-// The numbers of a block of columns are narrow, those of a row wide.
+// Narrow for a block of columns, wide for a row.
 struct Narrow {
   using Real = float;
   using Index = int32_t;
@@ -57,18 +56,17 @@ struct Wide {
   using Index = int64_t;
 };
 
-// What moves the sums of a part to the row's new maximum.
+// Moves the sums of a part to the row's new maximum.
 struct Rebase {
-  double shift = 0;   // the part's own maximum less the new one
+  double shift = 0;   // the part's maximum minus the new one
   double factor = 1;  // exp(shift)
-  double sum = 0;     // the part's sum of exp(z - m), of its own maximum m
+  double sum = 0;     // the part's sum of exp(z - m), m its own maximum
 };
 
-// The first part, of a row so far, meets the second, a block of the columns behind it.
+// Two parts of a row to merge: the first is all columns so far, the second the block behind them.
 struct Meeting {
   Rebase first{}, second{};
-  // False where a part's exponentials say nothing any more: the second has none, or the first has a
-  // NaN.
+  // False where a part's exponentials count no longer: the second has none, or the first has a NaN.
   bool exponentials = true;
   bool second_leads = false;  // its maximum is greater
   int64_t first_column = 0;   // of the second
@@ -92,7 +90,7 @@ struct Shifted {
   }
 };
 
-// A row without columns yet has -1.
+// -1 in a row without columns yet.
 template <class N>
 struct Argmax {
   static constexpr SumKind kind = SumKind::argmax;
@@ -146,7 +144,7 @@ struct Sums : S<N>... {
   }
 };
 
-// Few calls ask for the rare ones, which have memory only then.
+// Only calls that ask for rare sums give them memory.
 template <class N>
 using UsualSums = Sums<N, Weighted, Shifted, Argmax>;
 template <class N>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of a token's largest logits, and where the lists of its shards go in the whole
-// vocabulary's (docs/semantics.md, "Top-k" and "Combine"), for the CPU and CUDA.
+// The order of a token's largest logits, and how the lists of its shards merge (docs/semantics.md,
+// "Top-k" and "Combine"), for the CPU and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,17 @@ namespace logitless {
 
 struct Listed {
   float logit;
-  int64_t id;  // it counts the whole vocabulary's columns; -1 is none
+  int64_t id;  // a column of the whole vocabulary; -1 is none
 };
 
-// Returns whether `a` comes first. -1 comes behind every column; there is no NaN.
+// Whether `a` comes first. The id -1 comes after every column. No logit is NaN.
 LOGITLESS_HOST_DEVICE inline bool comes_before(const Listed& a, const Listed& b) {
   if (a.logit != b.logit) return a.logit > b.logit;
   return static_cast<uint64_t>(a.id) < static_cast<uint64_t>(b.id);
 }
 
-// Returns the place of entry r of shard s among those of all shards, of which entry_of(s, r) reads
-// one; each has `count` in their order. Entries of no column have one place for all.
+// Returns the rank of entry r of shard s among the entries of all shards. entry_of(s, r) reads one;
+// each shard has `count` in order. Entries without a column share one rank.
 template <class EntryOf>
 LOGITLESS_HOST_DEVICE inline int64_t place_among_shards(int64_t shards, int64_t count, int64_t s,
                                                         int64_t r, const EntryOf& entry_of) {
@@ -29,7 +29,7 @@ LOGITLESS_HOST_DEVICE inline int64_t place_among_shards(int64_t shards, int64_t 
   int64_t place = r;
   for (int64_t other = 0; other < shards; ++other) {
     if (other == s) continue;
-    int64_t first = 0, end = count;  // the first entry that does not come before lies in them
+    int64_t first = 0, end = count;  // the first entry that does not come before is in [first, end]
     while (first < end) {
       const int64_t middle = (first + end) / 2;
       const bool before = comes_before(entry_of(other, middle), own);

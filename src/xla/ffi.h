@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the declarations of XLA's foreign function interface that are used, version 0.1 (jaxlib
-// 0.6.1), the oldest that XLA still takes, so that building needs no header of it. Every later
-// minor version only adds. Layouts and values are as documented in xla/ffi/api/c_api.h.
+// The declarations of XLA's foreign function interface that are used, so that building needs no
+// header of it: version 0.1 (jaxlib 0.6.1), the oldest that XLA still accepts. Later minor versions
+// only add. Layouts and values are documented in xla/ffi/api/c_api.h.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@ namespace logitless::xla {
 constexpr int version_major = 0, version_minor = 1;
 constexpr int extension_metadata = 1;
 constexpr int stage_execute = 3;
-constexpr int kind_buffer = 1;                           // an argument or a result has this kind
-constexpr int attribute_scalar = 3, attribute_text = 4;  // attributes have these kinds
+constexpr int kind_buffer = 1;                           // of arguments and results
+constexpr int attribute_scalar = 3, attribute_text = 4;  // of attributes
 constexpr int error_invalid_argument = 3, error_out_of_range = 11, error_unimplemented = 12,
               error_internal = 13, error_unavailable = 14;
 constexpr int type_s32 = 4, type_s64 = 5, type_u8 = 6, type_f16 = 10, type_f32 = 11, type_f64 = 12,
@@ -64,7 +64,7 @@ struct Scalar {
   void* value;
 };
 
-struct Values {  // a call frame has these for its arguments and its results
+struct Values {  // a call frame's arguments, or its results
   size_t struct_size;
   Extension* extension;
   int64_t size;

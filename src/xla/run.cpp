@@ -34,7 +34,7 @@ struct Request {
 struct ScalarAttribute {
   std::string_view name;
   int dtype;
-  size_t bytes, offset;  // `offset` is where it lies in Request
+  size_t bytes, offset;  // `offset` is the member's in Request
 };
 
 #define LOGITLESS_ATTRIBUTE(type, bytes, field) \
@@ -113,7 +113,7 @@ const logitless_tensor** find_field(std::string_view name, logitless_op* c) {
   return nullptr;
 }
 
-// Returns XLA's own name of an element type.
+// XLA's own name of an element type.
 std::string name_of_type(int type) {
   constexpr const char* names[] = {"",    "pred", "s8",  "s16", "s32", "s64", "u8",  "u16", "u32",
                                    "u64", "f16",  "f32", "f64", "",    "",    "c64", "bf16"};
@@ -137,9 +137,8 @@ int32_t dtype_of(int type) {
   return -1;
 }
 
-// Reads a dense row-major buffer, as XLA lays them out for a custom call that does not say
-// otherwise. The dimensions before the last become one, so that no reshape stands between XLA's
-// buffers and the op's.
+// Reads a dense row-major buffer, XLA's default for custom calls. All dimensions but the last are
+// merged, so that no reshape stands between XLA's buffers and the op's.
 Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_type,
                    int32_t device_index, logitless_tensor* tensor) {
   const int length = static_cast<int>(name.size());
@@ -168,8 +167,8 @@ Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_t
   return {};
 }
 
-// Reads the workspace from the last result. It takes exactly as many bytes as were planned, since
-// their number decides the plan and the plan the bits.
+// Reads the workspace from the last result. It has exactly the bytes that were planned: their
+// number decides the plan, and the plan the bits.
 Status read_workspace(const Buffer& buffer, const Request& call, logitless_workspace_buffer* to) {
   const int64_t bytes = call.workspace_bytes, alignment = call.alignment;
   if (buffer.dtype != type_u8 || buffer.rank != 1 || bytes < 0 || alignment < 1 ||
@@ -222,8 +221,8 @@ Status read_buffers(const CallFrame& frame, const Request& call, int32_t device_
                static_cast<long long>(count));
 }
 
-// Returns the Forward that has kept what Backward is given. Its teacher has no part in the key, but
-// it needs one: logits that lie nowhere.
+// Returns the Forward that kept what Backward is given. The key does not depend on the teacher, but
+// the op must have one: logits without memory.
 logitless_op forward_of(const logitless_op& op, logitless_tensor* teacher) {
   const bool diverges = op.kind == LOGITLESS_LINEAR_DIVERGENCE_BACKWARD;
   logitless_op forward = LOGITLESS_OP_INIT(diverges ? LOGITLESS_LINEAR_DIVERGENCE_FORWARD
@@ -240,9 +239,9 @@ logitless_op forward_of(const logitless_op& op, logitless_tensor* teacher) {
   return forward;
 }
 
-// Gives Backward the key of what is kept. It names the device, which a program that runs on several
-// does not. A loss's kept state is Backward's to overwrite: its buffers are results too, so that
-// XLA has copied what it needs afterwards. A divergence's is left as it was.
+// Sets Backward's kept_key. It depends on the device, which a program for several does not know. A
+// loss's kept state is Backward's to overwrite: its buffers are results too, so that XLA has copied
+// what it needs afterwards. A divergence's stays unchanged.
 void take_kept(const logitless_execution& execution, logitless_op* op, Status* status) {
   const bool of_loss = op->kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
   if (!of_loss && op->kind != LOGITLESS_LINEAR_DIVERGENCE_BACKWARD) return;

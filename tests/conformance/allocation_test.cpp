@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU backend allocates nothing while it runs, whatever it is asked and also where it refuses:
-// all that it needs is the workspace. The threads of the library's own pool are started once.
+// The CPU backend allocates nothing in a run, whatever is asked and even where it refuses: the
+// workspace is all it needs. The threads of the library's own pool are started once.
 #include <algorithm>
 #include <cstdlib>
 #include <set>
@@ -49,7 +49,7 @@ class Allocation : public ConformanceTest {
     EXPECT_EQ(allocations(), between) << what << " by a plan";
     EXPECT_EQ(run_again.code(), wanted) << what << ": " << run_again.message();
   }
-  // Returns every option of the contract alone.
+  // Every option of the contract alone.
   std::vector<Case> options() const {
     std::vector<Case> all;
     for (const Pair& pair : feature_pairs(op_, dtype_)) {
@@ -58,7 +58,7 @@ class Allocation : public ConformanceTest {
     }
     return all;
   }
-  // Returns no option and many together, wherever tensors lie.
+  // No option, and many together, in every placement of tensors.
   std::vector<Case> placements() const {
     std::vector<Case> all;
     for (const Placement placement :
@@ -81,7 +81,7 @@ TEST_P(Allocation, NoneWhileRunning) {
     if (eighth() && i % 8 != 0) continue;
     expect_none(options[i], serial.get(), i % 2 == 0 ? Memory::recommended : Memory::minimum);
   }
-  // This starts the pool's threads, which the process does once.
+  // Starts the pool's threads, once per process.
   run_case(device_, placements.front());
   for (const Case& c : placements) {
     expect_none(c, serial.get(), Memory::minimum);
@@ -144,7 +144,7 @@ TEST_P(Allocation, NoneOfACombine) {
               "combine");
 }
 
-// A Forward keeps state, and a Backward finds what no Forward has kept.
+// Forward keeps state; Backward's kept state is no Forward's.
 TEST_P(Allocation, NoneWithKeptState) {
   if (!device_.has_threads() || dtype_ == DType::f16) return;
   const SerialExecutor serial(4);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bounds are wide enough for honest f32 arithmetic and narrow enough to catch every shortcut.
-// Simulated implementations show it, judged as a backend is, at hidden sizes of at least 1024.
+// The bounds are wide enough for honest f32 arithmetic and narrow enough to catch every shortcut:
+// simulated implementations, judged as a backend is, at hidden sizes of at least 1024.
 #include <tuple>
 
 #include "gtest/gtest.h"
@@ -53,8 +53,8 @@ TEST_P(Bounds, EveryShortcutFails) {
   }
 }
 
-// These sums go in one lane, term after term, as a matrix library's may in f32: where terms repeat,
-// rounding errors align, and K of them lose up to u32 K/4.
+// Sums in one lane, term after term, as a matrix library may add f32: where terms repeat, rounding
+// errors align, and K of them lose up to u32 K/4.
 TEST(SequentialSums, OfRepeatedTermsPassAsStructuredOnesAlone) {
   bool unstructured_pass = true;
   for (const Shape& shape :

@@ -54,7 +54,7 @@ void use_ids(Problem<Backward>* p, int64_t chosen, const std::vector<double>& id
   p->op.grad_logits_at = p->pool.add(DType::f32, {p->op.input.shape[0], chosen}, gradients);
 }
 
-// Returns column k of a field [N, K], as bits.
+// Column k of a field [N, K], as bits.
 std::vector<std::byte> column_of(const Field& field, int64_t k) {
   const int64_t columns = field.shape[1], size = size_of(field.dtype);
   std::vector<std::byte> bits;
@@ -65,7 +65,7 @@ std::vector<std::byte> column_of(const Field& field, int64_t k) {
   return bits;
 }
 
-// Leaves nothing but logits_at, or it beside what takes every product.
+// Leaves logits_at alone, or logits_at beside what takes every product.
 void ask_for_nothing_else(Problem<Forward>* p) {
   p->op.loss = {};
   p->op.statistics = {};
@@ -149,7 +149,7 @@ TEST_P(ChosenColumns, GradientsHaveTheSameBitsOnAnyNumberOfThreads) {
   c.grad_lse = c.saved_state = true;
   const Problem<Backward> p = build<Backward>(c);
   for (const Memory memory : {Memory::minimum, Memory::recommended}) {
-    // A workspace for many threads has the bits of one for a single one.
+    // A workspace for many threads must give the bits of one for a single thread.
     const SerialExecutor one(1), many(5, true);
     const Outcome first = run_of(p, {.memory = memory, .executor = one.get()});
     const Outcome again = run_of(p, {.memory = memory, .executor = many.get()});
@@ -182,9 +182,9 @@ TEST_P(ChosenColumns, TheMostThatATokenMayHave) {
   }
 }
 
-// Added in another order, or in f64, these have other sums.
+// In another order, or in f64, the sums would differ.
 TEST_P(ChosenColumns, GradientsOfOneColumnAddUpInTheOrderOfK) {
-  if (std::string(device_.name()) == "reference") return;  // it adds in f64
+  if (std::string(device_.name()) == "reference") return;  // adds in f64
   Case c = plain(OpKind::linear_backward, {2, 8, 70}, 4);
   Problem<Backward> p = build<Backward>(c);
   write(p.op.target, {0, 0});
@@ -284,7 +284,7 @@ TEST_P(ChosenColumns, OfTokensThatDoNotCountAreNotLookedAt) {
   }
 }
 
-// A token is inactive if no id that is not absent has a gradient: then nothing of its row is read.
+// A token without a gradient at any present id is inactive: nothing of its row is read.
 TEST_P(ChosenColumns, ATokenWithoutAGradientIsInactive) {
   Case c = plain(OpKind::linear_backward, {8, 24, 131}, 2);
   Problem<Backward> p = build<Backward>(c);
@@ -310,7 +310,7 @@ TEST_P(ChosenColumns, ATokenWithoutAGradientIsInactive) {
   }
 }
 
-// Gradients are scaled by the largest: one that is not read is not among them.
+// Gradients are scaled by the largest, of which one that is not read is no part.
 TEST_P(ChosenColumns, AnAbsentGradientOfAnySizeChangesNothing) {
   const Case c = plain(OpKind::linear_backward, {9, 24, 131}, 4);
   Problem<Backward> p = build<Backward>(c);
@@ -363,7 +363,7 @@ TEST_P(ChosenColumns, OfAnotherShardHaveNoLogitAndNoGradient) {
   EXPECT_EQ(grad_input.value[24], 0);
 }
 
-// What all shards write of a column, the largest of it, is what the whole vocabulary has.
+// The largest of what the shards write of a column is what the whole vocabulary has.
 TEST_P(ChosenColumns, OfAllShardsAreThoseOfTheWhole) {
   constexpr int64_t n = 9, v = 130, cut = 59;
   const Case c = plain(OpKind::linear_forward, {n, 24, v}, 7);
@@ -390,7 +390,8 @@ TEST_P(ChosenColumns, OfAllShardsAreThoseOfTheWhole) {
   EXPECT_TRUE(judged.ok()) << judged.report;
 }
 
-// Makes lists of the rows of ids and of what goes with them, without what is absent at their ends.
+// Turns the rows of ids, and what goes with them, into lists without the absent ids at the rows'
+// ends.
 template <class Op>
 void use_lists(Problem<Op>* p) {
   const int64_t rows = p->op.ids.shape[0], columns = p->op.ids.shape[1];
@@ -500,7 +501,7 @@ TEST_P(ChosenColumns, OffsetsThatAreNoneAreAnError) {
   }
 }
 
-// A device that waits for nobody takes such lists as empty; each of the others has its places.
+// A device that does not wait takes invalid lists as empty; valid ones have their places.
 TEST_P(ChosenColumns, OffsetsThatAreNoneMakeEmptyLists) {
   if (device_.synchronous()) return;
   const std::vector<double> ids{1, 2, 3, 4, 5, 6}, gradients{1, 2, 3, 4, 5, 6};
@@ -556,7 +557,7 @@ TEST_P(ChosenColumns, OnlyTheirGradientsAreMade) {
     c.accumulate = accumulates;
     Problem<Backward> p = build<Backward>(c);
     std::vector<double> ids, gradients, weight = read(p.op.weight), input = read(p.op.input);
-    for (int64_t i = 0; i < 6; ++i) {  // 17 is everybody's; token 4 has a gradient of 0 alone
+    for (int64_t i = 0; i < 6; ++i) {  // 17 is in every row; token 4 has only gradients of 0
       ids.insert(ids.end(), {17, i % 2 == 0 ? 60.0 + static_cast<double>(i) : 17.0, -1});
       gradients.insert(gradients.end(), {i == 4 ? 0 : 0.5, i == 4 ? 0 : -0.25, kNan});
     }
@@ -632,7 +633,7 @@ TEST_P(ChosenColumns, AColumnsGradientDependsOnItsOwnPlacesAlone) {
   EXPECT_EQ(std::memcmp(alone.bits.data() + 40 * 8 * 4, beside.bits.data() + 40 * 8 * 4, 8 * 4), 0);
 }
 
-// Of the others every call is refused, as Conformance says.
+// Other ops refuse every such call, as Conformance checks.
 std::vector<Parameter> forwards() {
   std::vector<Parameter> all = parameters(kForward, inputs());
   std::erase_if(all,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Combine makes of shards' states what the contract says, whatever is in them, and of what Forward
+// Combine makes of shards' states what the contract says, whatever they hold, and of what Forward
 // wrote of every shard what Forward writes of the whole vocabulary.
 #include <algorithm>
 #include <cmath>
@@ -19,18 +19,18 @@ constexpr OpKind kForwards[] = {OpKind::forward, OpKind::linear_forward};
 
 class Combines : public ConformanceTest {
  protected:
-  // Tests of states that no Forward made run once a backend.
+  // Tests of states that no Forward made run once per backend.
   bool once() const { return op_ == OpKind::forward && dtype_ == DType::f32; }
 };
 
-// States of shards are made up here, each [P, N].
+// Invented states of shards, each [P, N].
 struct States {
   int64_t shards = 0, tokens = 0;
   std::vector<double> target{};  // [N]
   std::vector<double> row_reference{}, row_log_sum{}, target_logit{}, entropy{}, argmax{};
   std::vector<double> weighted_logit_sum{}, sum_p_squared{}, mean_logit{}, max_logprob{};
 };
-constexpr int64_t kColumns = 50;  // a shard has so many
+constexpr int64_t kColumns = 50;  // columns of a shard
 
 States states_of(int64_t shards, int64_t tokens, uint64_t seed) {
   States s{.shards = shards, .tokens = tokens};
@@ -56,14 +56,13 @@ States states_of(int64_t shards, int64_t tokens, uint64_t seed) {
     const int64_t target = random.below(shards * kColumns), at = target / kColumns * tokens + i;
     s.target.push_back(static_cast<double>(target));
     s.target_logit[at] = s.row_reference[at] - std::fabs(random.normal());
-    // Of equal maxima the first shard's argmax is meant.
+    // Of equal maxima the first shard's argmax must be returned.
     for (int64_t k = i; i % 7 == 0 && k < count; k += tokens) s.row_reference[k] = 2;
   }
   return s;
 }
 
-// Makes rows that Forward may write of masks, of NaN and of large logits; which one token has says
-// its number.
+// Rows as Forward may write them for masks, NaN and large logits; a token's number decides which.
 void make_extreme(States* s) {
   for (int64_t i = 0; i < s->tokens; ++i) {
     const int64_t shard = i / 8 % s->shards, at = shard * s->tokens + i;
@@ -83,7 +82,7 @@ void make_extreme(States* s) {
   }
 }
 
-// One of these is applied to an op that asks for everything.
+// Applied to an op that asks for everything.
 struct Variation {
   const char* name;
   void (*apply)(Problem<Combine>&);
@@ -130,7 +129,7 @@ const Variation kVariations[] = {
      [](Problem<Combine>& p) {
        p.op.options.vocab_start = 7, p.op.options.logit_scale = 0.3f, p.op.options.softcap = 30;
        p.op.options.allow_tf32 = true;
-       p.op.weights.temperature = vector_of(p, p.op.target.shape[0], 1, 0);  // some are none
+       p.op.weights.temperature = vector_of(p, p.op.target.shape[0], 1, 0);  // some are not allowed
      }},
     {"sum", [](Problem<Combine>& p) { reduce(p, Reduction::sum); }},
     {"mean", mean},
@@ -264,7 +263,7 @@ TEST_P(Combines, TheEntropyOfAFarShardIsNotLost) {
   }
 }
 
-// Tokens beyond what one launch prepares, and many shards.
+// More tokens than one launch prepares, and many shards.
 TEST_P(Combines, ManyTokensAndShards) {
   if (!once()) return;
   for (const auto& [shards, tokens] : {std::pair<int64_t, int64_t>{2, 70000}, {200, 33}, {3, 0}}) {
@@ -325,7 +324,7 @@ TEST_P(Combines, TokensAreIndependent) {
   }
 }
 
-// The rest of this file takes what Forward wrote.
+// What follows takes what Forward wrote.
 Case everything(OpKind op, DType dtype, Reduction reduction) {
   Case c{.op = op, .shape = {29, 33, 131}, .dtype = dtype};
   apply_everything(c);
@@ -372,8 +371,8 @@ TEST_P(Combines, ForwardOfShardsIsForwardOfTheWhole) {
   }
 }
 
-// One shard is the whole vocabulary: nothing is rounded again. The linear ops of CUDA add losses up
-// in an order of their own, the reference has no f32 state.
+// One shard is the whole vocabulary: nothing is rounded again. The linear ops of CUDA add losses in
+// an order of their own, and the reference has no f32 state.
 TEST_P(Combines, OneShardHasForwardsBits) {
   if (std::string(device_.name()) == "reference") return;
   const bool own_order = device_.tensors().type == DeviceType::cuda && is_linear(op_);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op of every backend is compared with the double-precision reference: each option alone and
-// with each other, and every shape, with per-element bounds and guarded memory.
+// Every op of every backend against the double-precision reference: each option alone and with each
+// other, and every shape, with per-element bounds and guarded memory.
 #include <cstdio>
 #include <string>
 
@@ -17,7 +17,7 @@ void expect_ok(const Comparison& c, const std::string& what) {
 
 class Conformance : public ConformanceTest {
  protected:
-  // Returns the seeded eighth of the cases for an instruction set; the sets' eighths all differ.
+  // The seeded eighth of the cases for an instruction set; the sets' eighths all differ.
   Part part_of(size_t set) const {
     const size_t seed =
         set * 3 + static_cast<size_t>(op_) * 5 + static_cast<size_t>(dtype_) + rotation();

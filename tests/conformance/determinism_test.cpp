@@ -13,8 +13,8 @@
 namespace logitless::conformance {
 namespace {
 
-// The cases are small and large, plain and with everything, so that a call is one task, few and
-// many. One of them is a single tile of odd width, whose padding no other tile has written.
+// Small and large, plain and with everything, so that a call is one task, few and many. One is a
+// single tile of odd width, whose padding no other tile has written.
 std::vector<Case> cases_of(OpKind op, DType dtype) {
   const Case plain{.op = op, .dtype = dtype};
   Case everything = plain;
@@ -41,7 +41,7 @@ TEST_P(Determinism, RunTwice) {
   for (const Case& c : cases_of(op_, dtype_)) {
     for (const Memory memory : {Memory::minimum, Memory::recommended}) {
       const Outcome first = run_case(device_, c, {.memory = memory, .fill = std::byte{0}});
-      // What outputs and workspace held before must not matter either: here it is NaN.
+      // What outputs and workspace held before must not matter: here NaN.
       const Outcome second = run_case(device_, c, {.memory = memory, .fill = std::byte{0xFF}});
       expect_same(first, second, c, "run twice");
     }
@@ -63,7 +63,7 @@ TEST_P(Determinism, APlanGivesTheBitsOfRun) {
   }
 }
 
-// Where alignments decide nothing, a plan of any address is that of every other.
+// Where alignments decide nothing, a plan for any address equals every other.
 TEST_P(Determinism, APlanOfAnyAddressIsRight) {
   for (const Case& c : cases_of(op_, dtype_)) {
     const RunPlan any{.by = By::plan_of_any_address};
@@ -74,7 +74,7 @@ TEST_P(Determinism, APlanOfAnyAddressIsRight) {
   }
 }
 
-// Threads run one plan at once, each on tensors and in a workspace of its own.
+// Threads run one plan at once, each on its own tensors and workspace.
 TEST_P(Determinism, OnePlanServesManyThreads) {
   if (!device_.has_threads()) return;
   Case c = cases_of(op_, dtype_)[3];
@@ -134,7 +134,7 @@ TEST_P(Determinism, AnyNumberOfThreads) {
   }
 }
 
-// The workspace that one thread asks for serves 64, and the other way round.
+// One thread's workspace serves 64, and the other way round.
 TEST_P(Determinism, AnyNumberOfThreadsInOneWorkspace) {
   if (!device_.has_threads()) return;
   const SerialExecutor one(1), many(64);

@@ -26,7 +26,7 @@ void set(const TensorView& view, const std::function<double(int64_t, double)>& v
   write(view, values);
 }
 
-// What the ranks that have the shards make of one call.
+// What the ranks with the shards make of one call.
 class Ranks {
  public:
   Ranks(const TestDevice& device, Problem<Both>& p, const Sizes& sizes, const RunPlan& plan)
@@ -140,7 +140,7 @@ class Ranks {
       }
     }
   }
-  // What ranks make of the sums is within the bound of the whole, and of what they add.
+  // The ranks' results are within the bound of the whole vocabulary, plus that of their additions.
   void judge_outputs() {
     const DivergenceOptions& o = p_.op.divergence;
     Fields fields;
@@ -225,7 +225,7 @@ class DivergenceShards : public ConformanceTest {
   Case plain(Shape shape, DivergenceKind kind) const {
     Case c{.op = op_, .shape = shape, .dtype = dtype_, .statistics = true, .logprob = true};
     c.options.reduction = Reduction::none;
-    c.grad_input = DType::f32;  // parts of a sum are
+    c.grad_input = DType::f32;  // the shards' grad_input are added in f32
     c.divergence.kind = kind;
     return c;
   }
@@ -243,7 +243,7 @@ std::string name_of(DivergenceKind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// The partitions are one shard, halves, three uneven ones, a column alone on either side, and five.
+// One shard, halves, three uneven ones, a single column on either side, five.
 const Sizes kPartitions[] = {{131}, {66, 65}, {7, 100, 24}, {1, 129, 1}, {16, 16, 64, 32, 3}};
 
 TEST_P(DivergenceShards, AreTheWhole) {
@@ -254,7 +254,7 @@ TEST_P(DivergenceShards, AreTheWhole) {
   }
 }
 
-// An engine may store the logits of shards of some size.
+// So large that an engine may store the shards' logits.
 TEST_P(DivergenceShards, OfManyColumns) {
   if (std::string("cuda") != device_.name()) return;
   for (const DivergenceKind kind : {DivergenceKind::reverse_kl, DivergenceKind::jsd}) {
@@ -289,7 +289,7 @@ TEST_P(DivergenceShards, OfLogitsAndWithoutATarget) {
   }
 }
 
-// Equal states make equal heads: every shard has sums of exactly 0.
+// Equal states make equal heads: every shard's sums are exactly 0.
 TEST_P(DivergenceShards, EqualHeadsGiveExactlyZero) {
   if (!is_served()) return;
   for (const DivergenceKind kind : kDivergenceKinds) {
@@ -368,7 +368,7 @@ TEST_P(DivergenceShards, IgnoredRowsAreNotRead) {
   }
 }
 
-// Rows that several blocks of a GPU share, and fewer tokens than the vocabulary has tiles.
+// Rows that several blocks of a GPU share, and fewer tokens than tiles of the vocabulary.
 TEST_P(DivergenceShards, RowsOfManyColumns) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     Case c = plain({5, 16, 20011}, kind);

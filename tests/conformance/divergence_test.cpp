@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the contract promises of divergences beyond the table of cases: equal heads, heads that are
-// near, what is 0 or infinite, rows that are not read, and kept state.
+// What the contract promises of divergences beyond the table of cases: equal heads, close heads,
+// what is 0 or infinite, rows that are not read, and kept state.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -30,7 +30,7 @@ class Divergences : public ConformanceTest {
     c.divergence.kind = kind;
     return c;
   }
-  // Runs the op, and expects what the reference has.
+  // Runs the op, and expects the reference's results.
   template <class Op>
   Outcome judged(const Problem<Op>& p, const std::string& what, Memory memory) const {
     Outcome got = execute(device_, p.op, p.pool, {.memory = memory});
@@ -86,7 +86,7 @@ TEST_P(Divergences, EqualHeadsGiveExactlyZero) {
   }
 }
 
-// A student that is very near its teacher still has a gradient, where logits of 16 bits leave none.
+// A student very close to its teacher still has a gradient; logits of 16 bits would leave none.
 TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
   for (const DivergenceKind kind : {DivergenceKind::forward_kl, DivergenceKind::reverse_kl,
                                     DivergenceKind::jsd, DivergenceKind::skew_kl}) {
@@ -104,7 +104,7 @@ TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
         error += (made[k] - exact[k]) * (made[k] - exact[k]);
         size += exact[k] * exact[k];
       }
-      // Sums of 128 products, one after the other in f32, alone come to 6e-5.
+      // Sums of 128 products, one after the other in f32, lose 6e-5 by themselves.
       EXPECT_LT(std::sqrt(error / size), dtype_ == DType::f32 ? 1.5e-4 : 5e-3)
           << name_of(kind) << " " << name << " of a divergence of "
           << got.fields.at("loss").value[0];
@@ -112,7 +112,7 @@ TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
   }
 }
 
-// A divergence far below the roundings of p and q keeps its digits: it is not made of their
+// A divergence far below the roundings of p and q keeps its digits: it is not computed from their
 // difference.
 TEST_P(Divergences, OfHeadsThatAreVeryNear) {
   for (const DivergenceKind kind : kDivergenceKinds) {
@@ -123,7 +123,7 @@ TEST_P(Divergences, OfHeadsThatAreVeryNear) {
       const std::string what = name_of(kind) + " at " + std::to_string(temperature);
       const Problem<Both> p = build<Both>(c);
       const Outcome got = judged(p, what);
-      // The two heads' logits are rounded alike, so much less is lost than the bounds grant.
+      // The two heads' logits are rounded alike, so much less is lost than the bounds allow.
       const reference::Result want = expected(device_, p.op, p.model);
       const std::vector<double>& exact = want.outputs.at("loss").value;
       for (size_t i = 0; i < exact.size(); ++i) {
@@ -152,9 +152,9 @@ TEST_P(Divergences, ColumnsThatAreMasked) {
   }
 }
 
-// Beside a -inf logit a probability that f32 has no number for counts as 0: nothing is infinite of
-// it. The first columns share what there is, so that p and q are small beside 1 and beside the
-// maximum both.
+// Beside a -inf logit a probability below f32's range counts as 0, and makes nothing infinite. The
+// first columns share the probability, so that p and q are small both beside 1 and beside the
+// maximum.
 TEST_P(Divergences, ProbabilitiesThatF32HasNoNumberFor) {
   using enum DivergenceKind;
   for (const DivergenceKind kind : kDivergenceKinds) {
@@ -169,7 +169,7 @@ TEST_P(Divergences, ProbabilitiesThatF32HasNoNumberFor) {
           set(weight, [](int64_t, double) { return 0.0; });
         }
         if (of_tokens != 0) set(p.op.target, [](int64_t, double) { return 0.0; });
-        for (const bool of_teacher : {false, true}) {  // it has the -inf
+        for (const bool of_teacher : {false, true}) {  // which has the -inf
           const auto& [masked, other] = of_teacher ? std::tie(p.op.teacher.bias, p.op.bias)
                                                    : std::tie(p.op.bias, p.op.teacher.bias);
           for (const double power : {120.0, 130.0, 140.0, 200.0}) {
@@ -252,7 +252,7 @@ TEST_P(Divergences, IgnoredRowsAreNotRead) {
   }
 }
 
-// There are none at all, or none that counts.
+// No tokens, or none that counts.
 TEST_P(Divergences, NoTokenThatCounts) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
@@ -305,7 +305,7 @@ TEST_P(Divergences, EndsOfBeta) {
   }
 }
 
-// beta is not told from 1 - (1 - beta), which has none of its digits.
+// beta must not be computed as 1 - (1 - beta), which loses its digits.
 TEST_P(Divergences, BetaNearItsEnds) {
   for (const DivergenceKind kind : {DivergenceKind::jsd, DivergenceKind::skew_kl}) {
     for (const float beta : {1e-8f, 1e-4f, 0.01f, 0.999f}) {
@@ -319,8 +319,8 @@ TEST_P(Divergences, BetaNearItsEnds) {
   }
 }
 
-// p and q are further apart than a ratio of them has digits, and the gradient of a column is of the
-// size of its p all the same. The least beta beside 0 is not lost beside such a ratio.
+// p and q are so far apart that their ratio has no digits left, and still a column's gradient is of
+// the size of its p. The least beta other than 0 is not lost beside such a ratio.
 TEST_P(Divergences, OfHeadsThatAreEightyNatsApart) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     const bool mixes = kind == DivergenceKind::jsd || kind == DivergenceKind::skew_kl;
@@ -380,7 +380,7 @@ TEST_P(Divergences, OfATokenDoNotDependOnItsBatch) {
 }
 
 TEST_P(Divergences, KeptStateServesAnyBackward) {
-  if (std::string("reference") == device_.name()) return;  // it keeps nothing
+  if (std::string("reference") == device_.name()) return;  // keeps nothing
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const Memory memory : {Memory::minimum, Memory::recommended}) {
       Case c = plain({70, 24, 421}, kind);
@@ -410,8 +410,8 @@ TEST_P(Divergences, KeptStateServesAnyBackward) {
   }
 }
 
-// dz of reverse_kl has no bound: rows of it that 16 bits have no room for are kept beside ordinary
-// ones, and a Backward of any upstream gradients has both.
+// dz of reverse_kl has no bound: rows beyond 16 bits' range are kept beside ordinary ones, and
+// serve a Backward with any upstream gradients.
 TEST_P(Divergences, KeptStateOfRowsFarFromTheirTeacher) {
   if (std::string("reference") == device_.name()) return;
   for (const int64_t vocab : {5, 421, 20011}) {
@@ -452,7 +452,7 @@ TEST_P(Divergences, KeptStateOfRowsFarFromTheirTeacher) {
 // A row of NaN shows in Backward where it is active, and only there.
 TEST_P(Divergences, KeptStateOfARowOfNaN) {
   if (std::string("reference") == device_.name()) return;
-  for (const int64_t vocab : {131, 20011}) {  // which several blocks of a GPU share
+  for (const int64_t vocab : {131, 20011}) {  // several blocks of a GPU share a row
     Case c = plain({20, 24, vocab}, DivergenceKind::reverse_kl);
     c.grad_loss = true;
     KeptDivergence k(device_, c);

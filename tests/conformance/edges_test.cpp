@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests follow the edge table of docs/semantics.md: no tokens, one column, empty means,
-// targets outside, ties, order of the options.
+// The edge table of docs/semantics.md: no tokens, one column, empty means, targets outside, ties,
+// order of the options.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -101,7 +101,7 @@ TEST_P(Edges, EveryTokenIgnored) {
   }
 }
 
-// The normalizer is exactly 0 where it is given so, or is the sum of class weights that are all 0.
+// The normalizer is exactly 0 if it is given so, or is the sum of class weights that are all 0.
 TEST_P(Edges, NormalizerOfZero) {
   for (const EmptyMean empty : {EmptyMean::zero, EmptyMean::nan}) {
     for (const bool given : {false, true}) {
@@ -123,8 +123,7 @@ TEST_P(Edges, NormalizerOfZero) {
   }
 }
 
-// The normalizer is given as a view, of either sign and any size; the two words of an i64 are one
-// number.
+// Normalizers in a view, of either sign and any size; the two words of an i64 are one number.
 TEST_P(Edges, NormalizersOfAView) {
   if (!has_loss(op_)) return;
   for (const double value : {1.0, -1.0, -5.0, -127.0, -128.0, -129.0, 4294967296.0, -4294967295.0,
@@ -190,9 +189,9 @@ void set_targets(const TensorView& view, const std::vector<int64_t>& targets) {
   });
 }
 
-// A host that does not wait sees NaN, rows of zeros and the fault word, but no status. Some targets
-// lie so far outside that an address made of one would end the process; some are alike in their low
-// 32 bits with one inside.
+// A host that does not wait gets NaN, rows of zeros and the fault word, but no status. Some targets
+// are so far outside that an address made from one would crash; some equal a valid target in their
+// low 32 bits.
 TEST_P(Edges, TargetsOutsideOfAnAsynchronousBackend) {
   if (device_.synchronous()) return;
   constexpr int64_t kFar = int64_t{1} << 32;
@@ -227,7 +226,7 @@ TEST_P(Edges, TargetsOutsideOfAnAsynchronousBackend) {
                 EXPECT_TRUE(result.ok()) << count << " outside\n" << result.report;
                 EXPECT_EQ(outcome.fault & 1, 1);
               }
-              // If such a target is ignored, there is no fault.
+              // Where such targets are ignored there is no fault.
               Op passes = p.op;
               passes.options.out_of_range = OutOfRange::ignore;
               write(p.op.fault, {6});
@@ -271,7 +270,7 @@ TEST_P(Edges, Ties) {
   }
 }
 
-// The scale comes first, then the softcap, then the temperature, which a closed form shows.
+// A closed form shows that the scale comes first, then the softcap, then the temperature.
 TEST_P(Edges, OrderOfTheOptions) {
   Case c = plain({1, 1, 2});
   c.options.logit_scale = 2;
@@ -293,8 +292,8 @@ TEST_P(Edges, OrderOfTheOptions) {
   EXPECT_NEAR(fields.at("target_logit").value[0], z0, 1e-5);
 }
 
-// Factors of the map lie near the ends of f32, with logits of usual size; what lies beyond gives a
-// status (rejects.h).
+// Factors of the map near the ends of f32, with logits of usual size; beyond them a status
+// (rejects.h).
 TEST_P(Edges, ExtremeMaps) {
   using Map = std::array<float, 3>;
   for (const auto& [scale, softcap, temperature] :
@@ -316,7 +315,7 @@ TEST_P(Edges, ALogitScaleOfZeroMakesThemAllEqual) {
   expect_all_gradients(fields, 0);
 }
 
-// More than one block of threads prepares these, with gaps between those that count.
+// More tokens than one block of threads prepares, with gaps between those that count.
 TEST_P(Edges, ManyTokensSomeIgnored) {
   if (op_ == OpKind::softmax) return;
   Case c = plain({2500, 3, 11});
@@ -367,7 +366,7 @@ TEST_P(Edges, InPlace) {
   }
 }
 
-// The statistics are columns of one matrix: disjoint elements of one buffer.
+// The statistics as columns of one matrix: disjoint elements of one buffer.
 TEST_P(Edges, StatisticsInOneMatrix) {
   if (!has_forward(op_)) return;
   const Case c = plain({33, 19, 300});

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests judge the suite itself: a backend that lies in one byte or one element is caught,
-// whatever the lie.
+// The suite itself is tested: a backend that lies in one byte or one element is caught, whatever
+// the lie.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,7 +18,7 @@ namespace {
 
 using Op = LinearCrossEntropyForwardBackward;
 
-// This is the reference backend, but something is done to a block of memory as it is read back.
+// The reference backend, with a change to a block of memory as it is read back.
 class LyingDevice : public TestDevice {
  public:
   using Lie = std::function<void(std::byte* host, size_t bytes)>;
@@ -90,7 +90,7 @@ TEST(Harness, SeesGuardBytesInFrontAndBehindEveryTensor) {
 
 TEST(Harness, SeesTheGapsOfStridedOutputs) {
   for (const char* name : {"grad_input", "grad_weight", "lse"}) {
-    // Elements are at least 8 bytes apart, so the fifth byte is no element's.
+    // Elements are at least 8 bytes apart, so the fifth byte belongs to none.
     EXPECT_FALSE(judged(flip(allocation_of(name), kGuardBytes + 4)).ok()) << name;
   }
 }
@@ -103,7 +103,7 @@ TEST(Harness, SeesInputsWrittenTo) {
 
 TEST(Harness, SeesOneWrongElement) {
   for (const char* name : {"loss", "lse", "entropy", "argmax", "grad_input", "grad_weight"}) {
-    // The byte has a bit of the exponent, or the index itself.
+    // A byte with a bit of the exponent, or of the index.
     const size_t byte = std::string(name) == "argmax" ? 0 : 2;
     EXPECT_FALSE(judged(flip(allocation_of(name), kGuardBytes + byte)).ok()) << name;
   }
@@ -148,8 +148,8 @@ class AsynchronousDevice final : public LyingDevice {
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
 };
 
-// Of a backend that cannot refuse a target the suite wants a loss of NaN and rows of zeros, and a
-// mean over that token too.
+// From a backend that cannot refuse a target the suite expects a loss of NaN and rows of zeros, and
+// NaN for a mean over that token too.
 TEST(Harness, WantsNaNForATargetOutsideOfAnAsynchronousBackend) {
   const AsynchronousDevice device;
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
@@ -187,12 +187,12 @@ TEST(Harness, BoundsFollowTheInputsDtype) {
     if (dtype == DType::f32) {
       EXPECT_EQ(here, plain);
     } else {
-      EXPECT_LT(here, plain);  // one is 4 + 19 / 16, the other 4 + sqrt 19
+      EXPECT_LT(here, plain);  // 4 + 19 / 16 against 4 + sqrt 19
     }
   }
 }
 
-// A vocabulary has other divisions than even ones, and one shard in which something is.
+// A vocabulary is divided evenly and otherwise, with something special in one shard.
 TEST(Harness, DividesAVocabularyInEveryWay) {
   for (const int64_t vocab : {1, 37, 50257}) {
     for (int64_t shards = 1; shards <= 8; ++shards) {
@@ -205,7 +205,7 @@ TEST(Harness, DividesAVocabularyInEveryWay) {
         const int64_t most = *std::max_element(split.sizes.begin(), split.sizes.end());
         EXPECT_GE(least, 0);
         EXPECT_TRUE(split.content == Split::plain || split.sizes[split.shard] > 0);
-        if (vocab == 1) continue;  // it leaves most shards without columns
+        if (vocab == 1) continue;  // most shards are then without columns
         EXPECT_EQ(least == 0, split.name == "one without columns");
         EXPECT_EQ(least > 0 && most >= 2 * least, split.name == "uneven");
       }
@@ -214,7 +214,7 @@ TEST(Harness, DividesAVocabularyInEveryWay) {
   }
 }
 
-// The reference's shards pass, whatever is in them; a device that is off does not.
+// The reference's shards pass, whatever they hold; an inexact device does not.
 TEST(Harness, JudgesEveryContentOfAShard) {
   for (const OpKind op :
        {OpKind::forward, OpKind::backward, OpKind::linear_forward, OpKind::linear_backward}) {
@@ -222,7 +222,7 @@ TEST(Harness, JudgesEveryContentOfAShard) {
     for (const Split& split : splits_of(37, 3)) {
       const Comparison honest = judge_shards(device("reference"), c, split);
       EXPECT_TRUE(honest.ok()) << split.name << "\n" << honest.report;
-      // Each float that a device gives back is off by its last eight bits.
+      // Every float that the device returns is off in its last eight bits.
       const LyingDevice lying([](std::byte* host, size_t bytes) {
         for (size_t k = kGuardBytes; k + kGuardBytes < bytes; k += 4) host[k] ^= std::byte{0xff};
       });

@@ -13,10 +13,10 @@ namespace {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 bool is_inactive(int64_t token) { return token % 5 == 1 || token % 7 == 3; }
-// One is the number of tokens, the other one that is inactive.
+// The number of tokens, and one token that is inactive.
 constexpr int64_t kAll = 37, kOne = 16;
 
-// A token can have no gradient in these ways.
+// The ways in which a token can have no gradient.
 enum class Upstream { grad_loss, token_weight, statistics, statistics_alone, either };
 constexpr Upstream kUpstreams[] = {Upstream::grad_loss, Upstream::token_weight,
                                    Upstream::statistics, Upstream::statistics_alone,
@@ -45,8 +45,8 @@ class InactiveTokens : public ConformanceTest {
       c.grad_lse = c.grad_target_logit = c.grad_entropy = true;
     return c;
   }
-  // Returns false, and clears nothing, where the kind of upstream gradient leaves no way for some
-  // tokens.
+  // Returns false, and clears nothing, if with this kind of upstream gradient no token can be
+  // inactive.
   template <class Op>
   bool clear_upstream(Problem<Op>* p, Upstream upstream) const {
     const bool each = p->op.options.reduction == Reduction::none;
@@ -82,7 +82,7 @@ class InactiveTokens : public ConformanceTest {
     EXPECT_TRUE(result.ok()) << what << "\n" << result.report;
     return outcome;
   }
-  // Calls f(problem of inactive tokens, what it is) for every reduction and kind of upstream
+  // Calls f(problem with inactive tokens, description) for every reduction and kind of upstream
   // gradient.
   template <class F>
   void for_upstreams(F&& f) {
@@ -102,7 +102,7 @@ class InactiveTokens : public ConformanceTest {
   }
 };
 
-// Fills the rows of inactive tokens with what is no number.
+// Fills the rows of inactive tokens with NaN and infinities.
 void poison(const TensorView& view) {
   std::vector<double> values = read(view);
   const size_t columns = values.size() / kAll;
@@ -142,7 +142,7 @@ TEST_P(InactiveTokens, HaveZeroRowsWhateverTheirRowHolds) {
   });
 }
 
-// An infinity or a NaN is no 0, whatever it is multiplied with.
+// 0 times an infinity or a NaN is not 0.
 TEST_P(InactiveTokens, ZeroTimesInfinityIsActive) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -173,7 +173,7 @@ TEST_P(InactiveTokens, ZeroTimesInfinityIsActive) {
   });
 }
 
-// Each upstream gradient alone makes a token active, even one that is no number.
+// Each upstream gradient alone makes a token active, even one that is not finite.
 TEST_P(InactiveTokens, AnyGradientOfAStatisticMakesATokenActive) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -187,7 +187,7 @@ TEST_P(InactiveTokens, AnyGradientOfAStatisticMakesATokenActive) {
           for (const TensorView& view : {p.op.grad_loss, views[0], views[1], views[2]})
             write(view, std::vector<double>(kAll, 0.0));
           set(views[which], kOne, value);
-          // No bound is known beside a NaN that is one column's.
+          // Beside a NaN in one column no bound is known.
           const Fields fields = std::isnan(value) ? execute(device_, p.op, p.pool).fields
                                                   : judged(p, std::to_string(which)).fields;
           const Field& field = fields.at(LinearOp<Op> ? "grad_input" : "grad_logits");
@@ -202,7 +202,7 @@ TEST_P(InactiveTokens, AnyGradientOfAStatisticMakesATokenActive) {
   });
 }
 
-// Without any active token grad_weight is zeros, or what it was.
+// Without any active token grad_weight is zeros, or unchanged.
 TEST_P(InactiveTokens, AllOfThem) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -230,7 +230,7 @@ TEST_P(InactiveTokens, AllOfThem) {
   });
 }
 
-// Inactive tokens have the gradients of ignored ones, with the normalizer that counts them.
+// Inactive tokens get the gradients of ignored ones, with the normalizer that counts them.
 TEST_P(InactiveTokens, AreIgnoredOnesThatCountInTheNormalizer) {
   for_upstreams([&](auto* p, const std::string& what) {
     const auto want = expected(device_, p->op, p->model);
@@ -252,7 +252,7 @@ TEST_P(InactiveTokens, AreIgnoredOnesThatCountInTheNormalizer) {
   });
 }
 
-// Gradients are accumulated here, or written in place of the logits.
+// Accumulating, or in place of the logits.
 TEST_P(InactiveTokens, InPlaceAndAccumulating) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -269,7 +269,7 @@ TEST_P(InactiveTokens, InPlaceAndAccumulating) {
   });
 }
 
-// The op that makes the loss too multiplies by the 0, which leaves a NaN what it is.
+// The op that also makes the loss multiplies by the 0, and so a NaN stays NaN.
 TEST_P(InactiveTokens, KeepTheirNaNInForwardBackward) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loss and statistics of a token have the same bits whatever its batch, its place in it, its
-// neighbours and the workspace.
+// A token's loss and statistics have the same bits whatever its batch, place and neighbours, and
+// whatever the workspace.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -21,15 +21,16 @@ constexpr OpKind kForwardOps[] = {OpKind::forward, OpKind::forward_backward, OpK
 
 class Invariance : public ConformanceTest {
  protected:
-  // Returns what the backend promises ("Determinism" of the contract); of the rest it says so.
+  // Whether the backend promises it ("Determinism" of the contract); prints the cases that it does
+  // not.
   bool promised(const Case& c) const {
     if (device_.batch_invariant(c)) return true;
     std::printf("[  not promised ] %s: a token's bits may depend on its batch in %s\n",
                 device_.name(), describe(c).c_str());
     return false;
   }
-  // The cases are plain with the statistics that the loss is made of, plain with all, everything at
-  // once, and, with few tokens, each option alone, which linear ops may have kernels for.
+  // Plain with the statistics that the loss is made of, plain with all, everything at once, and,
+  // with few tokens, each option alone, for which linear ops may have kernels of their own.
   std::vector<Case> cases(Shape shape) const {
     Case c{.op = op_, .shape = shape, .dtype = dtype_, .row_statistics = true};
     c.options.reduction = Reduction::none;
@@ -49,8 +50,8 @@ class Invariance : public ConformanceTest {
   }
 };
 
-// Returns a name of loss and statistics whose row k in `part` is not row rows[k] of `whole`, bit
-// for bit, or "" where all are.
+// The name of a field of loss and statistics in which row k of `part` differs in a bit from row
+// rows[k] of `whole`, or "".
 std::string first_difference(const Fields& whole, const Fields& part,
                              const std::vector<int64_t>& rows) {
   for (const auto& [name, field] : part) {
@@ -76,7 +77,7 @@ std::vector<int64_t> range(int64_t first, int64_t end) {
   return rows;
 }
 
-// Batches have 1 token, a few and many; they have other places and other neighbours.
+// Batches of 1 token, a few and many, at other places and with other neighbours.
 std::vector<std::vector<int64_t>> batches(int64_t tokens) {
   std::vector<std::vector<int64_t>> all;
   for (const int64_t row : {int64_t{0}, tokens / 3, tokens / 2 + 1, tokens - 1})
@@ -150,8 +151,8 @@ TEST_P(Invariance, OfTheWorkspace) {
   }
 }
 
-// Puts rows far from their targets, with some columns next to nothing, and a row of NaN, beside
-// rows that are near; each option is alone.
+// Makes rows far from their targets, with some columns next to nothing, and a row of NaN, beside
+// rows that are near; for each option alone.
 template <class Op>
 void put_far_rows(Problem<Op>* p, int64_t nan_row) {
   const auto [tokens, hidden, vocab] =
@@ -160,9 +161,9 @@ void put_far_rows(Problem<Op>* p, int64_t nan_row) {
   std::vector<double> input = read(p->op.input), weight = read(p->op.weight);
   for (int64_t i = 0; i < tokens; ++i) {
     double* row = &input[i * hidden];
-    row[hidden - 1] = i == 2 ? 100 : i == 3 ? -40 : 0;  // this column makes the target's logit
-    row[hidden - 2] = i == 5 || i == 17 ? 200 : 0;      // this column makes one logit far above
-    row[hidden - 3] = 1;                                // this column makes 64 logits far below
+    row[hidden - 1] = i == 2 ? 100 : i == 3 ? -40 : 0;  // makes the target's logit
+    row[hidden - 2] = i == 5 || i == 17 ? 200 : 0;      // makes one logit far above
+    row[hidden - 3] = 1;                                // makes 64 logits far below
     if (i == nan_row) row[0] = std::nan("");
   }
   for (int64_t j = 0; j < vocab; ++j) {
@@ -202,7 +203,7 @@ TEST_P(Invariance, BesideFarRows) {
   }
 }
 
-// A token's loss does not change with what is asked for beside it, nor with the reduction.
+// A token's loss does not depend on what else is asked for, nor on the reduction.
 TEST_P(Invariance, OfTheReduction) {
   for (const bool all_statistics : {false, true}) {
     Case c{.op = op_, .shape = {130, 40, 300}, .dtype = dtype_, .statistics = all_statistics};

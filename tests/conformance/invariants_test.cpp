@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests need no oracle: ignored rows are nothing, rows of a gradient sum to zero, a common
-// shift and a factor pass through, and micro-batches add up to the batch.
+// Without an oracle: ignored rows change nothing, rows of a gradient sum to zero, a common shift
+// and a factor pass through, and micro-batches add up to the batch.
 #include <array>
 #include <cmath>
 #include <utility>
@@ -14,7 +14,7 @@ namespace {
 
 class Invariants : public ConformanceTest {
  protected:
-  // Calls f(problem) with the op of the case where it is of the kind `Wanted` asks for.
+  // Calls f(problem) with the op of the case if it is of the kind `Wanted`.
   template <class F>
   void with_problem(const Case& c, F&& f) {
     with_op(op_, [&](auto op) {
@@ -64,7 +64,7 @@ TEST_P(Invariants, IgnoredRowsAreNothing) {
           }
           write(rows_of(p.op), values);
           for (double& t : target) t = t < 0 || t >= static_cast<double>(shape.vocab) ? -100 : t;
-          // Weights of ignored tokens are nothing either.
+          // Nor do the weights of ignored tokens.
           std::vector<double> weight = read(p.op.weights.token);
           for (size_t i = 0; i < weight.size(); ++i) weight[i] = target[i] < 0 ? NAN : weight[i];
           write(p.op.weights.token, weight);
@@ -89,15 +89,15 @@ TEST_P(Invariants, GradientRowsSumToZero) {
     for (int64_t i = 0; i < c.shape.tokens; ++i) {
       double sum = 0;
       for (int64_t j = 0; j < c.shape.vocab; ++j) sum += gradient[i * c.shape.vocab + j];
-      // The bound is B of the contract, with entropy and |log s| at most log V, and twice that for
-      // the target's column.
+      // B of the contract, with entropy and |log s| at most log V, and twice that for the target's
+      // column.
       const double log_v = std::log2(static_cast<double>(c.shape.vocab));
       EXPECT_LE(std::fabs(sum), 2 * 4 * 0x1p-24 * (3 * log_v + 6)) << "row " << i;
     }
   });
 }
 
-// The gradient of a tied bias sums to what the rows sum to, 0.
+// The gradient of a tied bias sums to the rows' sum, 0.
 TEST_P(Invariants, GradBiasSumsToZero) {
   if (!is_linear(op_)) return;
   Case c{.op = op_, .shape = {33, 40, 515}, .dtype = dtype_, .bias_dtype = dtype_, .bias = true};
@@ -112,8 +112,8 @@ TEST_P(Invariants, GradBiasSumsToZero) {
   });
 }
 
-// A class that is one token's target gets a large term, and hundreds of small ones of one sign,
-// each of which would lose as much as the sum is rounded by.
+// A class that is one token's target gets one large term and hundreds of small ones of one sign,
+// each of which could vanish in the rounding of the sum.
 TEST_P(Invariants, ManySmallTermsAfterALargeOne) {
   if (!is_linear(op_) || !has_gradient(op_)) return;
   Case c{.op = op_,
@@ -139,7 +139,7 @@ TEST_P(Invariants, ShiftOfTheLogits) {
       const reference::Result want = expected(device_, p.op, p.model);
       for (double& z : logits) z += shift;
       write(rows_of(p.op), logits);
-      // The result is judged by the bounds of the unshifted logits.
+      // Judged by the bounds of the unshifted logits.
       const Comparison result = compare(want, run(p));
       EXPECT_TRUE(result.ok()) << "shift " << shift << "\n" << result.report;
     });
@@ -154,7 +154,7 @@ TEST_P(Invariants, ShiftOfTheProducts) {
     c.options.reduction = Reduction::none;
     with_problem(c, [&](auto p) {
       if constexpr (LinearOp<decltype(p.op)>) {
-        // All numbers are quarters; the first of the hidden axis is the shift's.
+        // All numbers are quarters; the first element of the hidden axis is the shift.
         std::vector<double> input = read(p.op.input), weight = read(p.op.weight);
         for (double& x : input) x = std::nearbyint(x * 2) / 2;
         for (double& x : weight) x = std::nearbyint(x * 2) / 2;
@@ -208,9 +208,9 @@ TEST_P(Invariants, LinearInGradLoss) {
   }
 }
 
-// Two micro-batches under one normalizer, accumulated, are the batch. So they are where the second
-// is several chunks (of 64 tokens and less in the smallest workspace), whose sums stand apart from
-// a grad_weight that no product can write.
+// Two accumulated micro-batches under one normalizer are the batch, also if the second is several
+// chunks (of 64 tokens and less in the smallest workspace), whose sums are apart from a grad_weight
+// that no product can write.
 TEST_P(Invariants, MicroBatchesAddUp) {
   if (!is_linear(op_)) return;
   constexpr int64_t tokens = 150, hidden = 33, vocab = 300;
@@ -242,8 +242,8 @@ TEST_P(Invariants, MicroBatchesAddUp) {
   });
 }
 
-// The host's normalizer is a double: no f32 is as small or as large as it may be, and one that is
-// not 0 is no empty mean.
+// The host's normalizer is a double: it may be smaller and larger than any f32, and if not 0 the
+// mean is not empty.
 TEST_P(Invariants, NormalizersThatNoF32Holds) {
   struct Numbers {
     double normalizer, token_weight, grad_loss;

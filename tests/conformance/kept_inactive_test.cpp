@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Here Forward kept state of tokens without an upstream gradient. The tests belong to
-// kept_test.cpp's suite.
+// Kept state with tokens that have no upstream gradient. Part of kept_test.cpp's suite.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -10,10 +9,10 @@
 namespace logitless::conformance {
 namespace {
 
-using Which = std::function<bool(int64_t)>;  // it says which of the tokens are inactive
+using Which = std::function<bool(int64_t)>;  // which tokens are inactive
 
-// Most tokens are inactive, in several patterns: at random, a block of 64 rows and more, every
-// token but one.
+// Most tokens are inactive, in several patterns: at random, a block of 64 rows and more, all tokens
+// but one.
 const Which kPatterns[] = {
     [](int64_t i) { return i * 2654435761u % 97 < 73; },
     [](int64_t i) { return i >= 20 && i < 115; },
@@ -35,7 +34,7 @@ void clear_upstream(const Backward& op, const Which& inactive) {
     clear(view, inactive);
 }
 
-// These kinds of gradient take ways of their own.
+// Kinds of gradient that are made in different ways.
 const Setting kKinds[] = {
     {"losses", [](Case&) {}},
     {"entropy", [](Case& c) { c.grad_entropy = true; }},
@@ -70,8 +69,8 @@ TEST_P(KeptState, ServesInactiveTokens) {
   }
 }
 
-// Nothing is read of inactive tokens: Forward kept a row of NaN of some, and the states of others
-// are not the kept ones.
+// Nothing is read of inactive tokens: Forward kept a row of NaN of some, and others' states are not
+// the kept ones.
 TEST_P(KeptState, OfAnInactiveTokenIsNotRead) {
   for (const Setting& kind : kKinds) {
     for (const int64_t columns : {0, 192}) {
@@ -105,7 +104,7 @@ TEST_P(KeptState, OfAnInactiveTokenIsNotRead) {
   }
 }
 
-// A Backward of few tokens that consumes says of the others too that nothing is left.
+// A Backward of few tokens that consumes also marks the others' state as consumed.
 TEST_P(KeptState, ConsumedByFewServesNone) {
   Case c = plain(130, 421);
   c.ignored = 0;
@@ -126,8 +125,8 @@ TEST_P(KeptState, ConsumedByFewServesNone) {
   for (const double x : second.fields.at("grad_input").value) ASSERT_TRUE(std::isnan(x));
 }
 
-// One upstream gradient of 0 serves all: nothing is read, and times infinite exponentials it is
-// still none.
+// With one upstream gradient of 0 for all, nothing is read, and infinite exponentials times it are
+// still no gradient.
 TEST_P(KeptState, OfNoGradientAtAll) {
   for (const bool accumulates : {false, true}) {
     Case c = plain(130, 421);
@@ -146,7 +145,7 @@ TEST_P(KeptState, OfNoGradientAtAll) {
   }
 }
 
-// A Backward of a quarter of the tokens leaves what it was given as fresh as it was.
+// A Backward of a quarter of the tokens leaves the kept state as it was.
 TEST_P(KeptState, ServesTheOthersAfterFew) {
   for (const int64_t columns : {0, 192}) {
     for (const Which& inactive : kPatterns) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shards of the vocabulary keep state too: relative to the targets' logits, which they exchange
-// before. Gradients lie within the bound, whatever share is kept and wherever the target is.
+// Shards of the vocabulary keep state too, relative to the targets' logits, which they exchange
+// first. Gradients are within the bound, whatever share is kept and wherever the target is.
 #include <algorithm>
 #include <cmath>
 
@@ -21,7 +21,7 @@ struct Shard {
 
 class KeptShards : public KeptState {
  protected:
-  // Returns a Forward of the whole vocabulary that is asked for its state.
+  // A Forward of the whole vocabulary that is asked for its state.
   static Forward forward_of(Problem<Backward>* problem) {
     const Backward& op = problem->op;
     Forward whole{.input = op.input,
@@ -36,7 +36,7 @@ class KeptShards : public KeptState {
     }
     return whole;
   }
-  // Runs a Forward that is asked for the targets' logits alone.
+  // Runs a Forward for the targets' logits alone.
   std::vector<double> targets_of(const Problem<Backward>& problem, Forward alone) {
     alone.statistics = {.target_logit = alone.statistics.target_logit};
     const Outcome outcome = execute(device_, alone, problem.pool, {.fill = garbage});
@@ -45,8 +45,8 @@ class KeptShards : public KeptState {
     EXPECT_TRUE(compare(expected(device_, alone, problem.model), outcome).ok());
     return outcome.fields.at("target_logit").value;
   }
-  // Runs the shards' Forwards, the one for the targets' logits first, and gives their Backwards the
-  // whole vocabulary's states. Every shard keeps its columns, or the first so many of them.
+  // Runs the shards' Forwards, first for the targets' logits, and gives their Backwards the whole
+  // vocabulary's states. Every shard keeps its columns, or the first `columns` of them.
   std::vector<Shard> keep_shards(Problem<Backward>* problem, const Sizes& sizes, int64_t columns) {
     Backward& op = problem->op;
     const auto tokens = static_cast<size_t>(op.input.shape[0]);
@@ -103,17 +103,17 @@ class KeptShards : public KeptState {
       (*states)[i] = first ? own : combine((*states)[i], own);
     }
   }
-  // What is kept is relative to the target's logit: not on the CPU in f32, where logits are, and
-  // not where it keeps nothing.
+  // Whether kept state is relative to the target's logit: not on the CPU in f32, which keeps
+  // logits, nor where nothing is kept.
   bool is_relative(const LossOptions& options) const {
     const std::string name = device_.name();
     return name == "cuda" || (name == "cpu" && dtype_ == DType::bf16 && options.softcap == 0);
   }
-  // Any number near serves, so that gradients do not tell whether the anchor was taken.
+  // Any anchor near it serves, so gradients alone do not show whether the anchor was used.
   static void expect_anchors(const Outcome& outcome, const std::vector<double>& anchor) {
     const std::vector<double>& rows = outcome.kept.at("kept_rows").value;
     for (size_t i = 0; i < anchor.size(); ++i) {
-      if (!std::isfinite(anchor[i]) || anchor[i] == 0) continue;  // it does not count
+      if (!std::isfinite(anchor[i]) || anchor[i] == 0) continue;  // does not count
       EXPECT_EQ(rows[8 * i + 2], anchor[i]) << i;
     }
   }
@@ -147,7 +147,7 @@ class KeptShards : public KeptState {
     write(op.row_log_sum, log_sum);
     if (op.entropy) write(op.entropy, entropy);
   }
-  // All targets are among the first 20 columns, whose logits lie so many nats above the others.
+  // All targets are among the first 20 columns, whose logits are `distance` nats above the others.
   static void put_targets_apart(const Backward& op, double distance) {
     std::vector<double> bias = read(op.bias), target = read(op.target);
     for (size_t j = 0; j < 20; ++j) bias[j] = distance;
@@ -155,7 +155,8 @@ class KeptShards : public KeptState {
     write(op.bias, bias);
     write(op.target, target);
   }
-  // The kept state of these tokens is another's: their gradients are NaN, and `fault` says so.
+  // The kept state of these tokens is another Forward's: their gradients are NaN, and `fault` is
+  // set.
   template <class IsNan>
   void expect_nan(const Problem<Backward>& problem, const Backward& op, IsNan&& is_nan) {
     const Outcome outcome = execute(device_, op, problem.pool, {.fill = garbage});
@@ -214,8 +215,8 @@ TEST_P(KeptShards, ATargetThatAloneInItsShardIsCertain) {
   }
 }
 
-// The target's logit lies far above a shard's, so that the shard's own exponentials are nothing
-// beside it; or far below, where the row is made again.
+// The target's logit is far above a shard's, so that the shard's own exponentials are negligible;
+// or far below, where the row is made again.
 TEST_P(KeptShards, AnAnchorFarAwayServes) {
   for (const double distance : {-200.0, -70.0, -40.0, 40.0, 70.0, 110.0}) {
     Case c = plain(66, 453);
@@ -229,8 +230,8 @@ TEST_P(KeptShards, AnAnchorFarAwayServes) {
   }
 }
 
-// Exponentials from the anchor are just above the smallest there: what a shard says of its own
-// distribution has the bound all the same.
+// Exponentials from the anchor are just above the smallest: what a shard says of its own
+// distribution still has the bound.
 TEST_P(KeptShards, StatisticsFarBelowTheAnchorAreRight) {
   for (const double distance : {58.0, 62.0, 66.0, 70.0}) {
     Case c = plain(66, 453);
@@ -245,7 +246,7 @@ TEST_P(KeptShards, StatisticsFarBelowTheAnchorAreRight) {
   }
 }
 
-// Views of every column are no shard, though vocab_total says how many there are.
+// Views of every column are no shard, even with vocab_total given.
 TEST_P(KeptShards, OfEveryColumnTheStateIsItsOwn) {
   if (!device_.keeps_state(dtype_) || device_.name() == std::string("webgpu")) return;
   Case c = plain(70, 453);
@@ -262,8 +263,8 @@ TEST_P(KeptShards, OfEveryColumnTheStateIsItsOwn) {
   expect_nan(problem, op, [](int64_t i) { return i == 3; });
 }
 
-// A shard does not know the whole vocabulary's state before it is told, but no lse of the whole is
-// below a shard's own; and what was consumed serves nobody.
+// A shard does not know the whole vocabulary's state before it is given, but the whole's lse is
+// never below the shard's own; and consumed state serves nobody.
 TEST_P(KeptShards, StateOfAnotherForwardIsNaN) {
   if (!device_.keeps_state(dtype_) || device_.name() == std::string("webgpu")) return;
   for (const bool consumed : {false, true}) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward keeps state and Backward uses it: gradients are within the bound whatever share is kept,
-// the same from state that was used before, and NaN from state of another call.
+// the same from state that was used before, and NaN from another call's state.
 #include <algorithm>
 #include <cmath>
 
@@ -10,7 +10,7 @@
 namespace logitless::conformance {
 namespace {
 
-// The vocabulary of these shapes is kept whole, or by one and two groups of blocks.
+// Shapes whose vocabulary is kept whole, or by one and two groups of blocks.
 struct Share {
   Shape shape;
   int64_t columns;
@@ -39,9 +39,9 @@ TEST_P(KeptState, ServesEveryOptionAloneAndInPairs) {
   }
 }
 
-// What is kept of a column far below the target is next to nothing, or nothing: its gradient is
-// still right under a large class weight, exactly 0 where the column is masked, and infinite under
-// an infinite gradient of lse.
+// Little or nothing is kept of a column far below the target: its gradient is still right under a
+// large class weight, exactly 0 where the column is masked, and infinite under an infinite gradient
+// of lse.
 TEST_P(KeptState, ServesColumnsFarBelowTheTarget) {
   Case c = plain(20, 200);
   c.bias = c.vocab_weight = c.grad_entropy = c.grad_lse = true;
@@ -69,7 +69,7 @@ TEST_P(KeptState, ServesColumnsFarBelowTheTarget) {
   for (size_t j = 11; j < sums.size(); j += 5) EXPECT_EQ(sums[j], INFINITY) << j;
 }
 
-// Every op dtype keeps what the formula says, on every device the same.
+// What is kept has the formula's size, for every dtype and on every device.
 TEST_P(KeptState, HasTheSizeOfItsFormula) {
   const Case c = plain(70, 421);
   Steps steps(device_, c, 0);
@@ -95,8 +95,8 @@ TEST_P(KeptState, HasTheSizeOfItsFormula) {
   }
 }
 
-// What is kept becomes NaN behind Forward, and so do the gradients if Backward uses it: that is
-// where logitless_keeps says so.
+// If what was kept becomes NaN before Backward, so do the gradients, exactly where logitless_keeps
+// says that Backward uses it.
 TEST_P(KeptState, ServesWhereTheLibrarySaysSo) {
   for (const float softcap : {0.0f, 5.0f}) {
     for (const float smoothing : {0.0f, 0.1f}) {
@@ -122,8 +122,8 @@ TEST_P(KeptState, ServesWhereTheLibrarySaysSo) {
   }
 }
 
-// Kept state is for a loss without reduction and an upstream gradient of each token. Here it serves
-// every kind of row: usual ones, ones beyond the exponent's range, with a bias and without.
+// Kept state for a loss without reduction and an upstream gradient per token, for every kind of
+// row: usual ones, ones beyond the exponent's range, with a bias and without.
 TEST_P(KeptState, ServesRowsNearAndFar) {
   for (const Data data : {Data::normal, Data::peaked, Data::constant, Data::large}) {
     for (const int64_t columns : {0, 192}) {
@@ -138,7 +138,7 @@ TEST_P(KeptState, ServesRowsNearAndFar) {
   }
 }
 
-// A column lies so far above every target, to either side of what exponentials hold.
+// One column far above every target, by more and by less than exponentials hold.
 TEST_P(KeptState, ServesTargetsFarBelowTheMaximum) {
   for (const double nats : {12, 30, 33, 37, 50, 75, 100, 300}) {
     Case c = plain(66, 600);
@@ -154,8 +154,8 @@ TEST_P(KeptState, ServesTargetsFarBelowTheMaximum) {
   }
 }
 
-// Gradients of target_logit are 8 to 35 orders of magnitude above those of lse, so that factors of
-// the probabilities, relative to the call's largest, are met on both sides of 2^-96.
+// Gradients of target_logit 8 to 35 orders of magnitude above those of lse, so that the
+// probabilities' factors, relative to the call's largest, are on both sides of 2^-96.
 TEST_P(KeptState, ServesOneHotPartsOfAnotherOrder) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(130, 600);
@@ -174,8 +174,8 @@ TEST_P(KeptState, ServesOneHotPartsOfAnotherOrder) {
   }
 }
 
-// A row that is NaN or infinite stands beside usual rows, as do a column that is masked and the row
-// whose target it is.
+// A row that is NaN or infinite beside usual rows, and a masked column and the row whose target it
+// is.
 TEST_P(KeptState, ServesRowsThatAreNotFinite) {
   for (const int64_t columns : {0, 192}) {
     for (const bool weight : {true, false}) {
@@ -198,7 +198,7 @@ TEST_P(KeptState, ServesRowsThatAreNotFinite) {
   }
 }
 
-// The least memory takes several chunks of tokens, the recommended one; the same state is kept.
+// Several chunks of tokens in the least memory, one in the recommended; both keep the same state.
 TEST_P(KeptState, IsKeptInChunksOfTokens) {
   Case c = plain(1100, 453);
   c.shape.hidden = 24;
@@ -216,8 +216,8 @@ TEST_P(KeptState, IsKeptInChunksOfTokens) {
   }
 }
 
-// Entropy's gradient stands alone, because there the exponentials' rounding is most of the error:
-// on uniform rows, on rows of two peaks, on peaked ones.
+// Entropy's gradient alone, because there the exponentials' rounding is most of the error: on
+// uniform rows, on rows of two peaks, on peaked ones.
 TEST_P(KeptState, ServesEntropysGradient) {
   for (const int peaks : {0, 1, 2}) {
     for (const bool consumes : {false, true}) {
@@ -243,8 +243,8 @@ TEST_P(KeptState, ServesEntropysGradient) {
   }
 }
 
-// The gradient of log p of a column that is all but certain is what -p and 1 leave: it is there
-// only if both are added before dz is rounded.
+// The gradient of log p of an almost certain column is 1 - p: it is right only if both parts are
+// added before dz is rounded.
 TEST_P(KeptState, ServesALikelyChosenColumn) {
   if (!device_.has_chosen_columns()) return;
   if (device_.synchronous() && dtype_ != DType::f32) return;  // the CPU keeps E in 16 bits
@@ -287,10 +287,10 @@ TEST_P(KeptState, ServesALikelyChosenColumn) {
 }
 
 // Gradients of a sum, and of losses whose upstream gradients are powers of two, have the bits of
-// one call where both divide alike: here all tokens and columns are one piece.
+// one call where both divide the work alike: here all tokens and columns are one piece.
 TEST_P(KeptState, HasTheBitsOfOneCall) {
   if (!device_.keeps_state(dtype_)) return;
-  // The CPU keeps exponentials in 16 bits, where one call has logits in f32, so they do not divide
+  // The CPU keeps exponentials in 16 bits, where one call has logits in f32: they do not divide
   // alike.
   if (std::string(device_.name()) == "cpu" && dtype_ != DType::f32) return;
   for (const bool each : {false, true}) {
@@ -322,8 +322,8 @@ TEST_P(KeptState, HasTheBitsOfOneCall) {
   }
 }
 
-// State that a Backward used, whose upstream gradients were nothing, tiny and infinite, serves the
-// next as if it were fresh.
+// State that a Backward used, with upstream gradients of zero, tiny and infinite, serves the next
+// as if it were fresh.
 TEST_P(KeptState, IsUsedTwice) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(130, 600);
@@ -350,7 +350,7 @@ TEST_P(KeptState, IsUsedTwice) {
     write(op.grad_lse, lse);
     const Outcome second = backward(steps);
     expect_judged(steps, second, "used twice");
-    // Rows that were made again once are made again ever after; those that were not are the same.
+    // Rows that were made again once are always made again; the others stay the same.
     const Outcome third = [&] {
       steps.take_kept(second);
       return backward(steps);
@@ -360,8 +360,8 @@ TEST_P(KeptState, IsUsedTwice) {
   }
 }
 
-// One kept state serves the gradient of the entropy, which is formed of it, and those that multiply
-// it, in any order; and that of target_logit alone, whose other columns have no gradient.
+// One kept state serves the gradient of the entropy, which is formed of it, and gradients that
+// multiply it, in any order; and that of target_logit alone, whose other columns have no gradient.
 TEST_P(KeptState, ServesOneKindOfGradientAfterAnother) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(70, 421);
@@ -384,7 +384,7 @@ TEST_P(KeptState, ServesOneKindOfGradientAfterAnother) {
   }
 }
 
-// A gradient that is no number makes its row none, whatever else is 0.
+// A gradient of NaN makes its row NaN, whatever else is 0.
 TEST_P(KeptState, ANaNThatArrivesIsNotLost) {
   for (const bool of_target : {false, true}) {
     Case c = plain(70, 421);
@@ -412,7 +412,7 @@ TEST_P(KeptState, ANaNThatArrivesIsNotLost) {
   }
 }
 
-// The state of other weights gives NaN in the rows whose state it is not, and sets the fault word.
+// The state of other weights gives NaN in the rows that differ, and sets the fault word.
 TEST_P(KeptState, OfAnotherForwardIsNaN) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(70, 421);
@@ -441,7 +441,7 @@ TEST_P(KeptState, OfAnotherForwardIsNaN) {
   }
 }
 
-// A Backward that consumes says that nothing is left.
+// A Backward that consumes marks the state as consumed.
 TEST_P(KeptState, OnceConsumedIsAnError) {
   Case c = plain(70, 421);
   c.ignored = 0;
@@ -526,7 +526,7 @@ TEST_P(KeptState, OfTheCpuHasTheBitsOfForwardBackward) {
   }
 }
 
-// Neither what is kept nor what comes of it depends on the number of threads.
+// Neither what is kept nor what is made of it depends on the number of threads.
 TEST_P(KeptState, OfTheCpuIsTheSameOnAnyThreads) {
   if (!device_.has_threads()) return;
   for (const Share& share : kShares) {
@@ -551,7 +551,7 @@ TEST_P(KeptState, OfTheCpuIsTheSameOnAnyThreads) {
   }
 }
 
-// Every byte that is asked for is used, by as many threads as there is room for.
+// Every byte asked for is used, by as many threads as there is room for.
 TEST_P(KeptState, TakesTheBytesAskedFor) {
   if (!device_.has_threads()) return;
   for (const int64_t columns : {0, 192}) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programs whose tests run on the backends named in LOGITLESS_TEST_DEVICES have this main. If none
-// of them is present it prints one line with the reason, and its exit code means skipped.
+// The main of programs whose tests run on the backends named in LOGITLESS_TEST_DEVICES. If none of
+// these is present it prints one line with the reason, and exits as skipped.
 #include <cstdio>
 
 #include "gtest/gtest.h"
@@ -9,7 +9,7 @@
 
 int main(int argc, char** argv) {
   using namespace logitless::conformance;
-  constexpr int kSkipped = 77;  // conformance.cmake has it as SKIP_RETURN_CODE
+  constexpr int kSkipped = 77;  // SKIP_RETURN_CODE of conformance.cmake
   testing::InitGoogleTest(&argc, argv);
   bool absent = false;
   for (const Found& found : all_devices()) {
@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "\n");
     return 1;
   }
-  // On a processor the comparison with the reference is quick, and says most.
+  // On a processor the comparison with the reference is quick, and says most: it runs whole.
   rotate_cases(eighth() ? "" : "/Conformance.");
   return RUN_ALL_TESTS();
 }

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward alone gets a state that says less than the logits: -inf for every column, or nothing of
-// a NaN. The tests belong to nonfinite_test.cpp's suite.
+// Backward alone with a state that says less than the logits: -inf for every column, or no trace of
+// a NaN. Part of nonfinite_test.cpp's suite.
 #include "tests/support/nonfinite.h"
 
 namespace logitless::conformance {
 namespace {
 
-// Every column of every row is -inf, and the state is what shards combine to that have no
-// probability to speak of.
+// Every column of every row is -inf, with the state of shards without probability, combined.
 TEST_P(NonFinite, AStateOfMinusInfinity) {
   for (const Setting& setting : kSettings) {
     Case c = plain();
@@ -35,8 +34,8 @@ void expect_nan(const Fields& fields, const char* name, int64_t first, int64_t c
   }
 }
 
-// A logit became NaN since the state was made: its gradient is NaN, not that of a probability of 0
-// or 1. (No bound is known of the rest of its row, because the reference's are sums over the row.)
+// A logit became NaN after the state was made: its gradient is NaN, not that of a probability of 0
+// or 1. (The rest of its row has no known bound, because the reference sums over the row.)
 TEST_P(NonFinite, ANanThatTheStateDoesNotTell) {
   constexpr int64_t column = 37;
   const double nan = std::nan("");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Among infinities, NaN, huge and tiny numbers what belongs to one row stays in it, and a finite
-// loss stays finite.
+// Infinities, NaN, huge and tiny numbers of one row affect no other, and a finite loss stays
+// finite.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -12,8 +12,8 @@
 namespace logitless::conformance {
 namespace {
 
-// Makes value_of(j) the logit of each column j from `begin` on: in kRow, or by the bias of a linear
-// op in every row.
+// Sets the logits of columns j from `begin` on to value_of(j): in kRow, or through the bias of a
+// linear op in every row.
 template <class Op, class F>
 void write_columns(const Op& op, int64_t begin, const F& value_of) {
   const TensorView& view = masked_by(op);
@@ -23,7 +23,7 @@ void write_columns(const Op& op, int64_t begin, const F& value_of) {
   write(view, values);
 }
 
-// One number of one row of logits is not finite, at the target's column and away from it.
+// One logit of one row is not finite, at the target's column and away from it.
 TEST_P(NonFinite, StaysInItsRow) {
   for_settings(plain(), [&](const Case& c, const char* name) {
     with_op(op_, [&](auto op) {
@@ -58,7 +58,7 @@ TEST_P(NonFinite, StaysInItsRow) {
   });
 }
 
-// A column's bias or weight is not finite, and so every row's logit there.
+// A column's bias or weight is not finite, and so is every row's logit there.
 TEST_P(NonFinite, InAColumn) {
   if (!is_linear(op_)) return;
   for_settings(plain(), [&](const Case& c, const char* name) {
@@ -82,8 +82,8 @@ TEST_P(NonFinite, InAColumn) {
   });
 }
 
-// Columns and rows of a vocabulary of many tiles lie far from every target: there Hopper's kernels
-// look for nothing, and meet what is not finite in their sums alone.
+// Columns and rows of a vocabulary of many tiles, far from every target: Hopper's kernels do not
+// look for what is not finite, and meet it in their sums alone.
 TEST_P(NonFinite, FarFromTheTargets) {
   if (!is_linear(op_)) return;
   constexpr int64_t tokens = 64, vocab = 700, row = 35;
@@ -107,7 +107,7 @@ TEST_P(NonFinite, FarFromTheTargets) {
           set(p.op.input, row * 64, std::nan(""));
           expect_other_rows(before, judged(p, what + ", a row"), row, what, tokens);
           set(p.op.input, row * 64, old);
-          // One has class weight 0, the other not.
+          // One with class weight 0, the other without.
           for (const int64_t column : {int64_t{197}, int64_t{200}}) {
             if (!biased) continue;
             set(p.op.bias, column, -kInf);
@@ -153,8 +153,8 @@ TEST_P(NonFinite, ASoftcapHoldsInfiniteLogitsUnderAnyScale) {
   }
 }
 
-// Where tanh comes near 1 its slope is a small difference, in which each rounding counts:
-// these softcaps and temperatures have quotients whose roundings add up.
+// Near 1 the slope of tanh is a small difference, in which every rounding counts: these softcaps
+// and temperatures have quotients whose roundings add up.
 TEST_P(NonFinite, ASoftcapsSlopeBesideItsEnd) {
   struct Map {
     float softcap, temperature;
@@ -191,7 +191,7 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
         if (!LinearOp<Op>) expect_other_rows(before, after, kRow, what);
         if (kept > 0 || !after.contains("loss")) return;
         const double loss = after.at("loss").value[kRow];
-        // Softcap turns -inf into -softcap, so nothing is masked. 0 times -inf is NaN all the same.
+        // Softcap turns -inf into -softcap, so nothing is masked; 0 times -inf is still NaN.
         if (c.options.softcap > 0 && c.options.logit_scale != 0) {
           EXPECT_TRUE(std::isfinite(loss)) << what;
         } else {
@@ -245,7 +245,7 @@ TEST_P(NonFinite, MinusInfinityUnderSmoothingIsAnInfiniteLoss) {
 TEST_P(NonFinite, HugeAndTiny) {
   for (const double scale : {1e30, 1e20, 1e4, 1e-20, 1e-38, 1e-41}) {
     if (dtype_ == DType::f16 && (scale > 1e4 || scale < 1e-8)) continue;
-    // WGSL lets an implementation take subnormals for 0.
+    // WGSL lets an implementation flush subnormals to 0.
     if (std::string(device_.name()) == "webgpu" && scale < 1e-37) continue;
     for (const auto& [shifted, alone] :
          std::array<std::pair<bool, bool>, 3>{{{false, false}, {true, false}, {false, true}}}) {
@@ -289,7 +289,7 @@ void set_targets_below(Op* op, std::span<const double> distances) {
   write(op->target, std::vector<double>(distances.size(), 0));
 }
 
-// The target's logit is as far below the others as a loss can be, and weights go from tiny to huge:
+// The target's logit is as far below the others as a loss can be, under tiny to huge weights:
 // neither the exponent of a probability nor a factor beside it may leave its range.
 TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
   if (!is_linear(op_)) return;
@@ -322,7 +322,7 @@ TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
   }
 }
 
-// The same holds, and far above too, with each option alone and rows beside them that are not far.
+// Likewise, and far above too, with each option alone and among rows that are not far.
 TEST_P(NonFinite, FarTargetsBesideOthers) {
   if (!is_linear(op_)) return;
   constexpr double kDistances[] = {0, 15, 20, 40, 62, 3, -100, -70, -60, -20, 1, 100};
@@ -342,7 +342,7 @@ TEST_P(NonFinite, FarTargetsBesideOthers) {
   }
 }
 
-// All logits are so large that their rounding alone is a fraction of a nat, and lie together.
+// All logits are so large that their rounding is a fraction of a nat, and close together.
 TEST_P(NonFinite, NearTargetsOfHugeLogits) {
   if (!is_linear(op_)) return;
   for (const double sign : {1.0, -1.0}) {
@@ -399,8 +399,8 @@ TEST_P(NonFinite, SteepFactorsStayInRange) {
   }
 }
 
-// A token of a small weight has its dz made larger, one of a large z-loss too: both together stay
-// what f16 holds, up to an |lse| of about a thousand.
+// dz of a token with a small weight is scaled up, and a large z-loss enlarges it: both together
+// stay within f16, up to an |lse| of about a thousand.
 TEST_P(NonFinite, SmallWeightsBesideZLossStayInRange) {
   if (!is_linear(op_) || op_ == OpKind::linear_forward) return;
   Case c{.op = op_, .shape = {4, kHidden, 20}, .dtype = dtype_};

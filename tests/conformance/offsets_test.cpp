@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Offsets pass 2^32: rows and columns of every matrix lie gigabytes apart, in address space of
-// which only the elements' pages exist, and give the results of dense ones. Strides that no element
-// is behind may be anything.
+// Offsets beyond 2^32: rows and columns of every matrix are gigabytes apart, in address space of
+// which only the elements' pages exist, and give the results of dense ones. Strides along which
+// nothing steps may be anything.
 #include <map>
 #include <utility>
 
@@ -14,11 +14,11 @@ namespace {
 
 class Offsets : public ConformanceTest {};
 
-constexpr int64_t kApart = (int64_t{1} << 31) + 3;  // it counts elements
+constexpr int64_t kApart = (int64_t{1} << 31) + 3;  // elements
 
-// Lays an op's tensors on a device, its matrices with their rows (axis 0) or columns (axis 1)
-// kApart elements apart and neighbours on the other axis `step` apart; axis -1 leaves them as they
-// are.
+// Places an op's tensors on a device: its matrices have their rows (axis 0) or columns (axis 1)
+// kApart elements apart, and neighbours on the other axis `step` apart; with axis -1 they are
+// unchanged.
 template <class Op>
 class Spread {
  public:
@@ -116,15 +116,15 @@ TEST_P(Offsets, MatricesGigabytesApart) {
       if (device_.batch_invariant(c)) {
         EXPECT_EQ(differing_bits(dense, far), "") << "axis " << axis << ", step " << step;
       }
-      // Another layout may take another product there, so only the bounds must hold.
+      // Another layout may take another product, so only the bounds must hold.
       const Comparison apart = compare(expected(device_, p.op, p.model), far);
       EXPECT_TRUE(apart.ok()) << "axis " << axis << ", step " << step << "\n" << apart.report;
     }
   });
 }
 
-// No step is ever taken along an axis of one element or of a view of none, so that its stride, and
-// what a view holds beyond its rank, may be anything.
+// Nothing steps along an axis of one element, or of an empty view, so its stride, and what a view
+// holds beyond its rank, may be anything.
 template <class Op>
 Op with_free_strides(Op op, int64_t stride) {
   logitless_op unused{};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shards of the vocabulary, combined, equal the whole within its bound: statistics, loss and
+// Shards of the vocabulary, combined, are the whole within its bound: statistics, loss and
 // gradients.
 #include <algorithm>
 #include <cmath>
@@ -26,7 +26,7 @@ class Shards : public ConformanceTest {
   }
 };
 
-// The partitions are one shard, halves, three uneven ones, a column alone on either side, and five.
+// One shard, halves, three uneven ones, a single column on either side, five.
 const Sizes kPartitions[] = {{131}, {66, 65}, {7, 100, 24}, {1, 129, 1}, {16, 16, 64, 32, 3}};
 
 TokenState state_of(const Fields& fields, size_t token) {
@@ -192,8 +192,8 @@ TEST_P(Shards, MaskedShard) {
   });
 }
 
-// Of these shards nothing but the row is asked, and most have no target: it lies 30 below 0, where
-// what a sum starts from is not near its logits.
+// Only the row states are asked for, and most shards do not have the target: it is 30 below 0, so
+// that a sum does not start near the shard's logits.
 TEST_P(Shards, RowsAloneCombine) {
   if (!is_linear(op_)) return;
   constexpr int64_t tokens = 19, hidden = 33, vocab = 131;
@@ -282,7 +282,7 @@ TEST_P(Shards, BackwardAddsUp) {
   });
 }
 
-// Of equal logits on two shards the lowest index wins, whichever shard comes first in the sum.
+// Of equal logits on two shards the lowest index wins, whichever shard comes first.
 TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
   const TokenState first{.row_reference = 2, .argmax = 3}, second{.row_reference = 2, .argmax = 70};
   const TokenState third{.row_reference = 1, .argmax = 90};
@@ -292,7 +292,7 @@ TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
   EXPECT_EQ(combine(TokenState{}, second).argmax, 70);
 }
 
-// A caller's two states come to what the op Combine makes of them.
+// On the host, two states combine to what the op Combine makes of them.
 TEST(Combine, TwoStatesAreFoldedAsTheOpFoldsThem) {
   const std::vector<double> some = normals(4000, 77);
   size_t next = 0;
@@ -327,7 +327,7 @@ TEST(Combine, TwoStatesAreFoldedAsTheOpFoldsThem) {
   }
 }
 
-// Rounding may leave a target above all of its row's probability, which must not show; a NaN stays.
+// By rounding a target may exceed its row's probability, which must not show; a NaN stays.
 TEST(Combine, LogprobIsNeverAboveZero) {
   EXPECT_EQ(logprob({.row_reference = 1, .row_log_sum = -1e-8f, .target_logit = 1}), 0);
   EXPECT_EQ(logprob({.row_reference = 1, .row_log_sum = 0, .target_logit = -2}), -3);

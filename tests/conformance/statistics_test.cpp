@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Log-probabilities of targets are never above 0 and have the same bits whatever else is asked;
-// ranks are exact where the logits are apart.
+// ranks are exact where the logits differ enough.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -26,22 +26,21 @@ class TokenStatistics : public ConformanceTest {
     c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = c.mass_above = true;
     return c;
   }
-  // Returns whether another kernel than that of the log-probability alone makes it, where the
-  // contract lets that have bits of its own.
+  // Whether another kernel makes it than makes the log-probability alone, so that the contract
+  // allows it other bits.
   bool is_elsewhere(const Case& c) const {
     if (!is_linear(op_) || device_.reference_is_maximum(dtype_)) return false;
     return c.statistics || c.rank || c.sum_p_squared || c.mean_logit || c.max_logprob ||
            c.mass_above || c.temperatures;
   }
-  // Returns which line of the contract's table ("Determinism") the case is of; those of one line
-  // have the same bits.
+  // The case's line in the contract's table ("Determinism"); cases of one line have the same bits.
   int line_of(const Case& c) const {
     if (!is_elsewhere(c)) return 0;
     const int squares = c.sum_p_squared ? 1 : 0;
     return c.statistics ? 3 + squares : c.max_logprob ? 5 + squares : 1 + squares;
   }
   // Makes an op with these logits, exact in every dtype, before scale and softcap. In linear ops
-  // column i of the weights holds those of token i, and the input is one.
+  // column i of the weights holds those of token i, and the input selects it.
   template <class Op>
   Problem<Op> of_rows(Case c, const Rows& logits, const std::vector<double>& target) {
     const auto tokens = static_cast<int64_t>(logits.size());
@@ -64,8 +63,8 @@ class TokenStatistics : public ConformanceTest {
     write(p.op.target, target);
     return p;
   }
-  // Judges loss and statistics alone, because sums over rows so regular lose more than gradients
-  // are held to.
+  // Judges loss and statistics only: sums over such regular rows lose more than gradients are
+  // allowed.
   template <class Op>
   Fields judged(const Problem<Op>& p, const std::string& what, Memory memory = Memory::minimum) {
     Outcome outcome = execute(device_, p.op, p.pool, {.memory = memory});
@@ -85,8 +84,8 @@ class TokenStatistics : public ConformanceTest {
   }
 };
 
-// A rounded log-probability may come out above 0 in these rows: those that hold next to nothing
-// beside the target, and those whose numbers are large.
+// Rows whose rounded log-probability may come out above 0: with next to nothing beside the target,
+// or with large numbers.
 Rows peaked_rows(int64_t vocab, DType dtype) {
   const double large = dtype == DType::f16 ? 6e4 : 1e30;
   Rows rows;
@@ -106,7 +105,7 @@ Rows peaked_rows(int64_t vocab, DType dtype) {
     rows.emplace_back(vocab, -gap - 40)[0] = 0;
     rows.back()[vocab - 1] = gap;
   }
-  // In these rows two columns, and three, share the maximum.
+  // Two columns, or three, share the maximum.
   rows.emplace_back(vocab, -50.0);
   rows.back()[0] = rows.back()[vocab - 1] = 3;
   rows.push_back(rows.back());
@@ -139,7 +138,7 @@ TEST_P(TokenStatistics, LogprobIsNeverAboveZero) {
   }
 }
 
-// These rows are as a head makes them, with a target so far above that one rounding decides.
+// Rows as a head makes them, with a target so far above that one rounding decides.
 TEST_P(TokenStatistics, LogprobOfTrainedRowsIsNeverAboveZero) {
   with_forward([&](auto op) {
     using Op = decltype(op);
@@ -155,7 +154,7 @@ TEST_P(TokenStatistics, LogprobOfTrainedRowsIsNeverAboveZero) {
   });
 }
 
-// A minimum with 0 that drops a NaN would say that the target is certain.
+// A minimum with 0 that drops a NaN would call the target certain.
 TEST_P(TokenStatistics, LogprobKeepsNaN) {
   with_forward([&](auto op) {
     using Op = decltype(op);
@@ -205,7 +204,7 @@ std::vector<int64_t> all_rows(int64_t tokens) {
   return rows;
 }
 
-// These may be asked for beside a log-probability.
+// What may be asked for beside a log-probability.
 const Setting kBeside[] = {
     {"nothing else", [](Case&) {}},
     {"the row", [](Case& c) { c.row_statistics = true; }},
@@ -226,8 +225,8 @@ const Setting kBeside[] = {
     {"temperatures of 1", [](Case& c) { c.temperatures = true; }},
 };
 
-// The forward op alone and the one with gradients run with each thing that may be asked beside it,
-// in the least memory and the recommended one.
+// The forward op alone and the one with gradients, with each thing that may be asked beside it, in
+// the least memory and the recommended.
 TEST_P(TokenStatistics, LogprobHasTheSameBitsWhateverElseIsAsked) {
   for (const Setting& map : kAlone) {
     Case c{.op = op_, .shape = {70, 24, 421}, .dtype = dtype_};
@@ -271,7 +270,7 @@ TEST_P(TokenStatistics, LogprobHasTheSameBitsWhateverElseIsAsked) {
   }
 }
 
-// The same holds beside kept state.
+// Likewise beside kept state.
 TEST_P(TokenStatistics, LogprobHasTheSameBitsBesideKeptState) {
   if (op_ != OpKind::linear_forward || !device_.keeps_state(dtype_)) return;
   for (const float softcap : {0.0f, 20.0f}) {
@@ -297,7 +296,7 @@ TEST_P(TokenStatistics, LogprobHasTheSameBitsBesideKeptState) {
   }
 }
 
-// A token has another place, other neighbours and another number of tokens beside it, where `info`
+// A token at another place, with other neighbours and in another number of tokens, where `info`
 // promises the same bits.
 TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
   for (const bool every : {false, true}) {
@@ -331,7 +330,8 @@ TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
   }
 }
 
-// Logits lie a quarter apart, in any order, so that every dtype holds them and no error joins two.
+// Logits at least a quarter apart, in any order, so that every dtype holds them and no error makes
+// two equal.
 Rows separated_rows(int64_t tokens, int64_t vocab) {
   Rows rows;
   Random random(11);
@@ -386,14 +386,14 @@ TEST_P(TokenStatistics, RankIsExactOnSeparatedLogits) {
   }
 }
 
-// What equals the target's logit is not above it, wherever it lies; no map rounds powers of two.
+// A logit that equals the target's is not above it, wherever it is; no map rounds powers of two.
 TEST_P(TokenStatistics, RankCountsNoTie) {
   with_forward([&](auto op) {
     using Op = decltype(op);
     constexpr int64_t vocab = 300;
     Rows rows(4, std::vector<double>(vocab, 2.0));
     for (int64_t j = 0; j < vocab; j += 3) rows[1][j] = 4;  // 100 columns are above the target
-    // no column is above the target
+    // none is above the target
     for (int64_t j = 0; j < vocab; j += 3) rows[2][j] = j == 150 ? 2 : -1;
     rows[3].assign(vocab, 0.0);
     Problem<Op> p = of_rows<Op>(plain({}), rows, {299, 1, 150, 7});
@@ -405,7 +405,7 @@ TEST_P(TokenStatistics, RankCountsNoTie) {
   });
 }
 
-// Rounding alone tells these logits apart, so that a column has the probability 1 / V.
+// Only rounding tells these logits apart, so a column has the probability 1 / V.
 TEST_P(TokenStatistics, MassAboveIsOfTheColumnsThatRankCounts) {
   for (const int64_t vocab : {131, 700}) {
     with_forward([&](auto op) {
@@ -432,8 +432,7 @@ TEST_P(TokenStatistics, MassAboveIsOfTheColumnsThatRankCounts) {
   }
 }
 
-// The rank is -1 where the token does not count, and some number that indexes the vocabulary in a
-// row that is NaN.
+// The rank is -1 if the token does not count, and any index of the vocabulary in a row of NaN.
 TEST_P(TokenStatistics, RankOfRowsWithoutOne) {
   for (const DType index : {DType::i32, DType::i64}) {
     with_forward([&](auto op) {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each token has a temperature: equal ones are the number bit for bit; one that no number may be
-// makes its own row NaN and sets the fault word; that of a token without a part in the call is not
-// read.
+// A temperature per token: equal ones are the number bit for bit; one that is not allowed makes its
+// own row NaN and sets the fault word; that of a token without a part in the call is not read.
 #include <algorithm>
 #include <cmath>
 
@@ -14,7 +13,7 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 class Temperatures : public ConformanceTest {
  protected:
-  // This is done to the logits before the temperature.
+  // Applied to the logits before the temperature.
   struct Map {
     float logit_scale, softcap;
     bool smoothing;
@@ -58,8 +57,8 @@ void give(Problem<Op>* p, const std::vector<double>& values, Layout layout = {})
       p->pool.add(DType::f32, {static_cast<int64_t>(values.size())}, values, layout);
 }
 
-// 1 is among them, which is no temperature at all. Every statistic and its gradient is asked for,
-// in a workspace that serves both calls.
+// Including 1, which is no temperature at all, with every statistic and its gradient, in a
+// workspace that serves both calls.
 TEST_P(Temperatures, EqualOnesAreTheNumber) {
   for (const Map& map : kMaps) {
     for (const float temperature : {1.0f, 0.7f, 3.0f}) {
@@ -94,7 +93,7 @@ TEST_P(Temperatures, EqualOnesAreTheNumber) {
   }
 }
 
-// In the least memory the loss and the statistics are the number's too.
+// In the least memory too, loss and statistics are the number's.
 TEST_P(Temperatures, EqualOnesAreTheNumberInTheLeastMemory) {
   with_loss_op([&](auto op) {
     using Op = decltype(op);
@@ -113,7 +112,7 @@ TEST_P(Temperatures, EqualOnesAreTheNumberInTheLeastMemory) {
   });
 }
 
-// These temperatures are bad, some only with this scale and softcap.
+// Bad temperatures, some only with this scale and softcap.
 struct Bad {
   const char* name;
   double temperature;
@@ -133,8 +132,8 @@ const Bad kBad[] = {
     {"a cap below f32", 1e37, 1e3f, 0.01f},
 };
 
-// The row that has it is NaN, whatever is asked of it; other rows keep their bits, and the fault
-// word what it held.
+// Its row is NaN, whatever is asked of it; other rows keep their bits, and the fault word its other
+// bits.
 TEST_P(Temperatures, ABadOneIsNaNInItsRow) {
   for (const Bad& bad : kBad) {
     with_loss_op([&](auto op) {
@@ -167,8 +166,7 @@ TEST_P(Temperatures, ABadOneIsNaNInItsRow) {
   }
 }
 
-// There is no fault word here, and the row is in the sums: a mean is NaN, as with a row of NaN
-// logits.
+// Without a fault word, and with the row in the sums: a mean is NaN, as with a row of NaN logits.
 TEST_P(Temperatures, ABadOneIsNaNInTheMean) {
   for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
     with_loss_op([&](auto op) {
@@ -185,7 +183,7 @@ TEST_P(Temperatures, ABadOneIsNaNInTheMean) {
   }
 }
 
-// These are the ends of what is good.
+// The ends of what is allowed.
 TEST_P(Temperatures, ExtremesThatAreGood) {
   const Bad good[] = {{"steep", 1e-20},
                       {"the flattest", 1e37},
@@ -205,8 +203,8 @@ TEST_P(Temperatures, ExtremesThatAreGood) {
   }
 }
 
-// Nothing is read of these tokens: ignored ones, those outside where that is ignored, and in
-// Backward those without an upstream gradient.
+// Not read: those of ignored tokens, of tokens outside where that is ignored, and in Backward of
+// tokens without an upstream gradient.
 TEST_P(Temperatures, OfOtherTokensIsNotRead) {
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
     with_loss_op([&](auto op) {
@@ -236,7 +234,7 @@ TEST_P(Temperatures, OfOtherTokensIsNotRead) {
   }
 }
 
-// A forward that knows the upstream gradient computes the row of a token whose gradient is 0.
+// A forward that knows the upstream gradient computes the row of a token even if its gradient is 0.
 TEST_P(Temperatures, OfATokenWithoutGradientIsReadByForwardBackward) {
   with_loss_op([&](auto op) {
     using Op = decltype(op);

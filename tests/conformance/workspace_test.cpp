@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A workspace of any size from the minimum on gives right results, is not left behind, and is used
-// to its end: the bytes asked for are the bytes touched.
+// Any workspace from the minimum on gives right results, is not written beyond, and is used to its
+// end: the bytes asked for are the bytes touched.
 #include <algorithm>
 #include <utility>
 
@@ -61,7 +61,7 @@ TEST_P(WorkspaceSizes, LessThanTheMinimumIsRefused) {
   }
 }
 
-// Asking is pure, so no data is looked at. Without addresses the answer serves any.
+// Asking is pure and looks at no data. Without addresses the answer serves any.
 TEST_P(WorkspaceSizes, AskedWithoutData) {
   for (const Case& c : cases()) {
     const WorkspaceSize with_data = workspace_of(device_, c);
@@ -87,7 +87,7 @@ TEST_P(WorkspaceSizes, AskedWithoutData) {
   }
 }
 
-// The largest sizes that are allowed have an answer, which no machine can follow.
+// The largest allowed sizes have an answer, though no machine has the memory.
 TEST_P(WorkspaceSizes, OfTheLargestShapes) {
   if (!device_.synchronous()) return;  // a device may have limits of its own
   constexpr int64_t most = int64_t{1} << 56, root = int64_t{1} << 28;
@@ -96,7 +96,7 @@ TEST_P(WorkspaceSizes, OfTheLargestShapes) {
     if (!is_linear(op_) && shape.hidden == most) continue;
     Case c{.op = op_, .shape = {2, 3, 4}, .dtype = dtype_};
     apply_everything(c);
-    c.teacher_hidden = 0;  // it has the student's
+    c.teacher_hidden = 0;  // the student's, then
     with_any_op(op_, [&](auto op) {
       auto p = build<decltype(op)>(c);
       place(p.op, device_.tensors());
@@ -123,8 +123,8 @@ TEST_P(WorkspaceSizes, OfTheLargestShapes) {
   }
 }
 
-// Returns where the last byte lies that a run changes. It runs with the work handed to the first
-// and to the last thread, over two different fills.
+// The last byte that a run changes. It runs with the work handed to the first and to the last
+// thread, over two different fills.
 uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int threads,
                      uint64_t* given) {
   uint64_t end = 0;
@@ -141,18 +141,18 @@ uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int
   return end;
 }
 
-// A CPU plan of two heads ends with the place where a tile of the weight is packed, which a run of
-// few tokens leaves as it was if the tile can be multiplied where it lies (multiply_unpacked). That
-// follows from the weight's address, of which a plan knows nothing; rows whose elements lie apart
-// are always packed, and use the place to its end.
+// A CPU plan of two heads ends with room for a packed tile of the weight, which a run of few tokens
+// leaves alone if it can multiply the tile in place (multiply_unpacked). That depends on the
+// weight's address, which a plan does not know; rows whose elements are not contiguous are always
+// packed, and use the room to its end.
 uint64_t left_unpacked(const TestDevice& device, const Case& c) {
   const bool apart = c.placement == Placement::strided || c.placement == Placement::transposed;
   if (!device.has_threads() || !diverges(c.op) || apart) return 0;
   return uint64_t{192} * 4 * std::max(c.shape.hidden, c.teacher_hidden);
 }
 
-// The minimum is touched by any number of threads; the recommended one, which has room for eight,
-// by eight and more.
+// Any number of threads touches all of the minimum; eight and more all of the recommended, which
+// has room for eight.
 TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
   if (!device_.has_threads() && device_.synchronous()) return;  // the reference takes no workspace
   std::vector<std::pair<Memory, int>> runs{{Memory::minimum, 1}, {Memory::recommended, 1}};

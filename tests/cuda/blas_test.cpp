@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests see which of cuBLASLt's proposals a product takes, and which memory it lends. A
-// recorded machine proposes what a test says, so no device is needed.
+// Which of cuBLASLt's proposals a product takes, and which memory it lends. A recorded machine
+// proposes what a test says, so no device is needed.
 #include "src/cuda/runtime/blas.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ using Proposals = RecordedCuda::Proposals;
 constexpr size_t kParts = size_t{24} << 20, kLibrary = matrix_library_bytes;
 constexpr int kTwoRounds = 4096, kThreeRounds = 6144;
 
-// A product [rows, 2048] over a depth of 512 has 256 tiles of 256 x 128 with 4096 rows: two rounds
+// A product [rows, 2048] over a depth of 512 with 4096 rows has 256 tiles of 256 x 128: two rounds
 // of 132 multiprocessors.
 class CudaBlas : public testing::Test {
  protected:
@@ -101,7 +101,7 @@ TEST_F(CudaBlas, WhereNothingSplitsItAsksForTheWhole) {
 }
 
 // The last rows of a call take the algorithm of its first ones, so that a batch that is cut
-// otherwise is multiplied alike; where that does not serve, their own.
+// otherwise is multiplied alike; if it does not serve, their own.
 TEST_F(CudaBlas, TakesTheChoiceOfTheLargestProductOfTheCall) {
   machine_.unsplit = {{{lt::tile_256x128, 1}, {lt::tile_128x128, 1}}};
   Product last = product();
@@ -112,7 +112,7 @@ TEST_F(CudaBlas, TakesTheChoiceOfTheLargestProductOfTheCall) {
   expect(last, lt::tile_128x128, 1);
 }
 
-// The library is asked anew wherever its choice may be another.
+// The library is asked again wherever its choice may differ.
 TEST_F(CudaBlas, AsksAnewForAnotherAlignment) {
   expect(product(), 0, 0);
   Product p = product();

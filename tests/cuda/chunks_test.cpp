@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear gradients of more tokens than E has room for are made chunk by chunk on Hopper: both
-// products in one launch, sums of grad_weight that lie half in its own memory, and two passes where
-// they have no room at all (src/cuda/linear/plan.h). Each of these plans is compared with double,
-// under every kind of option.
+// Linear gradients of more tokens than E has room for, chunk by chunk on Hopper: both products in
+// one launch, sums of grad_weight half in its own memory, and two passes where they have no room at
+// all (src/cuda/linear/plan.h). Each of these plans is compared with double, under every kind of
+// option.
 #include "planned.h"
 #include "src/cuda/linear/tiled/panels.h"
 
@@ -11,7 +11,7 @@ namespace {
 
 class CudaChunks : public ConformanceTest {};
 
-// Says how a plan divides the work; it returns "" where it does not.
+// How a plan divides the work; "" where it does not.
 std::string division(const CudaPlanned& planned) {
   const cuda::LinearPlan& p = planned.plan;
   const bool passes = p.kind == cuda::PlanKind::two_passes;
@@ -57,7 +57,7 @@ TEST_P(CudaChunks, UnderOptions) {
                   {"token chunks, both at once, sums lent", "two passes, some rows first"});
 }
 
-// Under a softcap with smoothing E becomes dz in its place.
+// With a softcap and smoothing E becomes dz in its place.
 TEST_P(CudaChunks, OfDzAndItsBias) {
   Case c = plain;
   c.options.softcap = 20;
@@ -74,7 +74,7 @@ TEST_P(CudaChunks, PanelsInTheMemoryOfWhatComesLater) {
   judge_divisions(device_, c, {"two passes, of one chunk"});
 }
 
-// There are more sums in grad_weight's memory than a chunk's E has room for.
+// More sums in grad_weight's memory than a chunk's E has room for.
 TEST_P(CudaChunks, SumsThatLeaveTheirMemoryInPieces) {
   Case c = plain;
   c.shape = {3100, 1024, 300};

@@ -9,10 +9,10 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# These are the magic number, the version and its header's length.
+# The magic number, the version and its header's length.
 FAT_BINARY = struct.pack("<IHH", 0xBA55ED50, 1, 16)
-PTX, ELF = 1, 2  # an entry of a fat binary is one of these
-NOBITS = 8  # a section of this type is a size alone
+PTX, ELF = 1, 2  # kinds of a fat binary's entries
+NOBITS = 8  # the type of a section that is a size alone
 
 
 class Broken(Exception):
@@ -23,8 +23,8 @@ class Image(NamedTuple):
     """What was compiled for one architecture from one source."""
 
     kind: int
-    architecture: str  # it is "sm_90a", or "compute_80" for PTX
-    offset: int  # it is counted in the file, for those who want to write there
+    architecture: str  # "sm_90a", or "compute_80" for PTX
+    offset: int  # in the file, for those who want to write there
     data: bytes
 
 
@@ -35,7 +35,7 @@ class Section(NamedTuple):
     size: int
     link: int
     info: int
-    header: int  # its header lies there in the ELF file
+    header: int  # offset of its header in the ELF file
     offset: int
     data: bytes
 

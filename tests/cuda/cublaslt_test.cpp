@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Our declarations of cuBLASLt are NVIDIA's: this is compiled, and never run, where its header is
-// found.
+// Our declarations of cuBLASLt are NVIDIA's: compiled, and never run, if its header is found.
 #include <cublasLt.h>
 
 #include <cstddef>
@@ -43,7 +42,7 @@ static_assert(offsetof(HeuristicResult, workspace_bytes) == offsetof(Theirs, wor
 static_assert(offsetof(HeuristicResult, state) == offsetof(Theirs, state));
 static_assert(offsetof(HeuristicResult, waves) == offsetof(Theirs, wavesCount));
 
-// The arguments are the same where theirs are enums and handles of the same size.
+// Enums and handles of the same size count as the same argument.
 template <class>
 inline constexpr int arguments = -1;
 template <class Result, class... Arguments>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA promises this beyond the contract's common part: calls enqueue and do not wait, a graph may
-// capture them, from any thread, and they leave the caller's device and errors as they were.
+// What CUDA promises beyond the contract's common part: calls enqueue and do not wait, a graph may
+// capture them, from any thread, and they leave the caller's device and errors unchanged.
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -23,7 +23,7 @@ class Cuda : public ConformanceTest {
   Case plain(Shape shape = {33, 64, 300}) const {
     return {.op = op_, .shape = shape, .dtype = dtype_, .statistics = true};
   }
-  // Calls f(problem, what is resident of it) with each of the cases.
+  // Calls f(problem, its Resident) with each of the cases.
   template <class F>
   void with_resident(const std::vector<Case>& cases, F&& f) {
     for (const Case& c : cases) {
@@ -71,8 +71,7 @@ void expect_no_wait(Resident<Op>& resident, const Problem<Op>& p, const TestDevi
   EXPECT_TRUE(result.ok()) << result.report;
 }
 
-// This comes first in the file, so that nothing of the backend has run yet where this process began
-// with it.
+// First in the file, so that in a process that starts with it nothing of the backend has run yet.
 TEST_P(Cuda, AfterWarmupTheFirstCallDoesNotWait) {
   if (is_linear(op_)) {
     std::printf("[ not promised ] cuda: cuBLASLt loads its kernels at a product's first run\n");
@@ -103,7 +102,7 @@ TEST_P(Cuda, WarmupLoadsEveryFilesKernels) {
 }
 
 cudaGraphExec_t capture(cudaStream_t stream, const std::function<Status()>& run) {
-  // With the global mode, what a capture forbids anywhere in the process fails here.
+  // In the global mode, what a capture forbids anywhere in the process fails here.
   EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
   const Status status = run();
   EXPECT_TRUE(status.ok()) << status.message();
@@ -116,8 +115,7 @@ cudaGraphExec_t capture(cudaStream_t stream, const std::function<Status()>& run)
   return executable;
 }
 
-// A captured call that is replayed gives the bits of a direct one, from the inputs as they are
-// then.
+// A captured call that is replayed gives the bits of a direct one, from the inputs at that time.
 TEST_P(Cuda, AGraphReplaysTheCall) {
   ASSERT_TRUE(warmup(device_.execution()).ok());
   with_resident({plain(), everything(), everything({1, 33, 40})}, [&](auto& p, auto& resident) {
@@ -156,8 +154,8 @@ TEST_P(Cuda, AThousandRunsGiveTheSameBits) {
   });
 }
 
-// A thread that has called nothing of CUDA has a current device but no context; autograd's are
-// such.
+// A thread that has not called CUDA, such as one of autograd's, has a current device but no
+// context.
 TEST_P(Cuda, TheFirstCallOfAThread) {
   Case c{.op = op_, .shape = {150, 64, 700}, .dtype = dtype_};
   c.grad_input = c.grad_weight = dtype_;
@@ -192,8 +190,8 @@ TEST_P(Cuda, ThreadsOnStreamsOfTheirOwn) {
   for (const std::string& message : wrong) EXPECT_EQ(message, "");
 }
 
-// The vocabulary is so large that between the least workspace and that of whole E lie plans that
-// keep some of it.
+// The vocabulary is so large that there are plans that keep a part of E, between the least
+// workspace and that of all of E.
 TEST_P(Cuda, EveryPlanIsRight) {
   if (!is_linear(op_)) return;
   Case c{.op = op_, .shape = {130, 16, 30000}, .dtype = dtype_};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hopper's kernels share out their tiles by arithmetic that needs no GPU, which is tested here.
+// How Hopper's kernels divide their tiles: arithmetic that needs no GPU.
 #include <algorithm>
 #include <array>
 #include <set>
@@ -87,7 +87,7 @@ TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
   }
 }
 
-// Both products run at once: every cluster has one of them, and grad_input takes no more slots than
+// Both products run at once: every cluster has one of them, and grad_input takes at most the slots
 // there are.
 TEST(CudaCut, SharesTheClusters) {
   for (const int clusters : {2, 3, 9, 66, 72}) {

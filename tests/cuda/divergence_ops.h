@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divergences of heads of any size, whose tensors lie at addresses that nobody looks behind.
+// Divergences of heads of any size, whose tensors have addresses without memory.
 #pragma once
 
 #include "logitless/logitless.h"
@@ -19,7 +19,7 @@ struct AskedOf {
   DivergenceKind kind = DivergenceKind::forward_kl;
 };
 
-// Makes views of nothing, each at an address of its own.
+// Makes views without memory, each at an address of its own.
 class NowhereViews {
  public:
   explicit NowhereViews(Device device = {DeviceType::cuda, 0}) : device_(device) {}
@@ -91,7 +91,7 @@ Op divergence_op(const HeadSizes& s, const AskedOf& asked = {}) {
   return op;
 }
 
-// Gives an op the kept state of a Forward like it.
+// Gives an op the kept state of a matching Forward.
 template <class Op>
 void add_kept(Op* op) {
   const auto at = [](int64_t n) { return reinterpret_cast<void*>(n << 40); };
@@ -102,8 +102,8 @@ void add_kept(Op* op) {
   if constexpr (GradientOp<Op>) op->kept_key = kept.key;
 }
 
-// Makes an op one of a shard: a Forward of its states, or with `sums` of its sums; a Backward that
-// is given states.
+// Turns an op into one of a shard: a Forward of its states, or with `sums` of its sums; a Backward
+// that is given states.
 template <class Op>
 void make_shard(Op* op, bool sums = false) {
   const auto row = [&](int64_t n) {

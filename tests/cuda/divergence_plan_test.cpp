@@ -110,7 +110,7 @@ TEST(DivergencePlan, ALlamasRunsInLittleMemory) {
   EXPECT_EQ(q.way, DivergenceWay::chunks);
 }
 
-// Without a target every token counts, and aligned rows of whole 16 bytes are read where they lie.
+// Without a target every token counts, and aligned rows of whole 16 bytes are read in place.
 TEST(DivergencePlan, InputsAreNotCopiedWhereEveryTokenCounts) {
   const auto copies = [](const Call& call) {
     const DivergenceCall made = make_divergence(call);
@@ -129,7 +129,7 @@ TEST(DivergencePlan, InputsAreNotCopiedWhereEveryTokenCounts) {
   Both op = divergence_op<Both>(kLlama);
   for (TensorView* v : {&op.input, &op.teacher.input}) v->byte_offset = 8;
   EXPECT_TRUE(copies(Call(op)));
-  // Nobody knows the address yet, and the plan must do for any.
+  // The address is not known yet, and the plan must do for any.
   for (TensorView* v : {&op.input, &op.teacher.input}) v->byte_offset = 0, v->data = nullptr;
   EXPECT_TRUE(copies(Call(op)));
 }
@@ -170,7 +170,7 @@ TEST(DivergencePlan, KeptDzLeavesTwoProducts) {
   EXPECT_LT(p.seconds, 1.1 * 2 * 2.0 * 8192 * 4096 * 128256 / 680e12);
 }
 
-// f16 has no room for an input times factors that differ, so that dz is copied times these.
+// An f16 input has no range for factors that differ, so dz is copied times these instead.
 TEST(DivergencePlan, FactorsThatDifferAreNotMultipliedToAnInputOfF16) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
@@ -189,14 +189,14 @@ TEST(DivergencePlan, EqualHeadsAreReadAlike) {
   const DivergenceCall one =
       make_divergence(Call(divergence_op<Both>({33, 61, 300, 61}, {.transposed = true})));
   EXPECT_TRUE(one.student.shape.copies_weight && one.teacher.shape.copies_weight);
-  // A transposed weight of whole 16 bytes could be read as it is.
+  // A transposed weight of whole 16 bytes could be read in place.
   const DivergenceCall other =
       make_divergence(Call(divergence_op<Both>({33, 61, 320, 61}, {.transposed = true})));
   EXPECT_TRUE(other.student.shape.copies_weight && other.teacher.shape.copies_weight);
 }
 
-// Whatever is in use at once lies apart and inside the workspace: while rows are worked on, and
-// when the gradients are made.
+// Arrays in use at the same time are disjoint and inside the workspace: while rows are worked on,
+// and when the gradients are made.
 struct Place {
   const char* name;
   const void* data;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divergences run on a recorded machine, which runs nothing: a call allocates nothing, keeps CUDA's
-// rules, asks for all that can be refused before its first launch, and makes no product that nobody
-// asks for.
+// Divergences on a recorded machine, which runs nothing: a call allocates nothing, keeps CUDA's
+// rules, asks for all that can be refused before its first launch, and makes no product that is not
+// asked for.
 #include <set>
 #include <string>
 
@@ -25,7 +25,7 @@ constexpr RecordedCuda::Device kDevices[] = {{"A100", 8, 0, true, 108, 166912},
 constexpr Execution kExecution{.device = {DeviceType::cuda, 0}};
 void* const kMemory = reinterpret_cast<void*>(int64_t{1} << 46);
 
-// A share of 0 is the minimum, 1 what is recommended.
+// share 0 is the minimum, 1 the recommended workspace.
 template <class Op>
 Status run_nowhere(const Op& op, double share) {
   WorkspaceSize size;
@@ -140,7 +140,7 @@ TEST(DivergenceRecorded, AQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
   }
 }
 
-// It counts products: the library's, and the engine's of logits, whose blocks take the whole chip.
+// Counts products: the library's, and the engine's of logits, whose blocks take the whole chip.
 struct Products final : RecordedCuda::Listener {
   int count = 0, of_engine = 0;
   void launch(const cudaLaunchConfig_t& config, const void*, void**, const Parameter*,
@@ -196,7 +196,7 @@ TEST(DivergenceRecorded, MakesTheProductsThatAreAskedFor) {
   for (const auto& device : kDevices) expect_products_of(device);
 }
 
-// Both heads' logits are the engine's where it has them, but not those of a softcap or of f32.
+// Both heads' logits are made by the engine if it can, but not under a softcap or in f32.
 TEST(DivergenceRecorded, AnEngineStoresTheLogits) {
   HeadSizes s{512, 256, 60000, 128};
   for (const bool hopper : {false, true}) {
@@ -221,7 +221,7 @@ TEST(DivergenceRecorded, AnEngineStoresTheLogits) {
   }
 }
 
-// States that are given take no product, in no way that a Backward has.
+// Given states take no product, in any way of Backward.
 TEST(DivergenceRecorded, MakesTheProductsOfAShard) {
   const HeadSizes s{512, 256, 60000, 128};
   RecordedCuda machine({kDevices[0]});
@@ -243,8 +243,8 @@ TEST(DivergenceRecorded, MakesTheProductsOfAShard) {
   }
 }
 
-// The logits of heads of one depth are one product to the library, and so have equal bits where
-// the heads are equal.
+// The logits of heads of one depth are one product to the library, and so have equal bits if the
+// heads are equal.
 TEST(DivergenceRecorded, HeadsOfOneDepthHaveOneAlgorithm) {
   for (const int64_t depth : {256, 128}) {
     RecordedCuda machine({kDevices[0]});

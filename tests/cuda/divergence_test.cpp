@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divergences on the device, in every way that a plan has (src/cuda/divergence/divergence.h), each
-// judged against the reference; and a Backward of dz that Forward has kept.
+// Divergences on the device, in every way of a plan (src/cuda/divergence/divergence.h), each judged
+// against the reference; and a Backward of dz that Forward has kept.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -90,7 +90,7 @@ TEST_P(CudaDivergence, OfATeacherNearBy) {
   }
 }
 
-// Of heads of some size an engine stores the logits, with sums that the states are made of.
+// Heads large enough that an engine stores the logits, with sums that the states are made of.
 class StoredLogits : public CudaDivergence {
  protected:
   Case large() const {
@@ -100,7 +100,7 @@ class StoredLogits : public CudaDivergence {
     c.teacher_hidden = 40;
     return c;
   }
-  // Judges it, and tells whether the plan is of this sort wherever there is such an engine.
+  // Judges it, and expects such a plan wherever there is such an engine.
   void judge_stored(const Case& c) const {
     const Problem<Both> p = build<Both>(c);
     const cuda::DeviceInfo* info = nullptr;
@@ -139,8 +139,7 @@ TEST_P(StoredLogits, OfATeacherNearBy) {
   }
 }
 
-// Equal heads give exactly 0; very near ones keep their digits, so that states have more than
-// f32's.
+// Equal heads give exactly 0; very close ones keep their digits, so states are more exact than f32.
 TEST_P(StoredLogits, OfATeacherAlike) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const float temperature : {1.0f, 1.001f}) {
@@ -163,7 +162,7 @@ TEST_P(StoredLogits, OfATeacherAlike) {
   }
 }
 
-// Every tile has rows of its own scale: none may be summed from where another's maximum is.
+// Every tile's rows have their own scale: none may be summed relative to another's maximum.
 TEST_P(StoredLogits, OfAnySize) {
   for (const float scale : {1e-3f, 30.0f, 3000.0f, 1e10f, 1e25f}) {
     Case c = large();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An engine comes to its calls as these tests show with a toy one, on host memory and a device that
-// is assumed, in front of the portable one.
+// How an engine gets its calls, with a toy engine on host memory and an assumed device, in front of
+// the portable one.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -72,7 +72,7 @@ class Toy final : public Engine {
   }
 };
 
-// A family of tiles that kept state's shares, of whole 192 columns, do not end with.
+// A family whose tiles do not divide the shares of kept state, which are whole 192 columns.
 class Wide final : public tiled::TiledEngine {
  public:
   static constexpr tiled::Tile tile{.rows = 128, .columns = 128, .depth = 32};
@@ -132,7 +132,7 @@ TEST(CudaEngine, TheFirstOfTheListThatServesTakesTheCall) {
   EXPECT_STREQ(engine_of(toy_vocab, {.major = 9, .multiprocessors = 132}), "portable");
 }
 
-// Lists of the largest logits are made of logits in memory.
+// Lists of the largest logits need logits in memory.
 TEST(CudaEngine, OneThatListsLogitsTakesACallForThem) {
   Head head(toy_vocab);
   std::vector<float> logits(6);
@@ -156,7 +156,7 @@ TEST(CudaEngine, ItsSizesAreItsOwn) {
   EXPECT_FALSE(call.shape.can_keep());
 }
 
-// The memo in front of plans must not give one engine's plan to another.
+// The memo of plans must not give one engine's plan to another.
 TEST(CudaEngine, APlanIsTheEnginesOwn) {
   const auto [engine, call] = make_call(list, Head(toy_vocab).op, toy_device);
   const uint64_t own = on(*engine, call.shape).smallest().bytes;
@@ -170,14 +170,14 @@ TEST(CudaEngine, ItRunsWhatItPlanned) {
   const LinearPlan plan = on(*engine, call.shape).plan(1 << 20);
   std::vector<char> workspace(plan.bytes);
   engine->run(call, plan, workspace.data(), toy_device, nullptr);
-  EXPECT_NEAR(head.loss, 1.6094, 1.5);  // the loss is about log V
+  EXPECT_NEAR(head.loss, 1.6094, 1.5);  // about log V
   const float first = head.loss;
-  head.weight[0] += 1;  // this raises the first target's own logit
+  head.weight[0] += 1;  // raises the first target's own logit
   engine->run(call, plan, workspace.data(), toy_device, nullptr);
   EXPECT_LT(head.loss, first);
 }
 
-// A pass over the logits begins with a whole tile, so that what is kept ends with one, or with the
+// A pass over the logits begins with a whole tile, so what is kept ends with one, or with the
 // vocabulary.
 TEST(CudaEngine, AShareThatIsKeptEndsWithATile) {
   const Wide wide;
@@ -192,7 +192,7 @@ TEST(CudaEngine, AShareThatIsKeptEndsWithATile) {
   }
 }
 
-// Every engine lays out what is kept where logitless_keeps says so.
+// Every engine places what is kept exactly where logitless_keeps says so.
 TEST(CudaEngine, KeptStateServesWhereTheLibrarySaysSo) {
   Head head(1001);
   std::vector<char> kept(64), rows(64);
@@ -222,7 +222,7 @@ TEST(CudaEngine, KeptStateServesWhereTheLibrarySaysSo) {
   }
 }
 
-// The library's own list has Hopper's on Hopper, the portable one last and everywhere.
+// The library's own list has Hopper's on Hopper, and the portable one last and everywhere.
 TEST(CudaEngine, TheLibrarysListEndsWithOneThatServesEveryCall) {
   EXPECT_STREQ(engines().back()->name(), "portable");
   for (const int major : {8, 9, 10, 12}) {
@@ -233,8 +233,8 @@ TEST(CudaEngine, TheLibrarysListEndsWithOneThatServesEveryCall) {
   }
 }
 
-// Where a statistic needs the maximum, every engine looks for the maximum; `info` says of the rest
-// what the engine that runs it does.
+// Where a statistic needs the maximum, every engine finds it; for the rest `info` says what the
+// engine that runs does.
 TEST(CudaEngine, ARowReferenceIsTheMaximumWhereItIsPromised) {
   for (const Engine* engine : engines()) {
     EXPECT_TRUE(engine->finds_maximum({.sums = SumKind::maximum})) << engine->name();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// On Hopper E lies in grad_weight's own memory (src/cuda/linear/tiled/panels.h): E of every column
-// or of some, whose rows are written behind it, or in its place once it was copied. Each of these
-// ways is compared with double, under every kind of option.
+// E in grad_weight's own memory on Hopper (src/cuda/linear/tiled/panels.h): of every column or of
+// some, whose rows are written behind it, or over it once it was copied. Each way is compared with
+// double, under every kind of option.
 #include "planned.h"
 #include "src/cuda/linear/tiled/panels.h"
 
@@ -10,7 +10,7 @@ namespace {
 
 class CudaKept : public ConformanceTest {};
 
-// Says how it is done; it returns "" where nothing of E lies there.
+// How E is kept there; "" if it is not.
 std::string manner(const CudaPlanned& planned) {
   const auto& [s, p] = planned;
   if (p.lent_columns == 0) return "";
@@ -42,7 +42,7 @@ void judge_manners(const TestDevice& device, const Case& c,
   judge_plans(device, c, build<ForwardBackward>(c), shares, manner, wanted);
 }
 
-// There are more tokens than twice D, so E of only some columns fits.
+// With more tokens than twice D, E of only some columns fits.
 TEST_P(CudaKept, ColumnsThatTakeMoreThanTheirRows) {
   Case c = plain;
   c.ignored = 0.4;
@@ -79,7 +79,7 @@ TEST_P(CudaKept, ColumnsThatTakeLessThanTheirRows) {
   judge_manners(device_, c, {"all, in place, copied, grad_input summed"});
 }
 
-// There is nothing at all, one of everything, or gradients that are not asked for.
+// Nothing at all, one of everything, or gradients that are not asked for.
 TEST_P(CudaKept, OfHardlyAnything) {
   Case none = plain, one = plain, weight_alone = plain;
   none.shape = weight_alone.shape = {128, 128, 12032};
@@ -93,7 +93,7 @@ TEST_P(CudaKept, InSinglePrecision) {
   Case c = plain;
   c.shape = {128, 64, 12032};
   c.grad_input = c.grad_weight = DType::f32;
-  c.data = Data::large;  // rows lie beyond the range of E
+  c.data = Data::large;  // rows beyond the range of E
   judge_manners(device_, c, {"all, copied"});
 }
 

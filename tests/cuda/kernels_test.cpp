@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every kernel of Hopper's own runs at a ragged shape that is small enough for compute-sanitizer
-// (scripts/sanitize-device runs these): several tiles, of which the last ones are not whole, more
-// than one row of clusters, tiles cut into slices, panels in grad_weight's memory.
+// Every kernel of Hopper's own at a ragged shape, small enough for compute-sanitizer
+// (scripts/sanitize-device runs these): several tiles, the last ones not whole, more than one row
+// of clusters, tiles cut into slices, panels in grad_weight's memory.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <cxxabi.h>
@@ -24,7 +24,7 @@ namespace {
 struct Ragged {
   const char* name;
   Case call;
-  double share;  // it is the way from the minimum to the recommended workspace, as a share
+  double share;  // the way from the minimum to the recommended workspace, as a share
 };
 
 Case linear(OpKind op, DType dtype, Shape shape) {
@@ -68,7 +68,7 @@ Case ignored(Case c) {
   return c;
 }
 
-// An engine stores the logits of heads of some size.
+// Heads large enough that an engine stores the logits.
 Case diverging(DType dtype) {
   Case c = linear(OpKind::divergence_forward_backward, dtype, {1000, 72, 4117});
   c.divergence.kind = DivergenceKind::jsd;
@@ -177,7 +177,6 @@ std::vector<Ragged> ragged() {
   return all;
 }
 
-// Calls f(problem) with the case's.
 template <class F>
 void with_problem(const Case& c, F&& f) {
   with_any_op(c.op, [&](auto op) {
@@ -194,7 +193,7 @@ Function driver_function(const char* name) {
 }
 #define DRIVER(name) driver_function<decltype(&name)>(#name)
 
-// Leaves its parameters out, which the last parenthesis closes.
+// Removes the parameters, which the last parenthesis closes.
 std::string readable(const char* mangled) {
   int status = 0;
   const std::unique_ptr<char, void (*)(void*)> name(
@@ -209,7 +208,7 @@ std::string readable(const char* mangled) {
   return whole;
 }
 
-// Names this library's kernels that a call launches, from a graph of it, which nobody runs.
+// The names of this library's kernels that a call launches, from a graph of it that is not run.
 template <class Op>
 std::set<std::string> kernels_of(Resident<Op>& call) {
   std::set<std::string> names;
@@ -248,7 +247,7 @@ std::set<std::string> kernels_of(const TestDevice& device, const Ragged& r) {
   return names;
 }
 
-// Names all kernels that were compiled for the device.
+// The names of all kernels that were compiled for the device.
 std::set<std::string> compiled_kernels() {
   std::set<std::string> names;
   for (const cuda::KernelFile* f = cuda::KernelFile::first(); f != nullptr; f = f->next()) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call puts this on its stream on CUDA: few kernels and nothing else, since each costs the host
-// two microseconds. Tokens by the thousands are prepared in more than one launch.
+// What a call enqueues on CUDA: few kernels and nothing else, since each costs the host two
+// microseconds. Tokens by the thousands are prepared in more than one launch.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ class CudaLaunches : public ConformanceTest {
   }
 };
 
-// Counts the nodes of a graph made of one call, by their kind.
+// Counts the nodes of a graph of one call, by kind.
 template <class F>
 std::map<cudaGraphNodeType, int> nodes_of(cudaStream_t stream, F&& run) {
   EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
@@ -44,8 +44,7 @@ std::map<cudaGraphNodeType, int> nodes_of(cudaStream_t stream, F&& run) {
   return kinds;
 }
 
-// Counts the launches of a plain call whose logits are one block at most, or go through Hopper's
-// own kernels.
+// The most launches of a plain call whose logits are one block, or go through Hopper's own kernels.
 int most_launches(OpKind op, bool own_products) {
   switch (op) {
     case OpKind::softmax:
@@ -66,14 +65,14 @@ int most_launches(OpKind op, bool own_products) {
   }
 }
 
-// A call launches kernels of this library's, and products of the matrix library's, which are one
-// kernel each, or two where it cuts the depth.
+// A call's launches of this library's kernels, and of products of the matrix library, which are one
+// kernel each, or two if it cuts the depth.
 struct Launches {
   int64_t kernels = 0, products = 0;
 };
 
-// A plain call without Hopper's own kernels takes blocks of logits in turn, each a product and what
-// reads it, and panels of E or dz with their two products.
+// Without Hopper's own kernels a plain call takes blocks of logits in turn, each a product and a
+// pass over it, and panels of E or dz with their two products.
 Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
   const auto pieces = [](int64_t n, int64_t size) { return n == 0 ? 0 : (n + size - 1) / size; };
   // One kernel prepares the tokens, another rounds the sum.
@@ -148,8 +147,7 @@ TEST_P(CudaLaunches, APlainCallIsAFewKernelsAndNothingElse) {
   }
 }
 
-// The numbers of tokens lie around a block's and around those that one launch prepares, and far
-// beyond.
+// Numbers of tokens around a block's and around one launch's, and far beyond.
 TEST_P(CudaLaunches, ThousandsOfTokensCountAndLieInOrder) {
   if (op_ == OpKind::softmax) return;
   for (const int64_t tokens : {1023, 1025, 8192, 20011, 65536, 65537, 90001}) {

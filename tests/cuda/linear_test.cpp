@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA's linear ops treat these apart: a row whose gradient's factor f32 would lose, accumulation
-// over no token at all, panels that lie in grad_weight's memory.
+// Special cases of CUDA's linear ops: a row whose gradient's factor f32 would lose, accumulation
+// over no token at all, panels in grad_weight's memory.
 #include <cmath>
 
 #include "resident.h"
@@ -26,8 +26,8 @@ class CudaLinear : public ConformanceTest {
       }
     });
   }
-  // Compares a call with the reference, in `share` of the workspace that is recommended beyond the
-  // least.
+  // Compares a call with the reference, in the minimum and `share` of what the recommended
+  // workspace has beyond it.
   template <class Op>
   Comparison compared(const Problem<Op>& p, const WorkspaceSize& size, double share,
                       const reference::Result& want) const {
@@ -36,8 +36,8 @@ class CudaLinear : public ConformanceTest {
   }
 };
 
-// Token `row` counts 1e-22 times as much as the others and has its target's logit 50 nats below
-// its largest: P p_t is below 1e-45, which f32 has no number for, while E serves any loss below 60.
+// Token `row` counts 1e-22 times as much as the others and has its target's logit 50 nats below its
+// largest: P p_t is below 1e-45, where f32 ends, while E serves any loss below 60.
 template <class Op>
 void make_faint(const Op& op, int64_t row) {
   const auto [tokens, hidden, vocab] =
@@ -61,8 +61,7 @@ void make_faint(const Op& op, int64_t row) {
   write(op.weights.token, token_weight);
 }
 
-// This is for f32 and bf16: beside rows of weight 1 the row's dz, 1e-22 of theirs, is below what
-// f16 has a number for.
+// For f32 and bf16: beside rows of weight 1 the row's dz, 1e-22 of theirs, is below f16's range.
 TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
   if (dtype_ == DType::f16) return;
   constexpr int64_t row = 5, hidden = 64;
@@ -90,9 +89,9 @@ TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
   });
 }
 
-// Most rows lose more than the exponent's range, as under a weight that was drawn too large: they
-// are made again 128 at a time, beside a few that are not. A row's place in the list is another one
-// each time, and tells in no bit.
+// Most rows lose more than the exponent's range, as with a weight that was initialized too large:
+// they are made again 128 at a time, beside a few that are not. A row's place in the list differs
+// each time, and must not change a bit.
 TEST_P(CudaLinear, MoreThanATileOfRowsIsMadeAgain) {
   enum class With { nothing, weights, maps };
   for (const auto& [shape, placement] : {std::pair{Shape{150, 72, 450}, Placement::dense},
@@ -160,9 +159,9 @@ TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
   }
 }
 
-// Where products are 0 nothing makes good for the tanh's error. The row's reference and the lse are
-// made of one column's bias alone, which goes through all of tanh's ranges, and many times where a
-// form by exp would be beyond the bound in one case of fifty.
+// If products are 0 nothing absorbs the tanh's error. The row's reference and the lse depend on one
+// column's bias alone, which goes through all of tanh's ranges, and often where a formula by exp
+// would exceed the bound in one case of fifty.
 TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   if (op_ != OpKind::linear_forward_backward || dtype_ == DType::f16) return;
   Case c{.op = op_, .shape = {3, 64, 40}, .dtype = dtype_, .bias_dtype = DType::f32};
@@ -170,8 +169,8 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   c.wants_grad_input = c.wants_grad_weight = false;
   c.options.softcap = 30;
   std::vector<double> sizes;
-  for (int i = 1; i <= 40; ++i) sizes.push_back(2.1 * i);  // these sizes go up to tanh 2.8
-  // These sizes go from tanh 0.6 to 0.68.
+  for (int i = 1; i <= 40; ++i) sizes.push_back(2.1 * i);  // up to tanh 2.8
+  // From tanh 0.6 to 0.68.
   for (int i = 0; i < 600; ++i) sizes.push_back(18.001 + 0.0041 * i);
   with_problem(c, [&](auto& p, const WorkspaceSize& size) {
     write(p.op.input, std::vector<double>(3 * 64, 0));
@@ -187,9 +186,9 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
 }
 
 // All logits of a row are alike and a little above -cap, under smoothing. E, just above 1, and dz
-// are rounded by as much as can be, and alike in all columns, so that what E does not tell of the
-// softcap's slope (sm90/near_cap.cuh) shows in grad_input: kept up to 0.9375 of the cap, E left an
-// eleventh of these rows beyond the bound.
+// are rounded as badly as possible, and alike in all columns, so that the error in the softcap's
+// slope from E (sm90/near_cap.cuh) shows in grad_input: when E was kept up to 0.9375 of the cap, an
+// eleventh of these rows exceeded the bound.
 TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
   if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;
   constexpr int64_t tokens = 512, hidden = 64, vocab = 500;
@@ -222,8 +221,8 @@ TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
   }
 }
 
-// Under a softcap and smoothing E becomes dz in its place, and grad_bias its columns' sums. There
-// are several slabs of rows, and more columns than their sums have room for at a time.
+// Under a softcap and smoothing E becomes dz in its place, and grad_bias its columns' sums. With
+// several slabs of rows, and more columns than their sums have room for at a time.
 TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
   if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;
   Case c{.op = op_,
@@ -237,7 +236,7 @@ TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
          .wants_grad_bias = true};
   c.options.softcap = 20;
   c.options.label_smoothing = 0.1f;
-  for (const Data data : {Data::normal, Data::large}) {  // the logits are usual, or near the cap
+  for (const Data data : {Data::normal, Data::large}) {  // usual logits, and near the cap
     c.data = data;
     with_problem(c, [&](auto& p, const WorkspaceSize& size) {
       const reference::Result want = expected(device_, p.op, p.model);
@@ -284,8 +283,8 @@ TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
   }
 }
 
-// On Hopper a warpgroup has 128 rows and a block 256; up to these the others of a cluster are put
-// to other use.
+// On Hopper a warpgroup has 128 rows and a block 256; with at most these the others of a cluster
+// work on other tiles.
 TEST_P(CudaLinear, TokensAboutAWarpgroupsAndABlocks) {
   if (dtype_ == DType::f32) return;
   for (const int64_t tokens : {1, 63, 64, 128, 129, 255, 256, 257}) {
@@ -316,9 +315,9 @@ std::vector<std::string> cuda_alone() {
   return names;
 }
 
-// Few tokens of a deep vocabulary: cuBLASLt may split the depth of grad_input in f32, for the call
-// lends it the block of logits (recorded_test.cpp). The order in which it adds the parts is one,
-// whatever lay there before.
+// Few tokens of a deep vocabulary: cuBLASLt may split the depth of grad_input in f32, as the call
+// lends it the block of logits (recorded_test.cpp). It adds the parts in one fixed order, whatever
+// their memory held before.
 TEST_P(CudaLinear, ProductsOfASplitDepthRepeatTheirBits) {
   if (dtype_ != DType::f32) return;
   const Case c{.op = op_, .shape = {130, 64, 30000}, .dtype = dtype_};

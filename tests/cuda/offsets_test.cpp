@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are dense matrices of more than 2^31 and 2^32 elements on CUDA. Their rows repeat with
-// prime periods, so that what a few tokens and columns must be is known without holding the whole
-// on the host.
+// Dense matrices of more than 2^31 and 2^32 elements on CUDA. Their rows repeat with prime periods,
+// so that the results of a few tokens and columns are known without the whole on the host.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -34,7 +33,7 @@ class CudaOffsets : public testing::TestWithParam<std::string> {
     view.device = device_.tensors();
     return view;
   }
-  // Makes a tensor [rows, columns] whose row i is row i modulo `period` of the values given.
+  // Makes a tensor [rows, columns] whose row i is row i modulo `period` of `values`.
   TensorView periodic(DType dtype, int64_t rows, int64_t columns, int64_t period,
                       const Values& values) {
     const auto size = static_cast<size_t>(size_of(dtype));
@@ -97,7 +96,7 @@ Values rounded(DType dtype, Values values) {
   return values;
 }
 
-// Returns rows at the edges of 2^31 and 2^32 elements, and elsewhere.
+// Rows at the edges of 2^31 and 2^32 elements, and elsewhere.
 std::vector<int64_t> spots(int64_t rows, int64_t columns) {
   std::vector<int64_t> all{0, 1, rows / 3, rows - 1};
   for (const int64_t edge : {int64_t{1} << 31, int64_t{1} << 32}) {
@@ -177,7 +176,7 @@ struct Head {
     }
     return z;
   }
-  // These are sums, and the sums of their magnitudes.
+  // Sums, and the sums of their magnitudes.
   struct Sums {
     Values value, magnitude;
     void add(double factor, const double* row) {
@@ -188,7 +187,7 @@ struct Head {
     }
   };
   Sums zeros() const { return {Values(hidden, 0), Values(hidden, 0)}; }
-  // Makes grad_input of a loss without reduction.
+  // grad_input of a loss without reduction.
   Sums grad_input(int64_t token) const {
     const int64_t kind = token % kinds;
     const Values products = products_of(kind);
@@ -215,7 +214,7 @@ struct Head {
 };
 
 // Allows two roundings to bf16 of every summand and one of the sum, and as much again, which is far
-// from what a neighbour's number would be.
+// less than the distance to a neighbour's number.
 void expect_near(const Values& got, const Head::Sums& want, const std::string& what) {
   for (size_t d = 0; d < got.size(); ++d) {
     ASSERT_LE(std::fabs(got[d] - want.value[d]), 0.016 * want.magnitude[d])
@@ -269,7 +268,7 @@ class CudaHeads : public CudaOffsets {
       ASSERT_EQ(bits(op.grad_weight), weight) << "run " << time;
     }
   }
-  // Judges what is there after a run.
+  // Judges the outputs of a run.
   void expect_right(const Head& head, const LinearCrossEntropyForwardBackward& op) {
     std::vector<int64_t> tokens = spots(head.tokens, head.vocab);
     std::vector<int64_t> columns = spots(head.vocab, head.hidden);
@@ -285,7 +284,7 @@ class CudaHeads : public CudaOffsets {
   }
 };
 
-// The sums above are what the reference says, where it can be asked.
+// The sums above agree with the reference, at a size that it can do.
 TEST_P(CudaHeads, TheyAreTheReferences) {
   const Head head(23, 5, 40, 7, 11, true);
   const auto tiled = [](const Values& rows, int64_t count) {
@@ -334,20 +333,20 @@ TEST_P(CudaHeads, LogitsOfMoreThan2To31ElementsNeverHeldByTheCaller) {
 }
 
 // With one step of depth E is made faster than memory takes it, and its copies out of shared memory
-// wait. If something is written over before it is read, that shows as other bits from run to run.
+// wait. If something is overwritten before it is read, bits differ from run to run.
 TEST_P(CudaHeads, ExponentialsFasterThanMemoryTakesThem) {
   expect_same_bits(Head(8192, 64, 131101, 61, 127, false));
 }
 
-// So are grad_weight's tiles of few tokens.
+// Likewise grad_weight's tiles of few tokens.
 TEST_P(CudaHeads, GradientsOfFewTokensFasterThanMemoryTakesThem) {
   for (const int64_t tokens : {64, 200}) {
     expect_same_bits(Head(tokens, 1024, 131101, 61, 127, false));
   }
 }
 
-// Where E lies in grad_weight's memory, rows are written that it has just left, more of them than
-// all multiprocessors write at a time: if something is read too late, it is no E.
+// Rows are written into memory of grad_weight that E has just left, more of them than all
+// multiprocessors write at a time: anything that is read too late is no longer E.
 TEST_P(CudaHeads, RowsThatAreWrittenWhereEWas) {
   for (const auto& [tokens, hidden] :
        {std::pair{1032, 512}, {1024, 1536}, {1600, 1600}, {200, 1536}, {500, 512}}) {
@@ -369,7 +368,7 @@ TEST_P(CudaHeads, RowsThatAreWrittenWhereEWas) {
   }
 }
 
-// These rows have more blocks of columns than a grid's second axis takes.
+// More blocks of columns than a grid's second axis takes.
 TEST_P(CudaHeads, RowsOfMoreThan2To23Elements) {
   Case c{.op = OpKind::linear_forward_backward, .shape = {3, (int64_t{1} << 23) + 77, 5}};
   c.options.label_smoothing = 0.1;

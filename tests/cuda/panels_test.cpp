@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// E, dz and the sums of a linear op on CUDA lie in the workspace and in grad_weight's own memory,
-// which is arithmetic that needs no GPU.
+// Where E, dz and the sums of a linear op on CUDA are, in the workspace and in grad_weight's own
+// memory: arithmetic that needs no GPU.
 #include <algorithm>
 #include <vector>
 
@@ -13,7 +13,7 @@
 namespace logitless::cuda {
 namespace {
 
-// Rows of grad_weight are written in order; what lies in its memory must still lie behind them.
+// Rows of grad_weight are written in order; what is in its memory must be behind them.
 struct Lent {
   int64_t panels = 0, in_place = 0, copied = 0, whole = 0, some = 0, sums = 0;
 };
@@ -22,8 +22,7 @@ int64_t panel_end(const LinearShape& s, const LinearPlan& p, const PanelPlace& a
   return tiled::lent_offset(s, p, at) + p.panel_rows * round_up(at.columns, 64) * 2;
 }
 
-// Checks that all that is kept of E leaves grad_weight's memory before its rows, or others', come
-// to lie there.
+// Checks that everything kept of E leaves grad_weight's memory before rows are written over it.
 void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   const int64_t row = weight_row(s), kept = kept_columns(p);
   const int64_t scaled = tiled::tiled_part(p).lent_scaled;
@@ -95,7 +94,7 @@ TEST(CudaPanels, WhatIsLentIsFree) {
   }
 }
 
-// Every E is tried beside every row: columns that take less than a row, as much, a little more,
+// Widths of E against widths of rows: columns that take less than a row, as much, a little more,
 // whatever they are a multiple of.
 TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
   Lent lent;
@@ -134,8 +133,8 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
   }
 }
 
-// Sums in f32 lie in memory that holds half as many rows: each becomes its row of 16 bits there,
-// and none is written over before it was read.
+// Sums in f32 in memory that holds half as many rows: each becomes its row of 16 bits there, and
+// none is overwritten before it was read.
 TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
   for (const int64_t rows : {1, 2, 3, 7, 64, 1000}) {
     for (const int64_t in_place_of_e : {1, 2, 5, 63, 64, 5000}) {
@@ -152,7 +151,7 @@ TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
           ASSERT_EQ(halves[2 * i], i);
           ASSERT_EQ(halves[2 * i + 1], i);
         }
-        if (first > 0) {  // some are written while others are read, unless these lie elsewhere
+        if (first > 0) {  // some are written while others are read, unless these are elsewhere
           EXPECT_LE(first + count, 2 * first);
         }
         for (int64_t i = first; i < first + count; ++i) halves[i] = 1000000 + i;
@@ -164,7 +163,7 @@ TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
   }
 }
 
-// The cost model takes panels that are alike at once, and must see each of them.
+// The cost model prices panels that are alike at once, and must count each of them.
 void expect_alike(const LinearShape& s, const LinearPlan& p, int64_t* lent, int64_t* remade) {
   for (int64_t first = kept_columns(p); first < s.vocab;) {
     const PanelPlace at = tiled::panel_at(s, p, first);
@@ -194,8 +193,9 @@ TEST(CudaPanels, PanelsThatAreAlikeFollowEachOther) {
   EXPECT_GT(remade, 0);
 }
 
-// E of all columns asks for more than the sums' plan where those lie in the place of the forward's;
-// columns that are not copied may be the better ones; and a little time is worth much memory.
+// No way to keep E may exclude another: E of all columns needs more than the plan whose sums are in
+// the forward's place; columns that are not copied may be the better ones; and a little time is
+// worth much memory.
 TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
   LinearShape s{.tokens = 1024, .vocab = 129280, .hidden = 768};
   s.grad_input = s.grad_weight = s.kernels.plain = true;
@@ -214,7 +214,7 @@ TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
   EXPECT_LT(on(hopper(), s).smallest().bytes, 110e6);
 }
 
-// Llama-3 has 64 MiB beyond the sum of grad_input: a third of E lies in grad_weight, and few panels
+// Llama-3 with 64 MiB beyond the sum of grad_input: a third of E is in grad_weight, and few panels
 // are made again.
 TEST(CudaPanels, GradWeightSparesWork) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the plans of the linear ops on CUDA, which are arithmetic that needs no GPU.
+// The plans of the linear ops on CUDA: arithmetic that needs no GPU.
 #include <algorithm>
 #include <array>
 #include <set>
@@ -26,7 +26,7 @@ TEST(CudaPlan, AGridHoldsTheSecondAxisWhateverItsLength) {
     EXPECT_GE(blocks, count);
     EXPECT_LT(blocks - count, grid.z) << "idle blocks";
   }
-  EXPECT_EQ(two_axes(7, 0).z, 0u);  // a grid of no blocks says that there is nothing to launch
+  EXPECT_EQ(two_axes(7, 0).z, 0u);  // a grid of no blocks: nothing to launch
 }
 
 TEST(CudaPlan, FitsItsBudgetToTheByte) {
@@ -50,16 +50,16 @@ TEST(CudaPlan, MoreMemoryNeverTakesLonger) {
     double before = asked.plan(budgets(asked).front()).seconds;
     for (const uint64_t bytes : budgets(asked)) {
       const double now = asked.plan(bytes).seconds;
-      // The share of E is the largest that fits, so one that fills its waves better may be passed
-      // by.
+      // The share of E is the largest that fits, so a smaller one with better filled waves may be
+      // missed.
       EXPECT_LE(now, before * 1.05) << bytes;
       before = std::min(before, now);
     }
   }
 }
 
-// Just below what the whole of E takes, nearly all of it is kept, even where statistics take memory
-// that only the whole needs beside it.
+// Just below the memory of all of E nearly all of it is kept, even with statistics whose memory
+// only the whole needs as well.
 TEST(CudaPlan, TheStepToTheWholeIsSmall) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
   s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = true;
@@ -105,8 +105,7 @@ TEST(CudaPlan, CoversEveryTokenAndColumn) {
   }
 }
 
-// These heads have few columns and many tokens; two passes fill whatever lies between the least and
-// the whole.
+// A head of few columns and many tokens; two passes fill the range between the least and the whole.
 TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   LinearShape s{.tokens = 20480, .vocab = 50257, .hidden = 768};
   s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = s.kernels.plain = true;
@@ -163,7 +162,7 @@ TEST(CudaPlan, TheFrontierHasAllItsPlans) {
 }
 
 // The recommended workspace is a quarter of the f32 logits beyond the f32 sums of the gradients, or
-// what torch.compile takes where that is quicker by more than 3 % of the model's time.
+// what torch.compile takes if that is quicker by more than 3 % of the model's time.
 TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
   int small = 0, large = 0;
   for (const Asked& asked : shapes()) {
@@ -201,7 +200,7 @@ TEST(CudaPlan, TheRecommendedBytesGiveThatTime) {
 }
 
 // Gemma 3 1B's grad_input has 48 tiles for 66 clusters: without slices 18 of them have no work, and
-// two slices each take as long. Elsewhere two slots a cluster are enough.
+// two slices take the same time. Elsewhere two slots a cluster are enough.
 TEST(CudaPlan, FewTilesHaveSlotsForFourSlices) {
   const auto slots = [](int64_t tokens, int64_t hidden) {
     LinearShape s{.tokens = tokens, .vocab = 262144, .hidden = hidden};
@@ -218,8 +217,8 @@ TEST(CudaPlan, FewTilesHaveSlotsForFourSlices) {
   }
 }
 
-// Backward of kept state makes no logits, but its block lends itself to the parts of grad_input's
-// split depth, where cuBLASLt splits it: at GPT-2's heads, at no tokens of 4096 hidden values.
+// Backward of kept state makes no logits, but its block serves for the parts of grad_input's split
+// depth, if cuBLASLt splits it: at GPT-2's heads, not at 4096 hidden values.
 TEST(CudaPlan, BackwardOfKeptStateHasRoomForPartsInF32) {
   const auto lends = [](int64_t tokens, int64_t hidden) {
     LinearShape s{.tokens = tokens, .vocab = 50257, .hidden = hidden, .dtype = DType::f32};
@@ -234,8 +233,8 @@ TEST(CudaPlan, BackwardOfKeptStateHasRoomForPartsInF32) {
   EXPECT_FALSE(lends(2048, 4096));
 }
 
-// These are the heads that are measured (docs/results.md); they take one chunk, so that one launch
-// reads the weight.
+// The heads that are measured (docs/results.md) take one chunk, so that one launch reads the
+// weight.
 TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {
   for (const auto& [tokens, vocab, hidden] : {std::array<int64_t, 3>{8192, 128256, 4096},
                                               {8192, 151936, 2048},

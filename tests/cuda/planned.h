@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests learn from this what a problem's call would run on CUDA, so that each plan has its turn.
+// What a problem's call would run on CUDA, so that tests can try each plan.
 #pragma once
 
 #include <set>
@@ -22,7 +22,7 @@ struct CudaPlanned {
   cuda::LinearShape shape;
   cuda::LinearPlan plan;
 };
-// Returns the plan in so many bytes.
+// The plan in `bytes`.
 inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
   ForwardBackward asked = op;
   logitless_op unused{};
@@ -36,14 +36,14 @@ inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
   return {planned.shape, planned.plan(bytes)};
 }
 
-// Names the CUDA device, where there is one.
+// The CUDA device's name, if there is one.
 inline std::vector<std::string> cuda_devices() {
   std::vector<std::string> names = device_names();
   std::erase_if(names, [](const std::string& name) { return name != "cuda"; });
   return names;
 }
 
-// Names the CUDA device, where Hopper's own kernels serve it.
+// The CUDA device's name, if Hopper's own kernels serve it.
 inline std::vector<std::string> hopper_devices() {
   const cuda::DeviceInfo* device = nullptr;
   const bool is = cuda::find_device(0, &device).ok() &&
@@ -51,8 +51,8 @@ inline std::vector<std::string> hopper_devices() {
   return is ? cuda_devices() : std::vector<std::string>{};
 }
 
-// Judges the problem once in a workspace of each plan that `name` tells apart ("" is not asked
-// for), among those at `shares` of the recommended one; `wanted` must be among them.
+// Judges the problem once in a workspace of each plan that `name` tells apart (except ""), among
+// those at `shares` of the recommended one; `wanted` must be among them.
 template <class F>
 void judge_plans(const TestDevice& device, const Case& c, const Problem<ForwardBackward>& p,
                  const std::vector<double>& shares, F&& name,

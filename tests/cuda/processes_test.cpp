@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA promises this across processes and devices: a caller's error survives the first launches of
-// a process (scripts/test-device gives each of these tests one of its own), another process gives
-// the same bits, and so does another device of the same kind.
+// What CUDA promises across processes and devices: a caller's error survives the first launches of
+// a process (scripts/test-device runs each of these tests in its own), another process gives the
+// same bits, and so does another device of the same kind.
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -17,11 +17,11 @@
 namespace logitless::conformance {
 namespace {
 
-// These calls launch between them what an op has: plain, with every option, rows that clusters
+// Calls that together launch all that an op has: plain, with every option, rows that clusters
 // share, and with memory for no E, for some of it and for all.
 struct Call {
   Case c;
-  double share = 1;  // it is the share of the workspace between the minimum and the recommended one
+  double share = 1;  // of the workspace between the minimum and the recommended one
 };
 std::vector<Call> calls(OpKind op, DType dtype) {
   const auto plain = [&](Shape shape) { return Case{.op = op, .shape = shape, .dtype = dtype}; };
@@ -55,7 +55,7 @@ class CudaErrors : public ConformanceTest {
   }
 };
 
-// An error that the caller made before is neither reported as ours nor taken away.
+// An earlier error of the caller's is neither reported as ours nor taken away.
 TEST_P(CudaErrors, OfTheCallersStayTheCallers) {
   for (const Call& call : calls(op_, dtype_)) {
     with_op(op_, [&](auto op) {
@@ -97,7 +97,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveEveryVerb) {
   });
 }
 
-// Each question is asked by itself, to name the one at fault where the tests above fail.
+// Each question by itself, to name the one at fault where the tests above fail.
 TEST_P(CudaErrors, OfTheCallersSurviveWhatALaunchAsksFor) {
   const void* kernel = cuda::KernelFile::first()->kernel();
   void* memory = nullptr;
@@ -125,7 +125,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveWhatALaunchAsksFor) {
     EXPECT_EQ(cudaPeekAtLastError(), failed) << name;
   }
   (void)cudaGetLastError();
-  // The driver's own function is asked, since the runtime's answer does not follow the driver's.
+  // From the driver's own function, since the runtime's answer does not follow the driver's.
   const auto get_attribute = reinterpret_cast<CUresult (*)(int*, CUfunction_attribute, CUfunction)>(
       cuda::find_driver_function("cuFuncGetAttribute"));
   ASSERT_NE(get_attribute, nullptr);
@@ -138,7 +138,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveWhatALaunchAsksFor) {
 
 class CudaProcesses : public ConformanceTest {
  protected:
-  // Returns FNV-1a of every output of every call.
+  // FNV-1a of every output of every call.
   std::string bits(const TestDevice& device) const {
     uint64_t hash = 0xcbf29ce484222325;
     for (const Call& call : calls(op_, dtype_)) {
@@ -159,7 +159,7 @@ class CudaProcesses : public ConformanceTest {
 
 constexpr const char* kSayBits = "LOGITLESS_TEST_SAY_BITS";
 
-// Returns bits() of a fresh process, which runs the same test and prints them.
+// bits() of a fresh process, which runs the same test and prints them.
 std::string bits_of_another_process() {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
   const auto* info = testing::UnitTest::GetInstance()->current_test_info();
@@ -187,8 +187,8 @@ TEST_P(CudaProcesses, GiveTheSameBits) {
   for (int process = 0; process < 2; ++process) EXPECT_EQ(bits_of_another_process(), own);
 }
 
-// Two devices run at once, each from a thread of its own; if they are of the same kind they agree
-// to the bit.
+// Two devices run at once, each from its own thread; if they are of the same kind they agree to the
+// bit.
 TEST_P(CudaProcesses, ServeTwoDevices) {
   const Found second = find_cuda_device(1);
   if (second.device == nullptr) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Factors lie near the ends of f32 on CUDA: an infinite logit under a softcap that only infinity
+// Factors near the ends of f32 on CUDA: an infinite logit under a softcap that only infinity
 // reaches, and upstream gradients and weights whose f16 gradients must neither underflow nor
 // overflow on the way.
 #include <array>
@@ -12,8 +12,8 @@ namespace {
 
 class CudaRange : public NonFinite {
  protected:
-  // The case is a linear op whose input and weight are as large as `input` and 1 / `input`, so that
-  // logits and p are as usual.
+  // A linear op with an input and weight as large as `input` and 1 / `input`, so that logits and p
+  // are as usual.
   template <class Op>
   Problem<Op> far_from_one(const Case& c, double input) const {
     Problem<Op> p = build<Op>(c);
@@ -31,7 +31,7 @@ class CudaRange : public NonFinite {
     c.options.reduction = Reduction::none;
     return c;
   }
-  // Calls f(an op of linear gradients) where this test is of one.
+  // Calls f(an op of linear gradients) if this test is of one.
   template <class F>
   void with_linear_gradients(F&& f) const {
     with_op(op_, [&](auto op) {
@@ -71,8 +71,8 @@ TEST_P(CudaRange, OnlyAnInfiniteLogitReachesTheSoftcap) {
   }
 }
 
-// A dz of f16 is stored over a power of two that the upstream gradients decide. Input or weight is
-// so large that a bound of K 2^-126 hides nothing.
+// A dz of f16 is stored divided by a power of two that the upstream gradients decide. Input or
+// weight is so large that a bound of K 2^-126 hides nothing.
 TEST_P(CudaRange, UpstreamGradientsFarFromOne) {
   with_linear_gradients([&](auto op) {
     using Op = decltype(op);
@@ -102,7 +102,7 @@ TEST_P(CudaRange, GradientsOfStatisticsFarFromOne) {
   }
 }
 
-// Weights move the power of two as well, whether or not the rows have gradients of their own.
+// Weights change the power of two as well, whether or not the rows have their own gradients.
 TEST_P(CudaRange, TokenWeightsFarFromOne) {
   with_linear_gradients([&](auto op) {
     using Op = decltype(op);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is a machine with CUDA devices, a driver and cuBLASLt that are not there: they answer as a
-// test says and run nothing. It counts what it is asked, says which of CUDA's rules a launch or a
-// tensor map breaks, and can fail any one question. What it does itself allocates nothing.
+// A pretended machine with CUDA devices, a driver and cuBLASLt, which answer as a test says and run
+// nothing. It counts what it is asked, reports which of CUDA's rules a launch or a tensor map
+// breaks, and can fail any one question. It allocates nothing itself.
 #pragma once
 
 #include <dlfcn.h>
@@ -31,8 +31,8 @@ class RecordedCuda {
     size_t shared_bytes = 232448;
   };
 
-  // A listener is told what is launched and with which arguments, in order; its answers stand for
-  // the objects that the machine would have made.
+  // Told what is launched and with which arguments, in order; its answers stand for the objects
+  // that the machine would have made.
   struct Listener {
     virtual ~Listener() = default;
     virtual void launch(const cudaLaunchConfig_t& config, const void* kernel, void** values,
@@ -62,7 +62,7 @@ class RecordedCuda {
   };
   Listener* listener = nullptr;
 
-  // The machine is in force until it is destroyed; there is one at a time.
+  // In force until destroyed; one at a time.
   explicit RecordedCuda(std::vector<Device> devices) : devices_(std::move(devices)) {
     self = this;
     replace_api(&table);
@@ -74,15 +74,15 @@ class RecordedCuda {
   RecordedCuda(const RecordedCuda&) = delete;
   RecordedCuda& operator=(const RecordedCuda&) = delete;
 
-  // These say what there is, and may be changed at any time.
-  int driver_version = 13000;  // 0 says that there is no driver
+  // The machine, which may be changed at any time.
+  int driver_version = 13000;  // 0: no driver
   std::vector<std::string_view> libraries{"libcuda.so.1", "libcublasLt.so.13"};
-  std::vector<std::string_view> lacking;  // the first library asked lacks these functions
+  std::vector<std::string_view> lacking;  // functions that the first library asked lacks
   std::string_view lacking_library;       // only that library lacks them, or with "" every one
-  int failing_creates = 0;                // so many calls of cublasLtCreate fail from now on
-  int most_launches = std::numeric_limits<int>::max();  // the launch after so many fails
-  // cuBLASLt proposes these kernels, the best one first, and returns this code: `split` where it
-  // may split the depth, else `unsplit`.
+  int failing_creates = 0;                // calls of cublasLtCreate that fail from now on
+  int most_launches = std::numeric_limits<int>::max();  // the launch after these fails
+  // The kernels that cuBLASLt proposes, in order, and the code it returns: `split` if it may split
+  // the depth, else `unsplit`.
   struct Proposal {
     int32_t tile = 0, parts = 0;
     size_t workspace_bytes = 0;
@@ -93,20 +93,19 @@ class RecordedCuda {
     int code = lt::success;
   };
   Proposals unsplit, split;
-  bool serves_others = true;  // cuBLASLt says so of an algorithm for another product
+  bool serves_others = true;  // whether cuBLASLt accepts an algorithm for another product
   std::vector<Device>& devices() { return devices_; }
 
-  // Lets the n-th question from now on fail, counted from 1; with 0 none does.
+  // Makes the n-th question from now on fail, counted from 1; 0: none.
   void fail_question(int n) {
     asked_ = 0;
     failing_ = n;
     failed_ = nullptr;
   }
-  const char* failed() const { return failed_; }  // nullptr says that so many were not asked
+  const char* failed() const { return failed_; }  // nullptr: fewer were asked
   int launches_before_failure() const { return launches_before_failure_; }
-  // Returns a question, other than those of `expected`, that was asked more often since the first
-  // launch than before it, so that its answer may have been a first one; "" says that there is
-  // none.
+  // Returns a question, not in `expected`, that was asked more often since the first launch than
+  // before it, so that its answer may have been a first one; or "".
   template <class Set>
   std::string first_asked_late(const Set& expected) const {
     for (const Question& q : questions_) {
@@ -115,23 +114,23 @@ class RecordedCuda {
     return "";
   }
 
-  int launches() const { return launches_; }  // they are kernels, copies and products
+  int launches() const { return launches_; }  // kernels, copies and products
   int heuristics() const { return heuristics_; }
-  // Says which of the proposed kernels the last product was launched with, and its memory.
+  // With which of the proposed kernels, and which memory, the last product was launched.
   struct Multiplied {
     int32_t tile = 0, parts = 0;
     void* memory = nullptr;
     size_t bytes = 0;
   };
   const Multiplied& multiplied() const { return multiplied_; }
-  int split_products() const { return split_products_; }  // they were launched so far
-  int opened() const { return opened_; }  // libraries that were closed are subtracted
-  // It counts descriptions of cuBLASLt that nobody has destroyed.
+  int split_products() const { return split_products_; }  // launched so far
+  int opened() const { return opened_; }                  // minus those closed
+  // Descriptions of cuBLASLt that have not been destroyed.
   int live() const { return live_; }
   int current() const { return current_; }
   void set_current(int device) { current_ = device; }
   cudaError_t last_error() const { return last_error_; }
-  // Returns the first rule broken, or nullptr where none was.
+  // The first rule broken, or nullptr.
   const char* fault() const { return fault_; }
 
  private:
@@ -255,7 +254,7 @@ class RecordedCuda {
   }
 #undef LOGITLESS_ASKED
 
-  // This part is the loader.
+  // The loader.
 
   struct Symbol {
     std::string_view name;
@@ -287,7 +286,7 @@ class RecordedCuda {
     return nullptr;
   }
 
-  // This part is the driver.
+  // The driver.
 
 #define LOGITLESS_ASKED(name) \
   if (fails(name)) return CUDA_ERROR_UNKNOWN
@@ -355,10 +354,10 @@ class RecordedCuda {
   }
 #undef LOGITLESS_ASKED
 
-  // This part is cuBLASLt.
+  // cuBLASLt.
 
 #define LOGITLESS_ASKED(name) \
-  if (fails(name)) return 14  // cuBLASLt calls it CUBLAS_STATUS_INTERNAL_ERROR
+  if (fails(name)) return 14  // CUBLAS_STATUS_INTERNAL_ERROR
   static int create(lt::Handle* handle) {
     LOGITLESS_ASKED("cublasLtCreate");
     if (self->failing_creates > 0) {
@@ -495,7 +494,7 @@ class RecordedCuda {
     return all;
   }
 
-  // Returns the bytes of shared memory that a kernel was allowed.
+  // The bytes of shared memory that a kernel was allowed.
   static int* allowed(const void* kernel) {
     for (auto& [known, bytes] : self->allowed_) {
       if (known == nullptr) known = kernel;
@@ -526,20 +525,20 @@ class RecordedCuda {
   int asked_ = 0, failing_ = 0, launches_ = 0, heuristics_ = 0, opened_ = 0, live_ = 0,
       current_ = 0;
   const char* failed_ = nullptr;
-  // A thread has a context once this is true: only calls of the runtime give it one, and the
-  // driver's own want one.
+  // Whether the thread has a context: only calls of the runtime give it one, and the driver's own
+  // need one.
   bool bound_ = false;
   int launches_before_failure_ = 0;
-  // The preference in force allows this.
+  // What the preference in force allows.
   bool may_split_ = false;
   uint64_t may_use_ = 0;
-  // An algorithm has its attributes at these places, which no listener uses.
+  // Places in an algorithm for its attributes, which no listener uses.
   static constexpr int tile_at = 6, parts_at = 7;
   Multiplied multiplied_;
   int split_products_ = 0;
   struct Question {
     const char* what = nullptr;
-    int early = 0, late = 0;  // it was asked so often before and since the first launch
+    int early = 0, late = 0;  // times asked before and since the first launch
   };
   Question questions_[64];
   cudaError_t last_error_ = cudaSuccess;

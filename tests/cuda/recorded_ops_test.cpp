@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op runs on a recorded machine, which runs nothing: a call allocates nothing, keeps CUDA's
-// rules, and where any one question to the runtime, the driver or cuBLASLt fails, it says so,
-// leaves nothing behind, and has launched nothing unless it is a launch that failed.
+// Every op on a recorded machine, which runs nothing: a call allocates nothing, keeps CUDA's rules,
+// and if any one question to the runtime, the driver or cuBLASLt fails, it says so, leaves nothing
+// behind, and has launched nothing unless it is a launch that failed.
 #include <set>
 #include <string_view>
 
@@ -20,7 +20,7 @@ constexpr RecordedCuda::Device kDevices[] = {{"A100", 8, 0, true, 108, 166912},
                                              {"H100", 9, 0, true, 132, 232448}};
 constexpr Execution kExecution{.device = {DeviceType::cuda, 1}};
 
-// This is a call whose tensors are nowhere, with a share of the workspace.
+// A call whose tensors have no memory, with a share of the workspace.
 template <class Op>
 struct Call {
   Op op;
@@ -28,7 +28,7 @@ struct Call {
   std::string name;
 };
 
-// Tensors take 2^40 bytes of address space each, and lie `offset` bytes behind its start.
+// Tensors take 2^40 bytes of address space each, and begin `offset` bytes into it.
 class Nowhere {
  public:
   explicit Nowhere(int64_t offset = 0) : offset_(offset) {}
@@ -62,7 +62,7 @@ Op nowhere(Op op, int64_t offset = 0) {
   return op;
 }
 
-// The sizes are as a head has them, so that there are several plans.
+// Sizes of a real head, so that there are several plans.
 template <class Op>
 void grow(Op* op, int64_t tokens = 4096, int64_t hidden = 256, int64_t vocab = 60000) {
   const auto dense = [](TensorView* v, int64_t rows, int64_t columns) {
@@ -108,8 +108,8 @@ class CudaRecorded : public testing::TestWithParam<std::tuple<OpKind, DType>> {
   const OpKind op_ = std::get<0>(GetParam());
   const DType dtype_ = std::get<1>(GetParam());
 
-  // Calls f(call) with the calls that between them take every way through an op; those of a head
-  // run in workspaces of these shares of the recommended one.
+  // Calls f(call) with calls that together take every way through an op; those of a head run in
+  // workspaces of these shares of the recommended one.
   template <class F>
   void for_calls(const std::vector<double>& shares, F&& f) const {
     with_op(op_, [&](auto kind) {
@@ -187,7 +187,7 @@ TEST_P(CudaRecorded, KeepsTheRulesAndAllocatesNothing) {
   }
 }
 
-// This is the first call of a thread on the device that is current in it, which has no context yet.
+// The first call of a thread on the device that is current in it, which has no context yet.
 TEST_P(CudaRecorded, AThreadThatHasNotCalledCudaYet) {
   for_calls({1}, [&](auto call) {
     RecordedCuda machine({kDevices[1]});
@@ -201,8 +201,8 @@ TEST_P(CudaRecorded, AThreadThatHasNotCalledCudaYet) {
   });
 }
 
-// These questions are asked while kernels are being launched; some ask for the memory of a
-// product's description.
+// Questions that are asked while kernels are launched; some ask for the memory of a product's
+// description.
 const std::set<std::string>& launch_questions() {
   static const std::set<std::string> all{
       "cudaLaunchKernelExC",        "cudaMemcpyAsync",          "cublasLtMatmul",
@@ -221,8 +221,8 @@ bool may_fail(const std::string& question) {
   return all.contains(question);
 }
 
-// All that is asked since the first launch was asked before, so that no refusal comes as a
-// surprise.
+// All that is asked since the first launch was asked before, so that nothing can be refused after
+// it.
 TEST_P(CudaRecorded, NothingIsAskedForTheFirstTimeAfterALaunch) {
   for (const auto& device : kDevices) {
     for_calls({0, 0.3, 1}, [&](const auto& call) {
@@ -237,8 +237,8 @@ TEST_P(CudaRecorded, NothingIsAskedForTheFirstTimeAfterALaunch) {
 TEST_P(CudaRecorded, AnyQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
   for (const auto& device : kDevices) {
     for_calls({0, 1}, [&](const auto& call) {
-      // A head asks thousands of times, mostly the same, so the first questions fail in turn, then
-      // some of the others.
+      // A head asks thousands of questions, mostly the same: the first ones fail in turn, then some
+      // of the others.
       for (int n = 1;; n += n < 48 ? 1 : 499) {
         RecordedCuda machine({kDevices[0], device});
         machine.fail_question(n);
@@ -284,7 +284,7 @@ TEST_P(CudaRecorded, AddressesOfSixteenBytesAreAllTheSame) {
   });
 }
 
-// It is told on which streams kernels are launched, and passes everything else on to nobody.
+// Records on which streams kernels are launched, and ignores everything else.
 struct Streams final : RecordedCuda::Listener {
   std::set<void*> seen;
   void launch(const cudaLaunchConfig_t& config, const void*, void**, const cuda::Parameter*,
@@ -343,7 +343,7 @@ TEST(CudaRecordedPasses, AllocateNothing) {
   EXPECT_STREQ(machine.fault(), "");
 }
 
-// Shards are combined in three launches at most; their lists take two more.
+// Shards are combined in at most three launches; their lists take two more.
 TEST(CudaRecordedCombine, TakesThreeLaunches) {
   constexpr int64_t shards = 4, tokens = 8192, listed = 20;
   for (const auto& [reduction, lists] :

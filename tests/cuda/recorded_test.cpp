@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// No test has these machines: old devices beside new ones, devices that do not answer, old drivers,
-// drivers and libraries that come late or lack something. A recorded machine plays them, so no
-// device is needed.
+// Machines that no test has: old devices beside new ones, devices that do not answer, old drivers,
+// drivers and libraries that come late or lack something. A recorded machine plays them.
 #include "recorded.h"
 
 #include <gtest/gtest.h>
@@ -22,7 +21,7 @@ constexpr RecordedCuda::Device kSilent{"GPU that is lost", 8, 0, false};
 
 Execution on(int device) { return {.device = {DeviceType::cuda, device}}; }
 
-// These views have no memory: nothing looks at what is behind these addresses.
+// Views without memory, which nothing reads.
 TensorView matrix(int device, int number, int64_t rows, int64_t columns) {
   TensorView v =
       matrix_view(reinterpret_cast<void*>(int64_t{number} << 40), DType::f32, rows, columns);
@@ -132,7 +131,7 @@ TEST(CudaMachines, KernelsThatTheDeviceHasNotAreAnError) {
     EXPECT_STREQ(status.message(),
                  "cuda: LOGITLESS_CUDA_KERNELS is \"fast\"; allowed on device 0 (A100): portable");
   }
-  unsetenv("LOGITLESS_CUDA_KERNELS");  // it is read when the first call asks for its device
+  unsetenv("LOGITLESS_CUDA_KERNELS");  // read when the first call asks for its device
 }
 
 TEST(CudaMachines, ADriverMayComeLate) {
@@ -165,7 +164,7 @@ TEST(CudaMachines, ADriversLibraryMayComeLate) {
   EXPECT_OK(run_on(op, 0));
 }
 
-// Drivers before that for CUDA 12.4 cannot say which kernels a file has.
+// Drivers older than CUDA 12.4's cannot say which kernels a file has.
 TEST(CudaMachines, WarmupLoadsWhatTheDriverCanName) {
   const char* names[] = {"cuFuncGetModule", "cuModuleGetFunctionCount",
                          "cuModuleEnumerateFunctions", "cuFuncLoad"};

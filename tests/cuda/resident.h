@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A problem's tensors stay on the device here, for calls that are made many times over or captured.
+// A problem whose tensors stay on the device, for calls that are made many times or captured.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,8 +14,8 @@ inline uint64_t bytes_of(const WorkspaceSize& size, double share) {
   return size.minimum + static_cast<uint64_t>(share * range);
 }
 
-// The problem must outlive this. Work goes to the stream of the thread that made it. The workspace
-// is minimum + share (recommended - minimum).
+// The problem must outlive it. Work goes to the stream of the thread that made it. The workspace is
+// minimum + share (recommended - minimum).
 template <class Op>
 class Resident {
  public:
@@ -58,7 +58,7 @@ class Resident {
     }
   }
   Status run() { return logitless::run(op_, scratch_, execution_); }
-  // Returns every byte of every tensor; it waits for the device.
+  // Every byte of every tensor; waits for the device.
   std::vector<std::byte> bits() {
     std::vector<std::byte> all;
     for (auto& [data, host] : blocks_) {
@@ -93,11 +93,11 @@ class Resident {
   Op op_;
   Execution execution_;
   std::vector<std::pair<void*, Bytes>> blocks_;
-  std::map<std::string, TensorView> outputs_;  // they lie on the host
+  std::map<std::string, TensorView> outputs_;  // on the host
   Workspace scratch_;
 };
 
-// Puts other inputs into the same memory, with one token less that counts.
+// Puts other inputs into the same memory, with one token fewer that counts.
 template <class Op>
 void change_inputs(const Op& op) {
   const TensorView& rows = [&]() -> const TensorView& {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check how rows of given logits are cut on CUDA; no GPU is asked.
+// How rows of given logits are cut on CUDA, without a GPU.
 #include <gtest/gtest.h>
 
 #include "src/cuda/rows/rows_plan.h"
@@ -32,7 +32,7 @@ TEST(CudaRowsPlan, CoversEveryColumnWithinTheDevice) {
   }
 }
 
-// A cluster holds 227 KB a block of 8 blocks, less what is not the tile's.
+// A cluster of 8 blocks holds 227 KB a block, minus what is not the tile's.
 TEST(CudaRowsPlan, ARowIsReadOnceWhereAClusterHoldsIt) {
   for (const int64_t v : {1, 1000, 32000, 50257, 128256, 256000, 460000}) {
     EXPECT_EQ(plan_rows(v, 4, kHopper, true).tiles, 1) << v;

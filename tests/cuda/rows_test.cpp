@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// On CUDA a cluster of 2, 4 or 8 blocks shares a row of given logits, and rows too long for one are
-// read twice: they are compared with the reference, in place, at odd addresses, in batches.
+// Rows of given logits that a cluster of 2, 4 or 8 blocks shares, and rows too long for one, which
+// are read twice: compared with the reference, in place, at odd addresses, in batches.
 #include "tests/support/judge.h"
 #include "tests/support/problem.h"
 #include "tests/support/suite.h"
@@ -8,7 +8,7 @@
 namespace logitless::conformance {
 namespace {
 
-// Vocabulary and dtype make clusters of 1, 2, 4 and 8 blocks; the last row is read twice.
+// Clusters of 1, 2, 4 and 8 blocks; the last row is read twice.
 constexpr int64_t kVocabularies[] = {19000, 33003, 50257, 100001, 128256, 200003, 950001};
 constexpr OpKind kRowOps[] = {OpKind::softmax, OpKind::forward, OpKind::backward,
                               OpKind::forward_backward};
@@ -42,8 +42,8 @@ TEST_P(CudaRows, AreRightWithEveryOption) {
   }
 }
 
-// The same clusters clear the gradient rows of tokens that do not count: whole words of them and
-// what is beside, in place and not. The statistics they leave alone.
+// The same clusters clear the gradient rows of tokens that do not count: whole words and what is
+// beside them, in place and not. They leave the statistics alone.
 TEST_P(CudaRows, AreRightBesideTokensThatDoNotCount) {
   if (!has_loss(op_)) return;
   for (const int64_t vocab : {301, 19000, 33003, 50257, 128256, 950001}) {
@@ -63,7 +63,7 @@ TEST_P(CudaRows, AreRightBesideTokensThatDoNotCount) {
 }
 
 // Rows may begin while their tokens are being prepared: by one block, by one and then many, and
-// where every row is over at once.
+// where every row is done at once.
 TEST_P(CudaRows, AreRightWhileThousandsOfTokensArePrepared) {
   if (!has_loss(op_)) return;
   for (const int64_t tokens : {8192, 30000}) {

@@ -16,23 +16,22 @@ from pathlib import Path
 from cubin import ELF, Broken, functions, images
 
 SKIPPED = 77
-# A kernel of such a mangled name has products that are wgmma's.
+# Mangled names of kernels whose products are wgmma's.
 MULTIPLIES = re.compile(r"sm90.*(forward|product)_kernel")
-# These bytes of spilled stores are known and stay for now, each by a kernel's name and for a
-# reason.
+# Bytes of spilled stores that are known and accepted, by kernel, each with its reason.
 ALLOWED = {
-    r"gather_cu_.*6gatherI": 4,  # one register is spilled, once a row
+    r"gather_cu_.*6gatherI": 4,  # one register, once a row
     # E beside squares or ranks spills two registers a row's half. Under a softcap with temperatures
-    # it spills these many more; to make the logits again in its place would take a third more.
+    # it spills more; making the logits again instead would take a third more time.
     r"option_forward_kernelI13__nv_bfloat16LNS1_4ModeE1ELNS1_3SetE6E": 8,
     r"option_forward_kernelI13__nv_bfloat16LNS1_4ModeE1ELNS1_3SetE7E": 156,
-    # Codes of f16 beside the sums take a register a row's half more.
+    # Codes of f16 beside the sums take one more register a row's half.
     r"option_forward_kernelI6__halfLNS1_4ModeE1ELNS1_3SetE4E": 8,
     r"option_forward_kernelI6__halfLNS1_4ModeE1ELNS1_3SetE6E": 8,
     # The factors of two rows' slopes are spilled.
     r"option_forward_kernel.*LNS1_4ModeE3ELNS1_3SetE7E": 8,
 }
-HGMMA = 0x9F0  # the low 12 bits of the 128-bit instruction are these
+HGMMA = 0x9F0  # the low 12 bits of the 128-bit instruction
 ARCHITECTURE = "sm_90a"
 
 

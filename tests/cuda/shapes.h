@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests take from here shapes of linear ops on CUDA, workspaces for them, and what is planned
-// there.
+// Shapes of linear ops on CUDA for tests, workspaces for them, and what is planned there.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +14,10 @@ namespace logitless::cuda {
 
 constexpr uint64_t MiB = uint64_t{1} << 20;
 
-// Return the engine of Hopper, and that of every GPU.
+// The engine of Hopper, and that of every GPU.
 inline const Engine& hopper() { return *engines().front(); }
 inline const Engine& portable() { return *engines().back(); }
-// Returns an engine of other tiles than Hopper's.
+// An engine with other tiles than Hopper's.
 inline const Engine& toy_engine() {
   static const toy::ToyEngine engine;
   return engine;

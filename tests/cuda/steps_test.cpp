@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the steps of plans on CUDA: each chunk of tokens comes once, every product
-// takes every column once, of what was made before, and a plan's seconds are its steps'.
+// The steps of plans on CUDA: each chunk of tokens comes once, every product takes every column
+// once, of what was made before, and a plan's seconds are its steps'.
 #include <map>
 #include <vector>
 
@@ -10,7 +10,7 @@
 namespace logitless::cuda {
 namespace {
 
-// Collects every step, with none of them told by a count.
+// Collects every step, without repetition by a count.
 class AllSteps final : public StepVisitor {
  public:
   explicit AllSteps(const Planned& planned) {
@@ -36,7 +36,7 @@ struct Covered {
   }
 };
 
-// Adds up what a chunk's steps have come to.
+// Adds up what a chunk's steps cover.
 class ChunkJudge {
  public:
   ChunkJudge(const Engine& engine, const LinearShape& shape, const LinearPlan& plan)
@@ -86,7 +86,7 @@ class ChunkJudge {
         weight_.add(step.panel.first, columns);
         break;
       case StepKind::form_dz:
-        if (is_by_rows(step.panel.origin)) break;  // form_dz makes no sums of grad_bias then
+        if (is_by_rows(step.panel.origin)) break;  // form_dz then makes no sums of grad_bias
         [[fallthrough]];
       case StepKind::grad_bias:
         if (s_.grad_bias) bias_.add(step.panel.first, columns);
@@ -132,7 +132,7 @@ class ChunkJudge {
   int64_t kept_ = 0;
   PanelPlace remade_;
   Covered logits_, weight_, bias_;
-  std::map<int64_t, Covered> input_;  // they are found by the first row
+  std::map<int64_t, Covered> input_;  // by the first row
   std::map<int64_t, int64_t> rows_;
 };
 
@@ -174,7 +174,7 @@ TEST(CudaSteps, TakeEveryTokenAndColumnOnce) {
   }
 }
 
-// The sums are as those of the estimate but for their order, and for parts beyond a hundred.
+// As the estimate's sums, except for their order, and for parts beyond a hundred.
 TEST(CudaSteps, APlansSecondsAreItsSteps) {
   int told = 0;
   for (const Asked& asked : shapes()) {

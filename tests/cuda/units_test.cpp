@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loss alone on Hopper sums rows in units of eight tiles (src/cuda/linear/units.h). It has the
-// same bits as beside gradients, whose tiles the rows' kernel combines, at every edge of a unit and
-// of a round; and from the caller's own rows, wherever those that count lie.
+// The loss alone on Hopper sums rows in units of eight tiles (src/cuda/linear/units.h). It must
+// have the bits that it has beside gradients, whose tiles the rows' kernel combines, at every edge
+// of a unit and of a round; and from the caller's own rows, wherever those that count are.
 #include <algorithm>
 #include <cstdio>
 #include <numeric>
@@ -28,8 +28,8 @@ class CudaUnits : public ConformanceTest {
   void expect_same(bool in_runs) const;
 };
 
-// Returns a name of loss and statistics whose row k is not row rows[k] of `whole`, bit for bit, or
-// "" where there is none.
+// The name of a field of loss and statistics in which row k differs in a bit from row rows[k] of
+// `whole`, or "".
 std::string difference(const Fields& whole, const Fields& part, const std::vector<int64_t>& rows) {
   for (const auto& [name, field] : part) {
     if (name.starts_with("grad_")) continue;
@@ -56,19 +56,19 @@ std::vector<int64_t> every(int64_t tokens) {
   return rows;
 }
 
-// Lists the tokens that count.
+// The tokens that count.
 std::vector<int64_t> counting(const Fields& fields) {
   std::vector<int64_t> rows;
-  const Field& lse = fields.at("lse");  // lse is 0 where a token does not count
+  const Field& lse = fields.at("lse");  // 0 where a token does not count
   for (size_t k = 0; k < lse.value.size(); ++k) {
     if (lse.value[k] != 0) rows.push_back(static_cast<int64_t>(k));
   }
   return rows;
 }
 
-// The shapes have one unit less a column to one unit and a tile; 69 whole units and a tile, more
-// than a round of 66 clusters; the same with all but two tiles of a last one; 71 units of few rows,
-// which are less than a round of 132 blocks.
+// One unit minus a column to one unit and a tile; 69 whole units and a tile, more than a round of
+// 66 clusters; the same with all but two tiles of a last one; 71 units of few rows, less than a
+// round of 132 blocks.
 TEST_P(CudaUnits, TheLossAloneIsThatBesideGradients) {
   for (const Shape shape : {Shape{37, 64, 191}, Shape{70, 64, 1535}, Shape{520, 40, 1537},
                             Shape{9, 72, 1729}, Shape{1100, 40, 35401}, Shape{1030, 24, 36300},
@@ -89,9 +89,9 @@ TEST_P(CudaUnits, TheLossAloneIsThatBesideGradients) {
   }
 }
 
-// Rows that are no neighbours are compacted, or in a small workspace copied one by one, boxes of 64
-// neighbours at once. The products are the same, whatever lies between them, and whatever depth is
-// left behind the last 64.
+// Rows that are not neighbours are compacted, or in a small workspace copied one by one, boxes of
+// 64 neighbours at once. The products are the same, whatever is between the rows, and whatever
+// depth remains behind the last 64.
 void CudaUnits::expect_same(bool in_runs) const {
   for (const Shape shape : {Shape{1300, 40, 1999}, Shape{700, 72, 1536}, Shape{90, 520, 333},
                             Shape{2600, 64, 35401}, Shape{77, 17, 200}}) {
@@ -131,9 +131,8 @@ void CudaUnits::expect_same(bool in_runs) const {
 TEST_P(CudaUnits, OfTheRowsThatCountAlone) { expect_same(false); }
 TEST_P(CudaUnits, OfRowsThatCountInRuns) { expect_same(true); }
 
-// Rows lie apart, or where the copy engine cannot address them so that they go through a copy: they
-// have the same bits, in the smallest workspace too, where those that count are copied one by one
-// as they lie.
+// Rows with gaps, or where the copy engine cannot address them, so that they are copied first: they
+// have the same bits, in the smallest workspace too, where those that count are copied one by one.
 TEST_P(CudaUnits, OfRowsThatAreCopiedFirst) {
   const std::vector<int64_t> rows = every(600);
   for (const int64_t hidden : {72, 520}) {

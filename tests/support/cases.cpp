@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file has the case table's entries.
+// The entries of the case table.
 #include "cases.h"
 
 #include <algorithm>

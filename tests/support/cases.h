@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The case table has ops, shapes and options; each is an entry that every backend is judged on
-// alone and together with every other it can be combined with.
+// The case table: ops, shapes and options. Each entry is judged on every backend, alone and
+// together with every other it can be combined with.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ enum class OpKind {
 const char* name_of(OpKind op);
 const char* name_of(DType dtype);
 
-// Calls f with an op of the kind's type, of those of a cross-entropy.
+// Calls f with an op of the kind's type, for kinds of a cross-entropy.
 template <class F>
 decltype(auto) with_op(OpKind kind, F&& f) {
   switch (kind) {
@@ -47,7 +47,7 @@ decltype(auto) with_op(OpKind kind, F&& f) {
   }
   return f(LinearCrossEntropyForwardBackward{});
 }
-// The same of every kind, for tests that know of no field by name.
+// For every kind, for tests that use no field by name.
 template <class F>
 decltype(auto) with_any_op(OpKind kind, F&& f) {
   switch (kind) {
@@ -63,21 +63,21 @@ decltype(auto) with_any_op(OpKind kind, F&& f) {
 }
 
 struct Shape {
-  int64_t tokens, hidden, vocab;  // only linear ops have hidden
+  int64_t tokens, hidden, vocab;  // hidden only in linear ops
 };
 
 enum class Data {
   normal,
-  peaked,    // the target's logit lies far above the others, as in a trained model
+  peaked,    // the target's logit is far above the others, as in a trained model
   constant,  // rows are constant and of one sign, where rounding errors align
   large,     // |z| is in the thousands
 };
 
-// Tensors lie in one of these ways.
+// How tensors are laid out in memory.
 enum class Placement {
   dense,
-  padded,      // rows lie further apart than their length
-  strided,     // gaps lie between the elements of every tensor
+  padded,      // rows further apart than their length
+  strided,     // gaps between the elements of every tensor
   transposed,  // columns are contiguous
   broadcast,   // inputs have a stride of 0
   unaligned,   // addresses are aligned to one element only
@@ -88,9 +88,9 @@ enum class NormalizerKind { counted, f32, i64 };
 struct Case {
   OpKind op = OpKind::softmax;
   Shape shape{9, 19, 37};
-  DType dtype = DType::f32;        // input and weight have it, or logits
-  DType grad_input = DType::f32;   // grad_input has it, or grad_logits, or probabilities
-  DType grad_weight = DType::f32;  // grad_weight and grad_bias have it
+  DType dtype = DType::f32;        // of input and weight, or of logits
+  DType grad_input = DType::f32;   // of grad_input, grad_logits or probabilities
+  DType grad_weight = DType::f32;  // of grad_weight and grad_bias
   DType target = DType::i64;
   DType argmax = DType::i64;
   DType bias_dtype = DType::f32;
@@ -98,32 +98,31 @@ struct Case {
   Placement placement = Placement::dense;
   LossOptions options{};
   NormalizerKind normalizer = NormalizerKind::counted;
-  double ignored = 0;  // it is a share of the tokens
-  double outside = 0;  // this share of the tokens has a target outside the vocabulary
+  double ignored = 0;  // a share of the tokens
+  double outside = 0;  // the share of the tokens whose target is outside the vocabulary
   bool bias = false, token_weight = false, vocab_weight = false;
   bool statistics = false, fault = false;
-  bool row_statistics = false;  // only those are asked for that the loss is made of
+  bool row_statistics = false;  // only those that the loss is made of
   bool logprob = false, rank = false, sum_p_squared = false, mean_logit = false;
   bool max_logprob = false, mass_above = false;
   bool temperatures = false;  // each token has one
-  int64_t chosen = 0;         // each token has so many chosen columns; divergences have none
-  DType ids = DType::i64;     // the chosen columns' ids have it
-  bool lists = false;         // tokens have lists of them, about so long
-  bool only_chosen = false;   // of a Backward, nothing else has a gradient
-  double inactive = 0;        // this share of the tokens has no upstream gradient
+  int64_t chosen = 0;         // columns of each token; not for divergences
+  DType ids = DType::i64;     // of the chosen columns' ids
+  bool lists = false;         // the chosen columns are in lists, about that long
+  bool only_chosen = false;   // in Backward: nothing else has a gradient
+  double inactive = 0;        // the share of the tokens without upstream gradient
   bool wants_grad_input = true, wants_grad_weight = true;
-  bool wants_grad_bias = false;  // it goes with a bias and without
+  bool wants_grad_bias = false;  // with a bias and without
   bool grad_loss = false, grad_lse = false, grad_target_logit = false, grad_entropy = false;
   bool saved_state = false;  // Backward is given what Forward wrote
   bool accumulate = false, in_place = false;
-  // Divergences have these. A teacher is a head whose D is the student's or teacher_hidden; one
-  // that is near has the student's weight but for a little noise.
+  // For divergences. A teacher is a head whose D is the student's or teacher_hidden; if `near` it
+  // has the student's weight plus a little noise.
   DivergenceOptions divergence{};
   int64_t teacher_hidden = 0;
   bool teacher_logits = false, teacher_bias = false, teacher_temperatures = false;
   bool near = false, equal = false, no_target = false;
-  // Each token has a list of so many largest logits, or of as many as there are columns; their ids
-  // have the dtype of argmax.
+  // Length of each token's list of largest logits, at most V; their ids have the dtype of argmax.
   int64_t listed = 0;
   uint64_t seed = 1;
 };
@@ -131,11 +130,11 @@ std::string describe(const Case& c);
 
 bool is_linear(OpKind op);
 bool diverges(OpKind op);
-bool has_loss(OpKind op);     // every op with a target has one
-bool has_forward(OpKind op);  // such an op writes loss and statistics
+bool has_loss(OpKind op);     // every op with a target
+bool has_forward(OpKind op);  // writes loss and statistics
 bool has_gradient(OpKind op);
 
-// A feature is one option of the contract, in use. Features whose groups meet cannot be combined.
+// One option of the contract, in use. Features whose groups meet cannot be combined.
 struct Feature {
   const char* name;
   uint32_t groups;
@@ -145,14 +144,14 @@ struct Feature {
 const std::vector<Feature>& features();
 bool combine(const Feature& a, const Feature& b);
 
-// The pairs (i, j) are every feature alone (i == j) and every two of them, for this op and dtype.
+// Every feature alone (i == j) and every two of them, for this op and dtype.
 struct Pair {
   size_t first, second;
 };
 std::vector<Pair> feature_pairs(OpKind op, DType dtype);
 Case case_of(OpKind op, DType dtype, const Pair& pair);
 
-// Returns shapes that cross every internal edge: lanes, tiles, chunks, blocks.
+// Shapes that cross every internal edge: lanes, tiles, chunks, blocks.
 std::vector<Shape> shapes(OpKind op);
 
 }  // namespace logitless::conformance

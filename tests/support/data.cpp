@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file makes data of the kinds that the bounds tell apart.
+// Data of the kinds that the bounds tell apart.
 #include "data.h"
 
 #include <cmath>
@@ -15,7 +15,7 @@ std::vector<double> make_targets(const Case& c, Random& random) {
   const int64_t vocab = c.options.vocab_total ? c.options.vocab_total : c.shape.vocab;
   std::vector<double> target(c.shape.tokens);  // [N]
   for (double& t : target) {
-    // A target is never ignore_index by chance, because the case says how many tokens count.
+    // Never ignore_index by chance: the case says how many tokens count.
     do t = static_cast<double>(random.below(vocab));
     while (vocab > 1 && t == static_cast<double>(c.options.ignore_index));
     const double share = random.uniform();
@@ -30,7 +30,7 @@ std::vector<double> make_targets(const Case& c, Random& random) {
   return target;
 }
 
-// Returns the target's row of the views, or -1.
+// The target's row of the views, or -1.
 int64_t column_of(const Case& c, double target) {
   const auto column = static_cast<int64_t>(target) - c.options.vocab_start;
   return column >= 0 && column < c.shape.vocab ? column : -1;
@@ -88,7 +88,7 @@ void make_logits(const Case& c, Values& v, Random& random) {
 }  // namespace
 
 uint64_t Random::bits() {
-  uint64_t z = state_ += kStep;  // this is splitmix64
+  uint64_t z = state_ += kStep;  // splitmix64
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
   return z ^ (z >> 31);
@@ -103,7 +103,7 @@ double Random::normal() {
 
 void Random::fill_normal(std::vector<double>& values) {
   constexpr size_t kKept = size_t{1} << 21;  // 16 MiB
-#ifdef __wasm__  // there threads have no destructors, for there is only one
+#ifdef __wasm__  // threads there have no destructors, for there is only one
   static std::map<std::pair<uint64_t, size_t>, std::vector<double>> kept;
   static size_t size = 0;
 #else

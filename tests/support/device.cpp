@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file has the backends on host memory, and decides which backends a program's tests run on.
+// The backends on host memory, and the choice of the backends that a program's tests run on.
 #include "device.h"
 
 #include <cstdlib>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The suite needs this of a backend under test besides the library's two verbs: memory on its
+// What the suite needs of a backend under test besides the library's two verbs: memory on its
 // device, and what it promises beyond the contract's common part.
 #pragma once
 
@@ -16,61 +16,59 @@ class TestDevice {
  public:
   virtual ~TestDevice() = default;
   virtual const char* name() const = 0;
-  virtual Device tensors() const = 0;  // tensors say that they lie on this device
+  virtual Device tensors() const = 0;  // the device of its tensors
   virtual Execution execution() const = 0;
-  virtual void* allocate(size_t bytes) const = 0;  // it is aligned to 128
+  virtual void* allocate(size_t bytes) const = 0;  // aligned to 128
   virtual void release(void* data) const = 0;
   virtual void upload(void* device, const std::byte* host, size_t bytes) const = 0;
   virtual void download(std::byte* host, const void* device,
-                        size_t bytes) const = 0;  // the call waits for the device
+                        size_t bytes) const = 0;  // waits for the device
   // Reserves address space of which only these ranges (offset, bytes) are memory, zeroed, and which
   // ends after `bytes`.
   using Ranges = std::vector<std::pair<size_t, size_t>>;
   virtual void* reserve(size_t bytes, const Ranges& used) const = 0;
   virtual void unreserve(void* data, size_t bytes) const = 0;
-  // Tensors are named by an address, or else by a buffer and an offset; then a workspace is an
-  // object of the library's.
+  // If false, a tensor is a buffer and an offset, and a workspace is an object of the library's.
   virtual bool has_addresses() const { return true; }
   virtual void* make_workspace(uint64_t) const { return nullptr; }
   virtual void destroy_workspace(void*) const {}
-  // Counts what was made of a workspace so far.
+  // Bytes made of a workspace so far.
   virtual uint64_t bytes_of_workspace(const void*) const { return 0; }
-  // If true, errors of targets are statuses. has_threads says whether the caller's threads run the
-  // work.
+  // Whether errors of targets are statuses; and whether the caller's threads run the work.
   virtual bool synchronous() const { return true; }
   virtual bool has_threads() const { return false; }
-  // Says how sums of products of this input dtype are formed ("Accuracy" of the contract).
+  // How sums of products of this input dtype are formed ("Accuracy" of the contract).
   virtual bool tensor_cores(DType) const { return false; }
-  // Returns whether there is a mode for f32 with a mantissa of 10 bits.
+  // Whether there is a mode for f32 with a mantissa of 10 bits.
   virtual bool has_tf32() const { return false; }
-  // Returns whether row_reference of a linear op of such inputs is the row's maximum even where
-  // no statistic needs that.
+  // Whether row_reference of a linear op of such inputs is the row's maximum even if no statistic
+  // needs that.
   virtual bool reference_is_maximum(DType) const { return true; }
-  // Returns whether Forward keeps state of such inputs and Backward looks at it before it is used.
+  // Whether Forward keeps state of such inputs and Backward checks it before use.
   virtual bool keeps_state(DType) const { return false; }
-  // Returns whether linear ops have chosen columns; others refuse them.
+  // Whether linear ops have chosen columns; otherwise they refuse them.
   virtual bool has_chosen_columns() const { return true; }
-  // Returns whether linear Forwards and Combine list the largest logits; others refuse them.
+  // Whether linear Forwards and Combine list the largest logits; otherwise they refuse to.
   virtual bool has_top() const { return true; }
-  // Returns whether a token's loss and statistics do not depend on its batch ("Determinism").
+  // Whether a token's loss and statistics are independent of its batch ("Determinism").
   virtual bool batch_invariant(const Case&) const { return true; }
-  // Lists the instruction sets to force in turn, best first; an empty list leaves nothing to force.
+  // The instruction sets to force in turn, best first; none if there is nothing to force.
   virtual std::vector<std::string> instruction_sets() const { return {}; }
   virtual bool force_instruction_set(const std::string&) const { return false; }
 };
 
-// This library has the backend; on this machine it may be absent.
+// A backend of this library; on this machine it may be absent.
 struct Found {
   std::string name;
   const TestDevice* device = nullptr;
-  std::string reason;  // it says why there is none
+  std::string reason;  // why there is none
 };
-// Returns every backend, in the order "reference", "cpu", "cuda", "webgpu".
+// Every backend, in the order "reference", "cpu", "cuda", "webgpu".
 const std::vector<Found>& all_devices();
-// Lists those that the tests run on: named in LOGITLESS_TEST_DEVICES ("reference,cpu" where it is
-// not set) and present.
+// Those that the tests run on: named in LOGITLESS_TEST_DEVICES ("reference,cpu" if unset) and
+// present.
 const std::vector<const TestDevice*>& devices();
-// Returns whether the environment asks for the backend, present or not.
+// Whether the environment asks for the backend, present or not.
 bool asked_for(const std::string& name);
 const TestDevice& device(const std::string& name);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the CUDA backend's memory for the suite: blocks are kept for the next case, each host
-// thread has a stream of its own, and errors of the device are thrown where they are seen.
+// The CUDA backend's memory for the suite: blocks are kept for the next case, each host thread has
+// its own stream, and errors of the device are thrown where they are seen.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -23,7 +23,7 @@ void check(cudaError_t code, const char* what) {
 }
 
 // Keeps free blocks by size. With LOGITLESS_TEST_FRESH_MEMORY=1 every block is one allocation of
-// exactly its bytes, as compute-sanitizer wants it.
+// exactly its bytes, as compute-sanitizer needs it.
 class Blocks {
  public:
   void* take(size_t bytes) {
@@ -41,7 +41,7 @@ class Blocks {
     sizes_[block] = size;
     return block;
   }
-  // This throws nothing, because destructors call it.
+  // Throws nothing, because destructors call it.
   void give_back(void* block) {
     const std::lock_guard lock(mutex_);
     const auto found = sizes_.find(block);
@@ -80,7 +80,7 @@ class Streams {
     const std::lock_guard lock(mutex_);
     free_.push_back(stream);
   }
-  // A thread has this for itself while it runs.
+  // A thread's own stream while it runs.
   struct OfAThread {
     OfAThread(Streams* all, int device) : streams(all) {
       const cuda::CurrentDevice current(device);
@@ -98,7 +98,7 @@ class Streams {
   std::vector<cudaStream_t> free_;
 };
 
-// Returns the driver's functions for address space that is memory only in places.
+// The driver's functions for address space that is memory only in places.
 template <class Function>
 Function driver_function(const char* name) {
   void* function = cuda::find_driver_function(name);
@@ -184,7 +184,7 @@ class CudaDevice final : public TestDevice {
   }
 
   bool synchronous() const override { return false; }
-  // Products of f32 are never made of narrower numbers, nor by tensor cores.
+  // f32 products are never computed in a narrower type, nor by tensor cores.
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
   bool has_tf32() const override { return true; }
   bool keeps_state(DType) const override { return true; }
@@ -203,7 +203,7 @@ class CudaDevice final : public TestDevice {
   }
 
  private:
-  // Returns true for a case that is promised of inputs of 16 bits, whatever its options.
+  // Whether the case is promised for inputs of 16 bits, whatever its options.
   static bool is_served(const Case& c) {
     return c.dtype != DType::f32 && c.placement == Placement::dense;
   }
@@ -213,7 +213,7 @@ class CudaDevice final : public TestDevice {
   }
 
   const int index_;
-  // They are never destroyed, because the driver may be gone before.
+  // Never destroyed, because the driver may be gone before.
   Blocks* const blocks_ = new Blocks;
   Streams* const streams_ = new Streams;
   mutable std::mutex mutex_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the suite's memory for a backend that runs on the host.
+// The suite's memory for a backend that runs on the host.
 #pragma once
 
 #include <sys/mman.h>
@@ -27,7 +27,7 @@ class HostDevice : public TestDevice {
   void download(std::byte* host, const void* device, size_t bytes) const override {
     std::memcpy(host, device, bytes);
   }
-  // A page exists once it is written, so nothing need be done for the ranges.
+  // A page exists once it is written, so the ranges need nothing.
   void* reserve(size_t bytes, const Ranges&) const override {
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the WebGPU backend in the suite: the library's own device, looked into.
+// The WebGPU backend in the suite: the library's own device, accessed from outside.
 #include "device_webgpu.h"
 
 #include "src/webgpu/workspace.h"

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tests of divergences share this.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +38,7 @@ struct KeptDivergence {
     forward.kept = p.pool.reserve(c.dtype, {kept.shape[0], kept.shape[1]});
     forward.kept_rows = p.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
   }
-  // Hands what Forward wrote to Backward, which then has no teacher.
+  // Gives Backward what Forward wrote, in place of a teacher.
   void take(const Outcome& outcome) {
     p.op.kept = forward.kept, p.op.kept_rows = forward.kept_rows, p.op.kept_key = kept.key;
     write_bits(p.op.kept, outcome.kept.at("kept"));

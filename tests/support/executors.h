@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tests use these executors: real threads, started anew for every loop, and one thread that
-// claims to be many and takes the items in an order of its own.
+// Executors for tests: real threads, started anew for every loop, and one thread that claims to be
+// many and takes the items in a chosen order.
 #pragma once
 
 #include <atomic>
@@ -37,7 +37,7 @@ class ThreadExecutor {
   Executor executor_;
 };
 
-// One thread says that it is `count`, and takes the items first to last or last to first.
+// One thread that claims to be `count`, and takes the items first to last or last to first.
 class SerialExecutor {
  public:
   explicit SerialExecutor(int count, bool backwards = false)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file has the guards, the copies and the comparison.
+// The guards, the copies and the comparison.
 #include "fixture.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace logitless::conformance {
 namespace {
 
 constexpr int kReportedFailures = 4;
-constexpr size_t kStretch = 4096;  // so many bytes are compared at a time
+constexpr size_t kStretch = 4096;  // bytes compared at a time
 
 [[gnu::format(printf, 1, 2)]] std::string text(const char* format, ...) {
   char buffer[512];
@@ -84,7 +84,7 @@ Workspace DeviceCopy::workspace(const WorkspaceSize& size, uint64_t bytes, std::
   const uint64_t alignment = std::max<uint64_t>(size.alignment, 1);
   workspace_ = make(2 * kGuardBytes + 2 * alignment + bytes);
   std::fill(workspace_.before.begin(), workspace_.before.end(), fill);
-  // The start is an odd multiple of the alignment, so no more aligned than was asked for.
+  // An odd multiple of the alignment, so no more aligned than was asked for.
   const auto base = reinterpret_cast<uintptr_t>(workspace_.device);
   uintptr_t start = (base + kGuardBytes + alignment - 1) / alignment * alignment;
   if (start / alignment % 2 == 0) start += alignment;
@@ -129,7 +129,7 @@ std::vector<std::string> DeviceCopy::violations(bool written) const {
       return block.before[i] == block.after[i] || (may_write && block.writable[i]);
     };
     while (i < block.bytes) {
-      // Most of the bytes pass many at a time.
+      // A fast path for long runs of bytes that may be written, or are unchanged.
       const size_t many = std::min(kStretch, block.bytes - i), end = i + many;
       if ((may_write && std::memchr(&block.writable[i], 0, many) == nullptr) ||
           std::memcmp(&block.before[i], &block.after[i], many) == 0) {
@@ -186,15 +186,13 @@ void Comparison::merge(const Comparison& other, const std::string& context) {
 
 namespace {
 
-// Returns the ratio of one element; 0 where there is nothing to complain of, NaN where it is not a
-// matter of degree.
+// One element's ratio of error to bound; 0 where it is right, NaN where it is wrong in kind.
 double error_ratio(double got, double want, double bound, DType dtype) {
   if (std::isnan(want)) return std::isnan(got) ? 0 : NAN;
   if (std::isnan(got) || !(bound >= 0)) return NAN;
   if (std::isinf(want)) return got == want ? 0 : NAN;
   if (std::isinf(got)) {
-    // A result that was rounded away from the dtype's range is right where the bound reaches that
-    // far.
+    // A result rounded to infinity is right if the bound reaches the dtype's range.
     return std::signbit(got) == std::signbit(want) &&
                    std::fabs(want) + bound >= overflow_threshold(dtype)
                ? 0
@@ -236,8 +234,8 @@ void compare_values(const std::string& name, const reference::Output& want, cons
   }
 }
 
-// If row_reference m may be any number within log s + log 2 of the row's maximum, row_log_sum is
-// held to what m leaves of the lse, and the maximum's own error is no excuse.
+// If row_reference m may be any number within log s + log 2 of the row's maximum, row_log_sum must
+// be the rest of the lse, and the maximum's own error is no excuse.
 void move_to_anchors(const std::string& head, const Fields& got, reference::Result* beside) {
   const auto reference = beside->outputs.find(head + "row_reference"),
              log_sum = beside->outputs.find(head + "row_log_sum");
@@ -246,7 +244,7 @@ void move_to_anchors(const std::string& head, const Fields& got, reference::Resu
   if (anchor == got.end()) return;
   for (size_t i = 0; i < anchor->second.value.size(); ++i) {
     const double m = anchor->second.value[i], maximum = reference->second.value[i];
-    // These are exact.
+    // An infinite or exact one has no bound to shift.
     if (!(log_sum->second.bound[i] > 0) || !std::isfinite(m - maximum)) continue;
     log_sum->second.bound[i] -= reference->second.bound[i];
     reference->second.bound[i] += log_sum->second.value[i] + std::log(2.0);

@@ -17,23 +17,24 @@ namespace logitless::conformance {
 
 enum class Memory { minimum, recommended, exact };
 
-// A call is run at once, or by a plan that was created on other memory, aligned alike, or on none.
+// How a call runs: at once, or by a plan that was created on other memory, aligned alike, or on
+// none.
 enum class By { run, plan, plan_of_any_address };
 
 struct RunPlan {
   Memory memory = Memory::recommended;
-  uint64_t bytes = 0;  // it counts with Memory::exact
+  uint64_t bytes = 0;  // for Memory::exact
   const Executor* executor = nullptr;
-  std::byte fill{0x5A};  // outputs and workspace hold it before the run
+  std::byte fill{0x5A};  // in outputs and workspace before the run
   By by = By::run;
 };
 
-// This is one output as the backend left it.
+// One output as the backend left it.
 struct Field {
   DType dtype = DType::f32;
   std::vector<int64_t> shape;
-  std::vector<double> value;    // it is dense, row-major
-  std::vector<std::byte> bits;  // they are the elements', dense
+  std::vector<double> value;    // dense, row-major
+  std::vector<std::byte> bits;  // of the elements, dense
 };
 using Fields = std::map<std::string, Field>;
 // Writes dense elements as they were downloaded.
@@ -43,16 +44,16 @@ struct Outcome {
   Status status;
   WorkspaceSize size;
   Fields fields;
-  Fields kept;                          // the backend divides kept state as it likes
-  std::vector<std::string> violations;  // they name bytes changed that were not the op's to change
-  uint64_t given = 0;                   // it counts bytes of workspace
-  uint64_t touched = 0;  // it counts bytes from the workspace's first to the last one changed
+  Fields kept;                          // kept state, which the backend divides as it likes
+  std::vector<std::string> violations;  // bytes changed that were not the op's to change
+  uint64_t given = 0;                   // bytes of workspace
+  uint64_t touched = 0;                 // bytes from the workspace's first to the last one changed
   bool has_fault = false;
-  // fault is the word after the run, but for the reference's part
+  // the word after the run, and the reference's
   int64_t fault = 0, fault_wanted = 0;
 };
 
-// This holds the pool's tensors and a workspace on a device.
+// The pool's tensors and a workspace on a device.
 class DeviceCopy {
  public:
   DeviceCopy(const TestDevice& device, const Pool& pool);
@@ -60,14 +61,14 @@ class DeviceCopy {
   DeviceCopy(const DeviceCopy&) = delete;
   DeviceCopy& operator=(const DeviceCopy&) = delete;
 
-  // Return the same view on the device; what an output covers may change, and starts as `fill`
-  // unless it is also read.
+  // The same view on the device; what an output covers may change, and starts as `fill` unless it
+  // is also read.
   TensorView input(const TensorView& view) const;
   TensorView output(const TensorView& view, bool keep, std::byte fill);
   Workspace workspace(const WorkspaceSize& size, uint64_t bytes, std::byte fill);
   void upload();
   void download();
-  // Returns the field as it was downloaded.
+  // The field as it was downloaded.
   Field field(const TensorView& host_view) const;
   std::vector<std::string> violations(bool written) const;
   uint64_t touched() const;
@@ -88,10 +89,10 @@ class DeviceCopy {
   Block workspace_;
   size_t workspace_start_ = 0;
   uint64_t workspace_bytes_ = 0;
-  void* workspace_object_ = nullptr;  // it is there where a workspace is no memory
+  void* workspace_object_ = nullptr;  // where a workspace is no memory
 };
 
-// Returns whether the run reads `view` too.
+// Whether the run reads `view` too.
 template <class Op>
 bool is_read(const Op& op, const TensorView& view) {
   bool read = false;
@@ -188,12 +189,12 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   return outcome;
 }
 
-// Says what is wrong with a run, in words; it is empty where all is well.
+// What is wrong with a run; empty if nothing is.
 struct Comparison {
   int64_t failures = 0;
-  double worst_ratio = 0;  // it is the ratio of error to bound
-  std::string worst;       // it says where
-  std::string report;      // it has the first failures
+  double worst_ratio = 0;  // of error to bound
+  std::string worst;       // where that is
+  std::string report;      // the first failures
   bool ok() const { return failures == 0; }
   void fail(const std::string& what);
   void merge(const Comparison& other, const std::string& context);
@@ -203,7 +204,7 @@ struct Comparison {
 Comparison compare(const reference::Result& want, const Fields& got);
 // Compares a whole run: status and guards too.
 Comparison compare(const reference::Result& want, const Outcome& got);
-// Names the fields whose bits differ.
+// The names of the fields whose bits differ.
 std::string differing_bits(const Fields& a, const Fields& b);
 
 }  // namespace logitless::conformance

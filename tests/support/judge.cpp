@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file runs cases of the table and judges them.
+// Runs cases of the table and judges them.
 #include "judge.h"
 
 namespace logitless::conformance {
@@ -53,7 +53,7 @@ Comparison judge_sizes(const TestDevice& device, const Case& c,
 
 namespace {
 
-// Returns the field of the case that the device has not, or null.
+// The field of the case that the device does not have, or null.
 const char* refused_field(const TestDevice& device, const Case& c) {
   if (c.chosen > 0 && !device.has_chosen_columns()) return "ids";
   return c.listed > 0 && !device.has_top() ? "top_logits" : nullptr;
@@ -65,7 +65,7 @@ bool is_refused(const TestDevice& device, const Case& c) {
   return refused_field(device, c) != nullptr;
 }
 
-// Such a call writes nothing, and the message names the field.
+// A refused call writes nothing, and the message names the field.
 Comparison judge_refusal(const TestDevice& device, const Case& c) {
   const Outcome outcome = run_case(device, c);
   Comparison judged;

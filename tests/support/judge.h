@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One case on one backend is judged here against the reference.
+// Judges one case on one backend against the reference.
 #pragma once
 
 #include "cases.h"
@@ -8,11 +8,11 @@
 
 namespace logitless::conformance {
 
-// Returns what the contract wants of this backend, of an op on host memory.
+// What the contract demands of this backend, for an op on host memory.
 template <class Op>
 reference::Result expected(const TestDevice& device, const Op& op, reference::BoundModel model) {
   if constexpr (LinearOp<Op>) {
-    bool products = true;  // sums of f32 alone know neither
+    bool products = true;  // neither applies to sums of f32 alone
     if constexpr (OnlyChoosingOp<Op>) products = !op.only_chosen;
     model.tensor_cores = products && device.tensor_cores(op.input.dtype);
     model.tf32 =
@@ -34,7 +34,7 @@ reference::Result expected(const TestDevice& device, const Op& op, reference::Bo
   return want;
 }
 
-// Returns whether the device has not what the case asks for, and says so.
+// Whether the device refuses the case; prints so.
 bool is_refused(const TestDevice& device, const Case& c);
 Outcome run_case(const TestDevice& device, const Case& c, const RunPlan& plan = {});
 WorkspaceSize workspace_of(const TestDevice& device, const Case& c,
@@ -47,15 +47,15 @@ Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan = 
 struct Part {
   size_t offset = 0, step = 1;
 };
-// A row is a case of the table, the workspace it runs in, and what to call it.
+// A case of the table, the workspace it runs in, and its name.
 struct Row {
   std::string name;
   Case c;
   Memory memory;
 };
-// Returns every feature pair of the op and dtype, in workspaces of several sizes.
+// Every feature pair of the op and dtype, in workspaces of several sizes.
 std::vector<Row> pair_rows(OpKind op, DType dtype, Part part = {});
-// Returns every shape, plain and with all options together, with data and placement in rotation.
+// Every shape, plain and with all options together, with data and placement in rotation.
 std::vector<Row> shape_rows(OpKind op, DType dtype, Part part = {});
 Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part part = {});
 Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part part = {});
@@ -67,8 +67,7 @@ struct Setting {
   const char* name;
   void (*apply)(Case& c);
 };
-// Each setting has one option alone and no statistic but the row's, as kernels have it that know of
-// nothing else.
+// Each option alone, with no statistics but the row's, for which kernels may be specialized.
 inline void only(Case& c) { c.statistics = c.bias = false, c.row_statistics = true; }
 inline constexpr Setting kAlone[] = {
     {"nothing", only},

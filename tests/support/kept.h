@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The suite tests kept state with this: a Forward that keeps, the Backward that follows it, and
-// their tests' class.
+// For tests of kept state: a Forward that keeps, the Backward that follows it, and their test
+// class.
 #pragma once
 
 #include <limits>
@@ -14,10 +14,10 @@ namespace logitless::conformance {
 using Forward = LinearCrossEntropyForward;
 using Backward = LinearCrossEntropyBackward;
 
-inline constexpr std::byte garbage{0xFF};  // it is NaN, so what nobody wrote shows where it is read
+inline constexpr std::byte garbage{0xFF};  // NaN, so that what nobody wrote shows where it is read
 inline constexpr uint64_t whole = std::numeric_limits<uint64_t>::max();
 
-// Returns what Forward keeps of an op in so many bytes.
+// What Forward keeps of an op in `bytes`.
 inline Kept kept_of(const TestDevice& device, Forward forward, uint64_t bytes) {
   place(forward, device.tensors());
   Kept kept;
@@ -26,13 +26,13 @@ inline Kept kept_of(const TestDevice& device, Forward forward, uint64_t bytes) {
   return kept;
 }
 
-// This is a Forward and the Backward that follows it.
+// A Forward and the Backward that follows it.
 struct Steps {
   Problem<Backward> problem;
   Forward forward{};
   Kept kept;
 
-  // At least so many `columns` of the vocabulary are to be kept; 0 means all.
+  // Keeps at least `columns` of the vocabulary; 0: all.
   Steps(const TestDevice& device, const Case& c, int64_t columns) : problem(build<Backward>(c)) {
     Backward& op = problem.op;
     forward = {.input = op.input,
@@ -58,7 +58,7 @@ struct Steps {
     forward.kept_rows = problem.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
   }
 
-  // Hands what Forward wrote to Backward.
+  // Gives Backward what Forward wrote.
   void hand_over(const Outcome& outcome) {
     Backward& op = problem.op;
     op.row_reference = forward.statistics.row_reference;
@@ -83,8 +83,8 @@ struct Steps {
 
 class KeptState : public ConformanceTest {
  protected:
-  // Runs Forward and gives Backward its state; it returns false where Forward failed, which it
-  // reports itself.
+  // Runs Forward and gives Backward its state; returns false, having reported it, if Forward
+  // failed.
   bool keep(Steps* steps, Memory memory = Memory::recommended) {
     const Outcome outcome =
         execute(device_, steps->forward, steps->problem.pool, {.memory = memory, .fill = garbage});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file has guarded host memory, and the narrow float formats, decoded and rounded in double.
+// Guarded host memory, and the narrow float formats, decoded and rounded in double.
 #include "memory.h"
 
 #include <algorithm>
@@ -30,13 +30,13 @@ Format format_of(DType dtype) {
   }
 }
 
-// Returns 2^exponent; a product with it is exact, and quick where ldexp takes most of a test's
-// time.
+// Returns 2^exponent. A product with it is exact, and quick, while ldexp would take most of a
+// test's time.
 double power(int exponent) {
   return std::bit_cast<double>(static_cast<uint64_t>(exponent + 1023) << 52);
 }
 
-// Returns e where |value| is m 2^e with 1 <= m < 2, and less than any format has where it is less.
+// Returns e for |value| = m 2^e with 1 <= m < 2; less than any format's if it is subnormal.
 int exponent_of(double value) {
   return static_cast<int>(std::bit_cast<uint64_t>(value) >> 52 & 0x7FF) - 1023;
 }
@@ -144,7 +144,7 @@ TensorView Pool::reserve(DType dtype, std::vector<int64_t> shape, Layout layout)
   const int64_t size = size_of(dtype);
   Bytes bytes(2 * kGuardBytes + (span + layout.offset) * size);
   std::fill_n(bytes.data(), bytes.size(), kFill);
-  // Half of the way is by the address, half by byte_offset, so that both must be honoured.
+  // Half of the offset is in the address, half in byte_offset, so that both must be honoured.
   const int64_t by_address = layout.offset / 2;
   view.data = bytes.data() + kGuardBytes + by_address * size;
   view.byte_offset = (layout.offset - by_address) * size;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is host memory of the conformance suite: every tensor has an allocation of its own between
-// guard bytes, and elements are read and written as double. Gaps of strided tensors are part of the
-// guarded bytes.
+// The host memory of the conformance suite: every tensor has its own allocation between guard
+// bytes, and elements are read and written as double. Gaps of strided tensors are guarded too.
 #pragma once
 
 #include <cstddef>
@@ -14,15 +13,14 @@
 
 namespace logitless::conformance {
 
-// Returns the nearest value of a floating dtype, ties to even; beyond its range that is infinity.
+// Returns the nearest value of a floating dtype, ties to even; infinity beyond its range.
 double round_to(DType dtype, double value);
-// Returns the least magnitude that rounds to infinity.
+// The least magnitude that rounds to infinity.
 double overflow_threshold(DType dtype);
 double load(DType dtype, const std::byte* address);
 void store(DType dtype, double value, std::byte* address);
 
-// The bytes begin at a multiple of 128, so that an address 64 after it is aligned to 64 and no
-// more.
+// Begins at a multiple of 128, so that an address 64 after it is aligned to 64 and no more.
 class Bytes {
  public:
   Bytes() = default;
@@ -40,31 +38,29 @@ class Bytes {
 
 inline constexpr size_t kGuardBytes = 256;
 
-// Says where a tensor's elements lie; strides of {0, 0} mean dense.
+// Where a tensor's elements are; strides of {0, 0} mean dense.
 struct Layout {
   std::array<int64_t, 2> stride{0, 0};
   int64_t offset =
-      // So many elements lie between the guard and the first one, for an address of element
-      // alignment only.
+      // Elements between the guard and the first one, for an address of element alignment only.
       0;
-  bool broadcast = false;  // a stride of 0 is then meant
+  bool broadcast = false;  // strides of 0 mean 0
 };
 
-// This is NaN in every floating dtype, so that what is read from a gap or a guard shows.
+// NaN in every floating dtype, so that reading a gap or a guard shows.
 inline constexpr std::byte kFill{0xFF};
 
-// This holds the tensors of one op. Views stay valid as long as the pool.
+// The tensors of one op. Views stay valid as long as the pool.
 class Pool {
  public:
-  // A shape {} is [], {n} is [n] and {rows, columns} is [rows, columns]; values are dense
-  // row-major.
+  // Shape {} is [], {n} is [n] and {rows, columns} is [rows, columns]; values are dense row-major.
   TensorView add(DType dtype, std::vector<int64_t> shape, const std::vector<double>& values,
                  Layout layout = {});
   // The elements of the new tensor hold kFill.
   TensorView reserve(DType dtype, std::vector<int64_t> shape, Layout layout = {});
   size_t size() const { return allocations_.size(); }
   const Bytes& operator[](size_t i) const { return allocations_[i]; }
-  // Returns the allocation in which a view lies.
+  // The allocation that a view is in.
   size_t find(const TensorView& view) const;
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tests of infinities, NaN and huge numbers share this.
+// For tests of infinities, NaN and huge numbers.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace logitless::conformance {
 inline constexpr double kInf = std::numeric_limits<double>::infinity();
 inline constexpr int64_t kTokens = 6, kHidden = 9, kVocab = 70, kRow = 2;
 
-// Under these options an infinite logit takes another way through the formulas.
+// Options under which an infinite logit takes another way through the formulas.
 inline constexpr Setting kSettings[] = {
     {"plain", [](Case&) {}},
     {"smoothing", [](Case& c) { c.options.label_smoothing = 0.1f; }},
@@ -32,7 +32,7 @@ inline constexpr Setting kSettings[] = {
      [](Case& c) { c.grad_lse = c.grad_target_logit = c.grad_entropy = true; }},
 };
 
-// Calls f(the case as a setting has it, the setting's name) for kSettings, then for kAlone.
+// Calls f(the case with the setting, the setting's name) for kSettings, then for kAlone.
 template <class F>
 void for_settings(const Case& c, F&& f) {
   const auto go = [&](const Setting& setting) {
@@ -53,7 +53,7 @@ class NonFinite : public ConformanceTest {
     c.bias_dtype = dtype_;
     return c;
   }
-  // Expects what the reference says, and returns what was written.
+  // Expects the reference's results, and returns what was written.
   template <class Op>
   Fields judged(const Problem<Op>& p, const std::string& what) {
     const Outcome outcome = execute(device_, p.op, p.pool);
@@ -69,7 +69,7 @@ inline void set(const TensorView& view, int64_t index, double value) {
   write(view, values);
 }
 
-// A mask is written to one of these: the logits, or every row's bias.
+// What a mask is written to: the logits, or every row's bias.
 template <class Op>
 const TensorView& masked_by(const Op& op) {
   if constexpr (LinearOp<Op>) {

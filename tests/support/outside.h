@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Targets may be outside the vocabulary where that is an error; this is what an asynchronous
-// backend makes of them ("Which tokens count" of the contract).
+// Targets outside the vocabulary, where that is an error, and what an asynchronous backend makes of
+// them ("Which tokens count" of the contract).
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace logitless::conformance {
 
-// Returns the exact numbers, which a double may not hold.
+// As integers, which a double may not hold.
 inline std::vector<int64_t> read_integers(const TensorView& view) {
   std::vector<int64_t> values(static_cast<size_t>(element_count(view)));
   const auto* first = static_cast<const std::byte*>(view.data) + view.byte_offset;
@@ -36,7 +36,7 @@ int64_t vocab_of(const Op& op) {
   }
 }
 
-// Returns the tokens whose target is an error, of an op on host memory.
+// The tokens whose target is an error, of an op on host memory.
 template <class Op>
 std::vector<size_t> tokens_outside(const Op& op) {
   std::vector<size_t> tokens;
@@ -52,7 +52,7 @@ std::vector<size_t> tokens_outside(const Op& op) {
   return tokens;
 }
 
-// Returns the token of each place of `ids`.
+// The token of each place of `ids`.
 template <class Op>
 std::vector<size_t> tokens_of_places(const Op& op) {
   std::vector<size_t> tokens;
@@ -60,13 +60,13 @@ std::vector<size_t> tokens_of_places(const Op& op) {
       op.id_offsets ? read_integers(op.id_offsets) : std::vector<int64_t>{};
   for (size_t i = 0; i < static_cast<size_t>(op.input.shape[0]); ++i) {
     const int64_t count = op.id_offsets ? offsets[i + 1] - offsets[i] : op.ids.shape[1];
-    // Offsets may be none.
+    // Offsets may be invalid.
     tokens.insert(tokens.end(), std::clamp<int64_t>(count, 0, element_count(op.ids)), i);
   }
   return tokens;
 }
 
-// Returns the places in `ids` where an id is an error, of tokens that count.
+// The places in `ids` where an id is an error, of tokens that count.
 template <class Op>
 std::vector<size_t> ids_outside(const Op& op) {
   std::vector<size_t> places;
@@ -106,7 +106,7 @@ reference::Result evaluate_without(const std::vector<size_t>& places, Op op,
   }
 }
 
-// Such tokens count in the normalizer and have a loss and a log-probability of NaN; all else of
+// Tokens outside count in the normalizer and have a loss and a log-probability of NaN; all else of
 // them is as in an ignored row.
 template <class Op>
 reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
@@ -118,7 +118,7 @@ reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
   op.target = vector_view(target.data(), DType::i64, static_cast<int64_t>(target.size()));
   const bool counts = op.options.reduction == Reduction::mean && op.options.normalizer == 0 &&
                       !op.weights.normalizer;
-  // They have no class weight, so only without such weights is the normalizer given.
+  // Without class weights they count in the normalizer; with them they have none.
   if (counts && !op.weights.vocab) {
     op.options.normalizer = static_cast<double>(counted) + static_cast<double>(outside.size());
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A case is made into an op on guarded host memory here.
+// Makes a case into an op on guarded host memory.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace logitless::conformance {
 
-// Returns the tensor with a row for every token.
+// The tensor with a row for every token.
 template <class Op>
 const TensorView& rows_of(const Op& op) {
   if constexpr (LinearOp<Op>) {
@@ -31,8 +31,8 @@ struct Problem {
 
 enum class Role { input, output };
 
-// Returns the layout of a tensor under a placement. Only inputs that may share elements between
-// tokens are broadcast.
+// The layout of a tensor under a placement. Only inputs that may share elements between tokens are
+// broadcast.
 inline Layout layout_of(Placement placement, const std::vector<int64_t>& shape, Role role) {
   const size_t rank = shape.size();
   if (rank == 0) return {.offset = placement == Placement::unaligned ? 1 : 0};
@@ -79,7 +79,7 @@ class Builder {
   }
 
  private:
-  // Where only chosen columns have a gradient, nothing else may be given that has a part in one.
+  // If only chosen columns have a gradient, nothing else may be given that has a part in one.
   static Case allowed(Case c) {
     if (!c.only_chosen) return c;
     c.options.label_smoothing = c.options.z_loss = 0;
@@ -111,14 +111,14 @@ class Builder {
     }
     return put(DType::f32, {size}, std::move(values));
   }
-  // They lie between 0.4 and 2.2.
+  // Between 0.4 and 2.2.
   TensorView temperatures(int64_t size, uint64_t salt = 29) {
     std::vector<double> values = normals(size, c_.seed * 31 + salt);
     for (double& x : values) x = 1.3 + 0.9 * std::tanh(x);
     return put(DType::f32, {size}, std::move(values));
   }
-  // Says where the chosen columns of each token begin, and behind them where the last ones end.
-  // Lists are of any length, 0 too.
+  // Where the chosen columns of each token begin, and lastly where they end. Lists have any length,
+  // 0 too.
   std::vector<double> id_offsets() const {
     std::vector<double> offsets{0};
     for (int64_t i = 0; i < c_.shape.tokens; ++i) {
@@ -128,8 +128,8 @@ class Builder {
     }
     return offsets;
   }
-  // Some columns are absent, some are named twice; where targets outside are ignored, some lie
-  // outside too. Of a shard they are the whole vocabulary's.
+  // Some columns are absent, some are named twice; where targets outside are ignored, some ids are
+  // outside too. On a shard they are columns of the whole vocabulary.
   std::vector<double> ids(const std::vector<double>& offsets) const {
     const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
     std::vector<double> ids;
@@ -149,7 +149,7 @@ class Builder {
     }
     return ids;
   }
-  // A gradient that is not read is NaN; tokens without a gradient have 0 elsewhere.
+  // A gradient that is not read is NaN; elsewhere tokens without a gradient have 0.
   std::vector<double> gradients_at(const std::vector<double>& offsets,
                                    const std::vector<double>& ids) const {
     const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
@@ -191,7 +191,7 @@ class Builder {
     return p_.pool.add(dtype, shape, normals(count, c_.seed + 5),
                        layout_of(c_.placement, shape, Role::output));
   }
-  // The shape is [N] where the reduction is none, else [] or [1].
+  // [N] where the reduction is none, else [] or [1].
   std::vector<int64_t> reduced() const {
     if (c_.options.reduction == Reduction::none) return {c_.shape.tokens};
     return c_.seed % 2 == 0 ? std::vector<int64_t>{} : std::vector<int64_t>{1};
@@ -200,8 +200,8 @@ class Builder {
   void add_linear() {
     const auto [tokens, hidden, vocab] = c_.shape;
     p_.op.input = matrix(c_.dtype, tokens, hidden, values_.input);
-    // Rows of the vocabulary stay their own under broadcast, since otherwise every logit of a token
-    // is the same.
+    // Rows of the vocabulary are not broadcast, since then every logit of a token would be the
+    // same.
     const Placement placement =
         c_.placement == Placement::broadcast ? Placement::dense : c_.placement;
     p_.op.weight = p_.pool.add(c_.dtype, {vocab, hidden}, values_.weight,
@@ -283,7 +283,7 @@ class Builder {
     return c_.options.reduction == Reduction::none ? c_.shape.tokens : 1;
   }
 
-  // They are positive, and some of them exactly 0.
+  // Positive, and some of them exactly 0.
   std::vector<double> class_weights(int64_t vocab) const {
     std::vector<double> weights = normals(vocab, c_.seed + 13, 0.4, 1);
     for (int64_t j = 0; j < vocab; ++j) weights[j] = j % 6 == 5 ? 0 : std::fabs(weights[j]);
@@ -357,7 +357,7 @@ class Builder {
     forward.statistics = {.entropy = row, .row_reference = row, .row_log_sum = row};
     const reference::Result result = reference::evaluate(forward, p_.model, false);
     if (!result.status.ok()) throw std::logic_error(result.status.message());
-    // Makes the states of a shard as if the other shards held half of each row's probability.
+    // A shard's states are made as if the other shards held half of each row's probability.
     const bool shard = c_.options.vocab_total > c_.shape.vocab;
     std::vector<double> log_sum = result.outputs.at("row_log_sum").value;
     for (double& x : log_sum) x += shard ? std::log(2) : 0;
@@ -367,7 +367,7 @@ class Builder {
     p_.op.row_log_sum = saved(log_sum);
   }
   TensorView saved(const std::vector<double>& values) { return of_each(DType::f32, values); }
-  // Each element of this view is its own, even where other inputs are broadcast.
+  // Never broadcast, even where other inputs are.
   TensorView of_each(DType dtype, const std::vector<double>& values) {
     const std::vector<int64_t> shape{std::ssize(values)};
     return p_.pool.add(dtype, shape, values, layout_of(c_.placement, shape, Role::output));

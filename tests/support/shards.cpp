@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file judges a vocabulary in shards on one device.
+// Judges a vocabulary in shards on one device.
 #include "shards.h"
 
 #include <limits>
@@ -43,7 +43,7 @@ class ShardJudge {
   bool is_shard(size_t s) const { return split_.sizes[s] > 0 && split_.sizes[s] < vocab_; }
   std::string name_of_shard(size_t s) const { return "shard " + std::to_string(s); }
 
-  // Puts into the shard what the split says.
+  // Changes the shard as the split says.
   void change() {
     if (split_.content == Split::plain) return;
     const int64_t first = firsts_[split_.shard], count = split_.sizes[split_.shard];
@@ -78,7 +78,7 @@ class ShardJudge {
       }
     }();
     std::vector<double> values = read(view);
-    // Of given logits that is one token's; a column of the weight is all tokens'.
+    // One token's in given logits; in a weight a column is all tokens'.
     values[LinearOp<Op> ? column * view.shape[1] : column] = NAN;
     write(view, values);
   }
@@ -147,7 +147,7 @@ class ShardJudge {
     return shards;
   }
 
-  // Half of the cases keep the whole state, half of them a part of it.
+  // Half of the cases keep the whole state, half of them a part.
   void make_room(size_t s, LinearCrossEntropyForward* op) {
     if (is_shard(s)) op->anchor = anchor_;
     LinearCrossEntropyForward placed = *op;
@@ -184,9 +184,9 @@ class ShardJudge {
     if (all_.ok()) judge_exchange(shards, outcome.fields);
     return outcome.fields;
   }
-  // Judges what the order of the shards alone decides, and what they exchange before: of equal
-  // logits the first shard's is the argmax, and the target's logit has the same bits when nothing
-  // else is asked for. A row with a NaN has neither.
+  // Judges what depends on the shards' order alone, and what they exchange first: of equal logits
+  // the first shard's is the argmax, and the target's logit has the same bits when nothing else is
+  // asked for. A row with a NaN has neither.
   void judge_exchange(const std::vector<Fields>& shards, const Fields& whole) {
     const auto found = whole.find("argmax");
     const std::vector<double>& target_logit = whole.at("target_logit").value;
@@ -230,7 +230,7 @@ class ShardJudge {
     }
     if (parts.count > 0) judge_sum(want.outputs.at("grad_input"), parts);
   }
-  // The whole vocabulary's Backward has the bound of kept state where a shard's has it.
+  // The whole vocabulary's Backward has the bound of kept state if a shard's has it.
   Op judged_whole() const {
     Op whole = p_.op;
     if constexpr (LinearOp<Op>) {
@@ -245,7 +245,7 @@ class ShardJudge {
     Field sum;
     std::vector<double> magnitude;
   };
-  // Ranks add in f32, in their order.
+  // In f32, in the ranks' order.
   static void add(const Field& part, Parts* parts) {
     if (parts->count++ == 0) {
       parts->sum = part;
@@ -276,10 +276,10 @@ class ShardJudge {
   int64_t vocab_ = 0;
   std::vector<int64_t> firsts_;
   TensorView anchor_{};
-  std::vector<double> anchors_;  // they are those of `anchor_`, where shards exchanged some
+  std::vector<double> anchors_;  // of `anchor_`, if shards exchanged some
   std::vector<uint64_t> keys_;
   std::vector<std::pair<TensorView, TensorView>> kept_views_;
-  Fields kept_;  // the last run kept it
+  Fields kept_;  // of the last run
   Comparison all_;
 };
 
@@ -292,7 +292,7 @@ std::vector<Split> splits_of(int64_t vocab, int64_t shards) {
     return sizes;
   };
   const Sizes even = divided([&](int64_t s) { return vocab * s / shards; });
-  // One in the middle has shards in front of it and behind it.
+  // With shards in front of it and behind it.
   const auto middle = static_cast<size_t>((shards - 1) / 2);
   std::vector<Split> splits{{"even", even}};
   if (shards > 1) {
@@ -303,7 +303,7 @@ std::vector<Split> splits_of(int64_t vocab, int64_t shards) {
     splits.push_back({"one without columns", some});
   }
   if (even[middle] == 0) return splits;
-  // Where everything is masked there is no row.
+  // With everything masked there is no row.
   if (shards > 1) splits.push_back({"one all -inf", even, Split::masked, middle});
   splits.push_back({"NaN in one", even, Split::nan, middle});
   return splits;
@@ -341,7 +341,7 @@ Comparison judge_shards(const TestDevice& device, const Case& c, const Split& sp
   Case of_shards = c;
   of_shards.rank = of_shards.mass_above = false;
   of_shards.row_statistics = of_shards.saved_state = true;
-  if (is_linear(c.op)) of_shards.grad_input = DType::f32;          // parts of a sum are
+  if (is_linear(c.op)) of_shards.grad_input = DType::f32;          // parts of a sum are f32
   if (c.options.label_smoothing > 0) of_shards.statistics = true;  // weighted_logit_sum
   if (split.content == Split::masked && is_linear(c.op) && !c.bias) {
     of_shards.bias = true;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An op on all of a vocabulary becomes the ops on its shards here, and what they wrote that of the
-// whole vocabulary.
+// Turns an op on a whole vocabulary into the ops on its shards, and what they wrote into the whole
+// vocabulary's results.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace logitless::conformance {
 
-using Sizes = std::vector<int64_t>;  // each shard has so many columns
+using Sizes = std::vector<int64_t>;  // the columns of each shard
 
 inline TensorView columns_of(const TensorView& view, int64_t first, int64_t count, int axis) {
   TensorView part = view;
@@ -24,7 +24,7 @@ inline TensorView columns_of(const TensorView& view, int64_t first, int64_t coun
   return part;
 }
 
-// Returns the op on the columns [first, first + count) of the vocabulary.
+// The op on the columns [first, first + count) of the vocabulary.
 template <class Op>
 Op shard_of(const Op& whole, int64_t first, int64_t count) {
   Op op = whole;
@@ -56,8 +56,7 @@ Op shard_of(const Op& whole, int64_t first, int64_t count) {
   return op;
 }
 
-// Where a shard's logits are all -inf it has no probability: its logarithms of nothing may be -inf
-// or NaN.
+// A shard whose logits are all -inf has no probability: the logarithms of that may be -inf or NaN.
 inline void accept_no_probability(const Fields& got, reference::Result* want) {
   for (const std::string head : {"", "teacher_"}) {
     const auto reference = want->outputs.find(head + "row_reference");
@@ -129,7 +128,7 @@ Problem<Combine> combine_of(const Op& whole, int64_t vocab, const std::vector<Fi
   return p;
 }
 
-// A shard without columns is what a caller makes of it.
+// A shard without columns is the caller's to make.
 inline Fields without_columns(Fields like) {
   for (auto& [name, field] : like) {
     const double value = name == "row_reference" || name == "target_logit" ? -INFINITY
@@ -140,31 +139,31 @@ inline Fields without_columns(Fields like) {
   return like;
 }
 
-// This is a division of a vocabulary, with what is in one of its shards.
+// A division of a vocabulary, with something special in one of its shards.
 struct Split {
-  enum Content { plain, masked, nan };  // a masked shard's logits are all -inf
+  enum Content { plain, masked, nan };  // masked: the shard's logits are all -inf
 
   std::string name;
   Sizes sizes;
   Content content = plain;
-  size_t shard = 0;  // this one is masked, or has a NaN
+  size_t shard = 0;  // the one that is masked, or has a NaN
 };
-// Returns the ways to divide a vocabulary into so many shards that are worth a look: even, uneven,
-// with a shard of no columns, with one that is masked, with a NaN in one.
+// The interesting divisions of a vocabulary in `shards` shards: even, uneven, with a shard of no
+// columns, with one that is masked, with a NaN in one.
 std::vector<Split> splits_of(int64_t vocab, int64_t shards);
 
-// Returns whether the case can be asked of shards that are combined. Combine gives no rank and no
+// Whether the case can be asked of shards that are combined. Combine gives no rank and no
 // mass_above.
 bool can_be_split(const Case& c);
 
-// Judges the gradients of a shard, but its part of grad_input, as the columns [first, first +
+// Judges the gradients of a shard, except its part of grad_input, as the columns [first, first +
 // count) of the whole vocabulary's.
 Comparison compare_columns(const reference::Result& whole, const Fields& shard, int64_t vocab,
                            int64_t first, int64_t count);
 
 // Runs the op of the case on the shards, one after another, with what ranks exchange between them:
 // Forward and Combine; for a Backward also the targets' logits, with kept state, and the sum of
-// grad_input. Each shard is judged alone, and what becomes of them as the whole vocabulary.
+// grad_input. Each shard is judged alone, and all together as the whole vocabulary.
 Comparison judge_shards(const TestDevice& device, const Case& c, const Split& split,
                         const RunPlan& plan = {});
 

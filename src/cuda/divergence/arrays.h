@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the device arrays of a divergence as its kernels take them.
+// The device arrays of a divergence, as its kernels take them.
 #pragma once
 
 #include "logitless/ops.h"
@@ -8,18 +8,18 @@
 
 namespace logitless::cuda {
 
-// A head's logits of a chunk of tokens, raw: made here, or the caller's.
+// A head's raw logits for a chunk of tokens: made here, or the caller's.
 struct HeadLogits {
-  const float* made = nullptr;  // [rows, pitch]  a multiple of 16 bytes apart; null: `given`
+  const float* made = nullptr;  // [rows, pitch]  rows a multiple of 16 bytes apart; null: `given`
   int64_t pitch = 0;
   TensorView given{};  // [N, V]  by token
   TensorView bias{};   // [V]
   MapFactors map{};
-  const TokenMap* maps = nullptr;  // [N]  there where each token has a map of its own
+  const TokenMap* maps = nullptr;  // [N]  where each token has its own map, else null
 };
 
-// dz of a row needs this: both states, lse - lse' of these, the mean that is subtracted, and what
-// the exponentials relative to the references are multiplied by to be p and q.
+// Per row: both states, apart = lse - lse', the mean that dz subtracts, and the factors that turn
+// exponentials relative to the references into p and q.
 struct DivergenceState {
   float reference, log_sum;
   float teacher_reference, teacher_log_sum;
@@ -27,23 +27,23 @@ struct DivergenceState {
   float inverse, teacher_inverse;
 };
 
-// What a shard of the vocabulary hands on, by token: the states are its own, or `given`, those of
-// the whole vocabulary.
+// What a shard of the vocabulary passes on, by token. The states are the shard's own or, if
+// `given`, those of the whole vocabulary.
 struct DivergenceOfShard {
   bool given = false;
   DivergenceStates states{};
   TensorView target_logit{}, divergence_sum{}, slope_sum{};  // outputs
-  TensorView slope_mean{};                                   // given where dz has a mean
+  TensorView slope_mean{};                                   // input, where dz has a mean
 };
 
-// Where dz goes, times the student's slope; zeros go where no token has a row.
+// Where dz times the student's slope goes; tokens without a row get zeros.
 struct DivergencePanel {
-  char* data = nullptr;  // [rows, pitch]  null where no dz is made
+  char* data = nullptr;  // [rows, pitch]  null: no dz is made
   int64_t pitch = 0;
-  int32_t columns = 0;  // it has the first so many of the launch's
+  int32_t columns = 0;  // the first ones of the launch's columns
   DType dtype = DType::f32;
-  // Kept for another call: rows are by token, each times `lift` and nothing else; a row that is not
-  // finite becomes zeros, and is marked.
+  // With kept_rows, dz is kept for another call: rows are by token and multiplied by `lift` alone;
+  // a row that is not finite becomes zeros, and is marked.
   float* kept_rows = nullptr;  // [N, 8]
   float lift = 1, layout = 0;
 };
@@ -55,17 +55,17 @@ struct DivergenceRows {
   HeadLogits student{}, teacher{};
   int64_t first = 0;
   int32_t columns = 0;
-  int32_t blocks = 1;  // so many share a row
+  int32_t blocks = 1;  // the blocks that share a row
   float beta = 0, label_weight = 0;
   bool has_target = false, has_outputs = false;
   bool has_statistics = false;  // of those that are summed over columns
-  float* losses = nullptr;      // [N]  by token; there where the losses are reduced
+  float* losses = nullptr;      // [N]  by token; where the losses are reduced, else null
   TensorView loss{};            // [N]
   DivergenceStatistics statistics{};
   DivergenceOfShard shard{};
-  bool sums_columns = true;           // something is made of sums over the columns
-  DivergenceState* states = nullptr;  // [N]  compacted; there where they are known or kept
-  bool has_states = false;            // they are known but for `mean`
+  bool sums_columns = true;           // anything is made of sums over the columns
+  DivergenceState* states = nullptr;  // [N]  compacted; where they are known or kept, else null
+  bool has_states = false;            // all but `mean` is known
   DivergencePanel dz{};
 };
 

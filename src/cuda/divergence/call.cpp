@@ -10,13 +10,13 @@
 namespace logitless::cuda {
 namespace {
 
-// |dz| of a row is no more than this before the label's term: by the formulas of all kinds but
-// reverse_kl, whose p |d - mean| has no bound, but passes this many nats only where q is no f32.
+// A bound of a row's |dz| before the label's term. For reverse_kl p |d - mean| has none, but
+// exceeds this many nats only where q is too small for f32.
 float most_dz(DivergenceKind kind) { return kind == DivergenceKind::reverse_kl ? 512 : 2; }
-// And usually no more than this.
+// What |dz| usually stays below.
 float usual_dz(DivergenceKind kind) { return kind == DivergenceKind::reverse_kl ? 64 : 1; }
 
-// Small dz of f16 keep their bits where they are stored times a power of two.
+// f16 dz are stored times a power of two, so that small ones keep their bits.
 float lift_of(const DivergenceOptions& o) {
   const DivergenceKind kind = effective_kind(o);
   const float usual = kind == DivergenceKind::reverse_kl ? 64 : 1024;
@@ -60,14 +60,15 @@ void add_gradients(const Call& call, LinearCall* head) {
                                           out.stride[1] == 1 && serves_product(out));
 }
 
-// Equal heads have logits of equal bits where their products are the same one.
+// Equal heads get logits of equal bits only if both use the same product.
 void copy_both_or_none(DivergenceCall* made) {
   LinearShape &s = made->student.shape, &t = made->teacher.shape;
   if (s.hidden != t.hidden) return;
   s.copies_weight = t.copies_weight = s.copies_weight || t.copies_weight;
 }
 
-// Sums are of logits without a bias or softcap, whose order a scale does not turn round.
+// An engine sums raw logits, so there must be no bias or softcap, and the scale must keep the
+// order.
 bool may_store(const LinearCall& head, const LossOptions& options, const Tensor& weight) {
   const LinearShape& s = head.shape;
   const bool rows = s.copies_weight || (weight.stride[1] == 1 && tiled::is_aligned(weight));
@@ -75,8 +76,8 @@ bool may_store(const LinearCall& head, const LossOptions& options, const Tensor&
          options.logit_scale > 0;
 }
 
-// Returns whether the products can read the caller's own rows, where every token counts. They are
-// whole 16 bytes a row with nothing between, and no rows lie behind the last one.
+// Whether the products can read the caller's own rows, if every token counts: whole 16 bytes a row,
+// no gaps, and no padding rows behind the last.
 bool reads_rows(const Tensor& input, const LinearShape& s) {
   const bool memory = input.stride[1] == 1 && input.stride[0] == s.hidden &&
                       s.hidden * size_of(s.dtype) % most_alignment == 0;
@@ -90,7 +91,7 @@ void add_kept(const Call& call, DivergenceCall* made) {
   made->kept_rows = call.kept_rows;
   made->keeps = call.kept && call.forward;
   made->from_kept = call.kept && !call.forward;
-  // A row of f16 that has no bound is divided by a number of its own.
+  // In f16, reverse_kl divides each kept row by its own number, because its dz has no bound.
   const bool divides = is_half && effective_kind(call.divergence) == DivergenceKind::reverse_kl;
   made->alike = !in.per_row_upstream && !in.token_weight && !in.makes_maps && !divides;
   if (call.kept && is_half) made->lift = lift_of(call.divergence);
@@ -146,7 +147,7 @@ DivergenceCall make_divergence(const Call& call) {
   if (!call.forward) return made;
   made.loss = call.loss;
   made.statistics = {call.entropy, call.teacher_entropy, call.acceptance, call.logprob};
-  // They are written as statistics of other names, which are 0 there too.
+  // Written as statistics of other names that are also 0 there.
   made.others = {call.loss,
                  {.lse = call.teacher_entropy,
                   .target_logit = call.acceptance,

@@ -8,8 +8,8 @@
 //   jsd         -(beta q L + (1 - beta) p l)           skew_kl     (1 - beta) (p - q) - q L
 //   l = log(m/p)                                       L = log(m/q)
 // dz_j = scale p_j (f_j - sum_k p_k f_k) for all kinds but forward_kl, whose dz_j is p_j - q_j.
-// A pass over the rows of both heads is bound by its instructions, not by memory: the functions
-// here take as few as their error allows, a few 2^-24 of the result.
+// A pass over the rows of both heads is bound by instructions, not by memory: these functions take
+// as few as their error, a few 2^-24 of the result, allows.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -17,14 +17,14 @@
 
 namespace logitless::cuda {
 
-// A column of both heads. A NaN of d stands for two logits of -inf, whose p and q are 0, or lies in
-// a row that is NaN in all (DzRow): what is made of it here need only be finite.
+// A column of both heads. d is NaN for two logits of -inf, whose p and q are 0, and in a row that
+// is all NaN (DzRow): results then need only be finite.
 struct TwoHeads {
   float p, q;
   float d;  // log p - log q
 };
 
-// Returns (exp(-x) - 1) / -x for x in [0, 1], to 4 2^-24 of it.
+// (exp(-x) - 1) / -x for x in [0, 1], to 4 2^-24 relative.
 __device__ inline float expm1_ratio(float x) {
   float y = 0x1.db9c8ap-11f;
   y = fmaf(y, -x, 0x1.005dfap-7f);
@@ -33,21 +33,21 @@ __device__ inline float expm1_ratio(float x) {
   y = fmaf(y, -x, 0x1.fffe94p-2f);
   return fmaf(y, -x, 1.0f);
 }
-// Returns x where c >= 0 and y elsewhere, of a NaN too; the compiler would branch around the longer
-// one.
+// x where c >= 0, else y, for a NaN too. In assembly, because the compiler would branch around the
+// longer side.
 __device__ inline float choose(float c, float x, float y) {
   float chosen;
   asm("slct.f32.f32 %0, %1, %2, %3;" : "=f"(chosen) : "f"(x), "f"(y), "f"(c));
   return chosen;
 }
 
-// Returns p - q, without cancellation where they are close.
+// p - q, without cancellation where they are close.
 __device__ inline float difference(const TwoHeads& c) {
   const float x = fabsf(c.d);
   return choose(1 - x, fmaxf(c.p, c.q) * (c.d * expm1_ratio(x)), c.p - c.q);
 }
 
-// exp(-|d|) and this less 1; beyond 87 a head is nothing beside the other.
+// exp(-|d|) and exp(-|d|) - 1. Beyond |d| = 87 one head is negligible.
 struct Ratio {
   float size, e, s;
   __device__ explicit Ratio(float d) : size(fminf(fabsf(d), 87.0f)), e(exp2_fast(-size * log2e)) {
@@ -55,18 +55,18 @@ struct Ratio {
   }
 };
 
-// Returns log u; `rest`, which is u - 1, is the better number where u is near 1.
+// log u. `rest` = u - 1 is the more exact number where u is near 1.
 __device__ inline float log_of_sum(float u, float rest) {
   const float s = __fdividef(rest, 2 + rest), v = s * s;
   float y = 0x1.208bcap-3f;
   y = fmaf(y, v, 0x1.1e510cp-3f);
   y = fmaf(y, v, 0x1.99dae6p-3f);
   y = fmaf(y, v, 0x1.5554e0p-2f);
-  // rest is between -1/2 and 1 where its distance from 1/4 is at most 3/4
+  // rest is in [-1/2, 1] where its distance from 1/4 is at most 3/4
   return choose(0.75f - fabsf(rest - 0.25f), 2 * fmaf(y * v, s, s), log2_fast(u) * ln2);
 }
 
-// What a column adds, of numbers that are worked out once.
+// What a column adds, from numbers that are computed once.
 template <DivergenceKind kKind>
 struct ColumnTerms;
 
@@ -75,9 +75,9 @@ struct ColumnTerms<DivergenceKind::forward_kl> {
   TwoHeads c;
   float less;  // p - q
   __device__ ColumnTerms(const TwoHeads& c, float) : c(c), less(difference(c)) {}
-  // Returns the summand of D, which is not negative but for roundings.
+  // The summand of D, not negative up to rounding.
   __device__ float value() const { return c.q == 0 ? c.p : fmaf(-c.q, c.d, less); }
-  // Returns f_j, whose mean over p is subtracted.
+  // f_j, whose mean over p is subtracted.
   __device__ float slope() const { return 0; }
 };
 
@@ -105,10 +105,10 @@ struct ColumnTerms<DivergenceKind::jsd> {
     const Ratio r(c.d);
     const bool above = c.d > 0;
     const float part = above ? beta : 1 - beta, rest = above ? 1 - beta : beta;
-    // Of m relative to the greater of the two, and to the lesser.
+    // log m relative to the greater of p and q, and to the lesser.
     const float greater = log_of_sum(fmaf(part, r.e, rest), part * r.s);
     float lesser = greater + r.size;
-    if (beta != 0.5f) {  // they may cancel
+    if (beta != 0.5f) {  // the two may cancel
       const float w = -rest * __fdividef(r.s, r.e);
       lesser = log_of_sum(1 + w, w);
     }
@@ -142,7 +142,7 @@ struct ColumnTerms<DivergenceKind::skew_kl> {
   }
 };
 
-// Returns dz_j; `mean` is sum_k p_k f_k.
+// dz_j; `mean` is sum_k p_k f_k.
 template <DivergenceKind kKind>
 __device__ float dz_of(const ColumnTerms<kKind>& column, float mean) {
   if constexpr (kKind == DivergenceKind::forward_kl) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Backward makes its gradients of dz that a Forward has kept by token: each row has a factor, 0
-// where the token has no gradient, NaN where nobody has kept its dz. Of f16 the factor goes to the
-// copied dz, as far as there is room.
+// A Backward from dz that a Forward kept by token. Each row has a factor: 0 where the token has no
+// gradient, NaN where its dz was not kept. In f16 the copied dz takes as much of the factor as its
+// range allows.
 #include "src/cuda/divergence/kernels.h"
 #include "src/cuda/linear/linear.cuh"
 #include "src/kept.h"
@@ -12,14 +12,14 @@ namespace {
 
 constexpr int threads = 256;
 
-// Returns the factor of all rows beside their own.
+// The factor that all rows share.
 __device__ float common_factor(const KeptFactors& a) {
   const TokenScalars& s = *a.tokens.scalars;
   const float own = a.alike ? s.upstream * a.slope : 1.0f;
   return s.gradient_scale * own / a.lift;
 }
 
-// Returns the factor of token i, which has a gradient.
+// The factor of token i, which has a gradient.
 __device__ float own_factor(const KeptFactors& a, int64_t i) {
   const KeptRow row = reinterpret_cast<const KeptRow*>(a.kept_rows)[i];
   const bool is_ours = row.layout == a.layout && row.columns == static_cast<float>(a.vocab);
@@ -35,7 +35,7 @@ __device__ float own_factor(const KeptFactors& a, int64_t i) {
 __global__ void __launch_bounds__(threads) factors_kernel(const __grid_constant__ KeptFactors a) {
   const int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x;
   if (i >= a.tokens.total) return;
-  // 0 times what is infinite or NaN would not be 0, so that a row's own factor has it.
+  // A row's own factor takes an infinite or NaN common one, because 0 times it would not be 0.
   const float common = common_factor(a);
   const bool moves = !isfinite(common);
   if (i == 0) {
@@ -53,10 +53,10 @@ __global__ void __launch_bounds__(threads) factors_kernel(const __grid_constant_
   a.factors[i] = {a.scales != nullptr && v != 0 ? 1.0f : v, 0, 0, 0};
 }
 
-// Of f16: a row's dz is up to 32768 where its factor is above 1, so that all factors are divided by
-// the power of two that makes the largest 1, and the call's by its inverse. Rows far below that
-// keep their bits where f16 has them: dz is divided by up to 64, what it was stored times, and the
-// rest divides the input and grad_input's sums. One block takes all rows.
+// For f16: where a factor is above 1, a row's dz is up to 32768; so all factors are divided by the
+// power of two that makes the largest 1, and the call's factor is multiplied by it. Rows with far
+// smaller factors keep their bits as f16 allows: dz is divided by at most 64, the power that it was
+// stored with, and the rest divides the input and grad_input's sums. One block takes all rows.
 constexpr int fit_threads = 1024;
 __global__ void __launch_bounds__(fit_threads) fit_kernel(const __grid_constant__ KeptFactors a) {
   float most = 1;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// A thread takes 16 bytes; what lies behind the columns of `from` is as finite as they are.
+// A thread takes 16 bytes. `from` is finite behind its columns too.
 template <class T>
 __global__ void __launch_bounds__(threads)
     scale_kernel(Panel from, const float* scales, int64_t tokens, Panel to) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which ways there are to make a divergence in so many bytes, and how long each takes.
+// The ways to make a divergence in a number of bytes, and the time each takes.
 #include "src/cuda/divergence/plan.h"
 
 #include <algorithm>
@@ -13,37 +13,37 @@
 namespace logitless::cuda {
 namespace {
 
-// Logits of more tokens at a time make no product quicker; a product has tiles of 256.
+// Logits of more tokens at a time speed up no product; a product's tiles have 256 rows.
 constexpr std::array<int64_t, 8> chunk_sizes{2048, 1536, 1024, 768, 512, 256, 128, 64};
-// Each chunk of whole rows that states are made of reads both weights.
+// Each chunk of whole rows for the states reads both weights.
 constexpr std::array<int64_t, 4> state_chunks{128, 192, 256, 512};
-// The share of the columns whose dz is made with the states is a multiple of one of so many parts.
+// The columns whose dz is made with the states are a multiple of 1 / stored_parts of all.
 constexpr int64_t stored_parts = 24;
-// Tiles of engines that store logits have so many rows, which should be full, and the vocabulary
-// should have more than a few.
+// Rows of a tile in engines that store logits. The tiles should be nearly full, and the vocabulary
+// wide enough for several.
 constexpr int64_t stored_rows = 512;
 bool is_worth_storing(int64_t chunk, int64_t vocab) {
   return vocab >= 4096 && chunk > 0 && 8 * chunk >= 7 * round_up(chunk, stored_rows);
 }
 constexpr std::array<int64_t, 9> widths{16384, 8192, 4096, 3072, 2560, 2048, 1536, 1024, 512};
 
-// Returns how many tokens' input is gathered at a time.
+// Tokens whose input is gathered at a time.
 int64_t input_rows(const DivergenceCall& call, const DivergencePlan& p) {
   const bool all = p.way == DivergenceWay::columns || p.way == DivergenceWay::from_kept;
   return all ? whole_rows(call.student.shape.tokens) : p.chunk;
 }
 
-// Returns how many logits of a head's whole rows there is room for.
+// Elements of a head's whole rows of logits.
 int64_t row_logits(const DivergenceCall& call, const DivergencePlan& p) {
   const bool known = p.way == DivergenceWay::columns && call.shard.given;
   if (p.way == DivergenceWay::from_kept || known) return 0;
-  // Where dz takes their place, a product reads rows behind the last token too.
+  // If dz takes their place, a product reads rows behind the last token too.
   const int64_t tokens = call.student.shape.tokens;
   const int64_t rows = p.way == DivergenceWay::none ? std::min(p.chunk, tokens) : p.chunk;
   return rows * panel_pitch(call.student.shape.vocab);
 }
 
-// Returns how many elements of dz that is made of whole rows there is room for.
+// Elements of dz made of whole rows.
 int64_t dz_of_rows(const DivergenceCall& call, const DivergencePlan& p) {
   const LinearShape& s = call.student.shape;
   switch (p.way) {
@@ -57,7 +57,7 @@ int64_t dz_of_rows(const DivergenceCall& call, const DivergencePlan& p) {
       return 0;
   }
 }
-// Returns how many elements of some columns' dz there is room for.
+// Elements of some columns' dz.
 int64_t dz_of_block(const DivergenceCall& call, const DivergencePlan& p) {
   const bool some = p.way == DivergenceWay::columns || call.scales_panel();
   return some ? whole_rows(call.student.shape.tokens) * p.columns : 0;
@@ -70,7 +70,7 @@ LogitsOfHeads place_logits(const DivergenceCall& call, int64_t logits, Arena* ar
   return both;
 }
 
-// The sums of stored logits, which are done with before grad_input is summed in their place.
+// The sums of stored logits, which grad_input's sums later overwrite.
 void place_sums(const DivergenceCall& call, const DivergencePlan& p, Arena* arena,
                 DivergenceMemory* m) {
   const int64_t rows = std::min(p.chunk, call.student.shape.tokens);
@@ -83,7 +83,7 @@ void place_sums(const DivergenceCall& call, const DivergencePlan& p, Arena* aren
   }
 }
 
-// What a gather of so many rows writes.
+// What a gather of `rows` rows writes.
 void place_input(const LinearShape& s, int64_t rows, Arena* arena, DivergenceHead* head) {
   if (!s.kernels.reads_input) {
     head->m.input = arena->take<char>(rows * head->plan.hidden_pitch * size_of(s.dtype));
@@ -123,7 +123,6 @@ void place_gradients(const DivergenceCall& call, const DivergencePlan& p, int64_
   head.m.bias_slabs = arena->take<float>(divide_up(rows, bias_slab_rows) * panel_columns);
 }
 
-// What a Backward of kept dz needs of its tokens.
 void place_factors(const DivergenceCall& call, Arena* arena, DivergenceMemory* m) {
   const int64_t tokens = call.student.shape.tokens;
   m->ordered = m->tokens;
@@ -134,15 +133,15 @@ void place_factors(const DivergenceCall& call, Arena* arena, DivergenceMemory* m
   m->student.m.tokens = m->ordered;
 }
 
-// What is done with before the gradients are made lies where their arrays are: grad_input's sums
-// and all tokens' input when dz of all tokens is there, else the logits of some columns and their
-// dz. Returns the student with the input that the gradients' products read.
+// Arrays that are dead before the gradients are made share memory with the gradients' arrays:
+// grad_input's sums and all tokens' input if dz of all tokens is there, else the logits of some
+// columns and their dz. Returns the student with the input that the gradients' products read.
 DivergenceHead place_stages(const DivergenceCall& call, const DivergencePlan& p, Arena* to,
                             DivergenceMemory* memory) {
   const LinearShape& s = call.student.shape;
   Arena& arena = *to;
   DivergenceMemory& m = *memory;
-  const bool in_place = s.dtype == DType::f32;  // where the logits are not needed again
+  const bool in_place = s.dtype == DType::f32;  // the logits are not needed again
   const auto take_dz = [&](int64_t elements) {
     return elements > 0 ? arena.take<char>(elements * size_of(s.dtype)) : nullptr;
   };
@@ -222,7 +221,7 @@ DivergenceMemory place_divergence(const DivergenceCall& call, const DivergencePl
 
 namespace {
 
-// Seconds of what a plan does.
+// The seconds that a plan takes.
 class DivergencePrice {
  public:
   DivergencePrice(const DivergenceCall& call, const DivergencePlan& plan, const DeviceSpeed& speed)
@@ -266,8 +265,7 @@ class DivergencePrice {
     return call_.makes_teacher() ? 8
                                  : 4.0 + static_cast<double>(size_of(call_.teacher_logits.dtype));
   }
-  // Both heads' logits. Half of their way to memory, and of the weight's from it, no arithmetic
-  // hides.
+  // Both heads' logits. Half of writing them and of reading the weight is not hidden by arithmetic.
   double logits(int64_t rows, int64_t columns) const {
     const bool stores = p_.sum_columns > 0;
     const double rounds = stores ? rounds_of(rows, columns) : 1;
@@ -277,15 +275,15 @@ class DivergencePrice {
     };
     return head(s_) + (call_.makes_teacher() ? head(call_.teacher.shape) : 0);
   }
-  // Returns what an engine's tiles of both heads take, in rounds of the device's teams, as a
-  // multiple of their number.
+  // The time of both heads' tiles in whole rounds of the device's teams, relative to tiles without
+  // waste.
   double rounds_of(int64_t rows, int64_t columns) const {
     const auto teams = static_cast<int64_t>(speed_.multiprocessors / 2);
     const int64_t tiles = 2 * divide_up(rows, stored_rows) * divide_up(columns, p_.sum_columns);
     const double all = static_cast<double>(divide_up(tiles, teams) * teams * stored_rows);
     return all * static_cast<double>(p_.sum_columns) / (2 * static_cast<double>(rows * columns));
   }
-  // The passes over rows of logits: their bytes, though mixtures take longer for arithmetic.
+  // The passes over rows of logits: their bytes; mixtures take longer, for arithmetic.
   double passes(int64_t rows) const {
     const bool makes_dz =
         p_.way == DivergenceWay::whole || p_.way == DivergenceWay::chunks || call_.keeps;
@@ -319,7 +317,7 @@ int64_t chunk_of(int64_t tokens, int64_t most) {
   return std::min(most, whole_rows(std::max<int64_t>(tokens, 1)));
 }
 
-// Returns how many tokens' whole rows of logits lie where a block's logits and dz will.
+// Tokens whose whole rows of logits fit where a block's logits and dz will be.
 int64_t chunk_in_block(const DivergenceCall& call, int64_t columns) {
   const LinearShape& s = call.student.shape;
   const int64_t logits = call.makes_teacher() ? 8 : 4;
@@ -331,7 +329,6 @@ int64_t chunk_in_block(const DivergenceCall& call, int64_t columns) {
 
 DeviceSpeed speed_of(const DeviceInfo& device) { return engines().back()->speed(device); }
 
-// Calls consider(plan) with every plan there is.
 template <class F>
 void each_plan(const DivergenceCall& call, const DeviceInfo& device, F&& consider) {
   const LinearShape& s = call.student.shape;
@@ -405,12 +402,12 @@ DivergencePlan quickest_plan(const DivergenceCall& call, uint64_t bytes, const D
 
 DivergencePlan recommended_plan(const DivergenceCall& call, uint64_t minimum,
                                 const DeviceInfo& device) {
-  // dz of all tokens in 16 bits where a product is made of it, and 1.2 GiB.
+  // dz of all tokens in 16 bits if a product reads it, and 1.2 GiB.
   const LinearShape& s = call.student.shape;
   const uint64_t dz = call.gradients() ? 2 * static_cast<uint64_t>(s.tokens) * s.vocab : 0;
   const uint64_t most = std::max(dz + (uint64_t{1229} << 20), minimum);
   const double best = quickest_plan(call, most, device).seconds;
-  // Less memory is worth a hundredth of the time.
+  // A smaller plan may take 1 % longer.
   DivergencePlan least;
   each_plan(call, device, [&](const DivergencePlan& p) {
     if (p.bytes > most || p.seconds > 1.01 * best) return;

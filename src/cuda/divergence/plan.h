@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a divergence is made of: its two heads as the linear ops' products and kernels take them,
-// and where its arrays lie.
+// and where its arrays are.
 #pragma once
 
 #include "src/cuda/divergence/arrays.h"
@@ -12,10 +12,10 @@ namespace logitless::cuda {
 // A call, with what follows from it alone.
 struct DivergenceCall {
   LinearCall student;
-  LinearCall teacher;         // it has a weight where its logits are made
+  LinearCall teacher;         // has a weight where its logits are made
   TensorView teacher_logits;  // where they are not
-  TokenInput teacher_in;      // its tokens have maps where each has a temperature
-  TokenOutputs others;        // tokens that do not count get it
+  TokenInput teacher_in;      // has maps where each token has a temperature
+  TokenOutputs others;        // written for tokens that do not count
   DivergenceStatistics statistics;
   DivergenceOfShard shard;
   TensorView loss;
@@ -23,18 +23,18 @@ struct DivergenceCall {
   TensorView kept, kept_rows;
   bool keeps = false;      // dz goes to `kept`
   bool from_kept = false;  // dz comes from there
-  bool alike = false;      // every token that has a gradient has the same factor
+  bool alike = false;      // all tokens with a gradient share one factor
   float lift = 1;          // kept dz is stored times this
-  bool may_store = false;  // both heads are such as an engine may store the logits of
+  bool may_store = false;  // an engine can store both heads' logits
   bool makes_teacher() const { return static_cast<bool>(teacher.weight); }
-  // Returns whether a Forward writes something that a shard hands on.
+  // Whether a Forward writes something that a shard passes on.
   bool hands_states_on() const {
     const DivergenceStates& s = shard.states;
     const bool states = s.row_reference || s.row_log_sum || s.teacher_row_reference ||
                         s.teacher_row_log_sum || shard.target_logit;
     return shard.divergence_sum || shard.slope_sum || (!shard.given && states);
   }
-  // Returns whether rows are summed over, once their states are known.
+  // Whether rows are summed over once their states are known.
   bool sums_columns() const {
     const bool statistics =
         this->statistics.entropy || this->statistics.teacher_entropy || this->statistics.acceptance;
@@ -42,13 +42,12 @@ struct DivergenceCall {
            (gradients() && !shard.given);
   }
   bool gradients() const { return student.shape.gradients(); }
-  // Returns whether kept dz is copied times its rows' factors: the input of f16 has no room for
-  // them.
+  // Whether kept dz is copied times its rows' factors: in f16 the input has no range for them.
   bool scales_panel() const { return from_kept && !alike && student.shape.dtype == DType::f16; }
 };
 DivergenceCall make_divergence(const Call& call);
 
-// KeptRow::layout has it: rows of dz by token, each of all columns up to a multiple of 64.
+// KeptRow::layout of dz: rows by token, each of all columns, up to a multiple of 64.
 inline constexpr float kept_dz_by_token = 21;
 
 // What the products and the shared kernels take of a head.
@@ -61,7 +60,7 @@ struct LogitsOfHeads {
   float* teacher = nullptr;  // [rows, pitch]
 };
 struct DivergenceMemory {
-  Tokens tokens;                      // they are compacted
+  Tokens tokens;                      // compacted
   Tokens ordered;                     // each in its own place, for kept dz
   TokenMap* teacher_maps = nullptr;   // [N]
   float* losses = nullptr;            // [N]  by token
@@ -69,25 +68,25 @@ struct DivergenceMemory {
   DivergenceHead student, teacher;
   DivergenceHead ready;         // the student, with the input that the gradients' products read
   Partials sums, teacher_sums;  // of stored logits
-  LogitsOfHeads logits;         // of a chunk's whole rows
-  LogitsOfHeads block;          // of some columns of all tokens, in the same place
-  char* dz = nullptr;           // [rows, dz_pitch]  made of whole rows; it may be their logits
-  char* block_dz = nullptr;     // [N, dz_pitch]  of some columns; it may be their logits
+  LogitsOfHeads logits;         // a chunk's whole rows
+  LogitsOfHeads block;          // some columns of all tokens, in the same memory
+  char* dz = nullptr;           // [rows, dz_pitch]  made of whole rows; may be their logits
+  char* block_dz = nullptr;     // [N, dz_pitch]  of some columns; may be their logits
   float* scales = nullptr;      // [N]
   uint64_t bytes = 0;
 };
-// Places the arrays of a plan; without a workspace it counts their bytes.
+// Places the arrays of a plan; without a workspace only counts their bytes.
 DivergenceMemory place_divergence(const DivergenceCall& call, const DivergencePlan& plan,
                                   void* workspace);
 
-// Rows are read up to a multiple of 8, columns lie up to a multiple of 64.
+// Rows are read up to a multiple of 8; a panel's pitch is a multiple of 64 columns.
 inline int64_t whole_rows(int64_t rows) { return round_up(rows, 8); }
 inline int64_t panel_pitch(int64_t columns) { return round_up(columns, 64); }
 
-// Finds the smallest plan, or the quickest one of at most so many bytes.
+// The smallest plan, and the quickest of at most `bytes`.
 DivergencePlan smallest_plan(const DivergenceCall& call, const DeviceInfo& device);
 DivergencePlan quickest_plan(const DivergenceCall& call, uint64_t bytes, const DeviceInfo& device);
-// Returns the smallest plan that is hardly slower than any of the bytes that are recommended.
+// The smallest plan that is hardly slower than any within the recommended bytes.
 DivergencePlan recommended_plan(const DivergenceCall& call, uint64_t minimum,
                                 const DeviceInfo& device);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of both heads' logits, four columns a thread at a time, and dz of these.
+// A row of both heads' logits, four columns a thread at a time, and its dz.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace logitless::cuda {
 
-// How both heads' logits become z: those that were made here are z, or are scaled; or anything.
+// How both heads' logits become z. `none` and `scale` are for logits that were made here.
 enum class HeadMaps { none, scale, any };
 
 // One head's row.
@@ -22,7 +22,7 @@ template <HeadMaps kMaps>
 struct HeadRow {
   static constexpr bool is_made = kMaps != HeadMaps::any;
   const HeadLogits& head;
-  const float* made;  // it is null where the caller gives the logits
+  const float* made;  // null where the caller gives the logits
   int64_t token, first;
   int columns;
   MapFactors map;
@@ -45,9 +45,9 @@ struct HeadRow {
     if (present(head.bias)) raw += load(head.bias, column);
     return map_raw(map, raw);
   }
-  // Returns z of one column.
+  // z of one column.
   __device__ float operator()(int j) const { return mapped(one(j), first + j); }
-  // Loads raw logits of columns j to j + 3; behind the last column they may be anything.
+  // Loads raw logits of columns j to j + 3, arbitrary behind the last column.
   __device__ float4 raw(int j) const {
     if (is_made || made != nullptr) return *reinterpret_cast<const float4*>(made + j);
     float x[4] = {};
@@ -57,7 +57,6 @@ struct HeadRow {
     }
     return {x[0], x[1], x[2], x[3]};
   }
-  // Makes z of these.
   __device__ void map_four(const float4& raw, int j, float (&z)[4]) const {
     z[0] = raw.x, z[1] = raw.y, z[2] = raw.z, z[3] = raw.w;
 #pragma unroll
@@ -72,18 +71,18 @@ struct HeadRow {
   }
 };
 
-// Products read columns of dz up to a multiple of 8, which become 0.
+// Products read dz up to a multiple of 8 columns; the columns behind the last become 0.
 __device__ inline int whole_eights(int columns) { return (columns + 7) / 8 * 8; }
 
-// The blocks of a cluster share a row: which of them this is, and of how many.
+// A block's share of a row: its rank in the cluster, and the number of blocks.
 struct RowShare {
   int rank, blocks;
 };
 
 constexpr int pair_threads = 256;
-// So many times four columns of a thread are on their way at a time, in shared memory of its own.
+// The depth of a thread's ring in shared memory, in loads of four columns.
 constexpr int row_steps = 4;
-// They lie [heads, row_steps, threads].
+// [heads, row_steps, threads]
 constexpr int head_ring = row_steps * pair_threads;
 constexpr size_t row_ring_bytes = 2 * head_ring * sizeof(float4);
 
@@ -95,8 +94,8 @@ struct RowPair {
   __device__ RowPair(const DivergenceRows& a, int row, int64_t token, RowShare share)
       : student(a, a.student, row, token), teacher(a, a.teacher, row, token), share(share) {}
 
-  // Calls use(j, z, z') with this thread's columns before `end`, from the first or, with kBack,
-  // from the last ones, which the pass before has left in the cache.
+  // Calls use(j, z, z') with this thread's columns before `end`: from the first or, with kBack,
+  // from the last, which the pass before left in the cache.
   template <bool kBack, class F>
   __device__ void for_columns(int end, F&& use) const {
     const int threads = static_cast<int>(blockDim.x), all = threads * share.blocks * 4;
@@ -117,7 +116,7 @@ struct RowPair {
     float z[4], t[4];
     student.map_four(z_raw, j, z);
     teacher.map_four(t_raw, j, t);
-    if (j + 4 > student.columns) {  // -inf lies behind the last column
+    if (j + 4 > student.columns) {  // -inf behind the last column
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (j + i >= student.columns) z[i] = t[i] = -infinity();
@@ -143,16 +142,16 @@ struct RowPair {
     for (; left > 0; --left, j += step) {
       copies_wait<row_steps - 1>();
       with_columns(j, at[0], at[head_ring], use);
-      fetch(at, row_steps);  // their use has them by now
+      fetch(at, row_steps);  // `use` is done with them
       at = at == own + head_ring - pair_threads ? own : at + pair_threads;
     }
     wait_for_copies();
   }
 };
 
-// Returns x y in [0, 1], 0 where that is below 2^-126: beside a -inf logit it counts as 0. It ends
-// at 1 because the state may be of logits that another product has rounded otherwise, and of large
-// ones the exponential may then overflow.
+// x y in [0, 1], and 0 below 2^-126: beside a -inf logit that counts as 0. Saturated at 1, because
+// the state may be of logits that another product rounded differently; the exponential of large
+// logits may then overflow.
 __device__ inline float probability(float x, float y) {
   float product;
   asm("mul.ftz.sat.f32 %0, %1, %2;" : "=f"(product) : "f"(x), "f"(y));
@@ -163,7 +162,6 @@ __device__ inline TwoHeads two_heads(const DivergenceState& s, float z, float t)
           probability(exp2_fast((t - s.teacher_reference) * log2e), s.teacher_inverse),
           (z - t) - s.apart};
 }
-// Returns the state of token i's row that is given.
 __device__ inline DivergenceState given_state(const DivergenceOfShard& shard, int64_t i) {
   const DivergenceStates& given = shard.states;
   DivergenceState s{.reference = load(given.row_reference, i),
@@ -177,20 +175,20 @@ __device__ inline DivergenceState given_state(const DivergenceOfShard& shard, in
   s.mean = isfinite(mean) ? mean : nan_value();
   return s;
 }
-// log p of a logit; two products may round it to more than 0.
+// log p of a logit, at most 0: two products may round it above.
 __device__ inline float log_of(float z, float reference, float log_sum) {
   const float x = (z - reference) - log_sum;
   return x > 0 ? 0.0f : x;
 }
 
-// What all columns of a row's dz have in common.
+// What the columns of a row's dz share.
 struct DzRow {
-  char* to;      // it is null where the row has none
+  char* to;      // null: the row has none
   float factor;  // the upstream gradient, the token's weight and the slope; or the lift
-  int target;    // the target's column in the launch, or none of it
+  int target;    // as a column of the launch, or outside
 };
 
-// Returns where the row of dz of a chunk's row lies; rows that are kept lie by token.
+// Where the dz of a chunk's row is; kept rows are by token.
 __device__ inline char* dz_row(const DivergenceRows& a, int row) {
   int64_t at = row;
   if (a.dz.kept_rows != nullptr) {
@@ -219,8 +217,7 @@ __device__ inline DzRow with_state(DzRow row, const DivergenceState& state) {
   return row;
 }
 
-// Stores four elements. If `check` holds a NaN afterwards, one of them or of those before is not
-// finite.
+// Stores four elements. `check` becomes NaN, and stays so, if any stored element is not finite.
 template <class T>
 __device__ void store_four_of(const float (&x)[4], T* to, uint32_t* check) {
   if constexpr (sizeof(T) == 4) {
@@ -257,7 +254,6 @@ __device__ inline bool is_finite(DType dtype, uint32_t check) {
   });
   return finite;
 }
-// The blocks of a row write zeros to dz.
 __device__ inline void clear_dz(const DivergenceRows& a, char* row, RowShare share) {
   const float zeros[4] = {};
   uint32_t check = 0;
@@ -266,7 +262,7 @@ __device__ inline void clear_dz(const DivergenceRows& a, char* row, RowShare sha
   for (; j < end; j += threads * share.blocks * 4) put_four(a.dz.dtype, zeros, row, j, &check);
 }
 
-// Makes and stores dz of four columns; at the target p - 1 comes of expm1.
+// Makes and stores dz of four columns; at the target p - 1 is from expm1.
 template <DivergenceKind kKind, HeadMaps kMaps>
 __device__ void put_dz(const DivergenceRows& a, const DzRow& row, const HeadRow<kMaps>& student,
                        int j, const float (&z)[4], const ColumnTerms<kKind> (&c)[4],
@@ -287,14 +283,14 @@ __device__ void put_dz(const DivergenceRows& a, const DzRow& row, const HeadRow<
     if constexpr (kMaps == HeadMaps::any) dz[i] *= cap_slope(student.map, z[i]);
     dz[i] *= row.factor;
   }
-  if (j + 4 > a.columns) {  // nothing else keeps a row's NaN out of there
+  if (j + 4 > a.columns) {  // nothing else keeps a row's NaN out of the padding
 #pragma unroll
     for (int i = 0; i < 4; ++i) dz[i] = j + i < a.columns ? dz[i] : 0.0f;
   }
   put_four(a.dz.dtype, dz, row.to, j, check);
 }
 
-// Calls f(maps) with the least that serves both heads, as a constant.
+// Calls f(maps) with the cheapest HeadMaps that serves both heads, as a constant.
 template <class F>
 void with_maps(const DivergenceRows& rows, F&& f) {
   const auto of = [](const HeadLogits& head) {

@@ -48,7 +48,7 @@ class DivergenceRun {
   void with_head(const LinearCall& call, DivergenceHead head, const Chunk& chunk, F&& use) const {
     head.plan.extra_rows = whole_rows(chunk.rows) - chunk.rows;
     if (call.shape.kernels.reads_input) {
-      // Only products read it, which do not write there.
+      // Only products read it, and they do not write there.
       const int64_t row = gathers_all() ? 0 : chunk.first;
       head.m.input = static_cast<char*>(call.input.data) + call.input.byte_offset +
                      row * call.shape.hidden * element();
@@ -81,7 +81,7 @@ class DivergenceRun {
     with_teacher(all(), copy);
   }
 
-  // Returns whether the rows of all tokens' inputs are there at once, not a chunk's.
+  // Whether the inputs of all tokens are gathered at once, rather than a chunk's.
   bool gathers_all() const { return p_.way == DivergenceWay::columns; }
   static void gather(LinearWork work) {
     LinearMemory memory = work.m;
@@ -120,7 +120,7 @@ class DivergenceRun {
     gradients_by_columns();
   }
 
-  // Some columns of every row, of at most so many, and where their logits lie.
+  // Some columns of every row, at most `most`, and where their logits go.
   struct Columns {
     int64_t first, columns, most;
     LogitsOfHeads to;
@@ -131,7 +131,6 @@ class DivergenceRun {
     return {first, std::min(p_.columns, vocab() - first), p_.columns, m_.block};
   }
 
-  // Makes both heads' logits.
   void logits(const Chunk& chunk, const Columns& c) {
     if (p_.sum_columns > 0) return store(chunk, c, false);
     const int64_t most_rows = std::min(p_.chunk, tokens());
@@ -152,9 +151,9 @@ class DivergenceRun {
     with_teacher(chunk, multiply(c.to.teacher));
   }
 
-  // Returns whether an engine's sums make the states; a shard may be given them.
+  // Whether an engine's sums make the states; a shard may be given them.
   bool makes_states() const { return p_.sum_columns > 0 && !call_.shard.given; }
-  // Does the same with the device's engine. With sums, it makes the states of whole rows too.
+  // logits() with the device's engine. With sums, also makes the states of whole rows.
   void store(const Chunk& chunk, const Columns& c, bool makes_sums) {
     const auto by = [&](float* to, const Partials& sums) {
       return [&, to](const LinearWork& work) {
@@ -171,7 +170,7 @@ class DivergenceRun {
     if (makes_sums) divergence_states(chunk, m_.sums, m_.teacher_sums, m_.states, stream_);
   }
 
-  // Returns what the kernels of the rows take.
+  // What the kernels of the rows take.
   DivergenceRows rows_call(const Chunk& chunk, const Columns& c) const {
     const LinearCall &s = call_.student, &t = call_.teacher;
     DivergenceRows rows{.in = s.in,
@@ -233,12 +232,11 @@ class DivergenceRun {
             .columns = static_cast<int32_t>(panel.columns),
             .dtype = shape().dtype};
   }
-  // Returns dz that is made of whole rows, as it lies in the workspace.
+  // dz made of whole rows, in the workspace.
   Panel rows_panel() const {
     const int64_t columns = p_.way == DivergenceWay::columns ? p_.stored : vocab();
     return {m_.dz, panel_pitch(columns), 0, columns, false};
   }
-  // And that of some columns.
   Panel block_panel(int64_t first) const {
     const int64_t columns = std::min(p_.columns, vocab() - first);
     return {m_.block_dz, panel_pitch(p_.columns), first, columns, false};
@@ -286,8 +284,8 @@ class DivergenceRun {
     }
   }
 
-  // Makes the gradients of a panel; `adds` to those of the chunks before, and where it has the
-  // `last` columns grad_input is written from its sums.
+  // Makes the gradients of a panel. `adds`: to those of the chunks before. `last`: it has the last
+  // columns, so that grad_input is written from its sums.
   void gradients(const Chunk& chunk, const Panel& dz, bool adds, bool last) {
     const bool factors = m_.student.m.factors != nullptr;
     with_head(call_.student, m_.ready, chunk, [&](const LinearWork& work) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Both heads' states of each row, from the sums that an engine has made with the logits.
+// Both heads' states of each row, from the sums that an engine made with the logits.
 #include "src/cuda/divergence/kernels.h"
 #include "src/cuda/divergence/state.cuh"
 #include "src/cuda/linear/chunk.cuh"
@@ -10,12 +10,12 @@ namespace {
 
 constexpr int threads = 128;
 
-// A row's lse is reference + log_sum, `inverse` exp(-log_sum).
+// lse = reference + log_sum; inverse = exp(-log_sum).
 struct HeadState {
   float reference, log_sum, inverse;
 };
 
-// A warp returns the sum of a row's segments, in the same order for every row.
+// A warp sums a row's segments, in the same order for every row.
 __device__ PartialSum sum_of(const Partials& p, int64_t row) {
   const float* const maximum = p.maximum + row * p.segments;
   const float* const sums = p.sum + row * p.segments;
@@ -33,8 +33,8 @@ __device__ PartialSum sum_of(const Partials& p, int64_t row) {
   return all;
 }
 
-// The reference is lse itself as f32 has it, so that a column's exponent is as small as its
-// probability is large. Where a logit is so large that lse is the maximum, that stands.
+// The reference is lse rounded to f32, so that a likely column has a small exponent. It stays the
+// maximum where logits are so large that lse rounds to it.
 __device__ HeadState state_of(const PartialSum& row) {
   const double log_sum = log(static_cast<double>(row.sum));
   HeadState s{row.reference, static_cast<float>(log_sum), 0};

@@ -3,8 +3,9 @@
 //   1  m = max z and s = sum exp(z - m) of each head, a thread's own as it goes, then over threads
 //   2  the divergence, the mean that dz subtracts, the statistics
 //   3  dz; together with 2 for forward_kl, which subtracts no mean
-// The first is left out where the states are known. Where there are clusters, one shares a row: so
-// few rows are under way at a time that half of what a later pass reads is still in the L2 cache.
+// The first pass is left out where the states are known. Where there are clusters, the blocks of
+// one share a row: then so few rows are in flight that half of what a later pass reads is still in
+// the L2 cache.
 #include <cfloat>
 
 #include "src/cuda/divergence/kernels.h"
@@ -19,8 +20,7 @@ constexpr int most_warps = pair_threads / 32, most_blocks = 8;
 template <DivergenceKind kKind, bool kDz>
 constexpr bool makes_dz_together = kDz && kKind == DivergenceKind::forward_kl;
 
-// The warps of a row, those of its block or of a cluster's, tell each other kCount numbers through
-// this, once.
+// The warps of a row, of one block or of a cluster, exchange kCount numbers through this, once.
 template <int kCount>
 struct Exchange {
   uint64_t barrier;
@@ -31,8 +31,8 @@ struct Exchange {
   __device__ void open(int blocks) {
     init_expecting(&barrier, blocks * warps() * kCount * static_cast<int>(sizeof(float)));
   }
-  // Every thread calls this with its warp's numbers, then use(numbers) with those of some warps:
-  // its lane's, and every 32nd one behind it.
+  // Every thread calls this with its warp's numbers, and then use(numbers) with those of some
+  // warps: number `lane`, lane + 32 and so on.
   template <class F>
   __device__ void all(const float (&own)[kCount], RowShare share, F&& use) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -58,9 +58,9 @@ struct Exchange {
 
 // A thread's maximum, and its sum relative to that.
 struct RunningSum {
-  float maximum = -FLT_MAX, sum = 0;  // so that an infinity is subtracted from a number
+  float maximum = -FLT_MAX, sum = 0;  // finite, so that it can be subtracted from an infinity
 
-  // Returns the greatest of all so far; fmaxf drops a NaN, which the sum keeps.
+  // The greatest so far. fmaxf drops a NaN, which the sum keeps.
   __device__ float most(const float (&z)[4]) const {
     return fmaxf(fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3])), maximum);
   }
@@ -74,13 +74,12 @@ struct RunningSum {
     sum *= exp2_fast((maximum - most) * log2e);
     maximum = most;
   }
-  // Adds another's.
   __device__ void join(float other_maximum, float other_sum) {
     const float most = fmaxf(maximum, other_maximum);
     sum = sum * exp_nonpositive(maximum - most) + other_sum * exp_nonpositive(other_maximum - most);
     maximum = most;
   }
-  // Makes of every lane's the sum of all.
+  // Every lane gets the sum of all.
   __device__ void join_lanes() {
     const float most = warp_max(maximum);
     sum = warp_sum(sum * exp_nonpositive(maximum - most));
@@ -99,7 +98,6 @@ __device__ float sum_of_four(F&& f) {
   return (f(0) + f(1)) + (f(2) + f(3));
 }
 
-// Returns -p log p, or 0 where p is 0.
 __device__ inline float information(float p, float z, float reference, float log_sum) {
   return p == 0 ? 0.0f : -p * log_of(z, reference, log_sum);
 }
@@ -110,7 +108,7 @@ __device__ void add_columns(const DivergenceRows& a, const DivergenceState& s, c
   if constexpr (kKind != DivergenceKind::forward_kl) {
     sums->mean += sum_of_four([&](int i) { return c[i].c.p * c[i].slope(); });
   }
-  // What is kept of reverse_kl is divided by a number made of the divergence.
+  // Kept dz of reverse_kl is divided by a power of two that depends on the divergence.
   const bool divides = kKind == DivergenceKind::reverse_kl && a.dz.kept_rows != nullptr;
   if (!a.has_outputs && !divides) return;
   sums->value += sum_of_four([&](int i) { return fmaxf(c[i].value(), 0.0f); });
@@ -135,7 +133,7 @@ __device__ void put_of_shard(const DivergenceOfShard& shard, int64_t i, const Di
   put(shard.divergence_sum, i, sums.value + guard);
   put(shard.slope_sum, i, (isfinite(sums.mean) ? sums.mean : nan_value()) + guard);
   if (shard.given) return;
-  // The maximum so far begins with a number, and drops a NaN.
+  // The running maximum starts from a finite number and drops NaN; log_sum tells both cases.
   const auto reference = [](float m, float log_sum) {
     const bool lost = log_sum == -infinity() || (log_sum != log_sum && m < infinity());
     return lost ? log_sum : m;
@@ -146,7 +144,7 @@ __device__ void put_of_shard(const DivergenceOfShard& shard, int64_t i, const Di
   put(shard.states.teacher_row_log_sum, i, s.teacher_log_sum);
 }
 
-// One thread writes what the caller asks of a token.
+// One thread writes a token's outputs.
 __device__ void put_outputs(const DivergenceRows& a, int64_t k, const DivergenceState& s,
                             const RowSums& sums, float target_logit) {
   const Tokens& tokens = a.chunk.tokens;
@@ -168,8 +166,8 @@ __device__ void put_outputs(const DivergenceRows& a, int64_t k, const Divergence
   put_of_shard(a.shard, i, s, sums, target_logit, guard);
 }
 
-// Returns what a row's dz is divided by where it is kept in f16, a power of two: |dz| of reverse_kl
-// is at most 2 (D + 2), and the label's term adds its weight.
+// The power of two that divides a row's dz kept in f16: |dz| of reverse_kl is at most 2 (D + 2),
+// and the label's term adds its weight.
 __device__ float divisor_of_row(const DivergenceRows& a, float divergence) {
   if (a.dz.dtype != DType::f16) return 1;
   const float of_most = (2 * (divergence + 2) + a.label_weight) * (a.dz.lift / 32768);
@@ -200,7 +198,7 @@ __device__ DivergenceState state_of(const RowPair<kMaps>& row, int columns, Exch
   RunningSum student, teacher;
   row.template for_columns<false>(columns, [&](int, const float(&z)[4], const float(&t)[4]) {
     const float most = student.most(z), most_of_teacher = teacher.most(t);
-    if (most > student.maximum || most_of_teacher > teacher.maximum) {  // rare behind the first
+    if (most > student.maximum || most_of_teacher > teacher.maximum) {  // rare after the first
       student.raise(most);
       teacher.raise(most_of_teacher);
     }
@@ -228,7 +226,6 @@ __device__ DivergenceState state_of(const RowPair<kMaps>& row, int columns, Exch
   return s;
 }
 
-// Sums each of them over the row.
 __device__ RowSums row_total(const RowSums& own, RowShare share,
                              Exchange<RowSums::count>* exchange) {
   float x[RowSums::count] = {own.value, own.mean, own.entropy, own.teacher_entropy, own.overlap};
@@ -280,13 +277,13 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   }
   const RowPair<kMaps> pair(a, row, a.chunk.tokens.row[k], share);
   if (kDz && threadIdx.x == 32) dz_of_row = make_dz_row(a, row, pair.student);
-  // It is read before dz takes the place of the logits.
+  // Read before dz takes the place of the logits.
   if (threadIdx.x == 0) {
-    const int64_t target = a.has_target ? a.chunk.tokens.target[k] : -1;  // or another shard has it
+    const int64_t target = a.has_target ? a.chunk.tokens.target[k] : -1;  // -1: on another shard
     target_logit = target >= 0 ? pair.student(target) : a.has_target ? -infinity() : 0.0f;
   }
   if (share.blocks > 1) cluster_wait();
-  __syncthreads();  // dz_of_row is there
+  __syncthreads();  // for dz_of_row
   DivergenceState state = a.shard.given  ? given_state(a.shard, a.chunk.tokens.row[k])
                           : a.has_states ? a.states[k]
                                          : state_of(pair, a.columns, &exchange.states);
@@ -315,7 +312,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
     });
   }
   const RowSums sums = row_total(own, share, &exchange.sums);
-  // An infinite mean leaves no column a gradient.
+  // With an infinite mean every column's gradient is NaN.
   if (!a.shard.given) state.mean = isfinite(sums.mean) ? sums.mean : nan_value();
   if (threadIdx.x == 0 && share.rank == 0) {
     if (a.has_outputs) put_outputs(a, k, state, sums, target_logit);
@@ -337,7 +334,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   finish_kept_row(a, k, state, dz, divisor, finite, share, &exchange.finite);
 }
 
-// Blocks of a cluster have eight columns a thread or more.
+// A cluster's threads have at least eight columns each.
 int threads_of(int32_t columns) { return columns >= 8192 ? pair_threads : 128; }
 int blocks_of(int32_t columns) {
   int blocks = 1;

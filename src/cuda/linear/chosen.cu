@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chosen columns of each token (docs/semantics.md): a Forward writes their logits, each by one dot
-// product; a Backward adds their gradients to panels of dz, before products read these.
+// Chosen columns of each token (docs/semantics.md). Forward writes their logits, each by one dot
+// product; Backward adds their gradients to panels of dz before products read these.
 #include <algorithm>
 #include <cfloat>
 #include <climits>
@@ -12,7 +12,7 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int threads = 256, warps = threads / 32;
-constexpr int columns_per_block = 64;  // of those of a token whose logits a block makes at a time
+constexpr int columns_per_block = 64;  // columns of a token whose logits a block makes at a time
 
 __device__ bool counts(const TokenInput& in, int64_t i) {
   return kind_of_target(in, target_of(in, i)) == TokenKind::counts;
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(threads) fill_kernel(TensorView logits, int64_
   if (p < places) *address<float>(logits, p) = nan_value();
 }
 
-// A block takes some of a token's columns, a warp one in turn.
+// A block takes some of a token's columns, its warps one each in turn.
 template <class T>
 __global__ void __launch_bounds__(threads)
     logits_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Tokens tokens,
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// A warp sums the sizes of a token's gradients, those of other shards' columns among them. One that
-// is not finite has next to none, but makes the token active.
+// A warp sums the magnitudes of a token's gradients, also of other shards' columns. A gradient that
+// is not finite adds next to nothing, but makes the token active.
 __global__ void __launch_bounds__(threads)
     sizes_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ IdLists lists,
                  float* sizes) {
@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(threads)
 }
 
 // A block adds up a token's gradients of equal columns, in the order of k, at the first of them,
-// and makes its logit. The others' columns are marked meanwhile: all their bits are turned, so that
-// they are negative and still say which column it is. Gradients come out as a panel's elements do:
-// without the factor common to all, times the map's slope.
+// and makes its logit. The others are marked by inverting their column: negative, and the column
+// can still be read. Gradients come out as a panel's elements do: without the common factor, times
+// the map's slope.
 constexpr int no_column = INT_MIN;
 __device__ int unmarked(int column) { return column < 0 ? ~column : column; }
 template <class T>
@@ -104,9 +104,9 @@ __global__ void __launch_bounds__(threads)
   const MapFactors map = map_of(call, tokens, i);
   const float factor = tokens.scalars->inv_gradient_scale;
   for (int k = threadIdx.x / 32; k < all; k += warps) {
-    // A lane looks at every 32nd place; the sum is one lane's, so that its order is that of k.
+    // A lane looks at every 32nd place; one lane makes the sum, so that its order is that of k.
     const int column = columns[k], lane = threadIdx.x % 32;
-    if (column < 0) continue;  // no warp but this one marks it
+    if (column < 0) continue;  // only this warp marks it
     int before = 0, more = 0;
     for (int j = lane; j < all; j += 32) {
       if (unmarked(columns[j]) == column) before += j < k ? 1 : 0, more += j > k ? 1 : 0;
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// Returns dz of a column that is not the target, times the map's slope.
+// dz of a column that is not the target, times the map's slope.
 __device__ float dz_of_column(const LinearCall& call, const MapFactors& map, const RowGradient& g,
                               int64_t column, float z) {
   float log_p = (z - g.reference) - g.log_sum;
@@ -139,7 +139,7 @@ __device__ float dz_of_column(const LinearCall& call, const MapFactors& map, con
          cap_slope(map, z);
 }
 
-// A panel's elements of chosen columns are written anew, so that dz is rounded once.
+// A panel's elements of chosen columns are computed anew, so that dz is rounded once.
 template <class E>
 __global__ void __launch_bounds__(threads)
     add_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Chunk chunk,
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// Returns how many columns a token has in the mean.
+// The mean number of columns of a token.
 int64_t mean_columns(const LinearMemory& m, int64_t tokens) {
   return divide_up(m.lists.places, std::max<int64_t>(tokens, 1));
 }

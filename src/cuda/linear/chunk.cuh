@@ -1,30 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels ask here about the rows of a chunk: which count, how far their anchors serve, where they
-// lie in a panel.
+// The rows of a chunk, for kernels: which count, how far their anchors serve, where they are in a
+// panel.
 #pragma once
 
 #include "src/cuda/linear/arrays.h"
 
 namespace logitless::cuda {
 
-// E = exp(z - z_t) serves an anchor z_t up to this magnitude; beyond, its rounding is an exponent,
-// and the row is made again.
+// E = exp(z - z_t) serves anchors z_t up to this magnitude; beyond, the rounding of z is too large
+// for an exponent, and the row is made again.
 constexpr float most_anchor = 0x1p20f;
-// And a code of E (numbers.cuh) one up to so many nats below the row's maximum: it ends at 51 ln 2.
+// Codes of E (numbers.cuh) serve anchors this many nats below the row's maximum; they end at 51
+// ln 2.
 constexpr float most_code_nats = 34;
 
-// Returns how many rows of the chunk count; they are its first ones.
+// The number of rows that count; they are the chunk's first.
 __device__ inline int valid_rows(const Chunk& chunk) {
   const int64_t left = chunk.tokens.scalars->valid - chunk.first;
   return static_cast<int>(max(int64_t{0}, min(left, int64_t{chunk.rows})));
 }
 
-// Returns whether this row of the chunk counts, without computing how many do.
+// Whether this row of the chunk counts, without computing how many do.
 __device__ inline bool is_valid(const Chunk& chunk, int row) {
   return chunk.first + row < chunk.tokens.scalars->valid;
 }
 
-// Returns where element (row, j) of a panel lies; j is a column of the vocabulary.
+// Address of element (row, j) of a panel; j is a column of the vocabulary.
 template <class E>
 __device__ inline E* panel_element(const Panel& panel, int64_t row, int64_t j) {
   E* data = reinterpret_cast<E*>(panel.data);

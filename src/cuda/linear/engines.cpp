@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file lists the engines, best first. A new family of GPUs is a folder beside these and a line
-// in this list.
+// The engines, best first. A new family of GPUs is a folder beside these and a line in this list.
 #include <cstdio>
 #include <cstring>
 

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// These kernels turn the f32 sums of the gradients into the caller's: they multiply by the common
-// factor and round once.
+// The f32 sums of the gradients become the caller's: times the common factor, and rounded once.
 #include "src/cuda/linear/linear.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-// Writes grad_input_i = scale (v_k sum_k - s_k class_row), or scale sum_k where the sums come of
-// dz. If `clears`, rows whose token does not count become 0.
+// grad_input_i = scale (v_k sum_k - s_k class_row), or scale sum_k where the sums are of dz. If
+// `clears`, rows whose token does not count become 0.
 template <class T>
 __global__ void __launch_bounds__(256)
     grad_input_kernel(Chunk chunk, const RowFactors* factors, const float* sums, int64_t pitch,
@@ -31,8 +30,8 @@ __global__ void __launch_bounds__(256)
 }
 
 // Sums c_j weight_j over one slab of the first `count` rows of the weight. A warp takes a row, a
-// lane 16 bytes of it, and so many rows at a time that their loads are in flight together; then the
-// warps' sums are added in order.
+// lane 16 bytes of it, and several rows at a time, so that their loads are in flight together; the
+// warps' sums are then added in order.
 template <class T>
 __global__ void __launch_bounds__(256)
     class_slabs(LinearCall call, int64_t count, int64_t pitch, float* slabs) {
@@ -79,7 +78,7 @@ __global__ void __launch_bounds__(256)
 }
 
 // Sums each column over a slab of rows: 64 columns, 8 a thread, by 32 rows of threads, each 4 rows
-// at a time. Behind the last column lie zeros up to a multiple of 8, so every load is whole.
+// at a time. Zeros follow the last column up to a multiple of 8, so that every load is whole.
 template <class E>
 __global__ void __launch_bounds__(256)
     bias_slabs_kernel(Chunk chunk, const RowFactors* factors, Panel panel, int slab_count,
@@ -233,7 +232,7 @@ void write_lent_sums(const LinearWork& work) {
   const int64_t pitch = plan.hidden_pitch;
   const auto write = [&](int64_t first, int64_t rows) {
     const float* sums = call.grad_weight.as<const float>() + first * pitch;
-    if (first == 0) {  // the first sums lie where the rows that they become will lie
+    if (first == 0) {  // the first sums are where the rows that they become will be
       stream->copy(m.stored, sums, rows * pitch * 4);
       sums = reinterpret_cast<const float*>(m.stored);
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of E that the forward pass could not make are made again here, after their factors (rows.cu)
-// are known: those of a list on the device, mostly an empty one. One product makes the logits of
-// 128 such rows and 128 columns, on tensor cores where elements have 16 bits; a second step makes
-// E_j = draw_j / v of each, smoothing and all, from the finished state. A row's bits do not depend
-// on the others of the list.
+// Makes the rows of E that the forward pass could not, after their factors (rows.cu) are known.
+// Their list is on the device, and mostly empty. One product makes the logits of 128 such rows and
+// 128 columns, on tensor cores for 16-bit elements; a second step makes E_j = draw_j / v of each,
+// smoothing included, from the finished state. A row's bits do not depend on the other rows of the
+// list.
 #include <algorithm>
 
 #include "src/cuda/linear/linear.cuh"
@@ -13,11 +13,11 @@
 namespace logitless::cuda {
 namespace {
 
-constexpr int edge = 128, threads = 256;  // a block's tile of logits has `edge` rows and columns
+constexpr int edge = 128, threads = 256;  // of a block's tile of logits
 constexpr unsigned blocks_a_multiprocessor = 2;
 
-// Has one step of both operands along the hidden axis, eight packs a row; the ninth keeps rows in
-// other banks.
+// One step of both operands along the hidden axis, eight packs a row; a ninth shifts the rows'
+// banks.
 template <class E>
 struct Operands {
   static constexpr int packs = 8, step = packs * Pack<E>::width;
@@ -30,11 +30,11 @@ union Shared {
   float logits[half][logits_pitch];  // half of the tile at a time
 };
 
-// Has a thread's part of the tile's logits.
+// A thread's part of the tile's logits.
 template <class E>
 struct Logits;
 
-// Elements of 16 bits: a warp has 32 rows and 64 columns, in mma's own tiles of 16 x 8.
+// 16-bit elements: a warp has 32 rows and 64 columns, in mma's tiles of 16 x 8.
 template <class E>
   requires(sizeof(E) == 2)
 struct Logits<E> {
@@ -43,7 +43,7 @@ struct Logits<E> {
   static __device__ int first_row() { return threadIdx.x / 64 * 32; }
   static __device__ int first_column() { return threadIdx.x / 32 % 2 * 64; }
 
-  // Loads four 8 x 8 blocks, each lane's address being that of a row of one of them.
+  // Loads four 8 x 8 blocks; each lane gives the address of a row of one of them.
   static __device__ void load(uint32_t (&x)[4], const void* row) {
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -84,7 +84,7 @@ struct Logits<E> {
       }
     }
   }
-  // Writes the rows from `first` on that are this thread's, of a half of the tile.
+  // Writes this thread's rows, if they are in the half of the tile that begins at `first`.
   __device__ void store(int first, float (&logits)[half][logits_pitch]) const {
     if (first_row() / half * half != first) return;
     const int lane = threadIdx.x % 32, row = first_row() - first + lane / 4;
@@ -143,14 +143,14 @@ struct PanelArguments {
   Panel panel;
 };
 
-// Returns whether columns other than the target's have a gradient, or are NaN. Else (a gradient of
-// target_logit alone) their logits are not asked for.
+// Whether columns other than the target's have a gradient, or are NaN. Otherwise (a gradient of
+// target_logit alone) their logits are not needed.
 __device__ inline bool asks_columns(const RowGradient& g) {
   return g.probability != 0 || g.smoothing != 0 || g.entropy != 0 ||
          !isfinite(g.reference + g.log_sum);
 }
 
-// Multiplies 128 rows of the list, from its `first` on, by 128 columns of the panel.
+// Multiplies 128 rows of the list, from number `first` on, by 128 columns of the panel.
 template <class E>
 __device__ void multiply(const PanelArguments& a, int count, int first, int64_t first_column,
                          Operands<E>* operands, Logits<E>* logits) {
@@ -174,7 +174,7 @@ __device__ void multiply(const PanelArguments& a, int count, int first, int64_t 
   }
 }
 
-// Returns E of a row, from its logit before the map.
+// E of a row, from its logit before the map.
 __device__ inline float remade(const PanelArguments& a, int row, int64_t column, float raw) {
   const LinearCall& call = a.call;
   const RowGradient& g = a.gradients[row];
@@ -184,8 +184,8 @@ __device__ inline float remade(const PanelArguments& a, int row, int64_t column,
   const MapFactors map = map_of_token(call.map, a.chunk.tokens, a.chunk.first + row);
   // The target's logit is known.
   const float z = is_target ? a.target_logit[row] : map_raw(map, raw);
-  // At |z| of 1e20 this product and the forward's differ by more than any exponent holds, so that
-  // log p could lie above 0.
+  // At |z| of 1e20 this product and the forward's differ by more than any exponent holds: log p
+  // could be positive.
   float log_p = (z - g.reference) - g.log_sum;
   log_p = log_p > 0 ? 0.0f : log_p;
   const float p = exp_any(log_p);
@@ -226,8 +226,8 @@ __device__ void make_tile(const PanelArguments& a, int count, int first, int64_t
   __syncthreads();
 }
 
-// The kernel first writes the target's column of E, where rows.cu has not met it. Then it makes the
-// rows of the list again; it ends at once where that is empty.
+// First writes the target's column of E, where rows.cu did not. Then makes the listed rows again;
+// ends at once if there are none.
 template <class E>
 __global__ void __launch_bounds__(threads, blocks_a_multiprocessor)
     panel_kernel(const __grid_constant__ PanelArguments a, bool targets) {
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(threads, blocks_a_multiprocessor)
   const int count = a.again[0];
   if (count == 0) return;
   __shared__ Shared<E> shared;
-  // Blocks that run at once share columns of the weight.
+  // So that blocks that run at once share columns of the weight.
   const int64_t across = (count + edge - 1) / edge;
   const int64_t tiles = (a.panel.columns + edge - 1) / edge * across;
 #pragma unroll 1
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(threads, blocks_a_multiprocessor)
 
 void finish_panel(const LinearWork& work, const Panel& panel, bool targets) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  // There are as many blocks as run at once at most, because mostly each finds the list empty.
+  // At most as many blocks as run at once, because mostly each finds the list empty.
   const unsigned most = static_cast<unsigned>(device.multiprocessors) * blocks_a_multiprocessor;
   const unsigned tiles = blocks_for(panel.columns, edge) * blocks_for(chunk.rows, edge);
   const LaunchShape shape{

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// dz of kept E is formed row by row where no factor of a row makes it.
+// dz from kept E, row by row, where no factor of a row turns E into dz.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/logit_map.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-// The kernel makes dz of kept E where entropy has a gradient, because no factor of a row makes that
-// of E:
+// dz from kept E where entropy has a gradient:
 //   log p_j = (z_t - m) - log s + log E_j    dz_j = P p_j - s c_j - h p_j (log p_j + H)
-// 32 rows of 8 threads take 16 bytes each, several of their columns in turn, so that what a row
-// needs is loaded once. A row that does not count becomes 0.
+// 32 rows of 8 threads take 16 bytes each, several of their columns in turn, so that a row's
+// numbers are loaded once. A row that does not count becomes 0.
 constexpr int formed_rows = 32, formed_lanes = 8, formed_groups = 4;
 
-// A row's dz is made of its coefficients, and the target's own dz.
+// What a row's dz is made of: its coefficients, and the target's own dz.
 struct FormedRow {
   RowGradient gradient;
   float log_target = 0, target_p = 0, target_gradient = 0;
@@ -26,7 +25,7 @@ struct Probability {
 __device__ inline Probability find_probability(const FormedRow& row, float e) {
   return {row.target_p * e, row.log_target + logf(e)};
 }
-// E is rounded to 8 bits, so the approximation of its log loses nothing.
+// E is rounded to 8 bits, so that the approximation of its log loses nothing.
 __device__ inline Probability find_probability(const FormedRow& row, __nv_bfloat16 e) {
   const float x = __bfloat162float(e);
   return {row.target_p * x, row.log_target + __logf(x)};
@@ -34,11 +33,11 @@ __device__ inline Probability find_probability(const FormedRow& row, __nv_bfloat
 __device__ inline Probability find_probability(const FormedRow& row, __half code) {
   const uint32_t bits = __half_as_ushort(code);
   const float log_p = fmaf(decode_log(bits), ln2, row.log_target);
-  // The product is NaN in a row of NaN, as it shall be.
+  // The product is NaN in a row of NaN, as it must be.
   return {bits == 0 ? 0.0f * row.log_target : exp2_fast(log_p * log2e), log_p};
 }
 
-// Makes dz of the columns from `column` on, of which `left` exist.
+// dz of the columns from `column` on, of which `left` exist.
 template <class E>
 __device__ inline void form(const TokenInput& in, const FormedRow& row, int64_t column,
                             int64_t left, Pack<E>* pack) {
@@ -75,8 +74,7 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
   const int row = blockIdx.x * formed_rows + threadIdx.x / formed_lanes;
   const int64_t start = block_of_second_axis() * (formed_groups * formed_lanes * width) +
                         threadIdx.x % formed_lanes * width;
-  // Products read whole blocks of a panel in blocks, and so rows and columns behind the last ones
-  // too.
+  // Products read whole blocks of a panel in blocks, and so rows and columns behind the last.
   const int64_t rows = to.blocks ? to.pitch : chunk.rows;
   const int64_t columns = to.blocks ? (to.columns + 63) / 64 * 64 : to.columns;
   const int valid = valid_rows(chunk);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file makes what the products read: the valid tokens' rows of input, compacted and padded to
-// 16 bytes, and from the same read z of each token's target by one dot product; and a copy of the
-// weight where a product cannot read its layout.
+// What the products read: the valid tokens' rows of input, compacted and padded to 16 bytes, and
+// from the same read z of each token's target by one dot product; and a copy of the weight where a
+// product cannot read its layout.
 #include "src/cuda/linear/dot.cuh"
 #include "src/cuda/logit_map.cuh"
 #include "src/cuda/runtime/early.cuh"
@@ -23,19 +23,18 @@ struct GatherArguments {
   MapFactors map;
   Chunk chunk;
   int64_t pitch;
-  int64_t rows;  // it counts the rows behind the chunk too, which become 0
+  int64_t rows;  // with the padding rows behind the chunk, which become 0
   bool clears;
-  bool beside;  // the kernel in front may still run; it is waited for last
-  // Every token counts, so that the products read the caller's rows and nothing is copied.
+  bool beside;  // the kernel in front may still run; waited for last
+  // Every token counts: the products read the caller's rows, and nothing is copied.
   bool reads_input;
   float* target_logit;
-  float* slope;            // it is null where all tokens share one map
-  int32_t* again;          // it is null where no gradient is asked for
-  int32_t* rows_finished;  // it is set to 0 here, at the start of a chunk
+  float* slope;            // null where all tokens share one map
+  int32_t* again;          // null where no gradient is asked for
+  int32_t* rows_finished;  // set to 0 here, at the start of a chunk
 };
 
-// Returns z of the target of row k, whose slope it keeps. It is not inlined: its registers would
-// then be taken by every row.
+// z of row k's target, whose slope it stores. Not inlined: every row would pay for its registers.
 __device__ __noinline__ float map_by_token(const GatherArguments& a, int64_t k, float raw) {
   const Tokens& tokens = a.chunk.tokens;
   const TokenMap& map = tokens.map[tokens.row[a.chunk.first + k]];
@@ -43,10 +42,10 @@ __device__ __noinline__ float map_by_token(const GatherArguments& a, int64_t k, 
   return map_raw(with_token(a.map, map), raw);
 }
 
-// A warp takes a row k of the compacted chunk and makes zeros of rows that are not valid (`to` is
-// null where there is no copy):
+// A warp takes a row k of the compacted chunk, and writes zeros to rows that are not valid (unless
+// `to` is null: no copy):
 //   z_t = map(input_k . weight_t) in f32, 16 bytes a lane in turn, then the tree over the lanes.
-// Where another shard has the target, the row's anchor stands for z_t.
+// Where another shard has the target, z_t is the row's anchor.
 template <class T>
 __device__ void gather_row(const GatherArguments& a, T* to) {
   const int64_t k = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
@@ -100,7 +99,7 @@ __global__ void __launch_bounds__(threads, 3)
   if (a.beside) wait_for_kernel_before();
 }
 
-// A warp copies a row of the weight, from row `first` on, and writes zeros behind the last one.
+// A warp copies a row of the weight, from row `first` on, or writes zeros behind the last one.
 template <class T>
 __global__ void __launch_bounds__(threads)
     copy_rows(TensorView from, int64_t first, int64_t rows, int64_t pitch, T* to) {

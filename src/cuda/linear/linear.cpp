@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file decides where a linear op's arrays lie in its workspace.
+// Where a linear op's arrays are in its workspace.
 #include "src/cuda/linear/linear.h"
 
 #include "src/cuda/linear/engine.h"
@@ -71,8 +71,7 @@ LinearMemory place_in(Arena* arena, const Engine& engine, const LinearShape& s,
   const bool stores = p.stored_columns > 0 && s.kept_columns == 0;
   take(stores, &m.stored, rows * stored_pitch(p.stored_columns) * element);
   engine.place(Lifetime::call, s, p, arena, &m);
-  // The arrays that only the forward pass needs come first; those that only the gradients need then
-  // take the same memory.
+  // The arrays of the forward pass come first; those of the gradients take the same memory.
   const uint64_t start = arena->used();
   if (s.forward) {
     m.partials = place_partials(arena, s, p);
@@ -81,7 +80,7 @@ LinearMemory place_in(Arena* arena, const Engine& engine, const LinearShape& s,
   const uint64_t forward_end = arena->used();
   arena->back_to(start);
   if (remakes_dz && stores) {
-    m.remade = m.stored;  // the chunk's E is used up when columns are made again
+    m.remade = m.stored;  // E is used up when columns are made again
   } else {
     take(p.remade_columns > 0, &m.remade, rows * p.remade_columns * element);
   }
@@ -135,8 +134,7 @@ Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const Linear
             1};
   }
   const TensorView& w = call.weight;
-  // The stride of a single row or column does not matter, but cuBLASLt checks it: it is made to
-  // look like a matrix's.
+  // cuBLASLt checks even the stride of a single row or column: it is made to look like a matrix's.
   const bool along = w.stride[1] == 1 || call.shape.hidden == 1;
   return {w.as<char>() + column * w.stride[0] * size_of(w.dtype), w.stride[0],
           along ? 1 : w.stride[1]};

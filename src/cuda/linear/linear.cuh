@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels between the products share this: rows of a matrix as packs, and sums over slabs.
+// For the kernels between the products: rows of a matrix as packs, and sums over slabs.
 #pragma once
 
 #include "src/cuda/linear/chunk.cuh"
@@ -8,13 +8,12 @@
 
 namespace logitless::cuda {
 
-// Returns this block's number along the second axis of two_axes.
+// This block's number along the second axis of two_axes.
 __device__ inline int64_t block_of_second_axis() {
   return int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
 }
 
-// 32 rows of 8 threads have sums of 8 columns each; this adds them up for 64 columns, in the rows'
-// order.
+// Adds up sums of 64 columns from 32 rows of 8 threads with 8 columns each, in the rows' order.
 struct ColumnParts {
   static constexpr int parts = 32;
   float part[parts][64];
@@ -23,7 +22,7 @@ struct ColumnParts {
 #pragma unroll
     for (int n = 0; n < 8; ++n) part[row][column + n] = own[n];
   }
-  __device__ float sum() const {  // it is the sum of column threadIdx.x
+  __device__ float sum() const {  // of column threadIdx.x
     float all = 0;
 #pragma unroll
     for (int i = 0; i < parts; ++i) all += part[i][threadIdx.x];
@@ -41,7 +40,7 @@ void with_stored(DType dtype, F&& f) {
   }
 }
 
-// Reads a row of a matrix, `count` elements, 16 bytes at a time, with zeros behind the last one.
+// Reads a row of `count` elements, 16 bytes at a time, with zeros behind the last one.
 template <class T>
 struct RowReader {
   const T* data;

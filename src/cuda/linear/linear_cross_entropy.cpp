@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file decides about a linear op on CUDA before its engine runs it: who runs it, in which
-// plan, and where in the workspace. What runs is enqueued; the host never waits and never learns
-// how many tokens are valid.
+// Decides how CUDA runs a linear op: which engine, in which plan, and where in the workspace. The
+// work is enqueued; the host never waits and never learns how many tokens are valid.
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -20,10 +19,10 @@ void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
   call->kept.columns = columns;
   LinearShape& s = call->shape;
   if (!cuda_keeps(s.dtype, op.options)) return;
-  // f16 keeps codes, of which nothing but dz can be made; and E makes no gradient of the entropy or
-  // of chosen columns, which may be there where E's factor is 0.
+  // f16 keeps codes, of which only dz can be made. And E makes no gradient of the entropy or of
+  // chosen columns, which may exist where E's factor is 0.
   const bool forms = op.grad_entropy || op.grad_logits_at || s.dtype == DType::f16;
-  if (op.grad_entropy && call->map.capped) return;  // E holds the slope too, and log p is lost
+  if (op.grad_entropy && call->map.capped) return;  // E includes the slope, and log p is lost
   s.kept_columns = columns;
   if (columns > 0) s.kernels.kept = forms && s.gradients() ? Origin::dz_by_rows : Origin::e;
 }
@@ -42,7 +41,7 @@ static SumSet sums_of(const Call& call) {
   return sums.without(SumKind::logits) | SumKind::weighted;
 }
 
-// Returns the anchors [N] that a shard's Forward left in kept_rows.
+// The anchors [N] that a shard's Forward left in kept_rows.
 static TensorView kept_anchors(const TensorView& rows) {
   TensorView anchor = rows;
   anchor.byte_offset += offsetof(KeptRow, target_logit);
@@ -50,7 +49,6 @@ static TensorView kept_anchors(const TensorView& rows) {
   return anchor;
 }
 
-// Takes the chosen columns and the lists of largest logits.
 static void take_lists(const Call& call, LinearCall* made) {
   LinearShape& s = made->shape;
   s.chooses = static_cast<bool>(call.ids);
@@ -121,7 +119,6 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
 
 namespace {
 
-// Returns the rows of a view from `first` to its end.
 TensorView rows_from(TensorView view, int64_t first) {
   if (!view) return view;
   view.byte_offset += first * view.stride[0] * size_of(view.dtype);
@@ -129,8 +126,8 @@ TensorView rows_from(TensorView view, int64_t first) {
   return view;
 }
 
-// Makes the op that writes the rows of grad_weight (and all of grad_bias) which the first pass
-// leaves: a Backward of the columns behind the first ones, as of a shard.
+// The op that writes the rows of grad_weight (and all of grad_bias) which the first pass leaves: a
+// Backward of the columns behind the first ones, as of a shard.
 Call second_op(const Call& op, const Call& state, int64_t first_rows) {
   LinearCrossEntropyBackward second{
       .input = op.input,
@@ -152,7 +149,7 @@ Call second_op(const Call& op, const Call& state, int64_t first_rows) {
   return {second, op.execution};
 }
 
-// Makes two passes, which run one after the other in the memory behind the rows' states.
+// Two passes, which run one after the other in the memory behind the rows' states.
 LinearPasses two_passes(const LinearDecisions& decided, const LinearShape& shape, const Call& op,
                         char* workspace, const DeviceInfo& device) {
   const int64_t first_rows = decided.plan.first_rows;
@@ -160,7 +157,7 @@ LinearPasses two_passes(const LinearDecisions& decided, const LinearShape& shape
   Call first = op;
   const auto keep = [&](Tensor* state) {
     float* values = states.take<float>(shape.tokens);
-    if (*state) return;  // the caller asked for this output, so it needs no memory of ours
+    if (*state) return;  // the caller's output serves
     *state = TensorView{.data = values,
                         .dtype = DType::f32,
                         .device = op.input.device,
@@ -171,7 +168,7 @@ LinearPasses two_passes(const LinearDecisions& decided, const LinearShape& shape
   keep(&first.row_reference);
   keep(&first.row_log_sum);
   const Call second = second_op(op, first, first_rows);
-  // grad_weight stays: where it is not made, its memory may still hold panels
+  // grad_weight stays: its memory may hold panels while it is not written
   first.grad_bias = {};
   const auto pass = [&](LinearCall call, const LinearShape& planned,
                         const LinearPlan& plan) -> LinearPass {
@@ -198,8 +195,8 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, uint64_t giv
         {call.input.shape[0], call.weight.shape[0], call.weight.shape[1], call.all_chosen()});
   }
   if (!status.ok()) return status;
-  // The best engine may not be able to use an alignment that is not known yet, so the sizes do for
-  // either kind.
+  // The best engine may not be able to use an alignment that is not known yet, so the sizes must do
+  // for either engine.
   Call asked = call;
   std::array<Tensor*, 3> unknown;
   size_t count = 0;
@@ -251,8 +248,8 @@ LinearPasses linear_passes(const Call& op, const LinearDecisions& decided,
 
 }  // namespace logitless::cuda
 
-// f16 keeps codes of logits, which tell the slope of a softcap too coarsely near the cap. Of other
-// dtypes E has the slope, but not those of the smoothing's term, one for each element.
+// f16 keeps codes of logits, which are too coarse for a softcap's slope near the cap. In other
+// dtypes E includes the slope, but smoothing's term needs the slope of each element as well.
 bool logitless::cuda_keeps(DType dtype, const LossOptions& options) {
   return options.softcap == 0 || (dtype != DType::f16 && options.label_smoothing == 0);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A linear op is decided once, who runs it in which plan, and run as often as asked for.
+// A linear op is decided once (which engine runs it, in which plan) and can then run many times.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace logitless::cuda {
 
-// An engine runs an op as one pass over the vocabulary, or as two passes one after the other.
+// An op runs as one pass over the vocabulary, or as two passes one after the other.
 struct LinearPass {
   LinearCall call;
   LinearPlan plan;
@@ -19,11 +19,11 @@ struct LinearPasses {
   int count = 0;
   std::array<LinearPass, 2> pass{};
 };
-// What is decided of a linear op in so many bytes: who runs it, and the plan of each pass.
+// What is decided of a linear op for a number of bytes: the engine, and the plan of each pass.
 struct LinearDecisions {
   const Engine* engine = nullptr;
   LinearPlan plan;
-  std::array<LinearPlan, 2> pass{};  // they are decided where `plan` has two passes
+  std::array<LinearPlan, 2> pass{};  // where `plan` has two passes
 };
 LinearDecisions decide_linear(const Call& call, uint64_t bytes, const DeviceInfo& device);
 LinearPasses linear_passes(const Call& call, const LinearDecisions& decided,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// LinearRun runs a plan: it launches what each step asks for.
+// Runs a plan: launches what each step asks for.
 #pragma once
 
 #include "src/cuda/linear/linear.h"
@@ -7,7 +7,7 @@
 
 namespace logitless::cuda {
 
-// Runs the steps that every engine runs alike; an engine adds its products.
+// Runs the steps that all engines run alike; an engine adds its products.
 class LinearRun : public StepVisitor {
  public:
   LinearRun(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
@@ -68,30 +68,29 @@ class LinearRun : public StepVisitor {
   }
 
  protected:
-  // Runs a step that the engine alone has.
+  // Runs a step that only the engine has.
   virtual void run(const Step& step) = 0;
-  // Says where these columns of E or dz lie.
+  // Where these columns of E or dz are.
   virtual Panel panel_of(const PanelPlace& at) const = 0;
-  // Returns how many rows a product reads at a time: it reads a panel's rows in whole multiples of
-  // that, or only the rows that exist where it is 0.
+  // A product reads a panel's rows in whole multiples of this, or with 0 only the rows that exist.
   virtual int whole_rows() const { return 0; }
 
-  // Says where kept E of these columns lies.
+  // Where kept E of these columns is.
   Panel kept_panel(PanelPlace at) const {
     at.lent = false, at.kept = true;
     return panel_of(at);
   }
-  // Returns what grad_weight multiplies E, or dz, with.
+  // What grad_weight multiplies E, or dz, with.
   const char* factor_rows(bool of_e) const { return of_e ? work_.m.scaled : work_.m.input; }
   bool lends_input() const { return cuda::lends_input(work_.call.shape, work_.plan); }
   bool sums_grad_weight() const { return cuda::sums_grad_weight(work_.call.shape, work_.plan); }
-  // Returns grad_input's sums: those of some rows at a time, where E is whole; else the chunk's.
+  // grad_input's sums: of some rows at a time where E is whole, else the chunk's.
   float* input_sums() const {
     return work_.plan.sum_rows > 0 ? work_.m.row_sums : work_.m.grad_input_sum;
   }
 
   LinearWork work_;
-  bool joined_ = false;  // it is true while the last step only added up slices
+  bool joined_ = false;  // the last step only added up slices
 
  private:
   void prepare() {

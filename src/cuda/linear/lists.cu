@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file finds the lists of chosen columns, and sorts their places by column: a radix sort from
-// the last digit on, whose passes count the digits of blocks of places, add the counts up and move
-// the places. Not cub's: it launches by itself, past runtime/api.h, and no recorded device runs it.
+// Finds the lists of chosen columns, and sorts their places by column: a radix sort from the lowest
+// digit, whose passes count the digits of blocks of places, sum the counts and move the places. Not
+// cub's: it launches by itself, past runtime/api.h, and no recorded device runs it.
 #include "src/cuda/linear/lists.cuh"
 
 #include <utility>
@@ -13,8 +13,8 @@ constexpr int scan_threads = 1024, sort_threads = 256, sort_warps = sort_threads
 constexpr int digit_bits = 8, digits = 1 << digit_bits;
 constexpr int places_of_warp = 512, places_of_block = sort_warps * places_of_warp;
 
-// Makes of `x` what `combine` makes of all threads before this one, starting with *carry, which
-// becomes that of all threads.
+// An exclusive scan over the block's threads with `combine`, starting with *carry, which becomes
+// the total.
 template <class T, class Combine>
 __device__ T scan_before(T x, T* carry, Combine&& combine) {
   __shared__ T warps[32];
@@ -36,8 +36,8 @@ __device__ T scan_before(T x, T* carry, Combine&& combine) {
   return lane == 0 ? before : combine(before, left);
 }
 
-// One block goes through the offsets. A list is right if it begins where no earlier offset is
-// beyond, so that right lists share no place.
+// One block goes through the offsets. A list is valid if no earlier offset is beyond its first, so
+// that valid lists share no place.
 __global__ void __launch_bounds__(scan_threads)
     lists_kernel(const __grid_constant__ IdLists lists, int tokens, TensorView fault) {
   const bool rows = !present(lists.offsets);
@@ -70,7 +70,6 @@ __global__ void __launch_bounds__(scan_threads)
 
 __device__ int digit_of(int column, int shift) { return (column >> shift) & (digits - 1); }
 
-// Counts the digits of a block's places.
 __global__ void __launch_bounds__(sort_threads)
     count_kernel(const int32_t* column, int places, int shift, int32_t* counts) {
   __shared__ int count[digits];
@@ -87,7 +86,8 @@ __global__ void __launch_bounds__(sort_threads)
   }
 }
 
-// One block makes of each count how many come before: of smaller digits, and of blocks before.
+// One block turns each count into the number of places before it: of smaller digits, and of the
+// same digit in earlier blocks.
 __global__ void __launch_bounds__(scan_threads) sum_kernel(int32_t* counts, int64_t size) {
   constexpr int each = 8;
   int carry = 0;
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(scan_threads) sum_kernel(int32_t* counts, int6
   }
 }
 
-// Moves a block's places. A warp has places one after the other, 32 at a time: those of one digit
-// go where the ones before have left off.
+// Moves a block's places. A warp has consecutive places, 32 at a time; those of one digit follow
+// those moved before them.
 __global__ void __launch_bounds__(sort_threads)
     move_kernel(const int32_t* column, const int32_t* place, int places, int shift,
                 const int32_t* counts, int32_t* to_column, int32_t* to_place) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels read the chosen columns of a token through this.
+// How kernels read the chosen columns of a token.
 #pragma once
 
 #include "src/cuda/linear/lists.h"
@@ -7,7 +7,7 @@
 
 namespace logitless::cuda {
 
-// Returns the k-th element of token i in a view that goes with the ids.
+// The k-th element of token i in a view that goes with the ids.
 template <class T>
 __device__ inline T* element_of(const IdLists& lists, const TensorView& view, int64_t i,
                                 int64_t k) {
@@ -19,7 +19,7 @@ __device__ inline int64_t id_of(const IdLists& lists, int64_t i, int64_t k) {
 }
 
 struct ChosenColumn {
-  int column;       // in the views, or -1 where there is none
+  int column;       // in the views, or -1
   bool is_outside;  // the id is an error
   bool is_given;    // some shard has it
 };

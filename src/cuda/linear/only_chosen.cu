@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of logits_at alone ("Only chosen columns" of docs/semantics.md), without a product:
 //   a_ik = g_ik dz/draw of the column ids_ik
-//   grad_input_i = sum_k a_ik W[ids_ik]      grad_weight_j = sum of a_ik x_i, and grad_bias_j of
-//   a_ik,
-//                                            over the places (i, k) whose id is j, in their order
-// A warp a token makes its places' columns and factors; blocks gather rows of the weight for
+//   grad_input_i = sum_k a_ik W[ids_ik]
+//   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over the places (i, k)
+//   with id j, in order
+// A warp for each token makes its places' columns and factors; blocks gather rows of the weight for
 // grad_input. For the rest the places are sorted by column. A column of more than piece_places
-// places is cut into pieces of so many, which blocks of their own add up; a row of grad_weight is
-// then the sum of its pieces, in order. What is read and written bounds the time: a row of D
-// elements a place, twice, and grad_weight once.
+// places is cut into pieces of that many, which blocks of their own add up; a row of grad_weight is
+// then the sum of its pieces, in order. Time is bound by memory: a row of D elements per place,
+// twice, and grad_weight once.
 #include "src/cuda/linear/dot.cuh"
 #include "src/cuda/linear/lists.cuh"
 #include "src/cuda/ops.h"
@@ -19,10 +19,10 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int threads = 256, warps = threads / 32;
-constexpr int many = 8;  // so many rows are in flight
+constexpr int many = 8;  // rows in flight
 // One id in 8192 rows is 16 pieces; each piece may take a row of sums.
 constexpr int piece_places = 512;
-// A block of grad_weight reads the places of so many columns together.
+// Columns whose places a block of grad_weight reads together.
 constexpr int columns_of_block = 8;
 
 struct OnlyChosen {
@@ -34,14 +34,14 @@ struct OnlyChosen {
   IdLists lists;
   int32_t* row;    // [places]  a place's token
   float* factor;   // [places]
-  int32_t* begin;  // [V + 1]  where the places of a column begin among the sorted ones
+  int32_t* begin;  // [V + 1]  the first sorted place of each column
   float* pieces;   // [two a bin, pitch]
   int64_t pitch;
 };
 
 __device__ int vocab_of(const OnlyChosen& c) { return static_cast<int>(c.in.vocab); }
 
-// Places that no list has belong to no column, which is what V stands for.
+// Places in no list have the column V, which is none.
 __global__ void __launch_bounds__(threads)
     fill_kernel(SortedPlaces sorted, int64_t places, int none) {
   const int64_t p = int64_t{blockIdx.x} * threads + threadIdx.x;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(threads)
   sorted.place[p] = static_cast<int32_t>(p);
 }
 
-// A warp finds out whether a token has a gradient; if so it makes its places' columns and factors.
+// A warp finds whether a token has a gradient; if so it makes its places' columns and factors.
 template <class T>
 __global__ void __launch_bounds__(threads)
     factors_kernel(const __grid_constant__ OnlyChosen c, int32_t* columns) {
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// Adds factor_n times row_n of a matrix, of `count` of them in shared memory, to a thread's columns
-// of a sum, in their order; a negative row is left out.
+// Adds factor_n times row_n of a matrix, `count` of them from shared memory in order, to a thread's
+// columns of a sum; negative rows are skipped.
 template <class T>
 __device__ void add_rows(const TensorView& matrix, const int* row, const float* factor, int count,
                          int64_t d, float (&sum)[Pack<T>::width]) {
@@ -124,7 +124,7 @@ __device__ void add_rows(const TensorView& matrix, const int* row, const float* 
   }
 }
 
-// Writes a thread's columns of a row of a gradient, `added` to what is there or not.
+// Writes a thread's columns of a row of a gradient, or `adds` them.
 template <int kWidth>
 __device__ void write_row(const TensorView& to, int64_t row, int64_t d, float (&x)[kWidth],
                           bool adds) {
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(threads)
   write_row(c.grad_input, i, d, sum, false);
 }
 
-// Finds by bisection where the places of each column begin.
+// Finds by bisection each column's first place.
 __global__ void __launch_bounds__(threads)
     begin_kernel(const int32_t* column, int places, int vocab, int32_t* begin) {
   const int64_t j = int64_t{blockIdx.x} * threads + threadIdx.x;
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(threads)
   begin[j] = first;
 }
 
-// Sums sorted places [begin, end) for a thread's columns. What the block has read of places, up to
-// `last`, serves the columns after this one too: it holds those from `base` on.
+// Sums sorted places [begin, end) for a thread's columns. The block has read places from `base` to
+// `last`, which serve the columns after this one too.
 struct PlacesRead {
   int row[threads];
   float factor[threads];
@@ -230,8 +230,8 @@ __device__ void sum_places(const OnlyChosen& c, const int32_t* place, int begin,
   }
 }
 
-// The sorted places are bins of piece_places. In a bin at most one long column begins, and at most
-// one goes on with a later piece of it: those are its two pieces, 2 bin and 2 bin + 1.
+// The sorted places form bins of piece_places. In a bin at most one long column begins, and at most
+// one continues: their pieces there are 2 bin and 2 bin + 1.
 struct Piece {
   int first, count;
 };
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(threads)
   for (int e = 0; e < width; ++e) c.pieces[blockIdx.x * c.pitch + d + e] = sum[e];
 }
 
-// A block makes a slice of some rows of grad_weight, whose places lie one after the other.
+// A block makes a slice of some rows of grad_weight, whose places follow each other.
 template <class T>
 __global__ void __launch_bounds__(threads)
     weight_kernel(const __grid_constant__ OnlyChosen c, const int32_t* place) {

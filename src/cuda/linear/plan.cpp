@@ -24,12 +24,12 @@ void settle(const LinearShape& s, LinearPlan* p) {
             : kept < s.vocab ? PlanKind::mixed
             : p->chunks > 1  ? PlanKind::chunks
                              : PlanKind::whole;
-  // grad_weight's own memory, half as many bytes, takes as many rows of f32 sums as it holds; at
-  // least one row must be able to leave it by way of E's.
+  // grad_weight's own memory, half as many bytes, takes the f32 sums of half its rows; at least one
+  // row must be able to leave it by way of E's memory.
   const bool lends_sum = sums_grad_weight(s, *p) && p->kind == PlanKind::chunks &&
                          s.kernels.lends_grad_weight && rows_in_place_of_e(s, *p) > 0;
   p->lent_sum_rows = lends_sum ? std::min(s.vocab / 2, s.rows_of_weight()) : 0;
-  // Part of E lies in grad_weight's memory: one product makes grad_input of all columns before
+  // With part of E in grad_weight's memory, one product makes grad_input of all columns before
   // anything of grad_weight is written.
   p->input_first &= p->lent_columns > 0 && kept == s.vocab && s.kernels.direct_grad_input;
   p->sum_rows = 0;
@@ -42,7 +42,7 @@ void settle(const LinearShape& s, LinearPlan* p) {
 }
 
 void set_block(const LinearShape& s, int64_t bytes, LinearPlan* p) {
-  // A row's list is read and sorted once a block, which then has many columns of few rows.
+  // A row's list is read and sorted once per block, so a block has many columns of few rows.
   const int64_t most_block_rows = s.listed > 0 ? 1024 : 8192;
   p->block_rows = std::min({p->token_chunk, most_block_rows,
                             std::max<int64_t>(bytes / (4 * segment_columns) / 128 * 128, 128)});

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan says how a linear cross-entropy runs on CUDA. It is pure host arithmetic on the shape and
-// the workspace, which `logitless plan` prints and tests check without a GPU. The kinds of plans
-// trade time for workspace (docs/design.md):
+// How a linear op runs on CUDA, decided from the shape and the bytes of workspace alone: `logitless
+// plan` prints a plan and tests check it without a GPU. The kinds of plans trade time for workspace
+// (docs/design.md):
 //   loss_only   one product
 //   whole       E = exp(z - z_target) of every token and column is kept: three products
-//   chunks      E of one chunk of tokens at a time: three products, grad_weight summed in f32, of
-//               which half lies in its own memory
+//   chunks      E of one chunk of tokens at a time: three products, grad_weight summed in f32, half
+//               of the sums in its own memory
 //   mixed       E of a share of the vocabulary is kept, the rest made again: three and a part
 //   frugal      nothing kept; dz made again with the lse known: four products
 //   two_passes  E of one chunk of tokens at a time, for grad_input and the first rows of
 //               grad_weight; then dz of the other columns for theirs: three and a half products
-// Rows of grad_weight that no product has written yet are memory too: tiled kernels keep E or dz
-// of earlier columns there (tiled/panels.h).
+// Rows of grad_weight that no product has written yet are memory too: tiled kernels keep E or dz of
+// earlier columns there (tiled/panels.h).
 #pragma once
 
 #include <cstddef>
@@ -28,64 +28,64 @@ namespace logitless::cuda {
 enum class PlanKind { loss_only, whole, chunks, mixed, frugal, two_passes };
 const char* name_of(PlanKind kind);
 
-// How dz of a column comes to be. The engine chooses one way for the columns whose E is kept and
-// one for the others.
+// How dz of a column is made. The engine chooses one way for the columns whose E is kept and one
+// for the others.
 enum class Origin {
   e,             // products multiply E, whose rows have factors; it never becomes dz
-  dz_in_place,   // a kernel of the engine's makes dz in the place of E, and sums grad_bias with it
-  dz_by_rows,    // form_panel makes dz in the place of E
+  dz_in_place,   // a kernel of the engine turns E into dz in place, and sums grad_bias with it
+  dz_by_rows,    // form_panel turns E into dz in place
   dz_in_panels,  // form_panel makes dz of the caller's E in the workspace, a panel at a time
   again_dz,      // logits are made again, and become dz
   again_e,       // logits are made again, and become E
 };
-// Returns whether a product takes E, not dz.
+// Whether a product takes E, rather than dz.
 constexpr bool is_e(Origin o) { return o == Origin::e || o == Origin::again_e; }
-// Returns whether E of a pass over the logits is kept.
+// Whether E of a pass over the logits is kept.
 constexpr bool is_kept(Origin o) { return o < Origin::again_dz; }
-// Returns whether what is kept becomes dz before the products.
+// Whether what is kept becomes dz before the products.
 constexpr bool forms_dz(Origin o) { return is_kept(o) && o != Origin::e; }
-// Returns whether form_panel makes dz, and makes rows beyond the range of E again.
+// Whether form_panel makes dz, and rows beyond the range of E are made again as dz.
 constexpr bool is_by_rows(Origin o) { return o == Origin::dz_by_rows || o == Origin::dz_in_panels; }
 
-// An engine answers this of a call, which decides what plans there are.
+// What an engine's kernels can do for a call, which decides what plans there are.
 struct Kernels {
-  // What becomes of E that is kept; again_dz where E does not serve, as in a Backward without
-  // state.
+  // What becomes of kept E; again_dz where E does not serve, as in a Backward without state.
   Origin kept = Origin::e;
-  // What is made again of the other columns where products multiply kept E; it is dz elsewhere.
+  // How the other columns are made again where products multiply kept E; elsewhere again_dz.
   Origin others = Origin::again_e;
   bool direct_grad_weight = true;  // a product can write the output itself
   bool direct_grad_input = false;  // a product can write grad_input itself, where E is whole
   bool lends_grad_input = false;   // the output's memory holds the compacted input till the end
   bool lends_grad_weight = false;  // the output's later rows hold E or dz of earlier columns
   bool plain = false;              // kernels for calls without options serve it
-  bool reads_input = false;   // the products read the caller's own rows, where every token counts
-  bool takes_eights = false;  // products take the last V % 8 columns alone
+  bool reads_input = false;        // the products read the caller's own rows, if every token counts
+  bool takes_eights = false;       // products take the last V % 8 columns alone
   bool operator==(const Kernels&) const = default;
 };
 
-// This is what a call asks, and in `maps`, `bias`, `class_weights`, `kept_columns` and `kernels`
-// what the engine makes of it.
+// What a call asks; `maps`, `bias`, `class_weights`, `kept_columns` and `kernels` are the engine's
+// answers.
 struct LinearShape {
   int64_t tokens = 0, vocab = 0, hidden = 0;
   DType dtype = DType::bf16;
-  SumSet sums{};        // made of a row beside its exponentials
-  bool forward = true;  // lse is computed; false only where Backward was given the row state
+  SumSet sums{};        // of a row, beside its exponentials
+  bool forward = true;  // compute lse; false only where Backward is given the row state
   bool grad_input = false, grad_weight = false, grad_bias = false;
-  bool copies_weight = false;    // a product cannot read the weight's rows as they lie
+  bool copies_weight = false;    // a product cannot read the weight's rows in place
   bool grad_weight_f32 = false;  // a product can add to an f32 grad_weight in place
-  bool on_cuda_cores = false;    // of cuBLASLt's products: f32 without TF32
+  bool on_cuda_cores = false;    // for cuBLASLt's products: f32 without TF32
   bool smoothing = false;
-  bool maps = false;  // each token has a map of its own: TokenMap
-  // Some tokens of a Backward may have no gradient, and are left out.
+  bool maps = false;  // each token has its own map: TokenMap
+  // In Backward some tokens may have no gradient, and are left out.
   bool screens_gradients = false;
-  bool bias = false, class_weights = false;  // a product's own kernel reads them
-  bool targets_only = false;                 // the targets' logits alone are asked for
-  bool chooses = false;                      // columns of each token are chosen
-  int64_t chosen = 0;                        // so many of all tokens' have gradients of their own
-  int64_t listed = 0;       // each token has a list of so many of its largest logits
-  int64_t weight_rows = 0;  // the first so many rows of grad_weight are made; 0 means all
-  // E of so many columns is in the caller's memory: Forward keeps it, Backward finds it
+  bool bias = false, class_weights = false;  // read by a product's own kernel
+  bool targets_only = false;                 // only the targets' logits are asked for
+  bool chooses = false;                      // tokens have chosen columns
+  int64_t chosen = 0;                        // chosen columns of all tokens that have gradients of
+                                             // their own
+  int64_t listed = 0;                        // length of a token's list of largest logits
+  int64_t weight_rows = 0;  // rows of grad_weight that are made, from the first; 0: all
+  // columns of E in the caller's memory, written by Forward and read by Backward
   int64_t kept_columns = 0;
   Kernels kernels{};
   bool can_keep() const { return is_kept(kernels.kept); }
@@ -94,18 +94,18 @@ struct LinearShape {
   bool operator==(const LinearShape&) const = default;
 };
 
-// The cost model needs these figures of a device. They were measured on one H200
-// (docs/kernels/cuda.md) and are scaled by the multiprocessors elsewhere.
+// A device's figures for the cost model, measured on one H200 (docs/kernels/cuda.md) and scaled by
+// the multiprocessors elsewhere.
 struct DeviceSpeed {
-  double products = 680e12;  // products of 16-bit operands reach so many FLOP/s
+  double products = 680e12;  // FLOP/s of products of 16-bit operands
   double products_f32 = 45e12;
-  double memory = 4.0e12;  // memory moves so many bytes/s
-  double launch = 3e-6;    // a launch takes so many seconds
+  double memory = 4.0e12;  // bytes/s
+  double launch = 3e-6;    // seconds
   double multiprocessors = 132;
   bool operator==(const DeviceSpeed&) const = default;
 };
 
-// What an engine alone decides of a plan lies here, in its own type.
+// The part of a plan that an engine decides for itself, in its own type.
 class EnginePart {
  public:
   template <class T>
@@ -126,29 +126,29 @@ class EnginePart {
 struct LinearPlan {
   PlanKind kind = PlanKind::loss_only;
   int64_t token_chunk = 0, chunks = 0;
-  int64_t block_rows = 0, block_columns = 0;  // so much of the logits is in f32 memory at a time
-  int64_t sum_rows = 0;  // so many rows of grad_input are summed in f32 at a time, where E is whole
-  int64_t stored_columns = 0;  // the workspace holds E of so many columns, per chunk
-  int64_t lent_columns = 0;    // grad_weight's memory holds E of so many columns behind these
-  // One product makes grad_input of all columns before a row of grad_weight is written, because
-  // E lies there; until `settle`, whether it may.
+  int64_t block_rows = 0, block_columns = 0;  // of the f32 logits in memory at a time
+  int64_t sum_rows = 0;        // rows of grad_input summed in f32 at a time, where E is whole
+  int64_t stored_columns = 0;  // columns of E in the workspace, per chunk
+  int64_t lent_columns = 0;    // columns of E behind these in grad_weight's memory
+  // One product makes grad_input of all columns before a row of grad_weight is written, because E
+  // is there. Before `settle`: whether it may.
   bool input_first = true;
-  // So many columns of E or dz are made at a time, where not all are stored.
+  // Columns of E or dz made at a time, if not all are stored.
   int64_t remade_columns = 0;
-  int64_t lent_sum_rows = 0;  // so many rows of grad_weight's f32 sums lie in its own memory
-  int64_t hidden_pitch = 0;   // it is D rounded up to 16 bytes, a row's pitch
-  int64_t segments = 0;       // a row has so many partial sums
-  bool copies_input = true;   // the input is copied to compacted rows, where not all tokens count
-  int64_t panel_rows = 0;     // a panel has so many rows
-  int64_t extra_rows = 0;     // of these follow so many the chunk's tokens
-  int64_t first_rows = 0;     // the first of two passes makes so many rows of grad_weight
+  int64_t lent_sum_rows = 0;  // rows of grad_weight's f32 sums in its own memory
+  int64_t hidden_pitch = 0;   // D rounded up to 16 bytes, a row's pitch
+  int64_t segments = 0;       // partial sums of a row
+  bool copies_input = true;   // the input is copied to compacted rows, if not all tokens count
+  int64_t panel_rows = 0;     // rows of a panel
+  int64_t extra_rows = 0;     // of these, the rows behind the chunk's tokens
+  int64_t first_rows = 0;     // two passes: rows of grad_weight that the first makes
   uint64_t bytes = 0;
-  double seconds = 0;  // it is predicted
+  double seconds = 0;  // predicted
   EnginePart own{};
 };
 
-// Returns how many columns, the last ones, products take alone; and how many rows of grad_weight,
-// of which products on the CUDA cores take any.
+// The last columns that products take alone, and the rows of grad_weight, of which products on the
+// CUDA cores take any number.
 inline int64_t tail_columns(const LinearShape& s) {
   return s.kernels.takes_eights ? s.vocab % 8 : 0;
 }
@@ -156,45 +156,45 @@ inline int64_t tail_rows(const LinearShape& s) {
   return s.grad_weight && !s.on_cuda_cores ? tail_columns(s) : 0;
 }
 
-// Returns how many columns of E are there when the gradients begin.
+// Columns of E in memory when the gradients begin.
 inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }
-// Returns whether tokens without a gradient leave the first rows of kept E to others; only a
-// Backward knows them.
+// Whether rows of kept E are moved so that the tokens with a gradient come first; only a Backward
+// knows which tokens those are.
 inline bool arranges(const LinearShape& s) { return s.kept_columns > 0 && !s.forward; }
-// Returns whether products take E times each row's factor, so that it need not become dz before.
+// Whether products take E times each row's factor, so that it need not become dz first.
 inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
   return s.gradients() && kept_columns(p) > 0 && s.kernels.kept == Origin::e;
 }
-// Returns whether the smoothing's term stands apart: E has no part of it.
+// Whether the smoothing's term is made apart: it is no part of E.
 inline bool smooths_e(const LinearShape& s, const LinearPlan& p) {
   return s.smoothing && multiplies_e(s, p);
 }
-// Returns whether the scaled input has memory of its own, as the input is read again behind it.
+// Whether the scaled input has memory of its own, because the input is read again after it.
 inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
   return s.grad_weight && kept_columns(p) < s.vocab && multiplies_e(s, p);
 }
-// Returns whether grad_weight is summed in f32, [V, D].
+// Whether grad_weight is summed in f32, [V, D].
 inline bool sums_grad_weight(const LinearShape& s, const LinearPlan& p) {
   return s.grad_weight && (!s.kernels.direct_grad_weight || (p.chunks > 1 && !s.grad_weight_f32));
 }
-// Returns whether grad_input is summed in f32, [token_chunk, D], over panels.
+// Whether grad_input is summed in f32, [token_chunk, D], over panels.
 inline bool sums_grad_input(const LinearShape& s, const LinearPlan& p) {
   return s.grad_input && p.stored_columns < s.vocab && !p.input_first;
 }
-// Returns whether the compacted rows lie in grad_input's memory till the end. With a single chunk
-// nothing of grad_input is written before the last product is done with the input. To save less
-// than a megabyte is not worth the launch that clears what was lent.
+// Whether the compacted rows are in grad_input's memory till the end: with a single chunk nothing
+// of grad_input is written before the last product has read the input. Saving less than a megabyte
+// is not worth the launch that clears what was lent.
 inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
   return s.kernels.lends_grad_input && p.chunks == 1 && !p.input_first &&
          p.token_chunk * p.hidden_pitch * size_of(s.dtype) > 1 << 20;
 }
 
-// A row's partial sum covers so many columns of a block of logits.
+// Columns of a block of logits in one partial sum.
 inline constexpr int64_t segment_columns = 1024;
 
-// These two make the calls that a plan of two passes consists of, which run in the memory behind
-// the rows' states (row_reference and row_log_sum). The first makes the loss, grad_input and the
-// first rows of grad_weight; the second makes the other rows from the states.
+// The calls of a plan of two passes, which run in the memory behind the rows' states (row_reference
+// and row_log_sum). The first makes the loss, grad_input and the first rows of grad_weight; the
+// second makes the other rows from the states.
 LinearShape first_pass(const LinearShape& shape, int64_t first_rows);
 LinearShape second_pass(const LinearShape& shape, int64_t first_rows);
 uint64_t state_bytes(const LinearShape& shape);

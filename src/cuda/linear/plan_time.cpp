@@ -7,7 +7,6 @@
 namespace logitless::cuda {
 namespace {
 
-// Adds up the seconds of steps.
 class Price final : public Estimate {
  public:
   Price(const Engine& engine, const LinearShape& shape, const LinearPlan& plan,
@@ -32,7 +31,7 @@ class Price final : public Estimate {
   const LinearPlan& p_;
   const DeviceSpeed& speed_;
   int depth_ = 0;
-  double sums_[4] = {};  // one sums the call's steps, one a chunk's, one a panel's
+  double sums_[4] = {};  // of the call's steps, a chunk's and a panel's
 };
 
 }  // namespace
@@ -42,7 +41,7 @@ double predicted_time(const Engine& engine, const LinearShape& shape, const Line
   LinearShape some = shape;
   some.tokens = std::max<int64_t>(shape.tokens, 1);
   const Price price(engine, some, plan, speed);
-  // seconds are rounded to it, so that two plans of the same steps tie
+  // seconds are rounded to this, so that two plans of the same steps tie
   constexpr double unit = 1e-14;
   return std::round((price.seconds() + 30 * speed.launch) / unit) * unit;
 }
@@ -54,7 +53,7 @@ double shared_step_time(const LinearShape& s, const LinearPlan& p, const DeviceS
   };
   switch (step.kind) {
     case StepKind::tokens:
-      // The caller's rows must be copied one by one where not all tokens count, which takes half as
+      // The caller's rows must be copied one by one if not all tokens count, which takes half as
       // long again.
       return p.copies_input ? 0 : 1e-6;
     case StepKind::copy_weight:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's partial sums are read through this, whichever kernel has left them.
+// How a row's partial sums are read, whichever kernel wrote them.
 #pragma once
 
 #include "src/cuda/linear/linear.cuh"
@@ -7,11 +7,11 @@
 
 namespace logitless::cuda {
 
-// Returns the sums of a row a segment at a time; those of plain logits on Hopper come a unit at a
-// time, whoever has added the unit's tiles.
+// The sums of a row a segment at a time, or for plain logits on Hopper a unit at a time, whoever
+// has added the unit's tiles.
 class RowSegments {
  public:
-  // `tiles` and `teams` say how units were shared out (UnitShares).
+  // `tiles` and `teams`: UnitShares.
   __device__ RowSegments(const Partials& partials, int row, int valid, int tiles, int teams)
       : p_(partials), row_(row), base_(row * p_.segments), count_(static_cast<int>(p_.segments)) {
     if (p_.unit_width == 0) return;
@@ -22,8 +22,7 @@ class RowSegments {
     count_ = (tiles + unit_tiles - 1) / unit_tiles;
   }
   __device__ int count() const { return count_; }
-  // Returns segment b as it lies in memory, unless segments are units, which may have to be added
-  // up.
+  // Segment b as it is in memory, but a unit may have to be added up first.
   __device__ PartialSum operator()(int b) const {
     if (p_.unit_width == 0) return in_place(b);
     PartialSum unit[1];
@@ -31,8 +30,8 @@ class RowSegments {
     return unit[0];
   }
 
-  // Adds up, where segments are tiles, units b, b + 32, ..., and nothing behind the last one. It
-  // stays a loop: short code is fetched quickly, and what the first tile brings to the L1 cache
+  // Adds up units b, b + 32, ... of segments that are tiles, and nothing behind the last one. A
+  // loop, because short code is fetched quickly, and what the first tile brings to the L1 cache
   // serves the others.
   template <int kUnits>
   __device__ void of_tiles(int b, PartialSum (&unit)[kUnits]) const {
@@ -58,7 +57,7 @@ class RowSegments {
     }
   }
 
-  // If segments are units, those before the first single one lie in memory as such.
+  // Where segments are units, those before the first single one are in memory as such.
   __device__ int first_single() const { return units_.first_single(row_ / unit_rows); }
   __device__ PartialSum in_place(int b) const { return {p_.maximum[base_ + b], p_.sum[base_ + b]}; }
   __device__ PartialSum single(int b) const {

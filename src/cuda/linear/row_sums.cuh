@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// These functions make of a row's partial sums its state. Segments l, l + 32, ... are added by lane
-// l of 32, then the tree over the lanes adds these; the order depends on the vocabulary alone,
-// however many lanes there are to do it.
+// A row's state from its partial sums. Segments l, l + 32, ... are added by lane l of 32, then the
+// tree over the lanes adds these; the order depends on the vocabulary alone, however many lanes do
+// it.
 //   m = max m_b   S = sum s_b exp(m_b - m)   T = sum exp(m_b - m) (t_b + (m_b - m) s_b)
 #pragma once
 
@@ -9,19 +9,19 @@
 
 namespace logitless::cuda {
 
-// Holds what is known of a row before its sums.
+// What is known of a row before its sums.
 struct RowToken {
-  int64_t i;   // it is the token's number
-  int target;  // it is a column, or negative if another shard has it
+  int64_t i;   // the token's number
+  int target;  // a column, or negative if another shard has it
   float target_weight, token_weight;
   float target_logit;
 };
 
 struct RowTotals {
   float others =
-      // It is max m_b without the target's column, unless a segment has that for an anchor.
+      // max m_b without the target's column, unless a segment has that for an anchor
       -INFINITY;
-  float maximum = 0;  // it includes the target's column; the sums are relative to it
+  float maximum = 0;  // with the target's column; the sums are relative to it
   float sum = 0, shifted = 0, weighted = 0, logits = 0, squared = 0, mass = 0;
   int argmax = INT32_MAX, above = 0;
 };
@@ -29,7 +29,7 @@ struct RowTotals {
 __device__ inline float maximum_with_target(float others, const RowToken& token) {
   const float z = token.target_logit;
   if (token.target < 0) return others;
-  // If any logit is NaN there is no maximum to name.
+  // A NaN if any logit is: the row has no maximum.
   return z != z ? nan_value() : fmaxf(others, z);
 }
 
@@ -38,11 +38,11 @@ __device__ inline float lift_of(float own, float maximum) {
   return own == -infinity() ? 1.0f : exp_nonpositive(own - maximum);
 }
 
-// A warp adds up a row. With kPlain nothing but the sums is wanted.
+// A warp adds up a row. With kPlain only the sums.
 template <bool kPlain>
 __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegments& segments,
                                         int64_t base, const RowToken& token, int lane) {
-  constexpr int held = 2;  // a lane holds so many segments
+  constexpr int held = 2;  // segments that a lane holds
   PartialSum own[held];
   const int count = segments.count();
   if (partials.unit_width == 1) {
@@ -105,8 +105,8 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   return all;
 }
 
-// Adds up units (units.h) by kLanes of a warp, each in the place of 32 / kLanes lanes: with several
-// rows side by side a warp does most of its work once for all of them.
+// kLanes lanes of a warp add up units (units.h), each in the place of 32 / kLanes lanes: with
+// several rows side by side a warp does most of its work once for all of them.
 template <int kLanes>
 __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowToken& token,
                                          int lane) {
@@ -120,7 +120,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
       own[i] = b < whole ? segments.in_place(b) : PartialSum{};
     }
   };
-  // Single units are the last: they are few, and mostly at most one of them is this lane's.
+  // Single units are the last: they are few, and a lane mostly has at most one.
   const int first_single = whole + ((lane - whole) & (kLanes - 1));
   PartialSum single;
   RowTotals all;
@@ -147,7 +147,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
   for (int i = 0; i < each; ++i) sum[i] = 0;
 #pragma unroll 1
   for (int first = 0; first <= last; first += 32) {
-    if (last > 0) load(first);  // if there was one group only, the registers still have it
+    if (last > 0) load(first);  // with one group only, the registers still have it
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       sum[i] = fmaf(own[i].sum, lift_of(own[i].reference, all.maximum), sum[i]);
@@ -162,7 +162,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
       if (b / kLanes % each == i) sum[i] = fmaf(single.sum, lift, sum[i]);
     }
   }
-  // This is the tree of 32 lanes, with fewer of them.
+  // The tree over 32 lanes, by fewer lanes.
 #pragma unroll
   for (int n = each / 2; n > 0; n /= 2) {
 #pragma unroll
@@ -176,9 +176,9 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
   return all;
 }
 
-// Changes a row's sums relative to an anchor to sums relative to near its maximum: the total is t
-// 2^k with t in [1, 2), and k ln 2 goes to the reference. What that loses goes to log t, so that
-// the loss, of which log 2^k is the most, is as good as its own rounding.
+// Changes a row's sums from an anchor to near its maximum: the total is t 2^k with t in [1, 2), and
+// k ln 2 goes to the reference. What that rounds off goes to log t, so that the loss, most of which
+// is log 2^k, is as exact as its own rounding.
 __device__ inline void come_near(float total, RowState* state) {
   constexpr float ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;  // k ln2_high is exact
   if (!(total > 0 && total < infinity()) || (total >= 1 && total < 2)) return;
@@ -190,7 +190,7 @@ __device__ inline void come_near(float total, RowState* state) {
   state->log_sum = logf(t) + fmaf(static_cast<float>(k), ln2_low, lost);
 }
 
-// Makes the state of a row's totals; `rest` is 1 - p_t.
+// `rest` is 1 - p_t.
 template <bool kPlain>
 __device__ inline RowStatistics state_of_totals(const Partials& partials, RowTotals r,
                                                 const RowToken& token, bool vocab_is_whole,
@@ -207,8 +207,8 @@ __device__ inline RowStatistics state_of_totals(const Partials& partials, RowTot
   state.log_sum = here && z == r.maximum ? log1pf(r.sum) : logf(total);
   if (partials.anchored) come_near(total, &state);
   if (r.maximum != r.maximum || r.maximum == infinity()) state.log_sum = nan_value();
-  // If every column is -inf there is no probability to speak of, except that a shard's other
-  // columns may have some.
+  // If every column is -inf no probability is defined, unless a shard's other columns may have
+  // some.
   if (r.maximum == -infinity() && (here || vocab_is_whole)) state.log_sum = nan_value();
   state.target_logit = z;
   *rest = r.sum / total;
@@ -216,7 +216,7 @@ __device__ inline RowStatistics state_of_totals(const Partials& partials, RowTot
   const float c = here ? token.target_weight : 0.0f;
   if (partials.weighted != nullptr && c != 0) r.weighted = fmaf(c, z, r.weighted);
   state.weighted_logit_sum = r.weighted;
-  state.mean_logit = r.weighted;  // it is still times the columns, which the caller divides by
+  state.mean_logit = r.weighted;  // still times the columns, which the caller divides by
   if (partials.logits != nullptr) state.mean_logit = here ? r.logits + z : r.logits;
   if (partials.squared != nullptr) {
     const float p = at_target / total;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These kernels make of the partial sums of a row its state, and of the state the factors of its
-// gradient.
+// From the partial sums of a row its state, and from the state the factors of its gradient.
 #include <type_traits>
 
 #include "src/cuda/linear/linear.cuh"
@@ -16,9 +15,9 @@ constexpr int threads = 256, unit_lanes = 4;
 
 __device__ bool find_row(const Chunk& chunk, int k) { return k < chunk.rows && is_valid(chunk, k); }
 
-// Every block of a launch runs the kernel's code once, so that fetching the code and the parameters
-// takes most of the time: a call without options has kernels and parameters of its own.
-struct TokenValues {  // this is an array of the caller's with an f32 for each token
+// Every block of a launch runs the kernel's code once, so that fetching code and parameters takes
+// most of the time: calls without options have kernels and parameters of their own.
+struct TokenValues {  // the caller's [N] f32
   float* data = nullptr;
   int64_t stride = 0;
   __device__ void put(int64_t i, float x) const {
@@ -27,29 +26,29 @@ struct TokenValues {  // this is an array of the caller's with an f32 for each t
 };
 struct PlainRows {
   Chunk chunk;
-  Partials partials;     // where its maximum is null, Backward was given the state
-  int32_t tiles, teams;  // they say how units were shared out: UnitShares
+  Partials partials;     // null maximum: Backward was given the state
+  int32_t tiles, teams;  // UnitShares
   const float* target_logit;
-  float* losses;  // [N]  compacted, to be reduced; where it is null each loss goes to the caller
+  float* losses;  // [N]  compacted, to be reduced; null: each loss goes to the caller
   TokenValues loss, reference, log_sum, logprob;
   Reduction reduction;
   EmptyMean empty_mean;
   bool vocab_is_whole;
-  bool last;  // this is the last chunk, after which the losses are reduced
+  bool last;  // the last chunk, after which the losses are reduced
   int32_t* finished;
-  // These are null where no gradient is wanted; target_gradient also where nobody asks for it,
-  // factors where E is not used.
+  // Null without gradients; target_gradient also where it is not needed, factors where E is not
+  // used.
   RowGradient* gradients;
   float* target_gradient;
   RowFactors* factors;
   int32_t* again;
-  std::array<Panel, 2> kept;  // they are E, whose target columns are written
-  // The input times v goes to `scaled`; a null input says that it is not made here.
+  std::array<Panel, 2> kept;  // E, whose target columns are written
+  // The input times v goes to `scaled`; null: not made here.
   const char* input;
   char* scaled;
   int64_t pitch;
-  int32_t behind;      // so many rows behind the chunk's are cleared with it
-  int32_t unused = 0;  // GCC 12 leaves these bytes to chance, and tests compare all of a launch
+  int32_t behind;      // rows behind the chunk's that are cleared with it
+  int32_t unused = 0;  // GCC 12 does not initialize the padding, and tests compare whole launches
 };
 struct OptionRows : PlainRows {
   LinearCall call;
@@ -57,8 +56,7 @@ struct OptionRows : PlainRows {
 template <bool kPlain>
 using RowsArguments = std::conditional_t<kPlain, PlainRows, OptionRows>;
 
-// Returns whether the call asks nothing of a row but its loss, its state and gradients, and gives
-// nothing but weights.
+// Whether the call asks only for a row's loss, state and gradients, and has no options but weights.
 bool is_plain(const LinearCall& call) {
   const TokenInput& in = call.in;
   bool asks = false;
@@ -73,7 +71,7 @@ bool is_plain(const LinearCall& call) {
          !call.entropy && !in.per_row_upstream && !in.statistics_gradients;
 }
 
-// Loads a token before it is known whether the row counts; if it does not, the result is of no use.
+// Loads a token before it is known whether the row counts; if not, the result is not used.
 __device__ RowToken load_token(const PlainRows& a, int row) {
   const Tokens& t = a.chunk.tokens;
   const int64_t k = a.chunk.first + row;
@@ -90,7 +88,7 @@ __device__ KeptRow* kept_row(const KeptState& kept, int64_t token) {
 
 __device__ bool same_bits(float a, float b) { return __float_as_uint(a) == __float_as_uint(b); }
 
-// Returns 1 - p_t of a state of the whole vocabulary.
+// 1 - p_t, from a state of the whole vocabulary.
 __device__ float rest_of(const RowToken& token, const RowState& state) {
   const float log_p = (token.target_logit - state.reference) - state.log_sum;
   return log_p > 0 ? 0.0f : -expm1f(log_p);
@@ -100,8 +98,8 @@ __device__ bool is_shard(const LinearCall& call) {
   return call.in.options.vocab_total > call.shape.vocab;
 }
 
-// Returns whether what a Forward kept may be of this state. Of a shard the state is that of the
-// whole vocabulary, whose lse is no less than the shard's own but for rounding.
+// Whether what a Forward kept can belong to this state. A shard is given the state of the whole
+// vocabulary, whose lse is at least the shard's own, up to rounding.
 __device__ bool is_kept_of(const LinearCall& call, const KeptRow& kept, const RowState& state) {
   if (!is_shard(call)) {
     return same_bits(kept.reference, state.reference) && same_bits(kept.log_sum, state.log_sum);
@@ -109,8 +107,8 @@ __device__ bool is_kept_of(const LinearCall& call, const KeptRow& kept, const Ro
   return !((kept.reference - state.reference) + (kept.log_sum - state.log_sum) > kept_tolerance);
 }
 
-// Takes 1 - p_t from what the caller kept of the row, and whether its E is no longer there. If what
-// was kept is not of this row's state, it becomes NaN and the fault word is set.
+// Loads 1 - p_t from what the caller kept of the row, and whether its E was overwritten. If what
+// was kept is not of this row's state, the state becomes NaN and the fault word is set.
 __device__ void load_kept(const LinearCall& call, const RowToken& token, RowState* state,
                           float* rest, bool* overwritten) {
   KeptRow* row = kept_row(call.kept, token.i);
@@ -126,7 +124,7 @@ __device__ void load_kept(const LinearCall& call, const RowToken& token, RowStat
   if (present(call.in.fault)) atomicOr(address<int>(call.in.fault), 2);
 }
 
-// Uses up the state of a token without a gradient too, so that no other Backward finds it.
+// Consumes the state of a token without a gradient too, so that no other Backward finds it.
 __device__ void use_up(const LinearCall& call, int64_t token) {
   if (call.kept.rows == nullptr || call.shape.forward || !call.kept.consumes) return;
   if (kind_of_target(call.in, load_int(call.in.target, token)) != TokenKind::counts) return;
@@ -165,15 +163,13 @@ __device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowTo
   }
 }
 
-// E = exp(z - z_t) serves a loss up to this many nats; beyond it, the row is made again.
+// E = exp(z - z_t) serves a loss up to this many nats; beyond, the row is made again.
 constexpr float most_nats = 60;
 
-// Returns the map of the row's logits.
 __device__ MapFactors map_of_row(const OptionRows& a, int row) {
   return map_of_token(a.call.map, a.chunk.tokens, a.chunk.first + row);
 }
 
-// Makes the row's gradient from its state.
 template <bool kPlain>
 __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                    const RowState& state) {
@@ -191,7 +187,7 @@ __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, int row, cons
   }
 }
 
-// Returns dz of the target, where dz is made of logits.
+// dz of the target, where dz is made of logits.
 template <bool kPlain>
 __device__ float gradient_of_target(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                     const RowGradient& g) {
@@ -210,7 +206,7 @@ __device__ float gradient_of_target(const RowsArguments<kPlain>& a, int row, con
   }
 }
 
-// One lane writes the row's factors; it returns v.
+// One lane writes the row's factors; returns v.
 template <bool kPlain, class E>
 __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                const RowState& state, float rest, bool overwritten) {
@@ -229,10 +225,10 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     if (a.call.shape.dtype == DType::f16) most = most_code_nats;
   }
   const bool far = state.reference - z > most || fabsf(z) >= most_anchor;
-  // f32, or the scaled input's 16 bits, would lose such a factor, as a tiny token weight makes it;
-  // and E of the target, 1 - o / v, would leave its range: o is 2^14 at most.
+  // f32, or the scaled input's 16 bits, would lose such a factor, which a tiny token weight makes;
+  // and E of the target, 1 - o / v, would leave its range, since o is up to 2^14.
   const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
-  // With an infinite weight the smoothing's term cannot stand apart, because 0 inf is not -s c inf.
+  // With an infinite weight the smoothing's term cannot be made apart: 0 inf is not -s c inf.
   const bool infinite = a.chunk.tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;
   if constexpr (!kPlain) {
     if (forms_dz(
@@ -245,8 +241,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     }
   }
   if constexpr (!kPlain) {
-    // Comparisons are false for a NaN, and a product where the other factor is 0 hides one; so it
-    // is passed on here.
+    // A NaN is passed on here: comparisons with it are false, and a zero factor may hide it.
     if (onehot != onehot || probability != probability) {
       a.factors[row] = {nan_value(), 0, 0, 0};
       return nan_value();
@@ -256,7 +251,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     f.scale = fmaxf(onehot, probability);
     f.smoothing = 0;
     f.again = 1;
-    // The order does not matter, as a row is made without regard to the others.
+    // The order does not matter: a row is made without regard to the others.
     a.again[1 + atomicAdd(a.again, 1)] = row;
     if constexpr (!kPlain) {
       if (a.call.kept.rows != nullptr) kept_row(a.call.kept, token.i)->overwritten = 1;
@@ -276,14 +271,14 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   return f.scale;
 }
 
-// A lane has this part of a row of the compacted input, which becomes the row times v.
+// A lane's part of a row of the compacted input, which becomes the row times v.
 template <class E>
 struct ScaledRow {
   static constexpr int width = Pack<E>::width, many = 4, step = many * 32 * width;
   const E* from;
   E* to;
   int64_t pitch;
-  Pack<E> x[many];  // they are loaded before v is known
+  Pack<E> x[many];  // loaded before v is known
 
   __device__ void load(int64_t first) {
 #pragma unroll
@@ -324,8 +319,8 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
     summed = a.partials.maximum != nullptr;
     if (!summed) wait_for_kernel_before();
   }
-  // The forward's products began when all before them had ended, so what they did not make is there
-  // already.
+  // What the forward's products did not make is there already: they began after all before them had
+  // ended.
   RowToken token{};
   if (row < a.chunk.rows) token = load_token(a, row);
   const bool valid = find_row(a.chunk, row), scales = a.scaled != nullptr && exists;
@@ -378,7 +373,7 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
   }
 }
 
-// The last block of the last chunk to be done reduces the losses, in an order of its own.
+// The last block of the last chunk to finish reduces the losses, in a fixed order.
 __device__ void reduce_if_last(const PlainRows& a) {
   __shared__ bool is_last;
   if (!a.last) return;
@@ -393,7 +388,6 @@ __device__ void reduce_if_last(const PlainRows& a) {
   reduce_losses<threads, true>(a.reduction, a.empty_mean, a.chunk.tokens, a.losses, a.loss.data);
 }
 
-// A warp finishes a row.
 template <bool kPlain, class E>
 __global__ void __launch_bounds__(threads)
     finish_kernel(const __grid_constant__ RowsArguments<kPlain> a) {
@@ -409,9 +403,9 @@ __global__ void __launch_bounds__(threads)
     units_kernel(const __grid_constant__ RowsArguments<kPlain> a) {
   const int row = blockIdx.x * (threads / kLanes) + threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
-  const int first = row - threadIdx.x % 32 / kLanes;  // it is the warp's first row
+  const int first = row - threadIdx.x % 32 / kLanes;  // the warp's first row
   const int valid = valid_rows(a.chunk);
-  // A row that exists, because the warp's shuffles need all its lanes.
+  // A row that exists: the warp's shuffles need all its lanes.
   const int some = max(min(row, valid - 1), 0);
   const RowToken token = load_token(a, some);
   wait_for_kernel_before();
@@ -425,7 +419,6 @@ __global__ void __launch_bounds__(threads)
   reduce_if_last(a);
 }
 
-// A thread writes the target's logit of a row.
 __global__ void __launch_bounds__(threads)
     targets_kernel(Chunk chunk, const float* target_logit, TensorView out) {
   const int row = blockIdx.x * threads + threadIdx.x;

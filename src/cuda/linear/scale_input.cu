@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Under smoothing the input is scaled behind the rows' factors, as its term is made of them too.
+// Under smoothing the input is scaled after the rows' factors are known, as its term is made of
+// them too.
 #include "src/cuda/linear/linear.cuh"
 
 namespace logitless::cuda {

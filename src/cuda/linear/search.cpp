@@ -9,8 +9,8 @@
 namespace logitless::cuda {
 namespace {
 
-// Returns the plan of the fewest bytes, and of two alike the quicker one. The time is computed only
-// where it decides, since it takes longer to say than the rest.
+// Returns the plan of the fewest bytes, and of equals the quickest. The time is computed only to
+// break ties, since it takes longer than the rest.
 LinearPlan smallest_of(const Engine& engine, const LinearShape& s, const DeviceSpeed& speed) {
   LinearPlan least;
   const auto timed = [&](LinearPlan p) {
@@ -30,8 +30,8 @@ LinearPlan smallest_of(const Engine& engine, const LinearShape& s, const DeviceS
   return least.bytes == 0 ? least : engine.in_passes(s, speed, 0, 0, timed(least));
 }
 
-// Returns the quickest plan of at least the minimum and at most `bytes`, and of two alike the
-// smaller one. A plan of less than the minimum would do without what the minimum was made for.
+// Returns the quickest plan of `least.bytes` to `bytes`, and of equals the smallest. A plan below
+// the minimum would do without what the minimum was made for.
 LinearPlan quickest_of(const Engine& engine, const LinearShape& s, const DeviceSpeed& speed,
                        const LinearPlan& least, uint64_t bytes) {
   if (bytes < least.bytes) return least;
@@ -66,8 +66,7 @@ std::vector<Planned> passes(const Asked& asked, uint64_t bytes) {
 
 Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
              uint64_t bytes) {
-  // Each thread remembers its last few answers, because planning takes longer than enqueuing a
-  // small call.
+  // Each thread remembers its last few answers: planning takes longer than enqueuing a small call.
   struct Answer {
     const Engine* engine = nullptr;
     LinearShape shape;
@@ -94,8 +93,8 @@ Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& 
   return answer.found;
 }
 
-// Returns the quickest plan in so many bytes that is also chosen (or one as quick) for a caller who
-// brings exactly the bytes that it takes.
+// Returns the quickest plan in `bytes` that is also chosen, or ties with the choice, for a caller
+// who brings exactly the plan's own bytes.
 LinearPlan Asked::settled(uint64_t bytes) const {
   LinearPlan best = plan(bytes);
   for (int tries = 0; tries < 4; ++tries) {

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of kept E whose tokens have a gradient come to the front, and go back.
+// Brings rows of kept E whose tokens have a gradient to the front, and back.
 #include "src/cuda/linear/linear.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-// Rows of kept E trade places: that of the token at `place` with the one at k, which has no
-// gradient. Threads form rows of 8 lanes, each with 16 bytes of several columns in turn. Where
-// every token has a gradient all rows are in their places already.
+// Exchanges rows of kept E: that of the token at `place` with the one at k, which has no gradient.
+// Threads form rows of 8 lanes, each with 16 bytes of several columns in turn. If every token has a
+// gradient all rows are in their places already.
 constexpr int traded_rows = 32, traded_lanes = 8, traded_groups = 8;
 
 template <class E>
 __device__ inline Pack<E>* pack_of(const Panel& panel, int64_t row, int64_t j) {
   return reinterpret_cast<Pack<E>*>(panel_element<E>(panel, row, j));
 }
-// Returns how many columns a row of a panel has in memory.
+// Columns of a panel's row in memory.
 __device__ inline int64_t columns_in_memory(const Panel& panel) {
   return panel.blocks ? (panel.columns + 63) / 64 * 64 : panel.pitch;
 }
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(traded_rows* traded_lanes) trade_kernel(Tokens
 }
 
 // Products read some rows behind those that they multiply, so values there that are not finite
-// become 0. They belong to rows that are made again whenever they have a gradient (most_nats in
-// rows.cu), or whose factor is NaN.
+// become 0. Their rows are made again whenever they have a gradient (most_nats in rows.cu), or have
+// a factor of NaN.
 template <class E>
 __global__ void __launch_bounds__(256) calm_kernel(Tokens t, Panel panel, int32_t rows, int whole) {
   const int valid = t.scalars->valid, counted = t.scalars->counted;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial sums of a row of tiles that follow each other are combined here. A unit's tiles are
-// combined in this one order, whether in the forward's registers or in the rows' kernel.
+// Combines partial sums of a row of consecutive tiles: always in this one order, whether in the
+// forward's registers or in the rows' kernel.
 #pragma once
 
 #include "src/cuda/linear/units.h"
@@ -8,21 +8,20 @@
 
 namespace logitless::cuda {
 
-// The exponent of a probability is 0 at most, and NaN where the logit is one; fminf would make 0 of
-// a NaN.
+// The exponent of a probability, at most 0. fminf would turn a NaN into 0.
 __device__ inline float nonpositive(float x) {
   float y;
   asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Holds the sum of some columns, relative to the reference, which is their maximum or an anchor
-// near it. As it begins it is the sum of no columns.
+// The sum of some columns, relative to the reference, their maximum or an anchor near it. By
+// default, of no columns.
 struct PartialSum {
   float reference = -INFINITY, sum = 0;
 };
 
-// Returns `second` bit for bit where `first` is of no column. A NaN counts in the sum alone.
+// Returns `second` bit for bit if `first` has no column. Only the sum carries a NaN.
 __device__ inline PartialSum combine(const PartialSum& first, const PartialSum& second) {
   const float highest = fmaxf(first.reference, second.reference);
   const float from = highest == -infinity() ? 0.0f : highest;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where no gradient is asked for the forward's tiles of 512 rows may be shared out in units: a unit
-// is 8 tiles of the same rows, one after the other in one cluster, which leaves one
-// sum a row in memory and its reference. What would leave clusters idle, the units of the last
-// round and the tiles behind a row's last whole unit, is done a tile at a time; these single tiles'
-// sums go to a place of their own, and the rows' kernel makes units of them. The order in which a
-// unit's tiles are combined does not change with that (units.cuh), so that neither the schedule nor
-// the batch changes a bit.
+// Without gradients the forward's tiles of 512 rows may be divided in units: 8 tiles of the same
+// rows, one after the other in one cluster, which leaves one sum a row and its reference in memory.
+// What would leave clusters idle, the units of the last round and the tiles behind a row's last
+// whole unit, is done a tile at a time; these single tiles' sums are apart, and the rows' kernel
+// makes units of them. A unit's tiles are combined in the same order either way (units.cuh), so
+// that neither the schedule nor the batch changes a bit.
 #pragma once
 
 #include <algorithm>
@@ -15,18 +14,18 @@
 namespace logitless::cuda {
 
 constexpr int unit_rows = 512, unit_tiles = 8;
-// The units of so many row clusters run beside each other.
+// Row clusters whose units run beside each other.
 constexpr int unit_group = 4;
 
-// An item is tiles [tile, end) of a row cluster. `single` is its place among the single tiles, or
-// -1 for a unit.
+// Tiles [tile, end) of a row cluster. `single` is the number among the single tiles, or -1 for a
+// unit.
 struct UnitItem {
   int row_cluster, tile, end, single;
 };
 
 struct Units {
   int row_clusters, column_tiles;
-  int width;  // a unit has so many tiles; if 1, every tile is one, and none is single
+  int width;  // tiles of a unit; 1: every tile is one, and none is single
   // A row cluster has `full` units with all their tiles, and `over` tiles behind them.
   int full, over;
   // Of the full units `whole` are done as such, `rest` a tile at a time in the last round.
@@ -46,7 +45,7 @@ struct Units {
   }
   LOGITLESS_HOST_DEVICE int singles() const { return rest * width + row_clusters * over; }
 
-  // Counts the units of a row cluster.
+  // The units of a row cluster.
   LOGITLESS_HOST_DEVICE int columns() const { return full + (over > 0); }
 
   // Returns the n-th full unit: rows run fastest in groups, then the columns.
@@ -72,14 +71,13 @@ struct Units {
     const int behind = s - rest * width, tile = full * width + behind / row_clusters;
     return {row_clusters - 1 - behind % row_clusters, tile, tile + 1, s};
   }
-  // Returns where the j-th tile of a unit is among the single ones; it is negative if the unit is
-  // done as such.
+  // The number of a unit's j-th tile among the single ones; negative if the unit is done as such.
   LOGITLESS_HOST_DEVICE int single(int row_cluster, int unit, int j) const {
     if (unit >= full) return rest * width + (j + 1) * row_clusters - 1 - row_cluster;
     const int n = number(row_cluster, unit) - whole;
     return n < 0 ? -1 : (j + 1) * rest - 1 - n;
   }
-  // Returns the first unit of a row cluster that is not done as such; all behind it are not either.
+  // The first unit of a row cluster that is done tile by tile, as are all behind it.
   LOGITLESS_HOST_DEVICE int first_single(int row_cluster) const {
     const int first = row_cluster / unit_group * unit_group;
     const int rows = row_clusters - first < unit_group ? row_clusters - first : unit_group;
@@ -89,8 +87,8 @@ struct Units {
   }
 };
 
-// Returns the most single tiles there are with any number of row clusters up to this one, because
-// how many tokens count is not known before.
+// The most single tiles for any number of row clusters up to this one: the number of tokens that
+// count is not known on the host.
 inline int most_singles(int row_clusters, int column_tiles, int clusters) {
   int most = 0;
   for (int rows = row_clusters; rows > 0 && rows > row_clusters - clusters; --rows) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host launches the kernel of logit_rows.cuh here.
+// Launches the kernel of logit_rows.cuh.
 #include "src/cuda/rows/logit_rows.cuh"
 #include "src/row/map.h"
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the row kernel, logits [N, V] -> statistics [N], losses [N], output [N, V]:
+// The row kernel, logits [N, V] -> statistics [N], losses [N], output [N, V]:
 //   m_i = max_j z_ij   log s_i = log sum_j exp(z_ij - m_i)   output_ij = draw_ij, or p_ij
 // A cluster of blocks takes a row, each block a slice of its columns, copied to shared memory by
-// 16-byte words. Blocks tell each other their maximum and sum through distributed shared memory;
-// the output is made from the tile in shared memory.
+// 16-byte words. Blocks exchange their maximum and sum through distributed shared memory; the
+// output is made from the tile in shared memory.
 #pragma once
 
 #include "src/cuda/logit_map.cuh"
@@ -22,14 +22,14 @@ struct RowsArguments {
   MapFactors map;
 };
 
-// Holds what a row needs of its token.
+// What a row needs of its token.
 struct RowTarget {
-  int target = -1;  // it is a column, or -1 if another shard has it
+  int target = -1;  // a column, or -1 if another shard has it
   float target_weight = 1, token_weight = 1;
 };
 
-// Starts to copy the call's scalars, which the kernel in front may still be making; they are here
-// once finish_tile is through.
+// Starts to copy the call's scalars, which the kernel in front may still be making; they are there
+// after finish_tile.
 __device__ inline void start_scalars(const TokenScalars* from, TokenScalars* to) {
   static_assert(sizeof(TokenScalars) % word_bytes == 0);
   constexpr int words = sizeof(TokenScalars) / word_bytes;
@@ -40,7 +40,7 @@ __device__ inline void start_scalars(const TokenScalars* from, TokenScalars* to)
             reinterpret_cast<const char*>(from) + n * word_bytes);
 }
 
-// Returns the coefficients of row i without the factors of the map; those of a softmax make p
+// The coefficients of row i without the factors of the map; for a softmax such that the output is p
 // itself.
 __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
                                               const RowTarget& token, const TokenScalars& scalars,
@@ -57,7 +57,7 @@ __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
                 scalars.gradient_scale);
 }
 
-// Returns draw at the target, onehot included.
+// draw at the target, onehot included.
 __device__ inline float target_gradient(const MapFactors& map, const RowGradient& g, float z,
                                         float class_weight) {
   const float log_p = (z - g.reference) - g.log_sum;
@@ -67,16 +67,16 @@ __device__ inline float target_gradient(const MapFactors& map, const RowGradient
 }
 
 // p_j = lost 2^(z_j log2 e - by), where `by` is the rounded (m + log s) log2 e and `lost` what its
-// rounding loses, the same for the whole row. An element takes one multiply-add, and one rounding,
-// of a smaller number. Where m is too large for `lost` to be next to 1, m is subtracted first, as
-// it is for the sums, because there the largest term is to be exactly 1.
+// rounding loses, the same for the whole row. An element takes one multiply-add, whose rounding is
+// of a smaller number. Where m is too large for `lost` to be near 1, m is subtracted first, as for
+// the sums: the largest term must be exactly 1.
 struct Probability {
   float m, log_sum, by = 0, lost = 1;
   bool near;
   __device__ Probability(float m, float log_sum)
       : m(m), log_sum(log_sum), near(fabsf(m) < 0x1p20f && fabsf(log_sum) < 0x1p20f) {
     if (!near) return;
-    // Both products and their sum are made with what each rounding loses.
+    // Both products and their sum, with what each rounding loses.
     const float x = m * log2_e, y = log_sum * log2_e;
     by = x + y;
     const float y_seen = by - x;
@@ -90,14 +90,14 @@ struct Probability {
   }
 };
 
-// Makes draw_j of every column but the target's.
+// draw_j of every column but the target's.
 template <bool kPlain, bool kNear>
 struct GradientColumn {
   const MapFactors& map;
   const TensorView& class_weight;
-  int64_t first;  // the tile's column 0 is this class
+  int64_t first;  // the class of the tile's column 0
   const Probability& p_of;
-  float scale;  // it is the factor of p_j times what that lost
+  float scale;  // the factor of p_j times Probability::lost
   float smoothing, entropy, entropy_value;
   __device__ float operator()(float raw, int j) const {
     const float z = kPlain ? raw : map_raw(map, raw);
@@ -112,7 +112,7 @@ struct GradientColumn {
   }
 };
 
-// This block takes these columns.
+// A block's columns.
 struct Slice {
   int64_t begin, end;
   int tile, tiles;
@@ -123,7 +123,7 @@ struct Slice {
   }
 };
 
-// Returns z of the target in the tile that holds its column.
+// z of the target in the tile that holds its column.
 template <class T>
 __device__ float target_logit(const MapFactors& map, const Tile<T>& tile, int64_t column) {
   return map_raw(map, to_f32(tile.elements()[column]));
@@ -134,7 +134,6 @@ __device__ inline unsigned char* tile_memory() {
   return memory;
 }
 
-// Returns the map of row i.
 template <Columns kColumns>
 __device__ decltype(auto) map_of_row(const RowsArguments& a, int64_t i) {
   if constexpr (kColumns == Columns::more) {
@@ -159,7 +158,7 @@ __device__ void write_output(const RowsArguments& a, const MapFactors& map, cons
       tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile_memory());
       loaded = index;
     }
-    // Every warp makes this for itself, which is cheaper than a barrier.
+    // Every warp computes this for itself, which is cheaper than a barrier.
     const RowGradient g = gradient_of_row(call, i, token, scalars, state);
     const Probability p(g.reference, g.log_sum);
     const auto write = [&]<bool kNear>() {
@@ -190,7 +189,7 @@ __device__ void write_output(const RowsArguments& a, const MapFactors& map, cons
   }
 }
 
-// One thread of the row runs this.
+// For one thread of the row.
 __device__ inline void write_state(const RowsCall& call, int64_t i, const RowTarget& token,
                                    const TokenScalars& scalars, const RowStatistics& state) {
   if (present(call.outputs.loss)) {
@@ -200,18 +199,17 @@ __device__ inline void write_state(const RowsCall& call, int64_t i, const RowTar
   put_state(call.in, call.outputs.statistics, i, token.target, state);
 }
 
-// Blocks of a row tell each other their partials here: each writes its own into every block's
-// table.
+// How the blocks of a row exchange their partials: each writes its own into every block's table.
 struct Exchange {
-  CommonPartial table[most_row_blocks];  // a block's rank finds its partial
-  uint64_t arrivals;                     // it is an mbarrier that counts the bytes of `table`
+  CommonPartial table[most_row_blocks];  // by the block's rank
+  uint64_t arrivals;                     // an mbarrier that counts the bytes of `table`
 };
 static_assert(sizeof(CommonPartial) == 32);
 template <Columns kColumns>
 constexpr int exchanged_bytes = sizeof(CommonPartial) + (kColumns == Columns::more ? 4 : 0);
 
 // Combines the blocks' partials to the row's; every thread of every block calls it. start_exchange
-// and cluster_wait came before, so that every block's mbarrier is known to count.
+// and cluster_wait must precede, so that every block's mbarrier counts.
 template <Columns kColumns>
 __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int cluster,
                                             SumSet wants, Exchange* exchange) {
@@ -234,7 +232,7 @@ __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int
   }
   __syncwarp();
   wait_for_bytes(&exchange->arrivals);
-  // Every partial is here and nothing more will come, so this block may end.
+  // Every partial is here and no more will come, so this block may end.
   RowPartial of_lane;
   if (lane < cluster) {
     static_cast<CommonPartial&>(of_lane) = exchange->table[lane];
@@ -320,7 +318,7 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
     if (kColumns == Columns::more && a.call.wants.has(SumKind::logits))
       state.mean_logit /= static_cast<float>(call.in.whole());
     state.target_logit = at_target;
-    // The block that has the target tells the row's state.
+    // The block that has the target writes the row's state.
     const bool tells =
         token.target < 0 ? rank == 0 : token.target >= slice.begin && token.target < slice.end;
     if (call.scalars != nullptr && tells && threadIdx.x == blockDim.x - 1) {

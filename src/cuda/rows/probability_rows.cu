@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host launches the kernels of probability_rows.cuh here.
+// Launches the kernels of probability_rows.cuh.
 #include "src/cuda/rows/probability_rows.cuh"
 
 #include "src/cuda/rows/logit_rows.h"

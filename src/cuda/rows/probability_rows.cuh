@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These kernels make cross-entropy on given probabilities p [N, V], with one block a token that
-// counts:
+// Cross-entropy on given probabilities p [N, V], with one block for each token that counts:
 //   q_j = onehot [j=t] + (eps/V) c_j      loss = -a sum_j q_j log(p_j + floor)
 //   draw_j = -g a q_j / (p_j + floor)
 // Sums are in double. Only label smoothing reads more than the target's column.
@@ -12,7 +11,7 @@ namespace logitless::cuda {
 
 constexpr int probability_threads = 256;
 
-// This is the target distribution of compacted token k.
+// The target distribution of compacted token k.
 struct TargetDistribution {
   const TensorView& class_weight;
   int target;

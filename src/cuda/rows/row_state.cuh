@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These functions make of the columns of a row its state, in an order that depends on the plan
-// alone: per thread in four chains, then over the lanes, the warps, the tiles and the blocks.
+// A row's state from its columns, in an order that depends on the plan alone: per thread in four
+// chains, then over the lanes, the warps, the tiles and the blocks.
 #pragma once
 
 #include "src/cuda/logit_map.cuh"
@@ -9,25 +9,25 @@
 
 namespace logitless::cuda {
 
-// Holds sums of some columns, relative to their own maximum m.
+// Sums of some columns, relative to their own maximum m.
 struct CommonPartial {
   float maximum = -INFINITY;  // a NaN does not count
-  float sum = 0;              // it is sum exp(z - m), and NaN where a logit is
-  float shifted = 0;          // it is sum exp(z - m) (z - m)
-  float weighted = 0;         // it is sum c z
-  float logits = 0;           // it is sum z
-  float squared = 0;          // it is sum exp(z - m)^2
-  int above = 0;              // it counts the columns above the target
-  int argmax = -1;  // it is the lowest column of the maximum, counted in the row, not in the tile
+  float sum = 0;              // sum exp(z - m), and NaN where a logit is
+  float shifted = 0;          // sum exp(z - m) (z - m)
+  float weighted = 0;         // sum c z
+  float logits = 0;           // sum z
+  float squared = 0;          // sum exp(z - m)^2
+  int above = 0;              // the number of columns above the target
+  int argmax = -1;  // the lowest column of the maximum, counted in the row, not in the tile
 };
-// Kernels of Columns::more alone have this too, and trade it by itself.
+// Only in kernels of Columns::more, which exchange it separately.
 struct RowPartial : CommonPartial {
-  float mass = 0;  // it is sum exp(z - m) of the columns that `above` counts
+  float mass = 0;  // sum exp(z - m) of the columns that `above` counts
 };
 
-// These kinds of kernels differ in what they want of a column. `plain` makes the maximum, the sum
-// and P p alone; `options` all options; `more`, which takes more registers, also the rank, sums of
-// squares and of logits, and rows with maps of their own.
+// What kernels need of a column. `plain`: the maximum, the sum and P p alone; `options`: all
+// options; `more`, which takes more registers: also the rank, sums of squares and of logits, and
+// rows with their own maps.
 enum class Columns { plain, options, more };
 
 constexpr int most_warps = 8;
@@ -39,24 +39,24 @@ struct WarpResults {
 
 constexpr int no_index = 0x7FFFFFFF;
 constexpr float log2_e = 0x1.715476p0f, log2_e_low = 0x1.4ae0cp-26f;
-// Returns exp(x) for any x with two roundings before the one instruction. Its relative error is
-// below 2^-24 (2.3 |x| + 4), which docs/semantics.md grants, where |x| is at most |log p| + log s.
-// Below 2^-126 it is 0.
+// exp(x) for any x, with two roundings before the one instruction. Its relative error is below
+// 2^-24 (2.3 |x| + 4), which docs/semantics.md allows where |x| is at most |log p| + log s. Below
+// 2^-126 it is 0.
 __device__ inline float exp_of_row(float x) { return exp2_fast(x * log2_e); }
 
-// Returns what the sums are relative to: 0 where the maximum is infinite. Then a row of -inf sums
-// to 0, one with +inf to +inf, and either to NaN where a logit is NaN.
+// What the sums are relative to: 0 where the maximum is infinite. A row of -inf then sums to 0, one
+// with +inf to +inf, and either to NaN where a logit is NaN.
 __device__ inline float shift_of(float maximum) {
   return fabsf(maximum) == infinity() ? 0.0f : maximum;
 }
 
-// Sums over the lanes, of which those beyond are neutral; every lane gets the sums.
+// Sums over the lanes; unused ones must be neutral. Every lane gets the sums.
 template <Columns kColumns>
 __device__ inline RowPartial combine_lanes(const RowPartial& own, SumSet wants) {
   RowPartial all;
   all.maximum = warp_max(own.maximum);
-  // The sums become relative to the common maximum. Where the own maximum is -inf there is nothing
-  // but a NaN to keep.
+  // The sums become relative to the common maximum. A lane whose maximum is -inf has only a NaN to
+  // pass on.
   float by = own.maximum - all.maximum;
   if (own.maximum == all.maximum || own.maximum == -infinity()) by = 0;
   by = fmaxf(by, -100.0f);  // exp is 0 there, and 0 times `by` must be too
@@ -75,7 +75,7 @@ __device__ inline RowPartial combine_lanes(const RowPartial& own, SumSet wants) 
   return all;
 }
 
-// Returns the maximum of this thread's columns, and argmax; it serves every map and option.
+// The maximum of this thread's columns, and argmax, for every map and option.
 template <class T>
 __device__ float thread_max_mapped(const Tile<T>& tile, const MapFactors& map, int* argmax) {
   float best = -infinity();
@@ -95,7 +95,7 @@ struct ThreadSums {
   float mass[4] = {};
   int above = 0;
 };
-// This is the target of the row that the columns belong to; the column is counted in the tile.
+// The target of the columns' row, as a column of the tile.
 struct TargetColumn {
   int column = -1;
   float logit = 0;
@@ -173,7 +173,7 @@ __device__ ThreadSums thread_sums(const Tile<T>& tile, bool odd, float shift, co
   return s;
 }
 
-// Makes the partial of a whole tile, which every thread gets, with two barriers.
+// The partial of a whole tile, which every thread gets; two barriers.
 template <class T, Columns kColumns>
 __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
                                    const TensorView& class_weight, int64_t first, int column,
@@ -240,8 +240,7 @@ __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
   return all;
 }
 
-// Combines two partials, of which the first has the earlier columns; every lane of the warp calls
-// it.
+// Combines two partials, the first with the earlier columns; every lane of the warp calls it.
 template <Columns kColumns>
 __device__ inline RowPartial combine_two(const RowPartial& first, const RowPartial& second,
                                          SumSet wants) {
@@ -256,7 +255,7 @@ __device__ inline RowStatistics finish_row(const RowPartial& row, SumSet wants) 
   state.log_sum = fabsf(row.maximum) == infinity() ? nan_value() : logf(row.sum);
   if (wants.has(SumKind::shifted)) state.entropy = state.log_sum - row.shifted / row.sum;
   state.weighted_logit_sum = row.weighted;
-  state.mean_logit = row.logits;  // it is still times the columns, which the caller divides by
+  state.mean_logit = row.logits;  // still times the columns, which the caller divides by
   if (wants.has(SumKind::squares)) state.sum_p_squared = row.squared / row.sum / row.sum;
   if (wants.has(SumKind::above)) state.rank = row.above;
   if constexpr (kColumns == Columns::more) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of a row lies in shared memory: n columns of T, at the same distance from a multiple of
-// 128 bytes as in global memory. So 16-byte words are copied whole whatever the row's address, and
-// each sector of a line goes into one of shared memory, without which copies take up to a quarter
-// longer. Only the row's own bytes are read. On both sides of it -inf fills the last 16-byte word.
+// A tile of a row in shared memory: n columns of T, at the same distance from a multiple of 128
+// bytes as in global memory. So 16-byte words are copied whole whatever the row's address, and each
+// sector of a line goes into one of shared memory, without which copies take up to a quarter
+// longer. Only the row's own bytes are read. On both sides -inf fills the last 16-byte word.
 #pragma once
 
 #include "src/cuda/runtime/copies.cuh"
@@ -11,17 +11,17 @@
 namespace logitless::cuda {
 
 constexpr int word_bytes = 16, line_bytes = 128;
-// A tile needs it beyond the columns' own bytes.
+// Bytes of a tile beyond its columns'.
 constexpr int tile_margin = line_bytes + word_bytes;
 
-// The first part handles 32 bits of elements, as pack in numbers.cuh does.
+// 32 bits of elements, as pack in numbers.cuh.
 
 template <class T>
 inline constexpr int per_unit = 4 / static_cast<int>(sizeof(T));
 template <class T>
 inline constexpr int per_word = word_bytes / static_cast<int>(sizeof(T));
 
-// Takes the maximum element by element; a NaN does not count.
+// The maximum element by element; a NaN does not count.
 template <class T>
 __device__ uint32_t unit_max(uint32_t a, uint32_t b) {
   if constexpr (sizeof(T) == 4) {
@@ -37,9 +37,9 @@ __device__ uint32_t unit_max(uint32_t a, uint32_t b) {
   }
 }
 
-// The second part is the tile.
+// The tile.
 
-// This is spelled out, because the compiler takes a store apart into four.
+// Spelled out, because the compiler splits a store into four.
 __device__ inline void store_word(void* global, const uint32_t (&bits)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(bits[0]), "r"(bits[1]),
                "r"(bits[2]), "r"(bits[3])
@@ -52,23 +52,23 @@ __device__ inline int phase_of(const void* address) {
 
 template <class T>
 struct Tile {
-  unsigned char* memory = nullptr;  // it is in shared memory, the word with column 0
-  int phase = 0;                    // column 0 lies so many bytes behind it
-  int n = 0;                        // the tile has so many columns
+  unsigned char* memory = nullptr;  // in shared memory, the word with column 0
+  int phase = 0;                    // bytes from `memory` to column 0
+  int n = 0;                        // columns
   __device__ T* elements() const { return reinterpret_cast<T*>(memory + phase); }
-  // Counts the 16-byte words from `memory` to the end of the columns.
+  // 16-byte words from `memory` to the end of the columns.
   __device__ int words() const {
     return (phase + n * static_cast<int>(sizeof(T)) + word_bytes - 1) / word_bytes;
   }
-  // Counts the columns before the first whole word.
+  // Columns before the first whole word.
   __device__ int head() const {
     return min(n, (word_bytes - phase) % word_bytes / static_cast<int>(sizeof(T)));
   }
 };
 
-// Starts to copy columns [column, column + n) of row i, which may be read after finish_tile. It
-// must begin after a barrier where the memory was read. `memory` is a multiple of 128, and there
-// are at least 8 threads.
+// Starts to copy columns [column, column + n) of row i, which may be read after finish_tile. If the
+// memory was read, a barrier must precede. `memory` is a multiple of 128, and there are at least 8
+// threads.
 template <class T>
 __device__ Tile<T> start_tile(const TensorView& view, int64_t i, int64_t column, int n,
                               unsigned char* memory) {
@@ -100,7 +100,7 @@ __device__ Tile<T> start_tile(const TensorView& view, int64_t i, int64_t column,
   return tile;
 }
 
-// Waits until all that every thread has asked for is there.
+// Waits for the copies of every thread.
 __device__ inline void finish_tile() {
   wait_for_copies();
   __syncthreads();
@@ -114,7 +114,7 @@ __device__ Tile<T> load_tile(const TensorView& view, int64_t i, int64_t column, 
   return tile;
 }
 
-// Returns the maximum of what this thread sees of the tile; each column is seen by one thread.
+// The maximum of this thread's part of the tile; every column is in one thread's.
 template <class T>
 __device__ float thread_max(const Tile<T>& tile) {
   const uint4* words = reinterpret_cast<const uint4*>(tile.memory);
@@ -131,8 +131,8 @@ __device__ float thread_max(const Tile<T>& tile) {
   return fmaxf(fmaxf(x[0], -infinity()), x[1]);  // two NaN give NaN, of which the first is dropped
 }
 
-// Loads the columns of one unit of 32 bits: u * per_unit and, of 16 bits, the next. `odd` says that
-// they do not start at a multiple of 4 bytes.
+// Loads the columns of one unit of 32 bits: u * per_unit and, for 16 bits, the next. `odd`: they do
+// not start at a multiple of 4 bytes.
 template <class T>
 __device__ void load_unit(const Tile<T>& tile, int u, bool odd, float* x) {
   uint32_t bits;
@@ -145,12 +145,12 @@ __device__ void load_unit(const Tile<T>& tile, int u, bool odd, float* x) {
   unpack<T>(bits, x);
 }
 
-// Returns whether write_tile writes whole words.
+// Whether write_tile writes whole words.
 template <class T>
 __device__ inline bool writes_words(const Tile<T>& tile, const TensorView& output, const T* to) {
   return output.dtype == dtype_of<T> && output.stride[1] == 1 && phase_of(to) == tile.phase;
 }
-// Returns the thread that writes column j there.
+// The thread that writes column j there.
 template <class T>
 __device__ inline int writer_of(const Tile<T>& tile, const TensorView& output, int64_t i,
                                 int64_t column, int j) {
@@ -193,7 +193,7 @@ __device__ void write_tile(const Tile<T>& tile, const TensorView& output, int64_
     }
     store_word(to + j, bits);
   }
-  const int rest = head + (tile.n - tail);  // it is less than two words
+  const int rest = head + (tile.n - tail);  // less than two words
   if (t < rest) {
     const int j = t < head ? t : tail + (t - head);
     to[j] = from_f32<T>(value(to_f32(x[j]), j));

@@ -5,9 +5,8 @@
 namespace logitless::cuda {
 namespace {
 
-constexpr int64_t column_multiple = 64;  // every tile of a row has the row's alignment then
-// Beside the tile shared memory holds the kernel's own variables, and what the driver takes of a
-// block.
+constexpr int64_t column_multiple = 64;  // so that every tile of a row has the row's alignment
+// Shared memory beside the tile: the kernel's own variables, and what the driver takes of a block.
 constexpr int64_t own_bytes = 1024, driver_bytes = 1024;
 constexpr int blocks_per_multiprocessor = 3;  // one loads while another computes or writes
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file runs the softmax, without a workspace: p_ij = exp((z_ij - m_i) - log s_i), [R, C] ->
-// [R, C].
+// The softmax, without a workspace: p_ij = exp((z_ij - m_i) - log s_i), [R, C] -> [R, C].
 #include "src/cuda/ops.h"
 #include "src/cuda/rows/logit_rows.h"
 

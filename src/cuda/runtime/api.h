@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// This table of functions has all that this backend asks of the CUDA runtime, of the driver and of
-// cuBLASLt. A test puts another in its place, to answer as a machine that is not to be had
-// (tests/cuda/recorded.h). The functions of the driver and of cuBLASLt come by way of `symbol`.
+// All that this backend calls of the CUDA runtime, the driver and cuBLASLt, as a table of
+// functions. A test puts another in its place, to stand for a machine that it does not have
+// (tests/cuda/recorded.h). The driver's and cuBLASLt's functions come through `symbol`.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace logitless::cuda {
 
-// Says what CUDA does not say of a kernel's parameters, for a test that writes them down: how many
-// bytes each has, and a function that clears those between its members. Nothing else reads it.
+// What CUDA does not tell of a kernel's parameters, for a test that records them: the bytes of
+// each, and a function that clears its padding. Nothing else reads it.
 struct Parameter {
   size_t bytes;
   void (*clear_padding)(void* value);
 };
 
 struct Api {
-  // These are cudart's.
+  // Functions of cudart.
   cudaError_t (*driver_version)(int* version);
   cudaError_t (*device_count)(int* count);
   cudaError_t (*device_properties)(cudaDeviceProp* properties, int device);
@@ -29,21 +29,21 @@ struct Api {
                         const Parameter* parameters, int count);
   cudaError_t (*copy)(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                       cudaStream_t stream);
-  // These are the dynamic loader's.
+  // Functions of the dynamic loader.
   void* (*open)(const char* library, int mode);
   void* (*symbol)(void* library, const char* name);
   int (*close)(void* library);
 };
 
-// Only `api` reads it; replace_api writes it.
+// Read by `api` and written by replace_api, nothing else.
 extern const Api* current_api;
 inline const Api& api() { return *current_api; }
 
-// Tests call this while no call is running, with another table or, by nullptr, the machine's own.
-// All that was learned through the one before is forgotten.
+// For tests, while no call is running: takes another table, or by nullptr the machine's own. What
+// was learned through the previous one is forgotten.
 void replace_api(const Api* replacement);
 
-// Each of the files that remember an answer forgets it.
+// One for each file that remembers an answer.
 void forget_devices();
 void forget_driver();
 void forget_matrix_library();

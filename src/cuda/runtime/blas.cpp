@@ -29,11 +29,11 @@ struct Choice {
 };
 
 constexpr int most_devices = 64;
-// The library stays for the life of the process, with what it was asked for.
+// The library, loaded until the process ends, with the answers it gave.
 struct Library {
   lt::Functions call{};
   std::mutex mutex;
-  std::array<lt::Handle, most_devices> handles{};  // each device has one
+  std::array<lt::Handle, most_devices> handles{};  // one for each device
   std::array<Choice, 64> choices;
   size_t chosen = 0;
 };
@@ -43,7 +43,7 @@ Remembered<Library>& remembered_library() {
   return library;
 }
 
-// Returns the name of the first function that the library lacks, or nullptr if it has all.
+// Returns the name of the first function that the library lacks, or nullptr.
 const char* find_functions(void* library, lt::Functions* f) {
   const char* missing = nullptr;
   const auto find = [&](auto& function, const char* name) {
@@ -68,7 +68,7 @@ const char* find_functions(void* library, lt::Functions* f) {
   return missing;
 }
 
-// A copy that the process already uses comes first, because two copies would cost half a gigabyte.
+// A copy that the process already uses comes first: two copies would cost half a gigabyte.
 Status load_library(Library* loaded) {
   Status status =
       error(StatusCode::backend_unavailable,
@@ -110,7 +110,7 @@ int type_of(DType dtype) {
   return dtype == DType::f32 ? lt::type_f32 : dtype == DType::f16 ? lt::type_f16 : lt::type_bf16;
 }
 
-// The library's description of a product counts columns first:
+// cuBLASLt's description of a product, which is column-major:
 //   c' [columns, rows] = b' [columns, depth] a' [depth, rows].
 class Descriptors {
  public:
@@ -147,16 +147,15 @@ class Descriptors {
     if (ok_) expect(call_.description_set(description, attribute, &value, sizeof(value)));
   }
   void layout(lt::Layout* l, int type, int64_t rows, int64_t columns, int64_t stride) {
-    // A matrix of one column may have any stride; the library wants one of at least its rows.
+    // A matrix of one column may have any stride; the library demands at least its rows.
     if (ok_) expect(call_.layout_create(l, type, rows, columns, std::max(stride, rows)));
   }
   const lt::Functions& call_;
   bool ok_ = true;
 };
 
-// Returns the alignment of an address and a stride, up to the 16 bytes that a kernel moves at a
-// time: calls whose tensors are aligned alike so far take the same algorithm, and give the same
-// bits.
+// The alignment of an address and a stride, up to the 16 bytes that a kernel moves at a time: calls
+// whose tensors are aligned alike up to there take the same algorithm, and give the same bits.
 uint32_t alignment_of(const void* data, int64_t stride, DType dtype) {
   const uint64_t bits =
       reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(stride * size_of(dtype)) | 16;
@@ -184,12 +183,12 @@ Key key_of(const Product& p, int device) {
           alignment_of(p.c, p.c_stride, p.out)};
 }
 
-// Has the kernels that the library proposes, the one that it thinks best first.
+// The kernels that the library proposes, in its order of preference.
 struct Proposals {
   static constexpr int most = 8;
   lt::HeuristicResult results[most];
   int found = 0;
-  bool ok;  // the library has answered, and be it that it knows none
+  bool ok;  // the library has answered, even if it knows none
 
   Proposals(const lt::Functions& call, lt::Handle handle, const Descriptors& d, const Key& key,
             uint32_t reductions, int64_t workspace_bytes) {
@@ -221,8 +220,7 @@ int32_t attribute_of(const lt::Functions& call, const lt::Algorithm& algorithm, 
   return code == lt::success ? value : otherwise;
 }
 
-// Returns how many tiles of 256 x 128 or 128 x 256 the busiest multiprocessor makes, or 0 where the
-// tile is another.
+// Tiles of 256 x 128 or 128 x 256 that the busiest multiprocessor makes; 0 for another tile.
 int64_t large_rounds(const Product& p, int32_t tile, int multiprocessors) {
   const auto rounds = [&](int64_t columns, int64_t rows) {
     return divide_up(divide_up(p.columns, columns) * divide_up(p.rows, rows), multiprocessors);
@@ -231,9 +229,9 @@ int64_t large_rounds(const Product& p, int32_t tile, int multiprocessors) {
   return tile == lt::tile_256x128 ? rounds(256, 128) : 0;
 }
 
-// Chooses among proposals that do not split the depth. In f32 the library likes tiles of 256 x 128
-// where those of 128 x 128, of which it takes twice as many rounds at most, take 7 % less time
-// while rounds are few (docs/kernels/cuda.md).
+// Chooses among proposals that do not split the depth. In f32 the library prefers tiles of 256 x
+// 128 where those of 128 x 128, in at most twice as many rounds, take 7 % less time while rounds
+// are few (docs/kernels/cuda.md).
 const lt::Algorithm* choose_unsplit(const lt::Functions& call, const Proposals& proposals,
                                     const Product& p, int multiprocessors) {
   const lt::Algorithm* best = nullptr;
@@ -264,7 +262,7 @@ Status ask_heuristic(const lt::Functions& call, lt::Handle handle, const Product
                  static_cast<long long>(p.depth), static_cast<long long>(p.columns));
   };
   if (p.parts_bytes > 0) {
-    // The library thinks of splitting where it may use so much, whatever it then takes.
+    // The library considers splitting if it may use this many bytes, whatever it then takes.
     constexpr int64_t thinks_from = int64_t{32} << 20;
     const Proposals proposals(call, handle, d, key, lt::reduction_in_compute_type, thinks_from);
     if (!proposals.ok) return failed();
@@ -284,8 +282,8 @@ Status ask_heuristic(const lt::Functions& call, lt::Handle handle, const Product
   return failed();
 }
 
-// Returns the library's choice for the largest product of its kind. It is remembered, because
-// asking takes longer than launching.
+// The library's choice for the largest product of its kind, remembered, because asking takes longer
+// than launching.
 Status choose(Library* library, lt::Handle handle, const Product& largest, const DeviceInfo& device,
               lt::Algorithm* algorithm) {
   const Key key = key_of(largest, device.index);

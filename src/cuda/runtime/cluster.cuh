@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block of a cluster writes into another's shared memory through this, and the other learns that
-// all has come, without a fence. Before sm_90 a cluster is one block and none of this is called.
+// How a block of a cluster writes into another's shared memory, and the other learns without a
+// fence that all has arrived. Before sm_90 a cluster is one block and none of this is called.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace logitless::cuda {
 
 // All threads of all blocks of the cluster arrive once and then wait once. What precedes arriving
-// is not made visible by it, but for an mbarrier initialized through init_expecting.
+// is not made visible by it, except an mbarrier initialized through init_expecting.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -22,8 +22,7 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
-// One thread makes of `barrier` in shared memory one that completes when `bytes` have been sent to
-// it.
+// For one thread: `barrier`, in shared memory, completes when `bytes` have been sent to it.
 __device__ inline void init_expecting(uint64_t* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -35,7 +34,7 @@ __device__ inline void init_expecting(uint64_t* barrier, int bytes) {
 #endif
 }
 
-// Returns the address of the same variable in block `rank`, for `send`.
+// The address of the same variable in block `rank`, for `send`.
 template <class T>
 __device__ uint32_t address_in_block(const T* shared, int rank) {
   uint32_t address = 0;
@@ -57,7 +56,6 @@ __device__ inline void send(uint32_t to, uint32_t bits, uint32_t barrier) {
 #endif
 }
 
-// Waits until all the bytes expected have come.
 __device__ inline void wait_for_bytes(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

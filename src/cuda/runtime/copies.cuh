@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread copies to shared memory without waiting (PTX: cp.async).
+// Copies to shared memory that the thread does not wait for (cp.async of PTX).
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -12,7 +12,7 @@ __device__ inline void copy_word(void* shared, const void* global) {
                "l"(global)
                : "memory");
 }
-// Ends a group of copies; it may be empty.
+// Ends a group of copies, which may be empty.
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all groups of this thread but its last kLeft.
 template <int kLeft>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the dozen declarations of cuBLASLt's C interface that are used, so that building needs
-// no header of it. The values are those that NVIDIA documents for CUDA 12 and 13 (cublasLt.h,
-// cublas_api.h, library_types.h).
+// The dozen declarations of cuBLASLt's C interface that are used, so that building needs no header
+// of it. The values are those that NVIDIA documents for CUDA 12 and 13 (cublasLt.h, cublas_api.h,
+// library_types.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -36,7 +36,7 @@ constexpr int preference_workspace_bytes = 1, preference_reduction_mask = 3,
               preference_alignment_a = 5, preference_alignment_b = 6, preference_alignment_c = 7,
               preference_alignment_d = 8;
 constexpr uint32_t reduction_in_compute_type = 2;  // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
-// Their names there begin with CUBLASLT_ALGO_CONFIG_: TILE_ID, SPLITK_NUM.
+// CUBLASLT_ALGO_CONFIG_TILE_ID, CUBLASLT_ALGO_CONFIG_SPLITK_NUM
 constexpr int algorithm_tile = 1, algorithm_split = 2;
 constexpr int tile_128x128 = 20, tile_128x256 = 23, tile_256x128 = 24;
 

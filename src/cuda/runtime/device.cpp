@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the devices of this process. Each answers for itself: one that is too old, or does not
-// answer, says so when it is asked for and stands in no other's way. Without a driver the library
-// works, and says why CUDA does not.
+// The devices of this process. Each answers for itself: one that is too old, or does not answer,
+// says so when it is asked for and hinders no other. Without a driver the library works, and says
+// why CUDA does not.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -17,7 +17,7 @@ struct Machine {
   std::unique_ptr<Remembered<DeviceInfo>[]> devices;
 };
 
-// It is never destroyed, because what the process does at its end may still call.
+// Never destroyed: what the process does at its end may still call.
 Remembered<Machine>& remembered_machine() {
   static auto& machine = *new Remembered<Machine>;
   return machine;
@@ -71,7 +71,7 @@ Status ask_device(int index, int driver, DeviceInfo* info) {
   return {};
 }
 
-// Asks for a device whose `index` is in range.
+// `index` is in range.
 Status find_device_of(Machine* machine, int index, const DeviceInfo** info) {
   DeviceInfo* found;
   const Status status = machine->devices[index].get(

@@ -6,7 +6,7 @@
 
 namespace logitless::cuda {
 
-// Lets a kernel that is launched early behind this one start, once every block has called it.
+// Once every block has called it, a kernel launched early behind this one may start.
 __device__ inline void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -14,8 +14,8 @@ __device__ inline void let_next_start() {
 }
 
 // Waits until the kernel in front has ended and all that it wrote can be read. Every block of a
-// kernel launched early calls it, even where it reads nothing of that, because what comes behind
-// waits for this kernel alone.
+// kernel launched early must call it, even if it reads nothing of that, because the kernel behind
+// waits for this one alone.
 __device__ inline void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

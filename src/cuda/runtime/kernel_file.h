@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// `warmup` finds the .cu files of this library through this list: each brings a kernel of its own,
-// by which the driver knows the file's module and all kernels in it. A file that launches anything
-// is in the list without having to say so.
+// The list through which `warmup` finds the .cu files of this library: each adds a kernel of its
+// own, by which the driver knows the file's module and all kernels in it. Any file that launches
+// something is in the list by itself.
 #pragma once
 
 namespace logitless::cuda {

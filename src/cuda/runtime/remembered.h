@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A value that is asked for once is remembered here. Only what was found is remembered: a driver
-// that was not ready or a library that was not loaded yet may be there when it is asked for again.
+// Remembers a value that was found. Failures are not remembered: a driver that was not ready or a
+// library that was not loaded may be there the next time.
 #pragma once
 
 #include <atomic>
@@ -14,8 +14,8 @@ namespace logitless::cuda {
 template <class T>
 class Remembered {
  public:
-  // Sets *value to what find(T*) has found, in this call or in an earlier one; or the Status says
-  // why there is nothing yet. The value stays where it is for the life of the process.
+  // Sets *value to what find(T*) finds, or found in an earlier call; or returns why there is
+  // nothing yet. The value keeps its address until the process ends.
   template <class Find>
   Status get(T** value, Find&& find) {
     *value = found_.load(std::memory_order_acquire);
@@ -33,7 +33,7 @@ class Remembered {
     found_.store(&own, std::memory_order_release);
     return {};
   }
-  // Call this only while nobody uses the value.
+  // Only while nobody uses the value.
   void forget() {
     found_ = nullptr;
     memory_.reset();

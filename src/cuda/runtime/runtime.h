@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rest of the backend uses the CUDA runtime through this: errors are statuses, launches report
-// their own error and no older one, and the caller's current device is left as found.
+// The CUDA runtime for the rest of the backend: errors are statuses, launches report their own
+// error and no older one, and the caller's current device is restored.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,38 +24,38 @@ inline Status cuda_error(const char* what, cudaError_t code) {
                cudaGetErrorName(code));
 }
 
-// Every device has this engine of the linear ops (linear/engine.h).
+// The engine of the linear ops that every device has (linear/engine.h).
 inline constexpr char kernels_of_every_device[] = "portable";
 
-// The planner and the launches need to know this of a device; it is read once a process.
+// What the planner and the launches need to know of a device; read once a process.
 struct DeviceInfo {
   int index = 0;
   int major = 0, minor = 0;
   int multiprocessors = 0;
-  int64_t shared_bytes_per_block = 0;  // a block gets at most so much, on request
+  int64_t shared_bytes_per_block = 0;  // the most of a block, on request
   char name[64] = {};
-  // LOGITLESS_CUDA_KERNELS names this engine; if it is empty the best one is used
+  // the engine in LOGITLESS_CUDA_KERNELS; empty: the best one
   char kernels[24] = {};
   // Launches may be early (early.cuh), also in a graph: drivers of CUDA 12.3 and later.
   bool launches_early = false;
-  // Returns whether kernels may use what came with sm_90. They may not where the engine of every
-  // device is named, so that what sm_80 runs can be run on a newer device too (tests, bug reports).
+  // Whether kernels may use what is new in sm_90. Not if the engine of every device is named, so
+  // that a newer device can run what sm_80 does (tests, bug reports).
   bool has_clusters() const {
     return major >= 9 && std::strcmp(kernels, kernels_of_every_device) != 0;
   }
 };
 
-// Returns backend_unavailable where there is no driver, too old a driver or no device.
+// Returns backend_unavailable without a driver, with one too old or without a device.
 Status count_devices(int* count);
-// Finds one device. It returns wrong_device where there is no such index, and backend_unavailable
-// where that device is too old or does not answer, which says nothing of the others.
+// Returns wrong_device if there is no such index, and backend_unavailable if that device is too old
+// or does not answer, which says nothing of the others.
 Status find_device(int index, const DeviceInfo** info);
 // Finds the first device that serves, or says why device 0 does not.
 Status find_first_device(const DeviceInfo** info);
 
-// Makes the device current while it lives, and afterwards the one before. The thread has a context
-// then: one that has not called CUDA yet (autograd's, say) has a current device but no context,
-// without which the driver makes no tensor map.
+// Makes the device current while it lives, then the one before. The thread also gets a context: one
+// that has not called CUDA yet (autograd's, say) has a current device but no context, without which
+// the driver makes no tensor map.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int index) {
@@ -81,13 +81,12 @@ class CurrentDevice {
   Status status_;
 };
 
-// Says how a kernel is launched.
 struct LaunchShape {
   dim3 blocks;
   int threads = 0;
   size_t shared_bytes = 0;
-  int cluster = 1;  // it counts blocks along x
-  // early.cuh; it works where the code is compiled for sm_90, and launches_early
+  int cluster = 1;  // blocks along x
+  // early.cuh; only for code compiled for sm_90, with launches_early
   bool early = false;
 };
 
@@ -103,9 +102,9 @@ class Stream {
     if (status_.ok()) status_ = status;
   }
 
-  // Calls `enqueue`, which uses this stream, twice. The first time nothing is launched and whatever
-  // can be refused is asked for, so that a call that is refused has written nothing; the second
-  // time launches.
+  // Calls `enqueue`, which uses this stream, twice. The first call launches nothing and asks for
+  // everything that can be refused, so that a refused call has written nothing; the second
+  // launches.
   template <class F>
   void prepare_and_run(F&& enqueue) {
     preparing_ = true;
@@ -116,8 +115,8 @@ class Stream {
   }
   bool preparing() const { return preparing_; }
 
-  // Returns what `ask` returns, which may fail this stream. What was asked for while preparing is
-  // not asked for again: the first answers are kept, in their order.
+  // Returns what `ask` returns, which may fail this stream. What was asked while preparing is not
+  // asked again: the answers are kept, in their order.
   template <class T, class Ask>
   T answer(Ask&& ask) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(answers_[0]));
@@ -147,7 +146,7 @@ class Stream {
     if (!ok() || shape.blocks.x == 0 || shape.blocks.y == 0 || shape.blocks.z == 0) return;
     enqueue_with<Parameters...>(name, reinterpret_cast<const void*>(kernel), shape, arguments...);
   }
-  // Copies memory of the device.
+  // Copies within the device's memory.
   void copy(void* to, const void* from, int64_t bytes);
 
  private:
@@ -176,15 +175,15 @@ class Stream {
   Status status_;
   bool preparing_ = false;
   int next_answer_ = 0, answers_made_ = 0;
-  unsigned char answers_[most_answers][128];  // each is a tensor map, or less
+  unsigned char answers_[most_answers][128];  // of a tensor map at most
 };
 
-// Returns whether the code of `kernel` that runs on the current device has what came with sm_90,
-// clusters and early launches; PTX of an older architecture has not.
+// Whether the code of `kernel` that runs on the current device has clusters and early launches,
+// which are new in sm_90; PTX of an older architecture has not.
 bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device, Stream* stream);
 
-// Makes a grid of x blocks by y of another axis, of which the grid's y holds 65535 and z the rest.
-// block_of_second_axis (linear.cuh) tells a block's number, which may lie behind the last one.
+// A grid of x blocks by y of another axis, of which the grid's y holds 65535 and z the rest.
+// block_of_second_axis (linear.cuh) gives a block's number, which may be behind the last one.
 inline dim3 two_axes(unsigned x, int64_t y) {
   const int64_t planes = (y + 65534) / 65535;
   return {x, static_cast<unsigned>(planes == 0 ? 0 : (y + planes - 1) / planes),
@@ -208,7 +207,7 @@ class Arena {
     return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + start);
   }
   uint64_t used() const { return used_; }
-  // Starts anew at `start`, for arrays that live when the ranges since then are dead.
+  // Starts again at `start`, for arrays that live when the ranges since then are dead.
   void back_to(uint64_t start) { used_ = start; }
   void at_least(uint64_t end) { used_ = used_ < end ? end : used_; }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file asks the driver for the modules of this library's .cu files and loads every function in
-// them. A driver that cannot say which those are, before that for CUDA 12.4, loads the modules
-// alone.
+// Asks the driver for the modules of this library's .cu files and loads every function in them. A
+// driver older than CUDA 12.4's cannot enumerate functions: only the modules are loaded.
 #include "src/cuda/runtime/warmup.h"
 
 #include <memory>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels are loaded at their first launch, which may wait for the device, or all of them at once
-// here, before anything is in a hurry.
+// Loads all kernels at once, before anything is in a hurry. Otherwise each is loaded at its first
+// launch, which may wait for the device.
 #pragma once
 
 #include "src/cuda/runtime/runtime.h"
@@ -12,8 +12,8 @@ struct LoadedKernels {
   int kernels = 0;
 };
 
-// Loads the kernels of every .cu file on the current device. If the driver is older than that for
-// CUDA 12.4 no kernel is counted: it loads the files, and each kernel at its first launch.
+// Loads the kernels of every .cu file on the current device. With a driver older than CUDA 12.4's
+// it loads the files and counts no kernel: each is loaded at its first launch.
 Status load_kernels(LoadedKernels* loaded);
 
 }  // namespace logitless::cuda

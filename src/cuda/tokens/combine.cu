@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file combines what Forward wrote of shards of the vocabulary. Three launches do it: tokens
-// are prepared as for any loss; a thread folds the shards of one token, which lie N apart, so that
-// a warp reads each of them at once; the losses are reduced.
+// The op Combine, in three launches: tokens are prepared as for any loss; a thread folds the shards
+// of one token, which are N apart, so that a warp reads each of them at once; the losses are
+// reduced.
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/tokens.cuh"
@@ -10,17 +10,17 @@
 namespace logitless::cuda {
 namespace {
 
-// The folds take long and use nothing in common: small blocks spread a few thousand tokens over
-// every multiprocessor.
+// The folds take long and share nothing: small blocks spread a few thousand tokens over every
+// multiprocessor.
 constexpr int threads = 64;
 constexpr int64_t most_tokens = (int64_t{1} << 31) - 1;  // kernels count tokens in 32 bits
 
 struct CombineArguments {
   TokenInput in;
   TokenOutputs out;
-  ShardViews shards;  // each is [P, N]
+  ShardViews shards;  // each [P, N]
   const TokenScalars* scalars;
-  float* losses;  // [N]  it is null where each token has its own
+  float* losses;  // [N]  null where each token has its own
 };
 
 __device__ float shard_value(const TensorView& v, int64_t shard, int64_t i) {
@@ -41,7 +41,8 @@ __device__ RowStatistics fold_token(const CombineArguments& a, int64_t i) {
       }));
 }
 
-// What precedes the wait is not written by the kernel in front, which prepares the tokens.
+// Before the wait, only what the kernel in front, which prepares the tokens, does not write may be
+// read.
 __global__ void __launch_bounds__(threads)
     combine_kernel(const __grid_constant__ CombineArguments a) {
   const int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x;
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(threads)
 
 struct Layout {
   Tokens tokens;
-  float* losses = nullptr;  // [N]  it is there where the loss is reduced
+  float* losses = nullptr;  // [N]  where the loss is reduced, else null
   uint64_t bytes = 0;
 };
 
@@ -81,7 +82,8 @@ Layout layout_of(const Call& call, void* memory) {
   return layout;
 }
 
-// The maps are in the shards' states already, and those are of the whole vocabulary together.
+// Without a temperature, which the shards' states include, and without vocab_start: the shards
+// are the whole vocabulary.
 TokenInput input_of(const Call& call) {
   TokenInput in = token_input(call);
   in.options.vocab_start = int64_t{0};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call's tokens come to these numbers: the normalizer, and the factors common to all gradients.
+// The numbers of a call's tokens: the normalizer, and the factors common to all gradients.
 #pragma once
 
 #include <cfloat>
@@ -60,7 +60,7 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
   return s;
 }
 
-// Checks a temperature, and what is made of it, by the rule of docs/semantics.md, "Arguments".
+// The rule of docs/semantics.md, "Arguments", for a temperature and what is made of it.
 __device__ inline bool is_usable(const LossOptions& o, float temperature) {
   const auto is_normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
   const auto serves = [&](double x) { return x == 0 || is_normal(fabs(x)); };
@@ -69,7 +69,7 @@ __device__ inline bool is_usable(const LossOptions& o, float temperature) {
   return cap == 0 || (serves(cap / t) && serves(t / cap));
 }
 
-// Makes them as map_factors of src/row/map.h does of a number; one that serves not sets `fault`.
+// As map_factors of src/row/map.h for the call's; sets `fault` if the temperature is not allowed.
 __device__ inline TokenMap map_of_temperature(const TokenInput& in, float temperature) {
   const LossOptions& o = in.options;
   if (!is_usable(o, temperature)) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens' arrays are laid out here by host arithmetic, which the plans are made with too.
+// The layout of the tokens' arrays, host arithmetic that plans need too.
 #include "src/cuda/tokens/tokens.h"
 
 namespace logitless::cuda {

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// These kernels prepare tokens:
+// Prepares tokens:
 //   classify: how many count, the sum of c_t, the largest factors of the gradients; the outputs of
 //             tokens that do not count
-//   compact: the arrays of those that do, from how many are before them; the scalars
-// Up to one_launch_tokens are prepared in one launch, a token a thread: every block counts all
-// tokens, which is little beside what it does for its own, and the last one makes the scalars. More
-// tokens take two launches of blocks of tokens_per_block, of which the second uses what the first
-// has found.
+//   compact: the arrays of those that do, from the number before them; the scalars
+// Up to one_launch_tokens take one launch, a token a thread: every block counts all tokens, which
+// is little beside its own work, and the last one makes the scalars. More tokens take two launches
+// of blocks of tokens_per_block, the second of which uses what the first has found.
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/token_scalars.cuh"
 
@@ -16,12 +15,12 @@ namespace {
 constexpr int threads = 1024, warps_per_block = threads / 32;
 constexpr int rounds = tokens_per_block / threads;
 
-// Returns the token of this thread in round r of block b.
+// This thread's token in round r of block b.
 __device__ int64_t token_of(int b, int r) {
   return int64_t{b} * tokens_per_block + r * threads + threadIdx.x;
 }
 
-// Sums the weights of the whole vocabulary; every block does so for itself.
+// The weights of the whole vocabulary; every block sums them for itself.
 __device__ double class_weight_sum(const TokenInput& in) {
   if (!(in.options.label_smoothing > 0) || !present(in.vocab_weight)) {
     return static_cast<double>(in.whole());
@@ -53,7 +52,7 @@ __device__ TokenBlock warp_total(TokenBlock x) {
   x.normalizer = warp_sum(x.normalizer);
   return x;
 }
-// A kernel calls this once, because it has shared memory of its own.
+// At most once in a kernel, as each call has shared memory of its own.
 __device__ TokenBlock block_total(const TokenBlock& own) {
   __shared__ TokenBlock warps[threads / 32];
   static_assert(threads / 32 == 32);
@@ -63,7 +62,7 @@ __device__ TokenBlock block_total(const TokenBlock& own) {
   return warp_total(warps[threadIdx.x % 32]);
 }
 
-// These are the tokens of a thread, one a round.
+// The tokens of a thread, one a round.
 struct OwnTokens {
   int64_t target[rounds];
   TokenKind kind[rounds];
@@ -122,12 +121,12 @@ __device__ void for_targets(const TokenInput& in, const Tokens& t, F&& use) {
     for_targets_of<int32_t>(in.target, total, in.options.ignore_index, use);
   }
 }
-// Returns whether this thread's token of a block of `threads`, which counts, is inactive.
+// Whether this thread's token of a block of `threads`, which counts, is inactive.
 __device__ bool is_inactive(const TokenInput& in, const Tokens& t, int block) {
   return is_inactive(in, t.inactive, int64_t{block} * threads + threadIdx.x);
 }
 
-// Returns whether every token that counts is weighed like any other.
+// Whether every token that counts is weighed alike.
 __device__ bool weighs_alike(const TokenInput& in) {
   if (present(in.vocab_weight)) return false;
   if (in.gradients && present(in.temperature)) return false;
@@ -163,7 +162,7 @@ __device__ void finish_total(const TokenInput& in, TokenBlock* all) {
   }
 }
 
-// Adds up what the tokens of blocks [first, end) come to.
+// Sums what the tokens of blocks [first, end) give.
 __device__ TokenBlock classify(const TokenInput& in, const Tokens& t, int first, int end) {
   TokenBlock own{.coolest = FLT_MAX};
   own.class_weight_sum = class_weight_sum(in);
@@ -190,7 +189,7 @@ __device__ TokenBlock classify(const TokenInput& in, const Tokens& t, int first,
   return all;
 }
 
-// Does the same for all tokens where they weigh alike.
+// classify for all tokens, where they weigh alike.
 __device__ TokenBlock count_alike(const TokenInput& in, const Tokens& t) {
   TokenBlock all{};
   int valid = 0, meant = 0, active = 0;
@@ -212,8 +211,8 @@ __device__ TokenBlock count_alike(const TokenInput& in, const Tokens& t) {
   return all;
 }
 
-// Adds up all tokens; *before gets how many are compacted in the blocks before b or, with kPlaces,
-// how many count there.
+// Sums all tokens. *before gets the number compacted in the blocks before b or, with kPlaces, the
+// number that count there.
 template <bool kPlaces>
 __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) {
   *before = 0;
@@ -235,7 +234,7 @@ __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) 
   return block_total(all);
 }
 
-// Makes of the counts of the rounds' warps, in the order of their tokens, sums of those before.
+// Turns the counts of the rounds' warps, in the order of their tokens, into sums of those before.
 __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
   constexpr int each = rounds * threads / 32 / 32;
   __syncthreads();
@@ -259,13 +258,13 @@ __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
   __syncthreads();
 }
 
-// Writes token i, of which k are compacted before it, of `valid`.
+// Writes token i, with k compacted before it, of `valid`.
 __device__ void put_token(const TokenInput& in, const Tokens& t, int64_t i, int64_t target,
                           TokenKind kind, int64_t k, int valid) {
   const bool counts = kind == TokenKind::counts;
   const int64_t at = counts ? k : valid + (i - k);
   t.row[at] = static_cast<int32_t>(i);
-  // The other tokens get nothing, since they may be read before it is known how many count.
+  // The other tokens get defaults, since they may be read before it is known how many count.
   t.target[at] = counts ? column_of_target(in, target) : -1;
   t.target_weight[at] = counts ? target_weight(in, target) : 0.0f;
   t.token_weight[at] = counts ? token_weight(in, i) : 0.0f;
@@ -275,8 +274,8 @@ __device__ inline bool counts_at_all(TokenKind kind) {
   return kind == TokenKind::counts || kind == TokenKind::inactive;
 }
 
-// `before` is how many are in front of block b. With kPlaces it counts those that count, whose
-// places are found; else those compacted, `valid` in all.
+// `before` is the number before block b. With kPlaces it counts tokens that count, and finds their
+// places; else those compacted, `valid` in all.
 template <bool kPlaces>
 __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid, int before) {
   __shared__ int warps[rounds * warps_per_block];
@@ -295,7 +294,7 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid,
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
     const int64_t i = token_of(b, r);
-    // It is computed again, since eight of them would take registers.
+    // Computed again: keeping eight of them would take registers.
     const unsigned ballot = ballot_of(r);
     if (i >= t.total) continue;
     const int64_t k =
@@ -308,7 +307,7 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid,
   }
 }
 
-// Does the same for `threads` tokens, block b, from all of them.
+// Classifies and compacts `threads` tokens, block b, from all of them.
 __device__ void count_and_compact(const TokenInput& in, const Tokens& t, const TokenOutputs& out,
                                   int b) {
   __shared__ int warps[warps_per_block], before_block[warps_per_block], valid[warps_per_block];
@@ -347,8 +346,8 @@ __device__ void count_and_compact(const TokenInput& in, const Tokens& t, const T
   if (!counts_at_all(kind)) put_other(in, out, i, kind);
 }
 
-// Returns whether every upstream gradient of the token in Backward is exactly 0. 0 times an
-// infinity is not 0, and no product of others is taken for it.
+// Whether every upstream gradient of the token in Backward is exactly 0. 0 times an infinity is a
+// gradient, and so is a product that underflows.
 __device__ bool has_no_gradient(const TokenInput& in, int64_t i) {
   const int64_t at = in.options.reduction == Reduction::none ? i : 0;
   const float g = present(in.grad_loss) ? load(in.grad_loss, at) : 1.0f;
@@ -412,7 +411,7 @@ __global__ void __launch_bounds__(threads)
   compact<kPlaces>(in, t, b, all.valid, before);
 }
 
-// Returns the first of `valid` compacted tokens, whose places ascend, that has a place not below p.
+// The first of `valid` compacted tokens, whose places ascend, with a place of at least p.
 __device__ int first_from(const Tokens& t, int valid, int p) {
   int first = 0;
   for (int count = valid; count > 0;) {
@@ -426,8 +425,8 @@ __device__ int first_from(const Tokens& t, int valid, int p) {
   return first;
 }
 
-// Places are shared out to as many tokens as are compacted. Place p is paired with the token that
-// has it; the j-th place that no token has, with the j-th token whose own place lies behind.
+// There are as many places as compacted tokens. Place p goes to the token that has it; the j-th
+// place that no token has, to the j-th token whose own place is behind them.
 __global__ void __launch_bounds__(256) arrange_kernel(Tokens from, Tokens to) {
   const int64_t p = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (p >= from.total) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels read this of a token.
+// What kernels read of a token.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -20,14 +20,14 @@ __device__ inline TokenKind kind_of_target(const TokenInput& in, int64_t target)
   return in.options.out_of_range == OutOfRange::ignore ? TokenKind::ignored : TokenKind::outside;
 }
 
-// Returns the target of token i. Where there are none every token counts, as if it were column 0
-// (token_input leaves no other to ignore).
+// The target of token i. Without targets every token counts, as if its target were column 0, which
+// token_input does not let be ignored.
 __device__ inline int64_t target_of(const TokenInput& in, int64_t i) {
   return present(in.target) ? load_int(in.target, i) : 0;
 }
 
-// Returns whether the token counts and has no gradient. Without `inactive` [N] all tokens have one
-// or none does.
+// Whether the token counts and has no gradient. Without `inactive` [N] all tokens have one or none
+// does.
 __device__ inline bool is_inactive(const TokenInput& in, const uint8_t* inactive, int64_t i) {
   if (inactive != nullptr) return inactive[i] != 0;
   return in.skips_inactive && present(in.grad_loss) && load(in.grad_loss) == 0;
@@ -47,12 +47,11 @@ __device__ inline MapFactors with_token(MapFactors map, const TokenMap& m) {
   map.backward = m.backward;
   return map;
 }
-// Returns the map of compacted token k.
 __device__ inline MapFactors map_of_token(const MapFactors& map, const Tokens& t, int64_t k) {
   return t.map == nullptr ? map : with_token(map, t.map[t.row[k]]);
 }
 
-// Returns the column of the target in the views, or -1 if another shard has it.
+// The target's column in the views, or -1 if another shard has it.
 __device__ inline int column_of_target(const TokenInput& in, int64_t target) {
   const int64_t column = target - in.start();
   return column >= 0 && column < in.vocab ? static_cast<int>(column) : -1;
@@ -64,7 +63,7 @@ __device__ inline float token_weight(const TokenInput& in, int64_t i) {
   return present(in.token_weight) ? load(in.token_weight, i) : 1.0f;
 }
 
-// Returns the coefficients of dz of token i, relative to gradient_scale, from its finished state.
+// The coefficients of dz of token i, relative to gradient_scale, from its finished state.
 __device__ inline RowGradient token_gradient(const TokenInput& in, const TokenScalars& scalars,
                                              int64_t i, float target_weight, float token_weight,
                                              const RowState& state) {
@@ -72,7 +71,7 @@ __device__ inline RowGradient token_gradient(const TokenInput& in, const TokenSc
   float g = scalars.upstream;
   if (in.per_row_upstream) {
     g = load(in.grad_loss, i) * inv;
-    // One class alone, without z-loss, has a gradient of exactly 0.
+    // A single class, without z-loss, has a gradient of exactly 0.
     if (in.options.input_kind == InputKind::logits && in.whole() == 1 && in.options.z_loss == 0 &&
         isfinite(g)) {
       g = 0;
@@ -84,7 +83,7 @@ __device__ inline RowGradient token_gradient(const TokenInput& in, const TokenSc
   return row_gradient(scalars.constants, state, target_weight, token_weight, g, grad_lse,
                       grad_target, grad_entropy);
 }
-// Returns the same for compacted token k.
+// For compacted token k.
 __device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens& t, int64_t k,
                                              const RowState& state) {
   return token_gradient(in, *t.scalars, t.row[k], t.target_weight[k], t.token_weight[k], state);
@@ -94,7 +93,7 @@ __device__ inline void put(const TensorView& view, int64_t i, float x) {
   if (present(view)) *address<float>(view, i) = x;
 }
 
-// Writes the statistics of token i; of one that does not count, 0 or -1.
+// Writes the statistics of token i, or 0 and -1 if it does not count.
 template <bool kCounts>
 __device__ inline void put_statistics(const TokenStatistics& out, int64_t i,
                                       const RowStatistics& s) {
@@ -123,23 +122,23 @@ __device__ inline void put_state(const TokenInput& in, const TokenStatistics& ou
 
 __device__ inline float token_loss(const TokenScalars& scalars, int target, float target_weight,
                                    float token_weight, const RowState& s) {
-  // If it is negative, another shard has the target.
+  // Negative: another shard has the target.
   const float weight = target < 0 ? 0 : target_weight;
   return row_loss(scalars.constants, s, weight, token_weight);
 }
 
-// Returns where the loss of token i goes: to `losses` where they are reduced, else to the caller.
+// Where the loss of token i goes: to `losses` if they are reduced, else to the caller.
 __device__ inline float* loss_of(float* losses, const TensorView& loss, int64_t i) {
   return losses != nullptr ? losses + i : address<float>(loss, i);
 }
 
 // One block makes the sum or mean of the losses of the tokens that count: per thread in token
-// order, then over the threads. The order depends on the positions among the valid tokens alone.
-// With kCompacted the losses lie in that order too, else each where its token does.
+// order, then over the threads, in an order of the positions among the valid tokens alone. With
+// kCompacted the losses are in that order too, else by token.
 template <int kThreads, bool kCompacted>
 __device__ void reduce_losses(Reduction reduction, EmptyMean empty_mean, const Tokens& t,
                               const float* losses, float* loss) {
-  constexpr int many = 16;  // so many loads are in flight
+  constexpr int many = 16;  // loads in flight
   double sum = 0;
   const int valid = t.scalars->valid;
   for (int first = threadIdx.x; first < valid; first += many * kThreads) {
@@ -161,7 +160,7 @@ __device__ void reduce_losses(Reduction reduction, EmptyMean empty_mean, const T
   *loss = static_cast<float>(sum);
 }
 
-// Returns c_j of column j of the views.
+// c_j of column j of the views.
 __device__ inline float class_weight(const TokenInput& in, int64_t j) {
   return present(in.vocab_weight) ? load(in.vocab_weight, in.start() + j) : 1.0f;
 }

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens of a call are prepared on the device: which count, in which order they are compacted,
-// what the mean divides by, the factor common to all gradients. The host never learns the number of
-// valid tokens: every kernel that follows reads it from `scalars`. src/cpu/tokens.h has the same
-// quantities.
+// Prepares the tokens of a call on the device: which count, their compacted order, what the mean
+// divides by, the factor common to all gradients. The host never learns the number of valid tokens:
+// every kernel that follows reads it from `scalars`. src/cpu/tokens.h has the same quantities.
 #pragma once
 
 #include "src/call.h"
@@ -11,16 +10,16 @@
 
 namespace logitless::cuda {
 
-// An op says this of its tokens; views that it does not have are absent.
+// What an op says of its tokens; views that it does not have are absent.
 struct TokenInput {
   TensorView target, token_weight, vocab_weight, normalizer, temperature, fault;
   TensorView grad_loss, grad_lse, grad_target_logit, grad_entropy;
   LossOptions options;
-  int64_t vocab = 0;  // it is V of the views
+  int64_t vocab = 0;  // V of the views
   bool gradients = false;
   bool per_row_upstream = false;  // grad_loss is [N]
   bool statistics_gradients = false;
-  bool skips_inactive = false;  // a Backward leaves out tokens whose upstream gradients are all 0
+  bool skips_inactive = false;  // Backward leaves out tokens whose upstream gradients are all 0
   bool makes_maps = false;      // each token has a TokenMap
   const float* chosen_sizes = nullptr;  // [N]  the sum of |gradients| of its chosen columns
   // A dz of f16 is stored times this, so that small ones keep their bits: the largest usual dz
@@ -28,7 +27,7 @@ struct TokenInput {
   float lift = 1;
   // A dz may be 1 + beyond times as large as the token's weight says.
   float beyond = 0;
-  // Returns whether some tokens may have a gradient and others none.
+  // Whether some tokens may have a gradient and others none.
   constexpr bool screens_gradients() const {
     return skips_inactive && (per_row_upstream || token_weight || statistics_gradients);
   }
@@ -39,17 +38,17 @@ struct TokenInput {
 inline int64_t token_blocks(int64_t tokens) {
   return tokens > one_launch_tokens ? blocks_for(tokens, tokens_per_block) : 1;
 }
-// These arrays are there where the input asks for them, `places` where the caller does.
+// `inactive` and `maps` as the input asks for them, `places` as the caller does.
 struct TokenArrays {
   bool inactive = false, maps = false, places = false;
 };
 Tokens place_tokens(Arena* arena, int64_t tokens, const TokenArrays& arrays);
-// Brings tokens to where kept E has their rows, as far as that lies among the first ones; a token
-// that lies behind them goes to the place of one without a gradient. `from` and `to` share all but
-// the compacted arrays.
+// Moves tokens to where kept E has their rows, if that is among the first ones; a token whose row
+// is behind them takes the place of one without a gradient. `from` and `to` share all but the
+// compacted arrays.
 void arrange_tokens(const Tokens& from, const Tokens& to, Stream* stream);
 
-// The caller gets this of each token: its loss (its own, or all reduced in fixed order) and
+// What the caller gets of each token: its loss (its own, or all reduced in a fixed order) and
 // statistics.
 struct TokenOutputs {
   TensorView loss;
@@ -60,7 +59,7 @@ struct TopLists {
   TensorView logits, ids;
   explicit operator bool() const { return static_cast<bool>(logits); }
 };
-// top.cu writes that no token has a list, and what the lists of shards come to.
+// top.cu: empty lists for all tokens, and the merge of the shards' lists.
 void clear_lists(const TopLists& lists, Stream* stream);
 void combine_lists(const TokenInput& in, const TopLists& shards, const TopLists& to,
                    Stream* stream);
@@ -71,21 +70,21 @@ inline TokenOutputs token_outputs(const Call& call) {
 }
 
 // Finds which tokens have no gradient, and makes each token's map, where there are these arrays.
-// prepare_tokens begins with it; a second head has maps of its own.
+// prepare_tokens begins with it; a second head has its own maps.
 void screen_tokens(const TokenInput& input, const Tokens& tokens, Stream* stream);
 
-// Enqueues the whole preparation: one launch for up to one_launch_tokens, else two. It also checks
-// the targets' range, which may set `fault`, and writes the outputs of tokens that do not count: 0,
-// or NaN for a target outside.
+// Enqueues the whole preparation: one launch for up to one_launch_tokens, else two. Also checks the
+// targets' range, which may set `fault`, and writes the outputs of tokens that do not count: 0, or
+// NaN for a target outside.
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
                     Stream* stream);
 
-// Writes the loss reduced from `losses` [N], or nothing where it is absent or each token has its
-// own. If `early`, the kernel in front lets it start (early.cuh).
+// Reduces `losses` [N] to the loss; does nothing if the loss is absent or each token has its own.
+// If `early`, the kernel in front lets it start (early.cuh).
 void write_loss(const TokenInput& input, const Tokens& tokens, const float* losses,
                 const TensorView& loss, Stream* stream, bool early = false);
 
-// Sets rows of a gradient [N, columns] whose token does not count to exactly 0.
+// Sets the gradient rows [N, columns] of tokens that do not count to exactly 0.
 void clear_other_rows(const Tokens& tokens, const TensorView& gradient, Stream* stream);
 
 inline TokenInput token_input(const Call& call) {

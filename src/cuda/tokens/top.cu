@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists of largest logits that no logits are needed for: those of tokens that have none, and what
-// the lists of shards come to. Each entry of a shard finds its place by itself (src/row/top.h).
+// Lists of largest logits for which no logits are needed: empty ones, and those that the shards'
+// lists merge to. Each entry of a shard finds its rank by itself (src/row/top.h).
 #include "src/cuda/tokens/tokens.cuh"
 #include "src/cuda/tokens/top.cuh"
 

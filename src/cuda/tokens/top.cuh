@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels read and write an entry of a token's list of largest logits through this.
+// Reading and writing an entry of a token's list of largest logits.
 #pragma once
 
 #include "src/cuda/tokens/tokens.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the least family of GPUs on linear/tiled: plain bf16 calls, in tiles of 32 tokens x 64
-// columns, by kernels of a few lines. A new family starts from a copy of it.
+// The least family of GPUs on linear/tiled: plain bf16 calls, in tiles of 32 tokens x 64 columns,
+// by kernels of a few lines. A new family starts from a copy of it.
 #pragma once
 
 #include "src/cuda/linear/tiled/engine.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The toy family (toy.h) runs in front of the library's engines: each of its plans gives what the
+// The toy family (toy.h) in front of the library's engines: each of its plans gives what the
 // reference does, and calls that it does not serve go to the others.
 #include "tests/cuda/toy/toy.h"
 
@@ -26,7 +26,7 @@ class CudaToy : public ConformanceTest {
   std::vector<const cuda::Engine*> list_;
 };
 
-// Says what a plan does that another may not.
+// What a plan does that another may not.
 std::string manner(const CudaPlanned& planned) {
   const auto& [s, p] = planned;
   std::string text = name_of(p.kind);
@@ -73,7 +73,7 @@ TEST_P(CudaToy, EveryPlanOfOneCall) {
                "stored and recomputed, input summed"});
 }
 
-// There is more room in an f32 gradient, and none in one that is added to.
+// More room in an f32 gradient, and none in one that is added to.
 TEST_P(CudaToy, EveryPlaceOfAGradient) {
   Case c = plain;
   c.grad_weight = DType::f32;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels over a block of raw logits divide it like this: a warp takes one row and one segment
-// of 1024 columns, a lane the columns 128 i + 4 lane + {0, 1, 2, 3}. Which thread adds which column
-// depends on the column alone.
+// How kernels divide a block of raw logits: a warp takes one row and one segment of 1024 columns, a
+// lane the columns 128 i + 4 lane + {0, 1, 2, 3}. Which thread adds which column depends on the
+// column alone.
 #pragma once
 
 #include "src/cuda/linear/linear.cuh"
@@ -12,9 +12,9 @@ namespace logitless::cuda {
 constexpr int warps_per_block = 8, groups = segment_columns / 128;
 
 struct WarpTile {
-  int row;         // it is counted in the chunk
-  int64_t column;  // the segment begins at this column of the vocabulary
-  int count;       // the segment has so many columns in the block
+  int row;         // counted in the chunk
+  int64_t column;  // the segment's first column of the vocabulary
+  int count;       // columns of the segment in the block
   const float* logits;
 };
 
@@ -25,7 +25,7 @@ __device__ inline WarpTile tile_of(const Block& block, int row, int segment) {
           .count = static_cast<int>(min(int64_t{segment_columns}, block.columns - offset)),
           .logits = block.logits + row * block.pitch + offset};
 }
-// Returns false where this warp has no row.
+// Returns false if this warp has no row.
 __device__ inline bool find_tile(const Block& block, WarpTile* tile) {
   const int row = blockIdx.x * warps_per_block + threadIdx.x / 32;
   if (row >= block.rows) return false;
@@ -37,7 +37,7 @@ inline dim3 grid_of(const Block& block) {
   return {blocks_for(block.rows, warps_per_block), blocks_for(block.columns, segment_columns), 1};
 }
 
-// Loads the four raw logits from `j` of the tile; columns behind the last become -inf.
+// Loads four raw logits of the tile from `j` on; columns behind the last become -inf.
 __device__ inline void load_raw(const WarpTile& tile, int j, float z[4]) {
   if (j + 3 < tile.count) {
     const float4 raw = *reinterpret_cast<const float4*>(tile.logits + j);
@@ -47,7 +47,6 @@ __device__ inline void load_raw(const WarpTile& tile, int j, float z[4]) {
     for (int i = 0; i < 4; ++i) z[i] = j + i < tile.count ? tile.logits[j + i] : -infinity();
   }
 }
-// Makes z of them.
 __device__ inline void map_four(const LinearCall& call, const MapFactors& map, const WarpTile& tile,
                                 int j, float z[4]) {
 #pragma unroll
@@ -84,7 +83,7 @@ __device__ void store_four(const float x[4], int count, T* to) {
   }
 }
 
-// The same of codes of E, of which `log2_e` are the logs.
+// store_four for codes of E, from its logs.
 __device__ inline void store_codes(const float log2_e[4], int count, __half* to) {
   const uint32_t codes[2] = {encode_logs(log2_e[0], log2_e[1]), encode_logs(log2_e[2], log2_e[3])};
   if (count >= 4) {

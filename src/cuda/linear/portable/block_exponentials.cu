@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel makes of a block of raw logits partial sums of its rows, and E = exp(z - z_target)
-// times the softcap's slope in the input's dtype, 0 at the target; of f16 inputs it makes codes of
-// E (numbers.cuh). It reads the block, which lies in L2, once.
+// From a block of raw logits: partial sums of its rows, and E = exp(z - z_target) times the
+// softcap's slope in the input's dtype, 0 at the target; for f16 inputs codes of E (numbers.cuh).
+// Reads the block, which is in L2, once.
 //   m = max_{j != t} z_j   s = sum_{j != t} exp(z_j - m)   E_j = exp(z_j - m) exp(m - z_t)
-// The target's z is that of the gather-dot, added when the row is finished, so that one class alone
-// has a loss of exactly 0.
+// The target's z is the gather's, added when the row is finished, so that a single class has a loss
+// of exactly 0.
 #include <algorithm>
 #include <type_traits>
 
@@ -17,8 +17,8 @@ namespace {
 
 struct NoPanel {};
 
-// Returns the sum of a segment's exponentials whose logits are above the target's. Few calls ask
-// for it, so that it reads them once more and takes no register from the other sums.
+// The sum of a segment's exponentials above the target's logit. Few calls ask for it: it reads the
+// logits once more, and so takes no register from the other sums.
 __device__ inline float sum_above(const LinearCall& call, const Chunk& chunk, const WarpTile& tile,
                                   int64_t target, float anchor, float maximum) {
   const MapFactors map = map_of_token(call.map, chunk.tokens, chunk.first + tile.row);
@@ -47,20 +47,20 @@ struct BlockRows {
 struct MappedRows : BlockRows {
   LinearCall call;
 };
-// A call whose logits are mapped, or that asks for rare sums, has more parameters.
+// Calls whose logits are mapped, or that ask for rare sums, have more parameters.
 template <bool kMapped>
 using RowsArguments = std::conditional_t<kMapped, MappedRows, BlockRows>;
 
-// A warp has a tile's logits, and what else it needs of the row, before it is the tile's turn.
+// A tile's logits, and what else the warp needs of the row, loaded before the tile's turn.
 struct Fetched {
   WarpTile tile;
   float z[groups][4];
-  int64_t target;  // it is counted in the tile
+  int64_t target;  // counted in the tile
   float anchor;
   bool valid;
 };
 
-// Fetches a tile, and returns false where this warp has none.
+// Returns false if this warp has no tile.
 template <bool kMapped>
 __device__ bool fetch(const RowsArguments<kMapped>& a, int64_t item, int valid, Fetched* f) {
   const int64_t rows = (a.block.rows + warps_per_block - 1) / warps_per_block;
@@ -201,7 +201,7 @@ __device__ void clear(const RowsArguments<kMapped>& a, const Fetched& f) {
   }
 }
 
-// Blocks take tiles in turn: the logits of a warp's next one come while it is at this one.
+// Blocks take tiles in turn: the logits of a warp's next tile arrive while it works on this one.
 template <class E, Sums kSums, bool kMapped>
 __global__ void __launch_bounds__(256, 2)
     exponentials_kernel(const __grid_constant__ RowsArguments<kMapped> a) {
@@ -220,7 +220,6 @@ __global__ void __launch_bounds__(256, 2)
   }
 }
 
-// Returns whether a sum is asked for that few calls ask for.
 bool asks_for_more(const Partials& p) {
   return p.weighted != nullptr || p.argmax != nullptr || p.logits != nullptr ||
          p.squared != nullptr || p.above != nullptr;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel makes of a block of raw logits, with the lse known, dz times the map's slope in the
-// input's dtype; at the target 1 - p_t comes of expm1:
+// From a block of raw logits, with the lse known: dz times the map's slope in the input's dtype. At
+// the target 1 - p_t is from expm1.
 //   draw_j = slope_j (P p_j - s c_j - o [j = t] - h p_j (log p_j + H))
 //   log p_j = (z_j - m) - log s
 #include "src/cuda/linear/portable/block.cuh"

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel brings a block of raw logits into its rows' lists of the k largest ("Top-k" of
-// docs/semantics.md), which lie in the outputs from one block to the next. A block of threads takes
-// one row: what is above the list's last entry becomes a candidate behind the list, and the k first
-// of both are sorted out where no more fit and at the end.
+// Merges a block of raw logits into its rows' lists of the k largest ("Top-k" of
+// docs/semantics.md), which are in the outputs from one block to the next. A block of threads takes
+// one row: logits above the list's last entry become candidates behind the list; when no more fit,
+// and at the end, both are sorted and the first k stay.
 //   key = the bits of z, in order, then those of ~column, so that the greater key comes first
-// No two keys are equal. So the list depends on the logits alone, in whatever order threads find
+// No two keys are equal, so the list depends on the logits alone, in whatever order threads find
 // candidates.
 #include "src/cuda/linear/portable/block.cuh"
 #include "src/cuda/linear/portable/kernels.h"
@@ -14,11 +14,11 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int threads = 256, columns_per_step = 4 * threads;
-constexpr int steps = 4;         // a thread loads the columns of so many before it looks at them
+constexpr int steps = 4;         // steps whose columns a thread loads before it looks at them
 constexpr int most_keys = 2048;  // of a list and its candidates
 static_assert(most_listed + columns_per_step <= most_keys);
 
-// Of no column there is the key 0, which is less than any.
+// No column has the key 0, which is less than any other.
 __device__ uint64_t key_of(float z, int column) {
   const uint32_t bits = __float_as_uint(z + 0.0f);  // -0 becomes 0
   const uint32_t ordered = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
@@ -30,8 +30,8 @@ __device__ float logit_of(uint64_t key) {
 }
 __device__ int column_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
 
-// Sorts `count` keys, the greatest first; there is room for a power of two. All threads call it
-// once the keys are there, and see them sorted.
+// Sorts `count` keys, the greatest first; there is room for the next power of two. All threads call
+// it; it begins and ends with a barrier.
 __device__ void sort(uint64_t* keys, int count) {
   int whole = 2;
   while (whole < count) whole *= 2;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         if (j + n >= tile.count) continue;
-        if (j + n == target) z[step][n] = target_logit[row];  // the one that the loss is made of
+        if (j + n == target) z[step][n] = target_logit[row];  // the logit that the loss is made of
         if (isnan(z[step][n])) has_nan = 1;
         const uint64_t key = key_of(z[step][n], static_cast<int>(block.column) + j + n);
         if (key <= last) continue;

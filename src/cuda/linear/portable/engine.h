@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This engine serves every GPU: cuBLASLt makes the products, with passes over blocks of logits
-// between them.
+// The engine for every GPU: cuBLASLt's products, with passes over blocks of logits between them.
 #pragma once
 
 #include "src/cuda/linear/engine.h"
@@ -31,24 +30,24 @@ class PortableEngine final : public Engine {
            const DeviceInfo& device, Stream* stream) const override;
 };
 
-// Predicts a matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
-// multiprocessors, or what its operands and result take to move. With `sums` the result is f32 and
+// The time of a matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
+// multiprocessors, or the time to move its operands and result. With `sums` the result is f32 and
 // read too. cuBLASLt splits the depth, where it may, if a tenth of the multiprocessors would idle.
 double product_time(const LinearShape& shape, const DeviceSpeed& speed, int64_t rows,
                     int64_t columns, int64_t depth, bool sums, bool may_split = false);
 
-// Returns how many bytes the block of logits has.
+// Bytes of the block of logits.
 inline int64_t block_bytes(const LinearPlan& p) {
   return p.block_rows * p.block_columns * static_cast<int64_t>(sizeof(float));
 }
-// Returns whether the block of logits, idle while grad_input is made, lends itself to the parts of
-// a split depth. A smaller one than the library's own memory does not.
+// Whether the block of logits, idle while grad_input is made, serves for the parts of a split
+// depth: only if it is larger than the library's own memory.
 inline bool lends_block(const LinearShape& s, const LinearPlan& p) {
   return s.on_cuda_cores && block_bytes(p) > matrix_library_bytes;
 }
 
-// Returns how many rows follow the tokens' of kept E: the smoothing's two, and zeros up to a
-// multiple of 8.
+// Rows that follow the tokens' rows of kept E: the smoothing's two, and zeros up to a multiple of
+// 8.
 inline int64_t rows_behind(const LinearShape& s) {
   return round_up(s.tokens + (s.smoothing ? 2 : 0), 8) - s.tokens;
 }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products read some rows and columns behind a panel's.
+// The rows and columns behind a panel's that products read.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/portable/kernels.h"
 
 namespace logitless::cuda {
 namespace {
 
-// Writes the columns of E that belong to these rows: c_j twice where the smoothing's term stands
-// apart, and zeros.
+// Writes the columns of E for these rows: c_j twice if the smoothing's term is made apart, else
+// zeros.
 template <class E>
 __global__ void __launch_bounds__(256)
     extra_rows_kernel(LinearCall call, int32_t row, int32_t count, bool smooths, Panel panel) {

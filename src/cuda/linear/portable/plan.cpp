@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file says which plans there are of a linear op whose products are cuBLASLt's, and what each
-// takes.
+// The plans of a linear op whose products are cuBLASLt's, and the time of each.
 #include <algorithm>
 #include <cmath>
 
@@ -12,24 +11,24 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int64_t least_chunk = 128;
-// A chunk's rows have so many behind them: two for the smoothing's own term, and zeros up to the
-// next multiple of 8.
+// Room behind a chunk's rows: two for the smoothing's own term, and zeros up to the next multiple
+// of 8.
 constexpr int64_t extra_rows = 16;
-// A block of logits has up to so many bytes. Larger ones save launches that wait for each other, 6
-// us a pair; much smaller ones would stay in the L2 cache, which saves less than their launches
-// take (docs/experiments/2026-11-portable-blocks.md).
+// Bounds of a block of logits, in bytes. Larger blocks save launches that wait for each other, 6 us
+// a pair; much smaller ones would stay in the L2 cache, which saves less than their launches take
+// (docs/experiments/2026-11-portable-blocks.md).
 constexpr int64_t most_block = int64_t{128} << 20, least_block = int64_t{1} << 20;
 
-// Returns whether the depth of grad_input's product of so many rows can be split: the block of
-// logits holds the sums of the parts, which take a result's size. Where logits are made too, their
-// pass decides how large the block is.
+// Whether the depth of grad_input's product of `rows` rows can be split: the block of logits must
+// hold the parts' sums, each of a result's size. Where logits are made too, their pass decides the
+// size of the block.
 bool has_room_for_parts(const LinearShape& s, const LinearPlan& p, int64_t rows) {
   return s.kept_columns == s.vocab && p.stored_columns == s.vocab && lends_block(s, p) &&
          rows * p.hidden_pitch <= p.block_rows * p.block_columns;
 }
 
-// Predicts the product that makes the logits of `rows` tokens and `columns`, and the pass over
-// them.
+// The time of the product that makes the logits of `rows` tokens and `columns`, and of the pass
+// over them.
 double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
                  int64_t columns, bool stores) {
   const double element = static_cast<double>(size_of(s.dtype));
@@ -46,20 +45,19 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   });
 }
 
-// Settles the rest of a plan but its time.
+// Settles the rest of a plan except its time.
 LinearPlan finish(const LinearShape& s, LinearPlan p) {
   settle(s, &p);
   p.bytes = bytes_of(PortableEngine(), s, p);
   return p;
 }
 
-// Puts so many rows behind the chunk's tokens.
 void add_rows(int64_t behind, LinearPlan* p) {
   p->extra_rows = behind;
   p->panel_rows = p->token_chunk + behind;
 }
 
-// Makes chunks of at most `most` tokens, all of one size: 513 tokens in chunks of 512 are 2 x 264.
+// Equal chunks of at most `most` tokens: 513 tokens in chunks of 512 are 2 x 264.
 LinearPlan chunked(const LinearShape& s, int64_t most) {
   const int64_t tokens = std::max<int64_t>(s.tokens, 1);
   LinearPlan p;
@@ -91,8 +89,8 @@ void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider
   }
 }
 
-// Considers the plans where E of all tokens is in the caller's memory, for products of a single
-// chunk, or comes there a chunk at a time.
+// Considers the plans with E of all tokens in the caller's memory, for products of a single chunk,
+// or written there a chunk at a time.
 void each_of_kept(const LinearShape& s, LinearPlan p,
                   const std::function<void(const LinearPlan&)>& consider) {
   add_rows(rows_behind(s), &p);
@@ -124,7 +122,7 @@ double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows
   const double waves = splits ? full : std::ceil(full);
   const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
   const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
-  // A result that is read and written in f32 has traffic that no arithmetic hides.
+  // Half of the traffic of a result that is read and written in f32 is not hidden by arithmetic.
   const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
   return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
 }

@@ -32,8 +32,8 @@ void HeadProducts::logits(const Logits& block) const {
   p.most_columns = block.most_columns;
   const int64_t tail = work_.call.shape.on_cuda_cores ? 0 : p.columns % 8;
   if (tail > 0 && p.columns > 8) {
-    // Tensor cores have slow kernels for such a number of columns, so that the last 8 are a product
-    // of their own; some of them are made twice.
+    // Tensor cores have only slow kernels for such a number of columns: the last 8 are a product of
+    // their own, and some columns are made twice.
     Product last = p;
     last.columns = 8;
     last.b.data = weight_rows(work_.call, work_.plan, work_.m, block.column + p.columns - 8).data;
@@ -44,8 +44,8 @@ void HeadProducts::logits(const Logits& block) const {
   multiply(&p, one(), false);
 }
 
-// The last columns of a vocabulary that is no multiple of 8 are a product of their own, with zeros
-// behind them, because a depth of 50257 takes cuBLASLt's kernels a hundred times as long.
+// The last columns of a vocabulary that is no multiple of 8 are a product of their own, padded with
+// zeros: a depth of 50257 takes cuBLASLt's kernels a hundred times as long.
 void HeadProducts::grad_input(const Panel& panel, int64_t row, int64_t rows, float* sums,
                               bool add) const {
   const int64_t element = size_of(work_.call.shape.dtype);
@@ -84,7 +84,7 @@ void HeadProducts::grad_weight(const Panel& panel, const char* factor_rows, bool
   Product p;
   p.in = work_.call.shape.dtype;
   p.rows = panel.columns - tail;
-  // The depth is a multiple of 8, since zeros lie behind the rows of both.
+  // A multiple of 8, since zeros are behind the rows of both operands.
   p.depth = (work_.chunk.rows + (work_.m.smoothed_row != nullptr ? 2 : 0) + 7) / 8 * 8;
   p.columns = pitch;
   p.a = {panel.data, 1, panel.pitch};

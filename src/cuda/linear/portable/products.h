@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuBLASLt makes the products of a head, from its arrays: the logits, and both gradients of a panel
-// of E or dz.
+// cuBLASLt's products of a head: the logits, and both gradients of a panel of E or dz.
 #pragma once
 
 #include "src/cuda/linear/linear.h"
@@ -11,8 +10,8 @@ class HeadProducts {
  public:
   explicit HeadProducts(const LinearWork& work) : work_(work) {}
 
-  // These are raw logits of rows [row, row + rows) of the chunk and columns [column, column +
-  // columns), at `to`, `pitch` apart. The call's largest ones have most_rows and most_columns.
+  // Raw logits of rows [row, row + rows) of the chunk and columns [column, column + columns),
+  // written to `to`, `pitch` apart. The largest product of the call has most_rows and most_columns.
   struct Logits {
     int64_t row = 0, rows = 0, column = 0, columns = 0;
     int64_t most_rows = 0, most_columns = 0;
@@ -21,19 +20,18 @@ class HeadProducts {
   };
   void logits(const Logits& block) const;
 
-  // Makes sums [rows, hidden_pitch] (+)= panel rows . weight rows.
+  // sums [rows, hidden_pitch] (+)= panel rows . weight rows.
   void grad_input(const Panel& panel, int64_t row, int64_t rows, float* sums, bool add) const;
-  // Makes rows of grad_weight from panel columns and `factor_rows`: of E the input times v, of dz
-  // the input.
+  // Makes rows of grad_weight from panel columns and `factor_rows`: the input times v for E, the
+  // input for dz.
   void grad_weight(const Panel& panel, const char* factor_rows, bool adds) const;
 
  private:
   const float* zero() const { return &work_.m.tokens.scalars->zero; }
   const float* one() const { return &work_.m.tokens.scalars->one; }
-  // Returns the depth of the logits product and the columns of the others, which include the zeros
-  // behind D where both operands have them.
+  // The depth of the logits product and the columns of the others, including the zeros behind D
+  // where both operands have them.
   int64_t depth() const;
-  // If `add`, adds the product to what is there.
   void multiply(Product* p, const float* alpha, bool add) const;
 
   const LinearWork& work_;

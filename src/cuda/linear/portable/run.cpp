@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file runs the linear ops on every GPU: cuBLASLt's products, and between them a pass over a
-// block of logits in f32 at a time.
+// Runs the linear ops on every GPU: cuBLASLt's products, and between them a pass over one block of
+// f32 logits at a time.
 #include "src/cuda/linear/portable/engine.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file says what a plan does on every GPU: it makes E of the columns that are kept, in the
-// workspace; of the others it makes E again, or dz where nothing is kept.
+// The steps of a plan on every GPU: E of the kept columns, in the workspace; of the others E is
+// made again, or dz if nothing is kept.
 #include "src/cuda/linear/steps.h"
 
 #include "src/cuda/linear/portable/engine.h"

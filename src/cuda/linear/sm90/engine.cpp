@@ -6,9 +6,9 @@
 namespace logitless::cuda::sm90 {
 namespace {
 
-// Softcapped logits can be told from E: z = z_target + log E is known to half of an ulp of E, 2^-8,
-// which is little beside the softcap, whose square is the slope's unit. Two capped logits are up to
-// 2 cap nats apart, and the target's probability is no less than e^(-2 cap) / V; both must be
+// Whether E gives softcapped logits well enough: z = z_target + log E is known to half of an ulp of
+// E, 2^-8, which is little beside the softcap, whose square is the slope's unit. Two capped logits
+// are up to 2 cap nats apart, and the target's probability is at least e^(-2 cap) / V; both must be
 // normal numbers.
 bool e_tells_slope(const MapFactors& map, int64_t vocab) {
   const double cap = std::fabs(map.outward);

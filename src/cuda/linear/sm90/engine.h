@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is Hopper's engine: its own kernels multiply and form the sums, E and dz in one
-// (forward.cuh), and make the gradients' products (product.cuh).
+// Hopper's engine: its own kernels multiply and form the sums, E and dz in one (forward.cuh), and
+// make the gradients' products (product.cuh).
 #pragma once
 
 #include "src/cuda/linear/sm90/tile.h"
@@ -32,15 +32,15 @@ class HopperEngine final : public tiled::TiledEngine {
   bool forms_in_place(const LinearCall& call) const override;
   int64_t columns_of_sums() const override { return tile_columns; }
 
-  // logits.cu defines it.
+  // logits.cu
   void store_logits(const LinearWork& work, const StoredLogits& to) const override;
-  // forward.cu defines these.
+  // forward.cu
   void logits(const LinearWork& work, int64_t first, int64_t columns,
               const Panel& panel) const override;
   void remake(const LinearWork& work, const Panel& panel) const override;
   void form_dz(const LinearWork& work, const Panel& panel,
                bool first) const override;  // form_dz.cu
-  // product.cu defines these.
+  // product.cu
   void input_sums(const LinearWork& work, const tiled::Kept& kept, const Range& rows, float* sums,
                   bool of_e, bool add) const override;
   void grad_input(const LinearWork& work, const tiled::Kept& kept, bool of_e) const override;
@@ -50,10 +50,9 @@ class HopperEngine final : public tiled::TiledEngine {
                       bool add) const override;
 };
 
-// Returns whether this build has code of sm_90a (cmake/cuda.cmake); without it these kernels are
-// empty.
+// Whether this build has code of sm_90a (cmake/cuda.cmake); without it these kernels are empty.
 bool has_code();
-// Returns how far apart the rows of the weight lie; for a single row any distance will do.
+// The distance between rows of the weight; arbitrary for a single row.
 inline int64_t weight_stride(const LinearCall& call, const LinearPlan& plan) {
   if (call.shape.copies_weight) return plan.hidden_pitch;
   return call.shape.vocab == 1 ? call.shape.hidden : call.weight.stride[0];

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// This kernel makes grad_weight [columns, D] = panel^T . input of few tokens on Hopper, which is a
-// write of V D more than a product. A tile is a few steps deep there, too few for product.cuh to
-// hide its stores under products, and stores from registers go at half of memory's speed. Here a
-// tile goes through shared memory, 64 rows of a warpgroup at a time, and the copy engine stores it
-// under the next products. Three stages of the ring bring the operands; the fourth one's memory
-// holds the boxes. The sums are those of product.cuh, to the bit.
+// grad_weight [columns, D] = panel^T . input of few tokens on Hopper: more a write of V D than a
+// product. A tile is a few steps deep, too few for product.cuh to hide its stores under products,
+// and stores from registers reach half of memory's speed. Here a tile goes through shared memory,
+// 64 rows of a warpgroup at a time, and the copy engine stores it under the next products. Three
+// stages of the ring hold operands, the fourth one's memory the boxes. The sums are those of
+// product.cuh, to the bit.
 #pragma once
 
 #include "src/cuda/linear/sm90/product.cuh"

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Under a softcap and smoothing at once dz is no sum of something stored times a row's factor: the
-// smoothing's term -s c_j has the softcap's slope 1 - (z_j / cap)^2 of its own element. E tells
-// both:
+// With both a softcap and smoothing, dz is no sum of something stored times a row's factor: in the
+// smoothing's term -s c_j every element has its own slope of the softcap, 1 - (z_j / cap)^2. E
+// gives both:
 //   z_j = z_t + log E_j    p_j = p_t E_j    dz_j = (P p_j - s c_j) (1 - (z_j / cap)^2)
-// and near the cap what is left to it is kept instead (near_cap.cuh). This costs one read and one
+// and near the cap the distance to it is kept instead (near_cap.cuh). This costs one read and one
 // write, and saves a fourth product.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/sm90/engine.h"
@@ -20,16 +20,16 @@ struct Terms {
   RowGradient gradient;
   float target_logit, target_p, target_gradient;
   int64_t target;
-  // Returns dz, but for the softcap's slope, of a column that is not the target.
+  // dz without the softcap's slope, of a column that is not the target.
   __device__ float smoothed(float p, float c) const {
     return dz_of<Fused>(gradient.probability * p, true, gradient.smoothing, c, false, 0.0f, 0.0f);
   }
 };
 
-// Forms eight columns as they come; most columns need no more.
+// Forms eight columns in the usual case.
 __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
                                    const float* class_weights, const uint4& kept) {
-  // These are counted in parts of the cap.
+  // In units of the cap.
   const float start = t.target_logit * map.backward, log2_part = ln2 * map.backward;
   float c[width] = {1, 1, 1, 1, 1, 1, 1, 1};
   if (class_weights != nullptr) {
@@ -56,7 +56,7 @@ __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
 }
 
 // Forms eight columns of which some are near the cap, the target or behind the last column; `left`
-// of them exist. It takes a word in turn, so that there is one copy of the code.
+// of them exist. In a loop over words, so that there is one copy of the code.
 __device__ inline uint4 form_rare(const MapFactors& map, const Terms& t, const float* class_weights,
                                   int64_t target, int64_t left, uint4 kept) {
 #pragma unroll 1
@@ -82,7 +82,7 @@ __device__ inline uint4 form_rare(const MapFactors& map, const Terms& t, const f
   return kept;
 }
 
-// Makes what is written of a row's eight columns from `j` on.
+// Forms a row's eight columns from `j` on.
 __device__ inline uint4 form_eight(const MapFactors& map, const Terms& t,
                                    const float* class_weights, const Panel& panel, int64_t row,
                                    int64_t j, const uint4& kept) {
@@ -96,7 +96,7 @@ __device__ inline uint4 form_eight(const MapFactors& map, const Terms& t,
 }
 
 // A block takes a slab of rows, 32 at a time of 8 threads with 16 bytes each, and several blocks of
-// 64 columns in turn, so that what a row needs is loaded once. With kSums it also sums the columns
+// 64 columns in turn, so that a row's numbers are loaded once. With kSums it also sums the columns
 // of what was written over the slab, in the order of bias_slabs_kernel.
 template <bool kSums>
 __global__ void __launch_bounds__(256)

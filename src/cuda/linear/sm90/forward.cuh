@@ -3,8 +3,8 @@
 // tiles of 256 tokens x 192 columns, whose logits leave the registers in one mode alone. Its modes:
 //   sums     sum of exponentials of every row and tile (192 columns) and what it is relative to,
 //            the anchor or a maximum, the target's left out
-//   sums_e   the same, and E = exp(z - z_target) in bf16; of f16 inputs its code (numbers.cuh)
-//   sums_kept  the same without the softcap's slope, and near the cap what is left to it
+//   sums_e   the same, and E = exp(z - z_target) in bf16; for f16 inputs its code (numbers.cuh)
+//   sums_kept  the same without the softcap's slope, and near the cap the distance to it
 //   dz       P exp(z - lse), with P p - o at the target
 //   logits   the raw logits in f32, with maximum and sum of exponentials of every row and tile
 // This header has what both kernels share: plain.cuh serves calls without options, with_options.cuh
@@ -25,39 +25,38 @@ constexpr bool keeps_codes = std::is_same_v<T, __half> && kMode == Mode::sums_e;
 
 constexpr int half_right_rows = tile_columns / 2, group_clusters = 4;
 
-// The kernels of with_options.cuh read this; plain.cuh reads the slopes of logits that are stored.
+// For the kernels of with_options.cuh; plain.cuh reads the slopes of stored logits.
 struct TileOptions {
-  MapFactors map;           // where rows have maps of their own, it leaves the temperature to them
-  const TokenMap* row_map;  // [N]  by token; where it is null `map` serves all rows
-  const float* row_slope;   // [rows of the chunk]  it has each row's slope, where there is row_map
-  const float* bias;        // [V + padding]  it is null where there is no bias
-  const float* class_weight;  // [V + padding]  it is null where every class weighs 1
-  bool smoothing, entropy;    // these terms of dz are asked for
+  MapFactors map;             // without the temperature, where rows have their own maps
+  const TokenMap* row_map;    // [N]  by token; null: `map` serves all rows
+  const float* row_slope;     // [rows of the chunk]  slopes, where there is row_map
+  const float* bias;          // [V + padding]  null without a bias
+  const float* class_weight;  // [V + padding]  null where every class weighs 1
+  bool smoothing, entropy;    // terms of dz
   float small;                // up to this |raw| the short polynomial is tanh
-  float near_cap;             // beyond this |z| sums_kept keeps what is left to the cap
-  float terms[5];             // they multiply raw^3, raw^5 ..., with the map's factors in them
+  float near_cap;             // beyond this |z| sums_kept keeps the distance to the cap
+  float terms[5];             // factors of raw^3, raw^5 ..., with the map's in them
   float large_terms[9];       // large_tanh reads them here to spare registers
 };
 
 struct Arguments {
   Chunk chunk;
   Team team;
-  int32_t left_rows;  // so many rows of the left operand are copied for a tile
+  int32_t left_rows;  // rows of the left operand that are copied for a tile
   Partials partials;
   const float* target_logit;
-  const RowGradient* gradients;   // only dz reads it
-  const float* target_gradient;   // only dz reads it
-  Panel panel;                    // every mode but sums writes it, `logits` in f32
-  int64_t first_column, columns;  // they are counted in the vocabulary
-  int64_t panel_end;              // whole blocks are written: behind the last column they are zeros
+  const RowGradient* gradients;   // only for dz
+  const float* target_gradient;   // only for dz
+  Panel panel;                    // written by every mode but sums; by `logits` in f32
+  int64_t first_column, columns;  // counted in the vocabulary
+  int64_t panel_end;              // whole blocks are written, with zeros behind the last column
   int32_t depth_tiles;
-  // A sum from the anchor may be at most most_sum; a maximum may be most_distance (log2) above it.
+  // A sum from the anchor may be up to most_sum; a maximum up to most_distance (log2) above it.
   float most_sum, most_distance;
   TileOptions options;
 };
 
-// Returns `x`, which the compiler takes for a new value at every place, so that it merges no
-// branches.
+// Returns `x`; the compiler takes it for a new value every time, and so merges no branches.
 __device__ inline bool again(bool x) {
   int value = x;
   asm volatile("" : "+r"(value));
@@ -73,16 +72,16 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(whole_warp, x, 2);
 }
 
-// Returns the target's column in the view, or one that is in no tile.
+// The target's column in the view, or one that is in no tile.
 __device__ inline int find_target(const Arguments& a, int row, int valid) {
   return row < valid ? a.chunk.tokens.target[a.chunk.first + row] : -1;
 }
 
-// A row's exponents start from these.
+// What a row's exponents start from.
 struct RowStart {
-  float anchor;    // it is z of the target for E, m for dz
-  float log2_sum;  // it is log2 s, for dz alone
-  float factor;    // it is P, for dz alone
+  float anchor;    // z_t for E, m for dz
+  float log2_sum;  // log2 s, only for dz
+  float factor;    // P, only for dz
 };
 template <Mode kMode>
 __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
@@ -93,21 +92,21 @@ __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
     const RowGradient& g = a.gradients[row];
     r.anchor = g.reference;
     r.log2_sum = g.log_sum * log2e;
-    // If a row has no maximum that is a number, no column has a probability to speak of.
+    // A row whose maximum is not finite has no probabilities.
     const bool exists = fabsf(g.reference) < infinity() && g.log_sum == g.log_sum;
     r.factor = exists ? g.probability : nan_value();
   }
   return r;
 }
 
-// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: each lane loads what one of them needs,
-// before the products, and the others get it from that lane.
+// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: before the products each lane loads what
+// one of them needs, and the others get it from that lane.
 struct RowData {
   int target;
-  float anchor;  // it is z_t, or m for dz
-  // dz alone has them: log2 s, P, s and dz of the target
+  float anchor;  // z_t, or m for dz
+  // only for dz: log2 s, P, s and dz of the target
   float log2_sum, factor, smoothing, target_gradient;
-  float slope;  // kScaled alone has it: it takes raw to z
+  float slope;  // only for kScaled: from raw to z
 };
 template <Mode kMode, bool kScaled = false>
 __device__ inline RowData load_row(const Arguments& a, int row0, int valid) {
@@ -134,13 +133,13 @@ __device__ inline float of_row(float x, int part, int h) {
   return __shfl_sync(whole_warp, x, threadIdx.x / 4 % 8 * 4 + 2 * part + h);
 }
 
-// Targets, columns behind the last one and, in panels, rows behind the last one are rare. These
-// elements of row h do not count, given as i of their columns 8 i + {0, 1}.
+// Elements of row h that do not count, given as i of their columns 8 i + {0, 1}: the target, and
+// columns behind the last one and, in panels, rows behind the last one. All are rare.
 struct LeftOut {
   int target[2], end[2];
 };
 
-// This lies in shared memory and is read where it is used, because the logits take the registers.
+// In shared memory, read where it is used, because the logits take the registers.
 struct ForwardWork {
   int valid;
   Schedule schedule;
@@ -181,7 +180,7 @@ __device__ inline void copy_tile(const CUtensorMap* input_map, const CUtensorMap
   }
 }
 
-// Lanes 0 and 1 of the first warpgroup run this.
+// For lanes 0 and 1 of the first warpgroup.
 __device__ inline void copy_tiles(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const Schedule& schedule,
                                   const Arguments& a) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last tiles of a product may have been cut in slices (cut.h); this kernel then adds up their
-// slots.
+// Adds up the slots of a product's last tiles, if they were cut in slices (cut.h).
 #pragma once
 
 #include "src/cuda/linear/sm90/product_rows.cuh"
@@ -9,7 +8,7 @@
 namespace logitless::cuda::sm90 {
 
 // A block adds the slots of a tile that was cut, in order, for 64 rows and 16 columns.
-constexpr int join_parts = 12;  // so many blocks share a tile's columns
+constexpr int join_parts = 12;  // blocks that share a tile's columns
 
 template <Gradient kGradient, class Out>
 __global__ void __launch_bounds__(128, 6) join_kernel(const __grid_constant__ ProductArguments a) {
@@ -20,7 +19,7 @@ __global__ void __launch_bounds__(128, 6) join_kernel(const __grid_constant__ Pr
   let_next_start();
   const Cut& cut = work.cut;
   const int slices = cut.slices;
-  constexpr int fours = 24 / join_parts, together = 4;  // it loads so many slots at a time
+  constexpr int fours = 24 / join_parts, together = 4;  // slots loaded at a time
   for (int item = blockIdx.x; item < 8 * join_parts * cut.tail; item += gridDim.x) {
     const int at = item / join_parts / 8, part = item / join_parts % 8, columns = item % join_parts;
     int row_cluster, column_tile;

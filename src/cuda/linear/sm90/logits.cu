@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A head's logits are stored in f32 with their sums, for the divergences.
+// Stores a head's logits in f32 with their sums, for the divergences.
 #include "src/cuda/linear/sm90/plain.cuh"
 #include "src/cuda/linear/sm90/weight_map.h"
 #include "src/cuda/linear/sm90/whole_chip.cuh"

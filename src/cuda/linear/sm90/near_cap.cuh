@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Near a softcap this is kept of a logit in place of E, for form_dz.cu.
+// What is kept of a logit in place of E near a softcap, for form_dz.cu.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -7,16 +7,17 @@
 
 namespace logitless::cuda::sm90 {
 
-// From E, rounded by 2^-8 at most, z is known to 2^-8, and the slope 1 - (z / cap)^2 to 2^-8 b of
-// itself, b = 2 |z| / (cap^2 - z^2). E's own rounding and that of dz already take what the contract
-// grants, so this is too much where all logits of a row are alike and below 0. Beyond near_cap a
-// negative number is kept in E's place: the sign of z and a code of what is left, 1 - |z| / cap, in
-// the sixteen upper bits (form_dz.cu). Below 2^-5 the code is five bits of its exponent and nine of
-// its mantissa, as the slope wants; above it counts parts of the cap, as z does. Either errs less
-// than E's rounding, and b is 0.11 at most for caps from 15 on. The bound is not nearer 0, because
-// a warp's logits would no longer be taken for large there (most_of_small: tanh 0.6 is 0.54).
-constexpr float near_cap = 0.55f;  // |z| reaches this part of the cap
-// 2^-24 has it; codes begin at a normal number
+// From E, which is rounded by up to 2^-8, z is known to 2^-8, and the slope 1 - (z / cap)^2 to 2^-8
+// b of itself, b = 2 |z| / (cap^2 - z^2). E's own rounding and that of dz already use up the
+// contract's bound, so this is too much where all logits of a row are alike and below 0. Beyond
+// near_cap a negative number is kept in E's place: the sign of z and a code of the distance, 1 -
+// |z| / cap, in the upper sixteen bits (form_dz.cu). Below 2^-5 the code is five bits of its
+// exponent and nine of its mantissa, as the slope needs; above, it counts parts of the cap, as z
+// needs. Either errs less than E's rounding, and b is 0.11 at most for caps from 15 on. The bound
+// is not nearer 0, because a warp's logits would no longer be taken for large there (most_of_small:
+// tanh 0.6 is 0.54).
+constexpr float near_cap = 0.55f;  // |z| relative to the cap
+// of 2^-24; codes begin at a normal number
 constexpr uint32_t first_left_code = (103u << 9) - 128;
 // A part is a cap / 14336: half of one is 2^-9 of a cap of 50.
 constexpr float least_counted = 0x1p-5f, parts = 14336;
@@ -32,7 +33,7 @@ __device__ inline float encode_left(const MapFactors& map, float z) {
                                              : count + counted_codes;
   return __uint_as_float((0x8000u | (z < 0 ? 0x4000u : 0u) | code) << 16);
 }
-// Returns z, and the softcap's slope there, from the middle of what the code stands for.
+// Returns z and the softcap's slope there, from the middle of the code's interval.
 __device__ inline float decode_left(const MapFactors& map, float kept, float* slope) {
   const uint32_t bits = __float_as_uint(kept), code = bits >> 16 & 0x3fff;
   const float left = code < first_counted_code

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This header says which options a kernel knows, and maps 64 rows of a tile, 64 columns at a time:
+// Which options a kernel is compiled for, and the map of 64 rows of a tile, 64 columns at a time:
 // d[0] to d[31] of a thread are its elements d[4 i + 2 h + c] of row 8 h and column 8 i + 2 (lane %
 // 4) + c.
 #pragma once
@@ -19,14 +19,14 @@ constexpr bool is_any = kSet == Set::any || kSet == Set::any_capped || has_more<
 template <Set kSet>
 constexpr bool has_cap = kSet == Set::capped || kSet == Set::any_capped || kSet == Set::more_capped;
 
-// Returns false always; but the compiler does not know, and so mixes no work across.
+// Always false; but the compiler does not know, and so mixes no work across.
 __device__ inline bool stops(const Arguments& a) { return again(a.depth_tiles == 0); }
 
 template <Set kSet>
 __device__ inline bool has_bias(const Arguments& a) {
   return is_any<kSet> ? again(a.options.bias != nullptr) : kSet == Set::biased;
 }
-// True where raw -> z is a factor that each row has of its own, or else all share.
+// Whether raw -> z is a factor, each row's own or one for all.
 template <Set kSet>
 constexpr bool slopes_by_row = kSet == Set::scaled;
 template <Set kSet>
@@ -43,12 +43,12 @@ __device__ inline bool has_smoothing(const Arguments& a) {
   return is_any<kSet> ? again(a.options.smoothing) : kSet == Set::smoothed;
 }
 
-// These are 64 rows of a tile, and what this thread's two of them start from.
+// 64 rows of a tile, and what this thread's two of them start from.
 struct HalfRows {
   int row, part;  // row is the first one; part is 0 in the upper half, 1 in the lower
   int column, column_tile;
-  float anchor[2];                             // it is the anchor's exponent, except for dz
-  float log2_sum[2], factor[2], smoothing[2];  // dz alone has these
+  float anchor[2];                             // the anchor's exponent, except for dz
+  float log2_sum[2], factor[2], smoothing[2];  // only for dz
 };
 template <Mode kMode>
 __device__ inline HalfRows find_rows(const RowData& data, int row, int part, int column,
@@ -100,8 +100,7 @@ __device__ inline bool is_masked(const LeftOut& mask, int column, int h) {
   return kRare && (column == mask.target[h] || column >= mask.end[h]);
 }
 
-// Returns the map of row h of the two, where rows have maps of their own; behind the last row it
-// returns another's.
+// The map of row h of the two, where rows have their own; behind the last row, another's.
 __device__ inline const TokenMap& map_of_row(const Arguments& a, const HalfRows& rows, int valid,
                                              int h) {
   const Chunk& chunk = a.chunk;
@@ -111,8 +110,7 @@ template <Set kSet>
 __device__ inline bool has_row_maps(const Arguments& a) {
   return has_more<kSet> && again(a.options.row_map != nullptr);
 }
-// Does the same as map_block, but for what rows have of their own. Where it returns true it has
-// applied that too.
+// map_block without what rows have of their own; returns true if it has applied that too.
 template <Set kSet>
 __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, const HalfRows& rows,
                                        int valid, int column) {
@@ -132,7 +130,7 @@ __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, const
     for (int n = 0; n < 32; ++n) most[n % 4] = fmaxf(most[n % 4], fabsf(d[n]));
     const float all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     if (__any_sync(whole_warp, all > o.small)) {
-      // This is rare and long, so that a few columns at a time share one copy of the code.
+      // Rare and long, so a few columns at a time share one copy of the code.
       constexpr int at_once = has_more<kSet> ? 2 : 4;
 #pragma unroll 1
       for (int turn = 0; turn < 32 / at_once; ++turn) {
@@ -163,15 +161,14 @@ __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, const
   return false;
 }
 
-// Returns the factor that makes the softcap's slope of row h.
+// The factor for the softcap's slope of row h.
 template <Set kSet>
 __device__ inline float backward_of(const Arguments& a, const HalfRows& rows, int valid, int h) {
   if (has_row_maps<kSet>(a)) return map_of_row(a, rows, valid, h).backward;
   return a.options.map.backward;
 }
 
-// Maps raw -> z of 64 columns from `column` on, in place. Returns whether any of them may be near
-// the cap.
+// Maps raw -> z of 64 columns from `column` on, in place. Returns whether any may be near the cap.
 template <Set kSet>
 __device__ inline bool map_block(float (&d)[96], const Arguments& a, const HalfRows& rows,
                                  const RowData& data, int valid, int column) {
@@ -199,13 +196,13 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, const HalfR
 // E and dz leave through boxes of a warp's own 16 rows and 64 columns, two in turn.
 constexpr int box_lines = 16, warp_box_bytes = box_lines * 128;
 
-// Returns where a lane's eight elements of four 8 x 8 blocks of its warp's box [16, 64] begin,
-// swizzled; those of columns 16 `two` on are at ^ 32 two.
+// Where a lane's eight elements of four 8 x 8 blocks of its warp's box [16, 64] begin, swizzled;
+// those of columns 16 `two` on are at ^ 32 two.
 __device__ inline uint32_t lane_of_box(const uint8_t* box) {
   const uint32_t lane = threadIdx.x % 32;
   return shared_address(box) + lane % box_lines * 128 + (lane / 16 ^ lane % 8) * 16;
 }
-// Returns the box itself where the lane is the first one.
+// The address of a warp's box, from its first lane's lane_of_box().
 __device__ inline const void* box_at(uint32_t lane) {
   return reinterpret_cast<const void*>(__cvta_shared_to_generic(lane));
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the barriers of shared memory and of a cluster, in PTX (sm_90): what PTX ISA 8 calls
-// mbarrier and barrier.cluster.
+// The barriers of shared memory and of a cluster, in PTX (sm_90): mbarrier and barrier.cluster of
+// PTX ISA 8.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +37,8 @@ __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 // Arrives on the same barrier of block `rank` of the cluster. It hands over memory that the tensor
-// cores are done reading, so there are no stores to be seen; with .release.cluster every call would
-// wait for all earlier stores (MEMBAR.ALL.GPU).
+// cores have read, so no stores need be visible; with .release.cluster every call would wait for
+// all earlier stores (MEMBAR.ALL.GPU).
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -62,8 +62,8 @@ __device__ inline void cluster_sync() {
           : "memory");
 }
 
-// Waits for a warpgroup's 128 threads, whose warps may come to it from different places in the
-// code. bar.sync would say that they do not.
+// Waits for a warpgroup's 128 threads. Their warps may come from different places in the code,
+// which bar.sync does not allow.
 __device__ inline void group_sync(int warpgroup) {
   asm volatile("barrier.sync %0, 128;" ::"r"(warpgroup) : "memory");
 }

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the forward modes without options, but for a scale of logits that are stored. What
-// becomes of a tile's logits is worked out under the products of its other half and of the next
-// tile:
+// The forward modes without options, except a scale of logits that are stored. A tile's epilogue
+// runs under the products of its other half and of the next tile:
 //   its last steps    the 64 upper rows' products, then the lower ones'; under these the upper
 //                     rows' exponentials
 //   the next tile's   first steps, of the upper rows; under these the lower rows' exponentials
 // Both take one step of depth, or two (split_steps); a tile has at least twice as many.
 // Exponentials start from the anchor z_t, which is known before the products, not from the tile's
-// maximum: none waits for another, and nobody looks for the maximum. A row whose sum says that it
-// is too far from the anchor is summed again, from its maximum.
-// E and dz go through shared memory to the copy engine. There is room for it in the last step but
-// one: its products are done, and these 16 KB a warpgroup are given back when the boxes have been
-// read. Logits go to memory as they are, 32 bytes of eight rows at a time.
+// maximum: none waits for another, and no maximum is needed. A row whose sum shows that it is too
+// far from the anchor is summed again, from its maximum.
+// E and dz go through shared memory to the copy engine. Their room is the stage of the last step
+// but one: its products are done, and these 16 KB a warpgroup are given back when the boxes have
+// been read. Logits go to memory directly, 32 bytes of eight rows at a time.
 // The sums of logits have no anchor: nothing is known of their rows, and both heads of a divergence
-// need them to the last bits. Each lane's start from the greatest of its own logits.
+// need them to the last bits. Each lane starts from the greatest of its own logits.
 #pragma once
 
 #include <cfloat>
@@ -23,12 +22,11 @@
 
 namespace logitless::cuda::sm90 {
 
-// A thread has sums of 64 rows of a tile; of these are made a row's sums of a tile, or of a unit,
-// in memory.
+// A thread sums 64 rows of a tile; from these come a row's sums of a tile, or of a unit, in memory.
 static_assert(unit_rows == cluster_rows);
 
-// These are the sums of a thread's two rows, relative to the anchor, or to `maximum` where that is
-// no NaN. Of logits `maximum` is raw, and it is always what they are relative to.
+// The sums of a thread's two rows, relative to the anchor, or to `maximum` unless that is NaN. For
+// stored logits `maximum` is of raw logits, and the sums are always relative to it.
 struct RowSums {
   float sum[2], maximum[2];
 };
@@ -49,15 +47,15 @@ __device__ inline void write_sums(const PartialSum& sums, const UnitItem& item, 
   }
 }
 
-// Returns the sum of a quad's lanes, each relative to a maximum of its own.
+// Merges the sums of a quad's lanes, each relative to its own maximum.
 __device__ inline PartialSum join_lanes(float maximum, float sum) {
   const float most = quad_max(maximum), from = most == -infinity() ? 0.0f : most;
   return {most, quad_sum(sum * exp2_fast((maximum - from) * log2e))};
 }
 
-// Writes, under the next products, a tile's sums of 64 rows. Each lane takes those of one of its
-// quad's four rows, whose data it has. Beside E they go to memory, else they are added to the
-// unit's, which are written with its last tile.
+// Writes, under the next products, a tile's sums of 64 rows. Each lane takes one of its quad's four
+// rows, whose data it has. Together with E they go to memory, otherwise into the unit's, which are
+// written with its last tile.
 template <Mode kMode>
 __device__ inline void add_sums(const RowSums& sums, const RowData& data, const UnitItem& item,
                                 bool ends, int row0, int part, const Arguments& a, int valid,
@@ -74,7 +72,8 @@ __device__ inline void add_sums(const RowSums& sums, const RowData& data, const 
     if (h == 0 || threadIdx.x % 2 != 0) own = row;
   }
   if (kMode != Mode::logits && own.reference != own.reference) {
-    // The exponentials are relative to the anchor but for a rounding, which is made good here.
+    // The exponentials are relative to the anchor times log2(e), rounded; this corrects for the
+    // rounding.
     own.reference = fabsf(data.anchor) < most_anchor ? data.anchor : 0.0f;
     own.sum *= exp2_fast(-fmaf(own.reference, log2e, -(own.reference * log2e)));
   }
@@ -93,17 +92,17 @@ __device__ inline void add_sums(const RowSums& sums, const RowData& data, const 
 template <Mode kMode>
 constexpr bool has_boxes = kMode == Mode::sums_e || kMode == Mode::dz;
 
-// So many steps at a tile's end, and as many at its beginning, run the upper rows' products before
-// the lower ones', and other work is done under them. It is two, all of the ring, where boxes do
-// not leave room for one alone.
+// At a tile's end, and again at its beginning, this many steps run the upper rows' products before
+// the lower ones', with other work under them. Two, all of the ring, unless boxes leave room for
+// only one.
 template <Mode kMode>
 constexpr int split_steps = has_boxes<kMode> ? 1 : 2;
 
-// A tile's sum relative to the anchor must not be below this: exponentials that count may then be
-// 0.
+// A tile's sum relative to the anchor must not be below this: exponentials that count may be 0
+// then.
 constexpr float least_sum = 0x1p-100f;
 
-// These are the same for this thread's two rows of a half. For E `anchor` is the anchor's exponent.
+// By row of the two that this thread has in a half. For E `anchor` is the anchor's exponent.
 struct Starts {
   float anchor[2], log2_sum[2], factor[2], target_gradient[2];
 };
@@ -125,8 +124,8 @@ __device__ inline Starts find_starts(const RowData& data, int part) {
   return s;
 }
 
-// The accumulators themselves stay as they are, since products are in flight. is_masked of
-// option_rows.cuh does not serve: with it ptxas spills a register of dz.
+// The accumulators themselves stay unchanged, since products are in flight. Not is_masked of
+// option_rows.cuh: with it ptxas spills a register of dz.
 template <bool kMasked>
 __device__ inline float element(const float (&d)[96], const LeftOut& mask, int i, int h, int c) {
   const float x = d[4 * i + 2 * h + c];
@@ -139,7 +138,7 @@ __device__ inline float log2_exponential(float x, const Starts& starts, int h) {
   return fmaf(x, log2e, -starts.anchor[h]);
 }
 
-// Makes E of an element, or of dz the P p alone (src/row/dz-inl.h has the rest).
+// E of an element, or for dz the P p alone (src/row/dz-inl.h has the rest).
 template <Mode kMode, bool kMasked>
 __device__ inline float exponential(float x, const Starts& starts, const LeftOut& mask, int column,
                                     int h) {
@@ -151,7 +150,7 @@ __device__ inline float exponential(float x, const Starts& starts, const LeftOut
   return exp2_fast(log2_exponential(x, starts, h));
 }
 
-// Returns the maximum of row h over this thread's columns.
+// The maximum of row h over this thread's columns.
 template <bool kMasked>
 __device__ inline float find_maximum(const float (&d)[96], const LeftOut& mask, int h) {
   float maximum = -infinity();
@@ -164,32 +163,31 @@ __device__ inline float find_maximum(const float (&d)[96], const LeftOut& mask, 
   return maximum;
 }
 
-// Returns the sum of row h relative to its maximum, over this thread's columns.
+// The sum of row h relative to its maximum, over this thread's columns.
 template <bool kMasked>
 __device__ inline float sum_from_maximum(const float (&d)[96], const LeftOut& mask, int h,
                                          float maximum) {
-  // If the row is of -inf alone every exponential is 0, and a NaN stays.
+  // In a row of -inf alone every exponential is 0; a NaN stays.
   const float reference = maximum == -infinity() ? 0.0f : maximum;
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < 24; ++i) {
     if (i % 4 == 0 && again(false)) break;
-    // fma(x, log2(e), -m log2(e)) would not do: it rounds -m log2(e) first, and where |m| is large
-    // that error becomes an exponent.
+    // Not fma(x, log2(e), -m log2(e)): it rounds -m log2(e) first, and where |m| is large that
+    // error becomes an exponent.
     sum += exp2_fast((element<kMasked>(d, mask, i, h, 0) - reference) * log2e) +
            exp2_fast((element<kMasked>(d, mask, i, h, 1) - reference) * log2e);
   }
   return sum;
 }
 
-// Says where 64 rows of a tile lie.
+// The place of 64 rows of a tile.
 struct HalfTile {
-  int row;                // it is this thread's first row
+  int row;                // this thread's first
   int column_tile, part;  // part is 0 in the upper half, 1 in the lower
 };
 
-// Makes the exponentials of 64 rows, their sums and, if they are kept, writes the exponentials
-// themselves.
+// Makes the exponentials of 64 rows and their sums, and writes the exponentials if they are kept.
 template <class T, Mode kMode, bool kMasked>
 __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const Starts& starts,
                                 const HalfTile& at, const Arguments& a,
@@ -230,8 +228,8 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
   }
   if constexpr (kMode != Mode::dz) {
     float maximum[2] = {nan_value(), nan_value()};
-    // A lane alone says whether its row may be far, so that nobody waits for the others here. It
-    // allows an eighth of the most, and so none of four lanes' sums is beyond it then.
+    // A lane decides alone whether its row may be far, so that none waits for the others here. It
+    // allows an eighth of the most, so that four lanes' sums together stay within it.
     bool far = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) far |= !(sum[h] > least_sum && sum[h] < a.most_sum / 8);
@@ -261,7 +259,7 @@ __device__ inline void store_rows(const float (&d)[96], const LeftOut& mask, con
   for (int h = 0; h < 2; ++h) {
     float* const to = first + 8 * h * a.panel.pitch;
 #pragma unroll
-    for (int i = 0; i < 24; ++i) {  // whole pairs: nobody reads what lies behind the last column
+    for (int i = 0; i < 24; ++i) {  // whole pairs: what is behind the last column is not read
       if (kMasked && 8 * i >= mask.end[h]) break;
       *reinterpret_cast<float2*>(to + 8 * i) = {d[4 * i + 2 * h], d[4 * i + 2 * h + 1]};
     }
@@ -323,12 +321,12 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
   const uint32_t signals = threadIdx.x % 128;
   const auto release = [&](int stage) { a.team.release(pipeline.empty + stage, signals); };
   Ring ring;
-  int first[split], last[split], lent = -1;  // they are the stages of a tile's first and last steps
+  int first[split], last[split], lent = -1;  // the stages of a tile's first and last steps
   Walk walk(a.team);
   if (!walk.more(work.units)) return;
   PartialSum unit;
-  // This runs under the last lower rows' products. A stage is given back before the next one is
-  // waited for, because who copies single rows fills three before it announces the first of them.
+  // Runs under the last lower rows' products. A stage is given back before the next one is waited
+  // for, because the copiers of single rows fill three before they announce the first of them.
   const auto begin_upper = [&](bool exists, bool behind_others) {
 #pragma unroll
     for (int i = 0; i < split; ++i, ring.next()) {
@@ -352,7 +350,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
   };
   begin_upper(true, false);
   multiply_lower(first, true);
-  do {  // the first steps are under way here
+  do {  // with the first steps in flight
     const UnitItem item = walk.item(work.units);
     const bool ends = item.tile + 1 == item.end;
     const int row =
@@ -405,7 +403,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
       release(last[0]);
     }
     walk.next(work.teams);
-    // Behind the last tile it multiplies whatever lies there, for nothing.
+    // Behind the last tile it multiplies arbitrary memory, and the result is not used.
     begin_upper(walk.more(work.units), true);
     if constexpr (kMode != Mode::dz) {
       add_sums<kMode>(sums, data, item, ends, row, 0, a, work.valid, &unit);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is what a block of the plain forward works on, and the first warpgroup, which brings it
-// there. The left operand's rows are the caller's own where every token counts, else those of the
-// compacted copy. Where there is no copy, because the workspace is small, neighbouring rows are
-// still a box for the copy engine, and two warps copy the other rows, 16 bytes a lane.
+// What a block of the plain forward works on, and the first warpgroup, which copies it. The left
+// operand's rows are the caller's own if every token counts, else those of the compacted copy. If
+// there is no copy, because the workspace is small, neighbouring rows are still a box for the copy
+// engine, and two warps copy the other rows, 16 bytes a lane.
 #pragma once
 
 #include "src/cuda/linear/sm90/forward.cuh"
@@ -10,19 +10,19 @@
 
 namespace logitless::cuda::sm90 {
 
-// This is the caller's input; where its data is null, all boxes are of the compacted one.
+// The caller's input; with null data all boxes are of the compacted one.
 struct InputRows {
   const char* data;
-  int64_t stride;  // it counts bytes, in at most 31 bits
+  int64_t stride;  // bytes, in at most 31 bits
   int32_t hidden;
   bool copied;  // a compacted copy exists too
 };
 
-// A block's work lies in shared memory, because the logits take the registers.
+// In shared memory, because the logits take the registers.
 struct PlainWork {
   int valid, teams;
   Units units;
-  bool some;     // some of the caller's rows do not count, so that the other map is read
+  bool some;     // some of the caller's rows do not count: use the compacted map
   bool gathers;  // some rows do not count and there is no copy
 };
 __device__ inline PlainWork find_plain_work(const Arguments& a, const InputRows& input) {
@@ -36,8 +36,8 @@ __device__ inline PlainWork find_plain_work(const Arguments& a, const InputRows&
 }
 
 // Of the left operand `left_rows` rows are copied for a tile. The others that are multiplied begin
-// as zeros, so that no NaN that lay there makes rows that do not exist look far from their anchor;
-// boxes of E may take their place later. cluster_sync follows.
+// as zeros, so that no leftover NaN makes rows that do not exist look far from their anchor; boxes
+// of E may take their place later. cluster_sync must follow.
 __device__ inline void clear_left_out(const Pipeline& p, int left_rows) {
   const int lines = (left_rows > 128 ? 256 : 128) - left_rows, pieces = 8 * lines;
   for (int i = threadIdx.x; i < stages * pieces; i += block_threads) {
@@ -47,14 +47,14 @@ __device__ inline void clear_left_out(const Pipeline& p, int left_rows) {
   if (pieces > 0) fence_copies();
 }
 
-// Walks through a team's tiles in order: those of item n, then those of item n + teams. An item,
-// which costs three divisions, is looked up when its first tile is asked for, not when the one
+// Walks through a team's tiles in order: those of item n, then those of item n + teams. An item
+// costs three divisions, so it is looked up when its first tile is asked for, not when the item
 // before ends.
 class Walk {
  public:
   __device__ explicit Walk(const Team& team) : n_(team.number()) {}
   __device__ bool more(const Units& units) const { return n_ < units.items; }
-  // Returns the item whose next tile is `item.tile`, up to `item.end`; it goes with more() alone.
+  // Returns the item whose next tile is `item.tile`, up to `item.end`. Only if more().
   __device__ UnitItem item(const Units& units) {
     if (item_.tile == item_.end) item_ = units.item(n_);
     return item_;
@@ -68,7 +68,7 @@ class Walk {
   UnitItem item_{0, 0, 0, -1};
 };
 
-// Serves a multiplying warpgroup that has no rows.
+// For a multiplying warpgroup that has no rows.
 __device__ inline void skip_tiles(const Pipeline& pipeline, const PlainWork& work,
                                   const Arguments& a) {
   Ring ring;
@@ -78,7 +78,7 @@ __device__ inline void skip_tiles(const Pipeline& pipeline, const PlainWork& wor
   }
 }
 
-// Lanes 0 and 1 run this for both operands, or one of them for the weight alone.
+// For lanes 0 and 1 with an operand each, or one of them with the weight alone.
 __device__ inline void copy_boxes(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const PlainWork& work,
                                   const Arguments& a) {
@@ -94,7 +94,7 @@ __device__ inline void copiers_sync() {
   asm volatile("barrier.sync %0, %1;" ::"n"(row_barrier), "n"(row_copiers) : "memory");
 }
 
-// Copies 16 bytes to shared memory: the first `bytes` from `from`, and zeros behind them.
+// Copies 16 bytes to shared memory: the first `bytes` from `from`, then zeros.
 __device__ inline void copy_16(uint32_t to, const char* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
@@ -104,9 +104,9 @@ __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Tells which rows of the input a tile's are; a thread copies 16 bytes of every eighth one. Behind
-// the last row that counts it may be any, since nothing is written of those. Two warps have no
-// instructions to waste, so the rows are looked up once a row cluster.
+// The rows of the input in a tile; a thread copies 16 bytes of every eighth. Behind the last row
+// that counts any row will do, since nothing of those is written. The two warps have no
+// instructions to waste, so the rows are looked up once per row cluster.
 constexpr int input_box_rows = 64, input_boxes = tile_rows / input_box_rows;
 struct alignas(16) RowTable {
   static constexpr int lines = 8, rows = tile_rows / lines, pitch = rows + 4;
@@ -114,7 +114,7 @@ struct alignas(16) RowTable {
   __device__ int& at(int r) { return row[r % lines][r / lines]; }
 };
 
-// Tells which of the tile's boxes of 64 rows are neighbours in the input, a bit each.
+// Returns a bit for each of the tile's boxes of 64 rows whose rows are neighbours in the input.
 __device__ inline uint32_t fill(RowTable* table, int first, const PlainWork& work,
                                 const Arguments& a) {
   copiers_sync();
@@ -135,8 +135,7 @@ __device__ inline uint32_t fill(RowTable* table, int first, const PlainWork& wor
   return boxes;
 }
 
-// Copies this thread's 16 bytes of 8 rows of a box, every eighth one from the tile's row 8 `from`
-// on.
+// Copies this thread's 16 bytes of 8 rows of a box: every eighth from the tile's row 8 `from` on.
 __device__ inline void copy_lines(const RowTable& table, int line, int from, const char* input,
                                   uint32_t stride, uint32_t to, int bytes) {
 #pragma unroll 1
@@ -151,9 +150,8 @@ __device__ inline void copy_lines(const RowTable& table, int line, int from, con
   }
 }
 
-// Copies the input's rows of tokens that count, which lie anywhere. Three stages are under way
-// before the first one is announced; only then are the bytes of the weight and of whole boxes
-// counted.
+// Copies the input's rows of tokens that count, wherever they are. Three stages are in flight
+// before the first is announced; only then are the bytes of the weight and of whole boxes counted.
 __device__ inline void copy_rows(const CUtensorMap* map, const InputRows& input,
                                  const Pipeline& pipeline, const PlainWork& work,
                                  const Arguments& a) {
@@ -163,7 +161,7 @@ __device__ inline void copy_rows(const CUtensorMap* map, const InputRows& input,
   const uint32_t stride = static_cast<uint32_t>(input.stride);
   Ring ring;
   int ahead = 0, row_cluster = -1;
-  // Boxes are the tile's; counted has those of stages not announced yet, 4 bits each.
+  // `boxes` are the tile's; `counted` has those of stages not announced yet, 4 bits each.
   uint32_t boxes = 0, counted = 0;
   const auto announce = [&] {
     fence_copies();

@@ -16,9 +16,8 @@ namespace {
 using tiled::Kept;
 using tiled::tiled_part;
 
-constexpr int input_group = 8, weight_group = 2;  // both were measured: docs/kernels/hopper.md
+constexpr int input_group = 8, weight_group = 2;  // both measured: docs/kernels/hopper.md
 
-// Calls f with the operands' dtype, as the kernels name it.
 template <class F>
 void with_half(DType dtype, F&& f) {
   if (dtype == DType::f16) {
@@ -28,7 +27,7 @@ void with_half(DType dtype, F&& f) {
   }
 }
 
-// This is a product on its way to its launch.
+// A product ready for its launch.
 struct Prepared {
   Operands operands;
   ProductArguments a;
@@ -43,7 +42,6 @@ void use_teams(const LinearMemory& m, int teams, int32_t slots, Prepared* p) {
   p->a.cut = work_of<kGradient>(p->a, p->a.chunk.rows, true).cut;
 }
 
-// Calls f(T{}, Out{}) with the operands' dtype and the gradient's.
 template <class F>
 void with_types(DType dtype, DType out, F&& f) {
   with_half(dtype, [&](auto element) {
@@ -84,9 +82,9 @@ void launch(const LinearWork& work, Prepared p) {
   join<kGradient>(work, p);
 }
 
-// Returns whether few_tokens.cuh makes grad_weight, which takes 3 to 7 % less at 512 tokens and 28
-// % less at 64. The copy engine stores whole 16 bytes, so that rows must end there: behind them
-// lies what is not ours. Nothing is cut, because no tile is deep.
+// Whether few_tokens.cuh makes grad_weight, in 3 to 7 % less time at 512 tokens and 28 % less at
+// 64. The copy engine stores whole 16 bytes, so rows must end at a multiple: what is behind them is
+// not ours. Nothing is cut, because no tile is deep.
 constexpr int64_t few_tokens = 512;
 bool takes_few(const LinearWork& work, const Prepared& p) {
   const ProductArguments& a = p.a;
@@ -105,8 +103,8 @@ void launch_few(const LinearWork& work, Prepared p) {
   });
 }
 
-// Makes the map of the right operand: `rows` of the depth axis, each with the output's columns
-// along memory.
+// The map of the right operand: `rows` of the depth axis, each with the output's columns along
+// memory.
 CUtensorMap right_map(const LinearWork& work, const void* data, int64_t rows, int64_t columns,
                       int64_t stride, ProductArguments* a) {
   const auto& [call, plan, m, device, stream, chunk] = work;
@@ -128,7 +126,7 @@ Prepared input_product(const LinearWork& work, const Kept& kept, DType out, Prod
     return make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, tiled::rows_of_tile(plan),
                     stream);
   };
-  // A part of no columns has no address, so the map takes the other part's.
+  // A part without columns has no address, so the map takes the other part's.
   const bool all_behind = kept.panel.columns == 0, none_behind = kept.behind.columns == 0;
   const Panel& first = all_behind ? kept.behind : kept.panel;
   a.depth = static_cast<int32_t>(kept.columns());
@@ -238,7 +236,7 @@ void HopperEngine::both_gradients(const LinearWork& work, const Panel& panel, co
   Prepared weight = weight_product(work, panel, rows, of_e, add);
   const int clusters = device.multiprocessors / 2;
   use_teams<Gradient::input>(m, tiled_part(plan).input_teams, tiled_part(plan).slots, &input);
-  // grad_weight gets no slots, since both run at once and the slots are grad_input's.
+  // grad_weight gets no slots: both run at once, and the slots are grad_input's.
   use_teams<Gradient::weight>(m, clusters - tiled_part(plan).input_teams, 0, &weight);
   with_types(call.shape.dtype, input.out, [&](auto element, auto out) {
     stream->launch_config("sm90 both gradients", both_kernel<decltype(element), decltype(out)>,

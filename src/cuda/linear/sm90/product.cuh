@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// This kernel makes the gradients' products on Hopper, on the tile of tile.cuh:
+// The gradients' products on Hopper, on the tile of tile.cuh:
 //   grad_input  [tokens, D] = panel [tokens, columns] . weight [columns, D]
 //   grad_weight [columns, D] = panel [tokens, columns]^T . input [tokens, D]
-// Neither operand is transposed in memory: the tensor cores read either axis. How many tokens count
-// is read on the device, so that ignored ones take no time. A tile's sums are written under
-// products (product_rows.cuh): its upper rows' under the last step's lower ones, its lower rows'
-// under the next tile's first.
+// Neither operand is transposed in memory: the tensor cores read either axis. The number of tokens
+// that count is read on the device, so that ignored ones take no time. A tile's sums are written
+// under products (product_rows.cuh): its upper rows' under the last step's lower ones, its lower
+// rows' under the next tile's first.
 #pragma once
 
 #include "src/cuda/linear/sm90/product_rows.cuh"
@@ -35,9 +35,9 @@ __device__ __forceinline__ void write_half(const float (&d)[96], const ProductAr
                              [&](int j) { return *reinterpret_cast<const float2*>(line + j); });
 }
 
-// Returns whether a warpgroup brings the smoothing's line of a tile's columns to shared memory:
-// while products run a load takes some 200 cycles, and the sums leave no registers to have many
-// under way. Slices have no line; join.cuh subtracts it.
+// Whether a warpgroup copies the smoothing's line of a tile's columns to shared memory: while
+// products run a load takes some 200 cycles, and the sums leave no registers for many in flight.
+// Slices have no line; join.cuh subtracts it.
 __device__ inline bool has_line(const ProductArguments& a, const Work& work, int item) {
   return a.line != nullptr && item < work.cut.whole();
 }
@@ -46,14 +46,14 @@ __device__ __forceinline__ void copy_line(const ProductArguments& a, const Work&
   if (!has_line(a, work, item)) return;
   int row_cluster, column_tile;
   work.schedule.find(item, &row_cluster, &column_tile);
-  group_sync(warpgroup);  // every row of the tile before is written, so its line may go
+  group_sync(warpgroup);  // the tile before is written, so its line is free
   const int j = 2 * static_cast<int>(threadIdx.x % 128);
   if (j >= tile_columns) return;
   *reinterpret_cast<float2*>(line + j) = line_pair(a, column_tile * tile_columns + j);
 }
 
-// A launch of one product needs these maps, or the part of the clusters that runs it. grad_input's
-// left operand may lie in two places.
+// The maps of one product, for a launch or for the part of the clusters that runs it. grad_input's
+// left operand may be in two places.
 struct Operands {
   CUtensorMap left, behind, right;
 };
@@ -107,9 +107,9 @@ __device__ inline void copy_operands(const Operands& operands, const ProductArgu
   }
 }
 
-// It has three loops: for a warpgroup that has no rows; for items of one step or none, one after
-// the other; and for all others, whose sums are written under products. It is inlined by force, as
-// what it calls is, because ptxas lets no products run across a call.
+// Three loops: for a warpgroup without rows; for items of one step or none, one after the other;
+// and for all others, whose sums are written under products. Inlined by force, with what it calls,
+// because ptxas lets no products run across a call.
 template <class T, Gradient kGradient, class Out>
 __device__ __forceinline__ void multiply_items(const ProductArguments& a, const Work& work,
                                                int cluster, const Pipeline& pipeline, int warpgroup,
@@ -133,7 +133,7 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
   int item = cluster;
   if (item >= cut.items()) return;
   float upper[96], lower[96];
-  if (work.depth < 2 * cut.slices) {  // the items have one step, or none
+  if (work.depth < 2 * cut.slices) {  // items of one step, or none
     for (; item < cut.items(); item += a.teams) {
       if (work.depth == 0) {
 #pragma unroll
@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
   wait(pipeline.full + ring.stage, ring.phase);
   multiply(upper, ring.stage, false, true);
   multiply(lower, ring.stage, true, true);
-  do {  // the first step is under way here
+  do {  // with the first step in flight
     copy_line(a, work, item, warpgroup, line);
     const int steps = cut.end(item) - cut.begin(item);
     int previous = ring.stage;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
     products_wait<1>();
     if (has_line(a, work, item)) group_sync(warpgroup);
     write_half<kGradient, Out>(upper, a, work, item, 0, warpgroup, line);
-    // Behind the last item this multiplies whatever lies there, for nothing.
+    // Behind the last item it multiplies arbitrary memory, and the result is not used.
     if (item + a.teams < cut.items()) wait(pipeline.full + ring.stage, ring.phase);
     multiply(upper, ring.stage, false, true);
     products_wait<1>();
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                    const __grid_constant__ ProductArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t dynamic[];
-  // This is read where it is used, because the sums take the registers.
+  // Read where it is used, because the sums take the registers.
   __shared__ Work work;
   __shared__ alignas(8) float lines[2 * tile_columns];
   const Pipeline pipeline = open_pipeline(dynamic);
@@ -225,9 +225,9 @@ __global__ void __launch_bounds__(block_threads, 1)
 #endif
 }
 
-// Both products of a chunk of tokens run side by side: the first clusters take grad_input, whose
-// few tiles are deep, the others grad_weight, whose many tiles are short and each added to memory.
-// One product uses the parts of the chip that the other leaves idle.
+// Both products of a chunk of tokens side by side: the first clusters take grad_input, whose few
+// tiles are deep, the others grad_weight, whose many tiles are short and each added to memory. One
+// product uses what the other leaves idle.
 template <class T, class Out>
 __global__ void __launch_bounds__(block_threads, 1)
     both_kernel(const __grid_constant__ Operands of_input,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is what a product of product.cuh works with, and where its sums go: straight from the
-// registers to the caller's gradient, scaled and rounded once; or to sums in f32, where they may be
-// added to what is there.
+// What a product of product.cuh works with, and where its sums go: straight from the registers to
+// the caller's gradient, scaled and rounded once; or to sums in f32, where they may be added to
+// what is there.
 #pragma once
 
 #include <algorithm>
@@ -20,36 +20,36 @@ enum class Gradient { input, weight };
 struct ProductArguments {
   Chunk chunk;
   Team team;
-  const RowFactors* factors;  // grad_input of E has them; else they are null
-  void* out;                  // [rows, columns]  its rows are `stride` elements apart
+  const RowFactors* factors;  // for grad_input of E, else null
+  void* out;                  // [rows, columns]  rows `stride` elements apart
   int64_t stride;
-  float* rest;  // it takes the rows from `split` on, where they lie apart; else it is null
+  float* rest;  // the rows from `split` on, if they are elsewhere, else null
   int32_t split;
-  // grad_input counts them in the chunk, grad_weight in the panel's columns
+  // in the chunk for grad_input, in the panel's columns for grad_weight
   int32_t first_row, rows;
-  int32_t columns;         // it is D
-  int32_t depth;           // grad_input has it: the panel's columns
-  int32_t steps_in_front;  // so much of the depth lies in another part of the panel (grad_input)
-  int32_t group;           // so many clusters of rows run together
-  int32_t left_rows;       // so many rows of the left operand are copied for a tile
-  int32_t right_boxes;     // a stage has one, or one a block of 64 where blocks do not fit
-  int32_t panel_rows;      // a block of the panel has so many rows (grad_input)
-  bool mapped;             // the rows of the output are the tokens' own, else the chunk's
+  int32_t columns;         // D
+  int32_t depth;           // the panel's columns, for grad_input
+  int32_t steps_in_front;  // of the depth in the panel's first part (grad_input)
+  int32_t group;           // clusters of rows that run together
+  int32_t left_rows;       // rows of the left operand that are copied for a tile
+  int32_t right_boxes;     // of a stage: one, or one for each block of 64 where blocks do not fit
+  int32_t panel_rows;      // rows of a block of the panel (grad_input)
+  bool mapped;             // the output's rows are the tokens' own, else the chunk's
   bool scaled;             // the output is multiplied by the common factor
   bool add;
   bool wide;     // rows begin and end at multiples of four elements
-  float* slots;  // [slot_count, a tile]  it has the sums of slices, in the order of the threads
+  float* slots;  // [slot_count, a tile]  sums of slices, in the order of the threads
   int32_t slot_count, teams;
   int32_t slot_parts = cluster_rows / 64;  // a part has 64 rows
-  Cut cut;            // the host has made it for the case that every token of the chunk counts
-  const float* line;  // [columns]  it is subtracted times s of the row, or c, unless it is null
-  // It is c of the panel's columns (grad_weight), or null where all are 1.
+  Cut cut;            // the host's, for the case that every token of the chunk counts
+  const float* line;  // [columns]  subtracted times s of the row, or c; or null
+  // c of the panel's columns (grad_weight), or null where all are 1
   const float* class_weight;
 };
 
-// Both kernels know this of the product: its tiles, their order and how they are cut.
+// What both kernels know of the product: its tiles, their order and how they are cut.
 struct Work {
-  int rows, depth;  // rows are the output's; depth is counted in steps of 64
+  int rows, depth;  // of the output; depth in steps of 64
   Schedule schedule;
   Cut cut;
 };
@@ -65,26 +65,25 @@ LOGITLESS_HOST_DEVICE inline Work work_of(const ProductArguments& a, int valid, 
   w.cut = cuts ? cut_tiles(w.schedule.tiles(), w.depth, a.teams, a.slot_count) : a.cut;
   return w;
 }
-// One thread does this for all: dozens of divisions, one after the other, take a microsecond or
-// two.
+// One thread does this for all: dozens of divisions in a row take a microsecond or two.
 template <Gradient kGradient>
 __device__ inline Work find_work(const ProductArguments& a) {
   const int valid = valid_rows(a.chunk);
   return work_of<kGradient>(a, valid, valid != a.chunk.rows);
 }
 
-// Returns where 64 rows lie in a slot, one of its parts: [24, 128 threads] of four sums each.
+// Where 64 rows are in a slot, one of its parts: [24, 128 threads] of four sums each.
 __device__ inline float4* slot_part(const ProductArguments& a, int slot, int part) {
   return reinterpret_cast<float4*>(a.slots) + (int64_t{slot} * a.slot_parts + part) * (24 * 128) +
          threadIdx.x % 128;
 }
 
-// A row of the tile goes to `to`, or nowhere if that is null.
+// Where a row of the tile goes; nowhere if `to` is null.
 template <class Out>
 struct RowSink {
   Out* to;
-  float factor;  // it is v of E; 0 says that the row has no gradient
-  float line;    // it is the smoothing's s or c
+  float factor;  // v of E; 0: the row has no gradient
+  float line;    // the smoothing's s or c
 };
 
 template <Gradient kGradient, class Out>
@@ -115,21 +114,21 @@ __device__ inline void add_four(float* to, float4 x) {
                : "memory");
 }
 
-// Writes one element; only f32 is ever added to.
+// Only f32 is ever added to.
 template <class Out>
 __device__ inline void write_one(Out* to, float x, bool add) {
   *to = from_f32<Out>(sizeof(Out) == 4 && add ? to_f32(*to) + x : x);
 }
 
-// Returns two columns of the smoothing's line, from `column` on; the line ends with a whole pair.
+// Two columns of the smoothing's line, from `column` on; the line ends with a whole pair.
 __device__ inline float2 line_pair(const ProductArguments& a, int column) {
   return column < a.columns ? __ldg(reinterpret_cast<const float2*>(a.line + column)) : float2{};
 }
 
 // Writes d[4 i + 2 h + {0, 1}] of a row, times `scale`; `left` columns from `column` on exist. With
 // kLine it subtracts the smoothing's own term, one line of columns for all rows: v E . weight - s
-// class_row, or E^T . (v input) - c smoothed_row; line(j) returns two of it. The sums stay as they
-// are, since products are in flight.
+// class_row, or E^T . (v input) - c smoothed_row; line(j) returns two of it. The sums stay
+// unchanged, since products are in flight.
 template <bool kLine, int kSums, class Out, class Line>
 __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const RowSink<Out>& sink,
                                           float scale, int column, int left,
@@ -157,7 +156,7 @@ __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const 
     }
     return;
   }
-  // Two lanes trade half of what they have, so that each stores 4 neighbours.
+  // Two lanes exchange half of what they have, so that each stores 4 neighbours.
   const bool odd = quad % 2 != 0;
 #pragma unroll
   for (int i = 0; i < kSums / 4; i += 2) {
@@ -185,7 +184,7 @@ __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const 
   }
 }
 
-// Writes 64 rows of a warpgroup, of which `row` is this thread's first one, from `column` on.
+// Writes 64 rows of a warpgroup from `column` on; `row` is this thread's first.
 template <Gradient kGradient, class Out, int kSums, class Line>
 __device__ __forceinline__ void write_rows(const float (&d)[kSums], const ProductArguments& a,
                                            const Work& work, int row, int column,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tensor map describes a matrix to the copy engine; these functions make the maps.
+// Tensor maps, which describe a matrix to the copy engine.
 #pragma once
 
 #include <cuda.h>
@@ -9,15 +9,15 @@
 namespace logitless::cuda::sm90 {
 
 // Maps [rows, columns] of 16-bit elements, with rows `stride` elements apart, in boxes of box_rows
-// x 64; what lies outside is read as zeros.
+// x 64; what is outside is read as zeros.
 CUtensorMap make_map(const void* data, DType dtype, int64_t rows, int64_t columns, int64_t stride,
                      int box_rows, Stream* stream);
 
 // Maps the same with the columns in blocks of 64, `blocks` of them one after the other in boxes of
-// box_rows lines each. If the rows are no whole blocks, the map is of one block at a time.
+// box_rows lines each. If the rows are not whole blocks, the map is of one block at a time.
 struct BlockMap {
   CUtensorMap map;
-  int32_t boxes;  // so many are loaded: one at (0, row, block), or each at (column, row, 0)
+  int32_t boxes;  // to be loaded: one at (0, row, block), or each at (column, row, 0)
 };
 BlockMap make_block_map(const void* data, DType dtype, int64_t rows, int64_t columns,
                         int64_t stride, int box_rows, int blocks, Stream* stream);

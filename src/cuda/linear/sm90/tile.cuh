@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hopper's products share this tile: left [256, depth] . right [192, depth]^T, 64 deep at a time
+// The tile of Hopper's products: left [256, depth] . right [192, depth]^T, 64 deep at a time
 // through a ring of 4 stages. A persistent block has 3 warpgroups: one thread copies (TMA), two
 // warpgroups of 128 rows multiply (two m64n192k16 each with one descriptor of the right operand).
-// Two blocks of a cluster lie below each other and share the right operand, each loading half of it
+// Two blocks of a cluster, one below the other, share the right operand, each loading half of it
 // for both. docs/kernels/hopper.md says why it has this size.
 #pragma once
 
@@ -16,15 +16,15 @@ namespace logitless::cuda::sm90 {
 constexpr int stages = 4;
 constexpr int left_bytes = tile_rows * tile_depth * 2, right_bytes = tile_columns * tile_depth * 2;
 constexpr int stage_bytes = left_bytes + right_bytes;
-// It holds 64 rows of the left operand, whichever axis lies along memory.
+// 64 rows of the left operand, whichever axis is along memory.
 constexpr int left_block_bytes = 64 * 128;
-// The right operand comes in two halves, one of each block of the cluster. They divide its rows
-// where it lies along depth, and the depth axis where it lies along rows.
+// The right operand comes in two halves, one from each block of the cluster. They divide its rows
+// where depth is along memory, and the depth axis where rows are.
 constexpr int half_right_bytes = right_bytes / 2, right_block_bytes = 32 * 128;
 constexpr int shared_bytes = stages * stage_bytes + 1024 + 128;
 constexpr int block_threads = 384;
 
-// These work on a tile: the two blocks of a cluster, or one where they work apart (tiled/teams.h).
+// What works on a tile: the two blocks of a cluster, or one where they work apart (tiled/teams.h).
 struct Team {
   bool apart;
   __device__ int rank() const { return apart ? 0 : static_cast<int>(cluster_rank()); }
@@ -35,11 +35,10 @@ struct Team {
     if (lane < 2) arrive_at(empty, apart ? cluster_rank() : lane);
   }
 };
-// Returns whether a warpgroup has some of so many rows; one that has none lets the stages pass.
+// Whether a warpgroup has any of `rows` rows; one without lets the stages pass.
 __device__ inline bool has_some(int warpgroup, int rows) { return (warpgroup - 1) * 128 < rows; }
 
-// Says where tile t lies: rows of tiles run fastest in groups of `group` clusters, then the
-// columns.
+// The place of tile t: rows of tiles run fastest in groups of `group` clusters, then the columns.
 struct Schedule {
   int row_clusters, column_tiles, group;
   LOGITLESS_HOST_DEVICE int tiles() const { return row_clusters * column_tiles; }
@@ -63,16 +62,17 @@ struct RingOf {
 };
 using Ring = RingOf<stages>;
 
-// This is where the stages and their barriers lie in shared memory.
+// The stages and their barriers in shared memory.
 struct Pipeline {
   uint8_t* shared;
-  uint64_t* full;   // it waits for one arrival and the bytes of a stage
-  uint64_t* empty;  // it waits for 4 arrivals: two warpgroups of two blocks, or both lanes of one's
+  uint64_t* full;   // completes with one arrival and the bytes of a stage
+  uint64_t* empty;  // completes with 4 arrivals: two warpgroups of two blocks, or both lanes of
+                    // one's
   __device__ uint8_t* left(int stage) const { return shared + stage * stage_bytes; }
   __device__ uint8_t* right(int stage) const { return left(stage) + left_bytes; }
 };
 
-// The barriers may be used once cluster_sync has followed this.
+// cluster_sync must follow before the barriers are used.
 __device__ inline Pipeline open_pipeline(uint8_t* dynamic) {
   Pipeline p;
   p.shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
@@ -88,15 +88,14 @@ __device__ inline Pipeline open_pipeline(uint8_t* dynamic) {
   return p;
 }
 
-// Returns the row of a tile to which the thread's elements d[4 i + {0, 1}] of `upper` belong; d[4 i
-// + {2, 3}] are 8 rows below, those of `lower` 64.
+// The row of a tile of the thread's elements d[4 i + {0, 1}] of `upper`; d[4 i + {2, 3}] are 8 rows
+// below, those of `lower` 64.
 __device__ inline int thread_row(int warpgroup) {
   return (warpgroup - 1) * 128 + static_cast<int>(threadIdx.x % 128) / 32 * 16 +
          static_cast<int>(threadIdx.x % 32) / 4;
 }
 
-// Returns what to add to a descriptor so that it begins at this 16 of a stage's 64 of the depth
-// axis.
+// What to add to a descriptor so that it begins at this 16 of a stage's 64 of the depth axis.
 template <Along kAlong>
 constexpr uint64_t left_step(int step) {
   return (kAlong == Along::rows ? step * 16 * 128 : step * 32) >> 4;
@@ -118,8 +117,7 @@ __device__ inline void write_matrices(const uint8_t* box, int two, const uint32_
   store_matrices(to, x);
 }
 
-// These are the descriptors of a warpgroup's stage of the ring; its lower 64 rows are `lower_left`
-// on.
+// The descriptors of a warpgroup's stage of the ring; `lower_left` is that of its lower 64 rows.
 struct StageOperands {
   uint64_t left, right;
   __device__ StageOperands(const Pipeline& pipeline, int stage, int warpgroup)
@@ -144,7 +142,7 @@ __device__ inline void multiply_stage(float (&upper)[96], float (&lower)[96], ui
   products_commit();
 }
 
-// Begins the same for 64 of the rows; if `first`, they replace what is there.
+// The same for 64 of the rows; if `first`, they replace what is there.
 template <class T, Along kLeft, Along kRight>
 __device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t right, bool first) {
   products_begin();
@@ -177,8 +175,8 @@ __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int
   if (previous >= 0) team.release(pipeline.empty + previous, lane);
 }
 
-// Lets a tile pass of which this warpgroup has no rows. Only one warp does so, because no products
-// keep its four together, and a barrier tells two rounds of the ring apart, not more.
+// Lets a tile pass of which this warpgroup has no rows. Only one warp does so: no products keep its
+// four together, and a barrier tells two rounds of the ring apart, not more.
 __device__ inline void skip_tile(int depth_tiles, const Pipeline& pipeline, Ring* ring,
                                  const Team& team) {
   if (threadIdx.x % 128 >= 32) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two blocks of 256 rows make a tile on Hopper, a cluster; docs/kernels/hopper.md says why it has
+// A tile on Hopper is a cluster, two blocks of 256 rows; docs/kernels/hopper.md says why it has
 // this size.
 #pragma once
 

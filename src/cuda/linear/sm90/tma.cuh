@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The copy engine (TMA) brings boxes of a matrix to shared memory and back, 128-byte swizzled.
+// The copy engine (TMA): boxes of a matrix to shared memory and back, 128-byte swizzled.
 #pragma once
 
 #include <cuda.h>
@@ -37,7 +37,7 @@ __device__ inline void load_blocks_to(const CUtensorMap* map, uint64_t* barrier,
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(block), "h"(mask)
       : "memory");
 }
-// Loads a box to the same place in every block of `mask`, counted on the barrier of each.
+// Loads a box to the same place in every block of `mask`, counted on each one's barrier.
 __device__ inline void load_box_to(const CUtensorMap* map, uint64_t* barrier, void* to,
                                    int32_t column, int32_t row, uint16_t mask) {
   asm volatile(
@@ -51,8 +51,8 @@ __device__ inline void load_box_to(const CUtensorMap* map, uint64_t* barrier, vo
 __device__ inline void fence_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Stores a box of a map in blocks from shared memory; what lies outside of the map is not written.
-// The box is read once, much later, so it leaves the L2 cache first.
+// Stores a box of a map in blocks from shared memory; what is outside of the map is not written.
+// The box is read once, much later, so it is the first to leave the L2 cache.
 __device__ inline void store_box(const CUtensorMap* map, const void* from, int32_t row,
                                  int32_t block) {
   asm volatile(
@@ -75,7 +75,7 @@ __device__ inline void store_box_at(const CUtensorMap* map, const void* from, in
       "r"(shared_address(from)), "r"(column), "r"(row)
       : "memory");
 }
-// Waits until the boxes that this thread has stored are read, but for the last kLeft, so that their
+// Waits until the boxes that this thread has stored are read, except the last kLeft, so that their
 // memory is free.
 template <int kLeft = 0>
 __device__ inline void stores_wait() {

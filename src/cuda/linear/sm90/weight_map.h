@@ -6,7 +6,7 @@
 
 namespace logitless::cuda::sm90 {
 
-// Returns the map of a head's weight, which the blocks of a team read a half of a tile's rows each.
+// The map of a head's weight; each block of a team reads half of a tile's rows.
 inline CUtensorMap weight_map(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const LinearShape& s = call.shape;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the tensor cores' product of a warpgroup (wgmma, sm_90a), with its operands in shared
-// memory.
+// The tensor cores' product of a warpgroup (wgmma, sm_90a), with operands in shared memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,16 +12,15 @@
 
 namespace logitless::cuda::sm90 {
 
-// Says which axis of an operand [rows, depth] lies along memory; PTX calls them K-major and
-// MN-major.
+// The axis of an operand [rows, depth] that is along memory: K-major and MN-major in PTX.
 enum class Along { depth, rows };
 
-// A descriptor says how an operand lies in shared memory, where the copy engine has written it 64
-// deep, swizzled in groups of 8 lines of 128 bytes (1024 bytes):
+// How an operand is laid out in shared memory, where the copy engine has written it 64 deep,
+// swizzled in groups of 8 lines of 128 bytes (1024 bytes):
 //   along depth  a line is a row's 64 of the depth axis
 //   along rows   a line is 64 rows at one depth; the next 64 rows are `next_rows` bytes on
-// Its fields are in PTX ISA, "matrix descriptor": address / 16, offset of the next 64 rows / 16
-// (along rows alone), offset of 8 lines / 16, mode.
+// Fields as in PTX ISA, "matrix descriptor": address / 16, offset of the next 64 rows / 16 (along
+// rows alone), offset of 8 lines / 16, mode.
 __device__ inline uint64_t descriptor(const void* p, int next_rows) {
   const uint64_t address = shared_address(p), next = static_cast<uint64_t>(next_rows >> 4);
   return ((address & 0x3FFFF) >> 4) | (next << 16) | (uint64_t{1024 >> 4} << 32) |
@@ -39,7 +37,7 @@ __device__ inline void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// An instruction's text must be a literal, and only the type differs in it.
+// An instruction's text must be a literal, and only the type differs.
 #define LOGITLESS_PRODUCT_64X192(type)                                                             \
   asm volatile(                                                                                    \
       "{\n"                                                                                        \

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the forward modes with options (forward.cuh): bias, the map from raw to z, more
-// statistics, more terms of dz. A warpgroup's epilogue runs under the other one's products: the
-// second begins later by as many steps as the ring has stages, and stays behind for the rest.
+// The forward modes with options (forward.cuh): bias, the map from raw to z, more statistics, more
+// terms of dz. A warpgroup's epilogue runs under the other one's products: the second begins later
+// by the stages of the ring, and stays behind.
 //   warpgroup 1   products of t   | epilogue of t | products of t + 1 ...
 //   warpgroup 2   ... epilogue of t - 1 | products of t        | epilogue of t ...
 // While it works alone, a warp has a scheduler of its own: what counts is how few instructions an
-// element takes, so the commonest options have kernels of their own (Set).
+// element takes, so the commonest options have their own kernels (Set).
 // Exponentials start from the anchor z_t, as in plain.cuh; option_sums.cuh says what becomes of a
 // row that is too far from it, and what is written.
 // E and dz leave through the stage of the last step, each warp's 16 rows by themselves.
@@ -17,9 +17,9 @@
 
 namespace logitless::cuda::sm90 {
 
-// A warp fetches once a tile the code that it runs once a tile. So long code has one copy for both
-// halves of the rows, and dz with everything one for all columns. Short code has more copies,
-// because moving the next logits to where the code works would cost more.
+// Code that a warp runs once a tile is fetched once a tile too. So long code has one copy for both
+// halves of the rows, and dz with all options one for all columns. Short code has more copies,
+// because moving the next logits to the registers that the code works on would cost more.
 template <Set kSet>
 constexpr bool is_long = is_any<kSet> || has_cap<kSet>;
 template <Mode kMode, Set kSet>
@@ -27,7 +27,6 @@ constexpr int halves_at_once = is_long<kSet> && kMode != Mode::dz ? 1 : 2;
 template <Mode kMode, Set kSet>
 constexpr int blocks_at_once = is_long<kSet> && kMode == Mode::dz ? 1 : 3;
 
-// Makes dz of 64 columns.
 template <class T, Set kSet, bool kRare>
 __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, const RowData& data,
                                   const LeftOut& mask, const Arguments& a, int valid, int column,
@@ -80,7 +79,6 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
   }
 }
 
-// Finishes 64 rows of a tile.
 template <class T, Mode kMode, Set kSet>
 __device__ inline void finish_half(float (&d)[96], const RowData& data, int row, int part,
                                    int column_tile, const Arguments& a, int valid,
@@ -118,7 +116,7 @@ __device__ inline void finish_half(float (&d)[96], const RowData& data, int row,
       }
     }
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {  // the next 64 columns come to where the code works
+    for (int i = 0; i < 32; ++i) {  // the next 64 columns move to where the code works
       if constexpr (at_once == 1) {
         asm volatile("mov.b32 %0, %1;" : "=f"(d[i]) : "f"(d[i + 32]));
         asm volatile("mov.b32 %0, %1;" : "=f"(d[i + 32]) : "f"(d[i + 64]));
@@ -141,7 +139,7 @@ __device__ inline void multiply_step(float (&upper)[96], float (&lower)[96],
   multiply_stage<T, Along::depth, Along::depth>(upper, lower, now.left, now.right, !first);
 }
 
-// Fetches to the L1 cache what the epilogue reads of each column.
+// Prefetches to the L1 cache what the epilogue reads of each column.
 template <Mode kMode>
 __device__ inline void fetch_columns(const Arguments& a, int column_tile) {
   const int lane = threadIdx.x % 128,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where rows of grad_weight are about to be written, E that lies there goes back to the workspace.
+// Copies E back to the workspace where rows of grad_weight are about to be written over it.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/tiled/engine.h"
 #include "src/cuda/linear/tiled/plan.h"
@@ -7,9 +7,9 @@
 namespace logitless::cuda::tiled {
 namespace {
 
-// A thread has so many copies of 16 bytes under way at once.
+// A thread has this many copies of 16 bytes in flight.
 constexpr int threads = 256, copies = 4;
-constexpr int row_parts = 8;  // so many threads share a row of a block's 64 columns
+constexpr int row_parts = 8;  // threads that share a row of a block's 64 columns
 
 // A block of the panel is [pitch, 64], and its first rows count: one piece of memory, with the
 // zeros behind it up to a step of the product.

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A cut says how the tiles of a product are shared out: most of them go whole, one after the other,
-// to whichever teams there are; the last ones, which would leave teams idle, are cut in
-// slices of the depth axis. A slice's sums go to a slot of the workspace, and a second kernel adds
-// a tile's slots in order: no block ever waits for another, and the order of every sum is a
-// function of the shape alone.
+// How the tiles of a product are divided: most go whole, one after the other, to whichever team is
+// free; the last ones, which would leave teams idle, are cut in slices of the depth axis. A slice's
+// sums go to a slot of the workspace, and a second kernel adds a tile's slots in order: no block
+// ever waits for another, and the order of every sum is a function of the shape alone.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +12,14 @@
 
 namespace logitless::cuda::tiled {
 
-constexpr int most_slices = 8;  // there are more where the tiles would not fill the teams
-// On Hopper a slice costs its store, and all of them the second kernel. Both are counted in steps
-// of 64 of the depth axis, which take a microsecond each.
+constexpr int most_slices = 8;  // more only where the tiles would not fill the teams
+// On Hopper a slice costs its store, and all of them the second kernel. In steps of 64 of the depth
+// axis, which take a microsecond each.
 constexpr int slice_cost = 4, join_cost = 10;
 
 struct Cut {
-  int tiles = 0, depth = 0;  // depth is counted in steps of the tile's
-  int tail = 0, slices = 1;  // the last `tail` tiles are cut in so many slices each
+  int tiles = 0, depth = 0;  // depth in steps of the tile's
+  int tail = 0, slices = 1;  // the last `tail` tiles are cut in `slices` slices each
 
   LOGITLESS_HOST_DEVICE int whole() const { return tiles - tail; }
   LOGITLESS_HOST_DEVICE int items() const { return whole() + tail * slices; }
@@ -35,7 +34,7 @@ struct Cut {
   LOGITLESS_HOST_DEVICE int end(int item) const {
     return item < whole() ? depth : depth * ((item - whole()) / tail + 1) / slices;
   }
-  // Counts the steps that the busiest team takes.
+  // The steps of the busiest team.
   LOGITLESS_HOST_DEVICE int steps(int teams) const {
     const int rounds = (whole() + teams - 1) / teams * depth;
     if (tail == 0) return rounds;
@@ -60,13 +59,13 @@ LOGITLESS_HOST_DEVICE inline Cut cut_tiles(int tiles, int depth, int teams, int 
   return best;
 }
 
-// Two products run side by side: grad_input's tiles on the first teams, grad_weight's, whole, on
-// the others. Adding a tile to memory takes as long as so many steps.
+// For two products side by side: grad_input's tiles on the first teams, grad_weight's, whole, on
+// the others. Adding a tile to memory takes as long as sum_cost steps.
 constexpr int sum_cost = 4;
 struct Shares {
   int input_teams = 0;
   Cut input;
-  int steps = 0;  // the busiest team takes so many
+  int steps = 0;  // of the busiest team
 };
 // Returns the quickest of the shares about grad_input's part of the steps.
 inline Shares share_teams(int input_tiles, int input_depth, int weight_tiles, int weight_depth,

@@ -9,30 +9,27 @@
 namespace logitless::cuda::tiled {
 namespace {
 
-// KeptRow::layout has it: the panel is in blocks of 64 columns
+// KeptRow::layout of a panel in blocks of 64 columns
 constexpr float kept_in_blocks = 11;
 
-// Returns whether a product can write this gradient itself: f32 or the inputs' dtype, rows along
-// memory.
+// Whether a product can write this gradient itself: f32 or the inputs' dtype, rows along memory.
 bool writes(const Tensor& gradient, DType inputs) {
   return (gradient.dtype == DType::f32 || gradient.dtype == inputs) &&
          (gradient.stride[1] == 1 || gradient.shape[1] == 1);
 }
 
-// Returns whether the view is one piece of memory in whole 16 bytes a row, with nothing between the
-// rows.
+// Whether the view is one piece of memory, rows without gaps and in whole 16 bytes.
 bool is_memory(const Tensor& v) {
   return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] && is_aligned(v);
 }
 
-// Returns whether no option and no statistic takes more than the logits.
+// Whether no option and no statistic takes more than the logits.
 bool is_plain(const LinearCall& call) {
   const LinearShape& s = call.shape;
   return call.plain() && !s.smoothing && s.sums.empty() && !call.in.grad_entropy;
 }
 
-// Returns whether the products can read the caller's own rows of input, which only the loss alone
-// may do.
+// Whether the products can read the caller's own rows of input; only calls for the loss alone do.
 bool reads_input(const Tensor& v, const LinearShape& s) {
   const int64_t element = size_of(s.dtype);
   const bool rows = (v.stride[1] == 1 || s.hidden == 1) &&
@@ -51,10 +48,10 @@ void TiledEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& d
   Kernels& k = s.kernels;
   k.others = Origin::again_dz;
   call->launches_early = tile_.starts_early && device.launches_early;
-  // Under a softcap every element of the smoothing's term has a slope of its own, which E tells.
+  // Under a softcap every element of the smoothing's term has its own slope, which E gives.
   const bool slopes = s.smoothing && call->map.capped;
   call->kept.layout = kept_in_blocks;
-  // Under a softcap a temperature that all tokens share becomes a map of each row, as one a token
+  // Under a softcap a temperature that all tokens share becomes a map of each row, as one per token
   // does, so that both give the same bits.
   if (call->map.capped && call->in.options.temperature != 1) s.maps = call->in.makes_maps = true;
   if (slopes && s.can_keep()) {
@@ -66,7 +63,7 @@ void TiledEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& d
     const int64_t room = kept_columns(op);
     lay_out_kept(op, room < s.vocab ? room / tile_.columns * tile_.columns : room, call);
   }
-  // dz takes the place of E where nobody asks for E again; else it is formed a panel at a time.
+  // dz takes the place of E if E is not needed again; else it is formed a panel at a time.
   if (k.kept == Origin::dz_by_rows && s.kept_columns > 0 && !op.consume_kept) {
     k.kept = Origin::dz_in_panels;
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A family of GPUs whose kernels make tiles of logits, and never the logits, is an engine of this
-// class: it says how large its tiles are, which calls its kernels serve, and launches them. The
-// plans, their price, their memory and their steps are here. sm90/ is such a family;
-// tests/cuda/toy shows the least that one needs.
+// The engine of a family of GPUs whose kernels make tiles of logits, and never the logits: the
+// family gives the size of its tiles and the calls that its kernels serve, and launches them. The
+// plans, their price, their memory and their steps are here. sm90/ is such a family; tests/cuda/toy
+// shows the least that one needs.
 #pragma once
 
 #include "src/cuda/linear/engine.h"
@@ -10,7 +10,7 @@
 
 namespace logitless::cuda::tiled {
 
-// E, or dz, of these columns lies in two places, `behind` after `panel`, or in one.
+// E, or dz, of some columns in two places, `behind` after `panel`, or in one.
 struct Kept {
   Panel panel, behind = {};
   int64_t columns() const { return panel.columns + behind.columns; }
@@ -23,41 +23,41 @@ class TiledEngine : public Engine {
   explicit TiledEngine(const Tile&&) = delete;
   const Tile& tile() const { return tile_; }
 
-  // These launch the family's kernels. Panels lie in blocks of 64 columns (arrays.h). A product may
-  // read their rows up to a multiple of the tile's depth, and whole blocks: where it does, the
+  // The launches of the family's kernels. Panels are in blocks of 64 columns (arrays.h). A product
+  // may read their rows up to a multiple of the tile's depth, and whole blocks: if it does, the
   // kernels that make E and dz leave numbers in those rows, and zeros behind the last column. The
   // compacted input has no rows behind the chunk's.
   //
-  // Makes the partial sums of columns [first, first + columns) of the chunk, `first` whole tiles;
-  // and E, where the panel has data.
+  // The partial sums of columns [first, first + columns) of the chunk, `first` whole tiles; and E,
+  // if the panel has data.
   virtual void logits(const LinearWork& work, int64_t first, int64_t columns,
                       const Panel& panel) const = 0;
-  // Makes dz of the panel's columns, from logits made again.
+  // dz of the panel's columns, from logits made again.
   virtual void remake(const LinearWork& work, const Panel& panel) const = 0;
-  // Makes these rows of the chunk, panel rows . weight rows, in `sums` [rows, hidden_pitch] in f32,
-  // or adds them to it; if they are of E, each times v, less the smoothing's term of what is kept
-  // of E (class_row).
+  // These rows of the chunk, panel rows . weight rows, written or added to `sums` [rows,
+  // hidden_pitch] in f32; if they are of E, each times v, minus the smoothing's term of what is
+  // kept of E (class_row).
   virtual void input_sums(const LinearWork& work, const Kept& kept, const Range& rows, float* sums,
                           bool of_e, bool add) const = 0;
-  // Makes the caller's grad_input, all rows of the chunk, from E or dz of the whole vocabulary: as
-  // input_sums does, times gradient_scale, in the rows of the chunk's tokens.
+  // The caller's grad_input, all rows of the chunk, from E or dz of the whole vocabulary: as
+  // input_sums, times gradient_scale, in the rows of the chunk's tokens.
   virtual void grad_input(const LinearWork& work, const Kept& kept, bool of_e) const = 0;
-  // Makes the panel's rows of grad_weight, at most rows_of_weight() of them: panel columns . `rows`
-  // (input times v, or input itself), if they are of E less smoothed_row times the class weights.
-  // They go to the caller's grad_weight, times gradient_scale; or, where sums_grad_weight, to sums
-  // in f32, of which the first lent_sum_rows lie at the start of grad_weight's memory and the
-  // others in grad_weight_sum. Only f32 can be added to (`add`).
+  // The panel's rows of grad_weight, at most rows_of_weight() of them: panel columns . `rows`
+  // (input times v, or input itself), if they are of E minus smoothed_row times the class weights.
+  // They go to the caller's grad_weight, times gradient_scale; or, if sums_grad_weight, to sums in
+  // f32, of which the first lent_sum_rows are at the start of grad_weight's memory and the others
+  // in grad_weight_sum. Only f32 can be added to (`add`).
   virtual void grad_weight(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
                            bool add) const = 0;
-  // Makes grad_input and grad_weight of one of several chunks in one launch, where the tile says
-  // runs_both. Where the plan has slots, a launch behind it adds them and reads nothing else.
+  // grad_input and grad_weight of one of several chunks in one launch, if the tile has runs_both.
+  // If the plan has slots, a launch behind it adds them and reads nothing else.
   virtual void both_gradients(const LinearWork&, const Panel&, const char* /*rows*/, bool /*of_e*/,
                               bool /*add*/) const {}
-  // Makes dz in the place of E, and adds it to bias_sum if grad_bias is asked for (`first`:
-  // overwrites it); for calls that forms_in_place is true of.
+  // dz in the place of E, added to bias_sum if grad_bias is asked for (`first`: overwrites it); for
+  // calls with forms_in_place.
   virtual void form_dz(const LinearWork&, const Panel&, bool /*first*/) const {}
-  // Returns whether form_dz serves a call under a softcap with smoothing, of which the products
-  // cannot multiply E; where it does not, dz is made of logits made again.
+  // Whether form_dz serves a call under a softcap with smoothing, for which products cannot
+  // multiply E; otherwise dz is made of logits made again.
   virtual bool forms_in_place(const LinearCall&) const { return false; }
 
   void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
@@ -76,8 +76,7 @@ class TiledEngine : public Engine {
   void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
            const DeviceInfo& device, Stream* stream) const override;
 
-  // Returns how many slots of slices (cut.h) the products of a plan can use; the plan has all but
-  // these.
+  // The slots of slices (cut.h) that a plan's products can use; the plan is otherwise complete.
   int32_t slots_of(const LinearShape& shape, const LinearPlan& plan,
                    const DeviceSpeed& speed) const;
 
@@ -85,7 +84,7 @@ class TiledEngine : public Engine {
   const Tile& tile_;
 };
 
-// Returns whether the copy engine and vectors may read the view, whose address may not be known.
+// Whether the copy engine and vectors may read the view, whose address may not be known.
 bool is_aligned(const Tensor& v);
 // Copies the rows that count of a panel to `to`, which is as wide (copy_panel.cu).
 void copy_panel(const LinearWork& work, const Panel& panel, char* to);

@@ -24,27 +24,27 @@ bool lends_weight(const LinearShape& s, const LinearPlan& p) {
   return s.kernels.lends_grad_weight && p.chunks == 1;
 }
 int64_t weight_bytes(const LinearShape& s) { return s.vocab * row_bytes(s); }
-// Returns the bytes of so many columns, in whole blocks.
+// Bytes of `columns` columns, in whole blocks.
 int64_t panel_bytes(const LinearShape& s, const LinearPlan& p, int64_t columns) {
   return round_up(columns, block_columns) * column_bytes(s, p);
 }
-// Returns as many columns or fewer, in whole tiles.
+// Rounds down to whole tiles.
 int64_t in_tiles(const LinearPlan& p, int64_t columns) {
   return columns / tile_of(p).columns * tile_of(p).columns;
 }
-// Returns how many columns, in whole tiles, fit behind `first` if each takes its own row, which is
-// still to be written, and its bytes of the panel.
+// The columns, in whole tiles, that fit behind `first` if each takes its own row, which is still to
+// be written, and its bytes of the panel.
 int64_t room_behind(const LinearShape& s, const LinearPlan& p, int64_t first) {
   const int64_t left = weight_bytes(s) - first * row_bytes(s) - 2 * alignment;
   const int64_t columns = left / (row_bytes(s) + column_bytes(s, p));
   return in_tiles(p, std::max<int64_t>(columns, 0));
 }
-// Returns where E of the lent columns begins.
+// Where E of the lent columns begins.
 int64_t lent_e(const LinearShape& s, const LinearPlan& p) {
   const int64_t end = tiled_part(p).lent_scaled < 0 ? weight_bytes(s) : tiled_part(p).lent_scaled;
   return (end - panel_bytes(s, p, p.lent_columns)) / alignment * alignment;
 }
-// Returns how many columns of E the workspace holds at a time.
+// Columns of E that the workspace holds at a time.
 int64_t workspace_columns(const LinearPlan& p) {
   return std::max(p.stored_columns, p.remade_columns);
 }
@@ -52,8 +52,8 @@ int64_t workspace_columns(const LinearPlan& p) {
 }  // namespace
 
 // Rows up to a column's are written when only E of the columns behind it is still needed. The room
-// between the two changes by as much with every column, so it is enough to check it in front of the
-// first lent columns and in front of the last ones.
+// between the two changes by the same amount with every column, so it is enough to check it in
+// front of the first lent columns and in front of the last ones.
 int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   if (!lends_weight(s, p) || s.kept_columns > 0 || !s.can_keep() || p.stored_columns >= s.vocab)
     return 0;
@@ -61,7 +61,7 @@ int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   const int64_t others = s.vocab - p.stored_columns;
   const int64_t last = (others - 1) % tile_of(p).columns + 1;
   const int64_t end = weight_bytes(s) / alignment * alignment;
-  const auto keeps = [&](int64_t columns) {  // tells whether the last ones stay unharmed
+  const auto keeps = [&](int64_t columns) {  // whether the last ones stay unharmed
     return (s.vocab - columns) * row_bytes(s) + panel_bytes(s, p, columns) <= end;
   };
   if (copies && keeps(others) && keeps(last)) return others;

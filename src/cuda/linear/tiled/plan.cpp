@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file says which plans there are of a linear op on kernels that make tiles of logits.
+// The plans of a linear op on kernels that make tiles of logits.
 #include <algorithm>
 
 #include "src/cuda/linear/plan_search.h"
@@ -16,7 +16,7 @@ uint64_t slot_bytes(const LinearPlan& p) {
   return static_cast<uint64_t>(slot_size(p)) * sizeof(float);
 }
 
-// Returns whether both products of a chunk run at once.
+// Whether both products of a chunk run at once.
 bool runs_both(const LinearShape& s, const LinearPlan& p) {
   const Tile& tile = tile_of(p);
   // The kernels count steps in 32 bits.
@@ -27,7 +27,7 @@ bool runs_both(const LinearShape& s, const LinearPlan& p) {
          s.kernels.direct_grad_input && p.stored_columns == s.vocab && steps < 1e9;
 }
 
-// Enumerates the plans of one call on one device for so many bytes.
+// The plans of one call on one device in a number of bytes.
 class Plans {
  public:
   Plans(const TiledEngine& engine, const LinearShape& shape, const DeviceSpeed& speed,
@@ -67,8 +67,8 @@ class Plans {
   }
 
  private:
-  // Considers the plans where E of all tokens is in the caller's memory, for products of a single
-  // chunk, or comes there a chunk at a time.
+  // Considers the plans with E of all tokens in the caller's memory, for products of a single
+  // chunk, or written there a chunk at a time.
   template <class F>
   void each_of_kept(F&& use) const {
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
@@ -95,7 +95,7 @@ class Plans {
     }
   }
 
-  // Makes chunks of at most `most` tokens, all of one size.
+  // Equal chunks of at most `most` tokens.
   LinearPlan chunked(int64_t most) const {
     const int64_t tokens = std::max<int64_t>(s_.tokens, 1);
     const int64_t even = divide_up(tokens, divide_up(tokens, most));
@@ -110,7 +110,7 @@ class Plans {
     return p;
   }
 
-  // Sets how many partial sums a row has.
+  // Sets the number of partial sums of a row.
   void place_sums(LinearPlan* p) const {
     const int64_t tiles = divide_up(s_.vocab, tile_.columns);
     p->segments = tiles;
@@ -127,13 +127,13 @@ class Plans {
     own.single_tiles = most_singles(rows, static_cast<int>(tiles), teams);
   }
 
-  // Settles the rest of a plan but its time, with slots where they fit.
+  // Settles the rest of a plan except its time, with slots where they fit.
   LinearPlan finish(LinearPlan p) const {
     p.lent_columns = s_.gradients() ? most_lent_columns(s_, p) : 0;
     settle(s_, &p);
     TiledPart& own = tiled_part(p);
     own.lent_scaled = lent_scaled_input(s_, p);
-    own.input_teams = runs_both(s_, p);  // TiledEngine::complete says how many there are
+    own.input_teams = runs_both(s_, p);  // TiledEngine::complete decides how many
     own.slots = 0;
     p.bytes = bytes_of(engine_, s_, p);
     if (!tile_.slices || !s_.gradients() || p.bytes > bytes_) return p;
@@ -149,7 +149,7 @@ class Plans {
 
   // Narrow panels send the sum of grad_input to memory and back too often: that takes 22 % of the
   // products' time at 4 tiles, 7 % at 12; with more tokens a tile takes longer. The smallest plan
-  // is not made of narrow ones; larger plans may use them to leave room for slices.
+  // has no narrow ones; larger plans may use them to leave room for slices.
   static int64_t least_width(const LinearPlan& p) { return p.token_chunk > 8192 ? 8 : 12; }
 
   // Considers the plans of a chunk in which columns are made again, by the width of their panels.
@@ -168,7 +168,7 @@ class Plans {
       });
       if (!s_.can_keep() || width != least) continue;
       each_lending(s_, p, [&](LinearPlan lending) {
-        // The memory of E holds the panels that are made again, once E is used.
+        // Once E is used, its memory holds the panels that are made again.
         const LinearPlan mixed =
             largest_share(s_, bytes_, lending.remade_columns, tile_.columns,
                           lending.panel_rows * size_of(s_.dtype), [&](int64_t columns) {
@@ -181,7 +181,7 @@ class Plans {
     }
   }
 
-  // Considers chunks of three quarters for E; and, where E of a tile's rows has no room, chunks of
+  // Considers chunks of three quarters for E; and, if E of a tile's rows has no room, chunks of
   // fewer rows, which take as long.
   template <class F>
   void each_odd_chunk(F&& use) const {
@@ -230,9 +230,8 @@ bool takes_two_passes(const LinearShape& s) {
          s.kernels.lends_grad_weight && !s.grad_weight_f32 && !s.copies_weight &&
          s.weight_rows == 0;
 }
-// Returns half of grad_weight's rows, whose sums its own memory holds: adding to them takes less
-// than making their columns again. It returns none where the second pass makes the whole of
-// grad_bias.
+// Half of grad_weight's rows, whose sums its own memory holds: adding to them takes less than
+// making their columns again. None if the second pass makes all of grad_bias.
 int64_t rows_of_first_pass(const Tile& tile, const LinearShape& s) {
   return s.grad_bias ? 0 : s.vocab / 2 / tile.rows * tile.rows;
 }
@@ -272,7 +271,7 @@ LinearPlan TiledEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed
   if (minimum > 0) {
     if (best.kind == PlanKind::whole) return best;
     const LinearPlan both = two_passes(*this, s, speed, bytes);
-    // The smallest plan's passes are those of other bytes; what runs is planned for these.
+    // The smallest plan's passes are for other bytes; what runs is planned for these.
     if (best.kind == PlanKind::two_passes) return both;
     return both.bytes >= minimum && both.bytes <= bytes && is_better(both, best) ? both : best;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is what a plan of kernels that make tiles of logits has of its own.
+// The part of a plan that is specific to kernels that make tiles of logits.
 #pragma once
 
 #include <cassert>
@@ -11,15 +11,15 @@ namespace logitless::cuda::tiled {
 
 struct TiledPart {
   const Tile* tile = nullptr;
-  // E is copied before its rows are written, so that as many columns are lent as fit
+  // E is copied before its rows are written, so that every column that fits is lent
   bool copies_lent = true;
-  int32_t slots = 0;        // so many slots take the sums of sliced tiles: cut.h
-  int32_t input_teams = 0;  // so many teams make grad_input, where both products run at once
-  // The scaled input lies at this byte of grad_weight's memory, or not there (-1).
+  int32_t slots = 0;        // for the sums of sliced tiles: cut.h
+  int32_t input_teams = 0;  // teams for grad_input, where both products run at once
+  // The scaled input's byte in grad_weight's memory, or -1: elsewhere.
   int64_t lent_scaled = -1;
-  int32_t unit_width = 0;    // a segment has so many tiles, or is none (0): units.h
-  int32_t single_tiles = 0;  // at most so many tiles have sums that lie apart
-  int32_t single_rows = 0;   // each of these tiles has so many rows
+  int32_t unit_width = 0;    // tiles of a segment, or 0: units.h
+  int32_t single_tiles = 0;  // the most tiles whose sums are apart
+  int32_t single_rows = 0;   // rows of each of these tiles
 };
 inline TiledPart& tiled_part(LinearPlan& p) { return p.own.as<TiledPart>(); }
 inline const TiledPart& tiled_part(const LinearPlan& p) { return p.own.as<TiledPart>(); }

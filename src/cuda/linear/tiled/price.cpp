@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cost model of tiled kernels predicts seconds on a device from its measured speed.
+// The cost model of tiled kernels: seconds on a device, from its measured speed.
 #include <algorithm>
 #include <cmath>
 
@@ -11,7 +11,7 @@
 namespace logitless::cuda::tiled {
 namespace {
 
-// A gradient's product is cut like this. Rounds that are whole however the rest is cut stand apart,
+// How a gradient's product is cut. Rounds that are whole however the rest is cut are separate,
 // because Cut counts in 32 bits.
 struct RoundsAndCut {
   int64_t rounds = 0;
@@ -19,21 +19,20 @@ struct RoundsAndCut {
   int64_t steps(int teams) const { return rounds * cut.depth + cut.steps(teams); }
 };
 
-// Prices one plan on one device.
 class Model {
  public:
   Model(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed)
       : s_(shape), p_(plan), speed_(speed), tile_(tile_of(plan)) {}
 
   int teams() const { return teams_on(tile_, speed_); }
-  // Returns how a product [rows, D] over `depth` is cut.
+  // How a product [rows, D] over `depth` is cut.
   RoundsAndCut cut_of(int teams, int64_t rows, int64_t depth, int32_t slots) const {
     const int64_t tiles = tiles_of(rows);
     const int64_t rounds = std::max<int64_t>(tiles / teams - 2, 0);
     return {rounds,
             cut_tiles(static_cast<int>(tiles - rounds * teams), depth_steps(depth), teams, slots)};
   }
-  // Returns how one chunk's two products share the teams when both run at once.
+  // How one chunk's two products share the teams when both run at once.
   Shares shares_of(int64_t tokens, int32_t slots) const {
     const auto tiles = [&](int64_t rows) { return static_cast<int>(tiles_of(rows)); };
     return share_teams(tiles(tokens), depth_steps(s_.vocab), tiles(s_.rows_of_weight()),
@@ -45,7 +44,7 @@ class Model {
   double input_time(int64_t tokens, int64_t columns, bool sums) const {
     return product_time(teams_of(p_, teams()), tiled_part(p_).slots, tokens, columns, sums);
   }
-  // Predicts both products at once, on the teams that each has.
+  // The time of both products at once, on the teams that each has.
   double both_time(int64_t tokens) const {
     const double steps = shares_of(tokens, tiled_part(p_).slots).steps;
     // Sums go to memory and back hidden under products, but that takes power: a sixth of a
@@ -53,8 +52,8 @@ class Model {
     const auto sums = static_cast<double>(s_.rows_of_weight()) * static_cast<double>(s_.hidden);
     return steps * step_time() + 4 * speed_.launch + sums * 8 / (1.6 * speed_.memory);
   }
-  // Predicts the product that makes the logits of `rows` tokens and `columns`, with what is made of
-  // them: waves of the teams' tiles.
+  // The time to make the logits of `rows` tokens and `columns`, and what is made of them: waves of
+  // the teams' tiles.
   double pass_time(int64_t rows, int64_t columns, bool stores) const {
     const auto tiles =
         static_cast<double>(divide_up(rows, tile_.rows) * divide_up(columns, tile_.columns));
@@ -66,12 +65,12 @@ class Model {
 
  private:
   double tile_size() const { return static_cast<double>(tile_.rows) * tile_.columns; }
-  // Returns how many tiles a gradient's product [rows, D] has.
+  // Tiles of a gradient's product [rows, D].
   int64_t tiles_of(int64_t rows) const {
     return divide_up(rows, tile_.rows) * divide_up(round_up(s_.hidden, 8), tile_.columns);
   }
   int depth_steps(int64_t depth) const { return static_cast<int>(divide_up(depth, tile_.depth)); }
-  // Returns the seconds that a tile takes for a step of the depth axis.
+  // Seconds of a tile's step of the depth axis.
   double step_time() const { return tile_size() * tile_.depth * 2 / (speed_.products / teams()); }
   double product_time(int teams, int32_t slots, int64_t rows, int64_t depth, bool sums) const {
     const RoundsAndCut of = cut_of(teams, rows, depth, slots);
@@ -104,7 +103,7 @@ class Slots final : public Estimate {
   int32_t most() const { return slots_; }
 
  private:
-  // A third slot a team is memory, which has to win an eighth of the steps, as in Gemma 3 1B's
+  // A third slot a team is memory, which has to save an eighth of the steps, as in Gemma 3 1B's
   // grad_input of 4096 tokens: its 48 tiles want four slices each on the 66 teams of an H200.
   void use(int teams, int64_t rows, int64_t depth, int32_t each) {
     const RoundsAndCut usual = model_.cut_of(teams, rows, depth, 2 * model_.teams());
@@ -149,7 +148,7 @@ double TiledEngine::seconds(const LinearShape& s, const LinearPlan& p, const Dev
            static_cast<double>(size_of(s.dtype));
   };
   const double launches =
-      step.panel.first == 0 ? 2 * speed.launch : 0;  // this is paid once for all that is kept
+      step.panel.first == 0 ? 2 * speed.launch : 0;  // paid once for all that is kept
   switch (step.kind) {
     case StepKind::logits:
       return model.pass_time(n, columns, is_kept(step.panel.origin));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file runs the steps of a plan on a family's kernels.
+// Runs the steps of a plan on a family's kernels.
 #include "src/cuda/linear/linear_run.h"
 #include "src/cuda/linear/tiled/engine.h"
 #include "src/cuda/linear/tiled/panels.h"
@@ -8,7 +8,7 @@
 namespace logitless::cuda::tiled {
 namespace {
 
-// A row of a block of 64 columns takes so many bytes.
+// Bytes of a row of a block of 64 columns.
 constexpr int64_t panel_row_bytes = 64 * 2;
 
 class TiledRun final : public LinearRun {
@@ -72,7 +72,7 @@ class TiledRun final : public LinearRun {
     if (lends_input()) clear_other_rows(work_.m.tokens, work_.call.grad_input, work_.stream);
   }
 
-  // Returns whether the product adds to what is there.
+  // Whether the product adds to what is there.
   bool adds_weight(const Step& step) const {
     return step.adds || (work_.call.accumulate && !sums_grad_weight());
   }

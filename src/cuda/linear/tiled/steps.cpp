@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file says what a plan of tiled kernels does: it makes E of the columns that are kept, in the
-// workspace and in grad_weight's memory, and dz of the others, a panel at a time.
+// The steps of a plan of tiled kernels: E of the kept columns, in the workspace and in
+// grad_weight's memory, and dz of the others, a panel at a time.
 #include "src/cuda/linear/steps.h"
 
 #include <algorithm>
@@ -45,7 +45,7 @@ class TiledSteps final : public CallSteps {
     if (sums_grad_input(s_, p_)) write_grad_input({0, tokens_.count}, others_);
   }
 
-  // Makes the gradients where E of every column lies in the workspace.
+  // The gradients where E of every column is in the workspace.
   void whole_gradients() {
     finish_kept(stored());
     scale_input();
@@ -66,8 +66,8 @@ class TiledSteps final : public CallSteps {
     kept_bias(stored());
   }
 
-  // Does first all that needs the whole of what is kept; then makes grad_weight, whose rows take
-  // the place of the E that lies there.
+  // First all that needs the whole of what is kept; then grad_weight, whose rows overwrite the E in
+  // its memory.
   void kept_gradients() {
     for (const PanelPlace& panel : {stored(), lent()}) {
       if (panel.columns == 0) continue;
@@ -100,7 +100,7 @@ class TiledSteps final : public CallSteps {
     grad_weight(part);
   }
 
-  // Makes the gradients of columns that are not kept, from a panel of dz.
+  // The gradients of columns that are not kept, from a panel of dz.
   void remade_gradients(PanelPlace panel) {
     make(&panel);
     if (s_.grad_input) {

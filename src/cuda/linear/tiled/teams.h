@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan says who works on a tile: the blocks of a team together, or each on its own.
+// What works on a tile under a plan: the blocks of a team together, or each on its own.
 #pragma once
 
 #include <algorithm>
@@ -8,31 +8,31 @@
 
 namespace logitless::cuda::tiled {
 
-// Two blocks of a team lie below each other and share half of what they read. With so few rows, of
-// one chunk, the second one would have nothing to do: they work apart, each on tiles of its own.
+// Two blocks of a team, one below the other, share half of what they read. With few rows, of one
+// chunk, the second would have nothing to do: they work apart, each on its own tiles.
 inline bool works_apart(const LinearPlan& p) {
   const Tile& tile = tile_of(p);
   return tile.works_apart && p.chunks == 1 && p.token_chunk <= tile.rows / 2;
 }
-// Returns how many teams a device has, of blocks that work together.
+// Teams of a device, of blocks that work together.
 inline int teams_on(const Tile& tile, const DeviceSpeed& speed) {
   return tile.teams(static_cast<int>(speed.multiprocessors));
 }
-// Returns the number of teams: `teams`, or twice as many blocks that work apart.
+// Teams under a plan: `teams`, or twice as many blocks that work apart.
 inline int teams_of(const LinearPlan& p, int teams) { return works_apart(p) ? 2 * teams : teams; }
-// Returns how many rows a slot has: those of a team's tile.
+// Rows of a slot: those of a team's tile.
 inline int32_t slot_rows(const LinearPlan& p) {
   const int32_t rows = tile_of(p).rows;
   if (!works_apart(p)) return rows;
   return p.token_chunk <= rows / 4 ? rows / 4 : rows / 2;
 }
-// Returns how many floats a slot has.
+// Floats of a slot.
 inline int64_t slot_size(const LinearPlan& p) { return int64_t{slot_rows(p)} * tile_of(p).columns; }
-// Returns how many rows a block's tile may have.
+// The most rows of a block's tile.
 inline int32_t rows_of_tile(const LinearPlan& p) {
   return std::min(slot_rows(p), tile_of(p).rows / tile_of(p).blocks);
 }
-// Returns how many slots grad_weight has, whose blocks never work apart.
+// grad_weight's slots; its blocks never work apart.
 inline int32_t weight_slots(const LinearPlan& p) {
   return tiled_part(p).slots / (tile_of(p).rows / slot_rows(p));
 }
