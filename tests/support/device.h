@@ -48,8 +48,10 @@ class TestDevice {
   virtual bool reference_is_maximum(DType) const { return true; }
   // Returns whether Forward keeps state of such inputs and Backward looks at it before it is used.
   virtual bool keeps_state(DType) const { return false; }
-  // Returns whether linear ops have chosen columns; others refuse them.
-  virtual bool has_chosen_columns() const { return true; }
+  // Returns how many columns of a token linear ops can choose; more are refused.
+  virtual int64_t most_chosen() const { return 1024; }
+  // Returns whether they may be lists, or alone have a gradient; others refuse that.
+  virtual bool has_id_lists() const { return true; }
   // Returns whether linear Forwards and Combine list the largest logits; others refuse them.
   virtual bool has_top() const { return true; }
   // Returns whether a token's loss and statistics do not depend on its batch ("Determinism").

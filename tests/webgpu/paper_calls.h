@@ -20,6 +20,7 @@ struct PaperCall {
   bool strided = false;         // no view can be bound as it is
   bool optional = false;        // every tensor that need not be given is given
   bool capped = false, scaled = false, probabilities = false, none = false;
+  bool targets_only = false;  // of a Forward: it makes no product
   DivergenceKind divergence = DivergenceKind::forward_kl;
 };
 
@@ -29,6 +30,14 @@ inline TensorView paper_kept(const PaperCall& c, const std::string& name) {
   if (c.scaled || c.dtype == DType::f16) return {};
   if (name == "kept_rows") return matrix_view(nullptr, DType::f32, c.tokens, 8);
   return matrix_view(nullptr, c.dtype, blocks * round_up(c.tokens, 64), 64);
+}
+
+// The most columns are chosen, or few; not in every call, and where nothing else is asked for too.
+inline TensorView paper_chosen(const PaperCall& c, const std::string& name) {
+  if (c.targets_only ? c.scaled : !c.optional || c.dtype == DType::bf16) return {};
+  if (name == "id_offsets") return {};  // it has no lists
+  const DType dtype = name != "ids" ? DType::f32 : c.none ? DType::i32 : DType::i64;
+  return matrix_view(nullptr, dtype, c.tokens, c.none ? 64 : 3);
 }
 
 inline TensorView paper_view(const PaperCall& c, const std::string& name) {
@@ -70,7 +79,8 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
         c.optional ? c.dtype != DType::bf16 : c.dtype == DType::bf16 && c.gradient == DType::f32;
     return given && !c.probabilities ? vector_view(nullptr, DType::f32, c.tokens) : TensorView{};
   }
-  if (!c.optional || is({"ids", "logits_at", "grad_logits_at"})) return {};  // it has none of these
+  if (is({"ids", "id_offsets", "logits_at", "grad_logits_at"})) return paper_chosen(c, name);
+  if (c.targets_only ? !is({"target_logit"}) : !c.optional) return {};
   if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
   if (is({"bias", "teacher_bias"}))
     return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
@@ -98,6 +108,7 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
   for_each_tensor(op, unused, [&](const char* name, Access, TensorView& view, auto&&) {
     view = paper_view(c, name);
     const std::string_view is = name;
+    if (c.targets_only && is == "loss") view = {};
     if (CombiningOp<Op> && (is == "rank" || is == "mass_above")) view = {};  // it has none
     if constexpr (DivergenceOp<Op>) {
       if (is == "vocab_weight" || (is == "target" && c.scaled && !c.optional)) view = {};
@@ -183,6 +194,10 @@ void for_each_paper_call(PaperCall c, F&& f) {
         // A pipeline of a divergence is of one kind: among the calls that take it all kinds are.
         c.divergence = static_cast<DivergenceKind>(DivergenceOp<Op> ? number++ % 5 : 0);
         f(c);
+        if (!std::is_same_v<Op, LinearCrossEntropyForward> || c.optional) continue;
+        PaperCall targets = c;
+        targets.targets_only = true;
+        f(targets);
       }
     }
   }
