@@ -32,10 +32,11 @@ inline TensorView paper_kept(const PaperCall& c, const std::string& name) {
   return matrix_view(nullptr, c.dtype, blocks * round_up(c.tokens, 64), 64);
 }
 
-// The most columns are chosen, or few; not in every call, and where nothing else is asked for too.
+// The most columns are chosen, or few: beside everything else, and beside nothing else in some
+// calls.
 inline TensorView paper_chosen(const PaperCall& c, const std::string& name) {
-  if (c.targets_only ? c.scaled : !c.optional || c.dtype == DType::bf16) return {};
   if (name == "id_offsets") return {};  // it has no lists
+  if (!c.targets_only && !c.optional && c.dtype != DType::bf16) return {};
   const DType dtype = name != "ids" ? DType::f32 : c.none ? DType::i32 : DType::i64;
   return matrix_view(nullptr, dtype, c.tokens, c.none ? 64 : 3);
 }
@@ -80,7 +81,8 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
     return given && !c.probabilities ? vector_view(nullptr, DType::f32, c.tokens) : TensorView{};
   }
   if (is({"ids", "id_offsets", "logits_at", "grad_logits_at"})) return paper_chosen(c, name);
-  if (c.targets_only ? !is({"target_logit"}) : !c.optional) return {};
+  if (!c.optional && !(c.targets_only && is({"target_logit"}))) return {};
+  if (c.targets_only && !is({"target_logit", "bias"})) return {};
   if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
   if (is({"bias", "teacher_bias"}))
     return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
@@ -194,7 +196,7 @@ void for_each_paper_call(PaperCall c, F&& f) {
         // A pipeline of a divergence is of one kind: among the calls that take it all kinds are.
         c.divergence = static_cast<DivergenceKind>(DivergenceOp<Op> ? number++ % 5 : 0);
         f(c);
-        if (!std::is_same_v<Op, LinearCrossEntropyForward> || c.optional) continue;
+        if (!std::is_same_v<Op, LinearCrossEntropyForward>) continue;
         PaperCall targets = c;
         targets.targets_only = true;
         f(targets);
