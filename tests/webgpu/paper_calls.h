@@ -54,12 +54,11 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"teacher_logits"})) {
     return c.capped && c.none ? matrix_view(nullptr, c.dtype, c.tokens, c.vocab) : TensorView{};
   }
+  if (is({"teacher_input", "teacher_weight", "teacher_bias"}) && c.capped && c.none) return {};
   if (is({"teacher_input", "teacher_weight"})) {  // its D is another
-    if (c.capped && c.none) return {};
     const int64_t rows = is({"teacher_input"}) ? c.tokens : c.vocab;
     return matrix_view(nullptr, c.dtype, rows, c.hidden + (c.scaled ? 4 : 3));
   }
-  if (is({"teacher_bias"}) && c.capped && c.none) return {};
   if (is({"grad_input"})) return matrix_view(nullptr, c.gradient, c.tokens, c.hidden);
   if (is({"grad_weight"})) return matrix_view(nullptr, c.gradient, c.vocab, c.hidden);
   if (name.find("top_") != name.npos) return {};  // it has no list
@@ -81,8 +80,8 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
     return given && !c.probabilities ? vector_view(nullptr, DType::f32, c.tokens) : TensorView{};
   }
   if (is({"ids", "id_offsets", "logits_at", "grad_logits_at"})) return paper_chosen(c, name);
-  if (!c.optional && !(c.targets_only && is({"target_logit"}))) return {};
-  if (c.targets_only && !is({"target_logit", "bias"})) return {};
+  const bool of_targets = is({"target_logit"}) || (c.optional && is({"bias"}));
+  if (c.targets_only ? !of_targets : !c.optional) return {};
   if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
   if (is({"bias", "teacher_bias"}))
     return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
