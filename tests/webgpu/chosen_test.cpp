@@ -81,6 +81,8 @@ TEST_F(WebGpuChosen, TheBitsOfATargetInEveryTile) {
               << describe(c) << ", token " << i;
         }
       }
+      alone.op.ids = alone.op.logits_at = {};
+      EXPECT_EQ(run(alone).at("target_logit").bits, beside.at("target_logit").bits);
     }
   }
 }
@@ -127,27 +129,30 @@ TEST_F(WebGpuChosen, NoProductNeedsNoMemoryForOne) {
   EXPECT_LT(size.recommended, uint64_t{1} << 20);
 }
 
-// Two gradients of one column are more than f32 holds, once the slope multiplies them, and the
-// softcap's slope makes numbers of them again.
+// A gradient is more than f32 holds once the slope multiplies it, and the softcap's slope makes a
+// number of it again: where the target's is as large, where no other is, and where the target's is
+// just not.
 TEST_F(WebGpuChosen, LargeGradientsMeetBeforeTheyOverflow) {
-  Case c = plain(OpKind::linear_backward, {2, 4, 5}, 2);
+  Case c = plain(OpKind::linear_backward, {3, 4, 5}, 2);
   c.options.logit_scale = 8;
   c.options.softcap = 1;
   c.wants_grad_input = c.wants_grad_weight = false;
   c.wants_grad_bias = c.grad_target_logit = true;
   Problem<Backward> p = build<Backward>(c);
-  write(p.op.target, {3, 3});
-  write(p.op.input, std::vector<double>(8, 0));
+  write(p.op.target, {3, 0, 2});
+  write(p.op.input, std::vector<double>(12, 0));
   write(p.op.bias, {0.5, 0.5, 0.5, 0.5, 0.5});
-  write(p.op.ids, {3, 1, -1, -1});
-  write(p.op.grad_logits_at, {-2e38, 2e38, 0, 0});
-  write(p.op.grad_target_logit, {3e38, 0});
+  write(p.op.ids, {3, 1, 4, -1, 2, -1});
+  write(p.op.grad_logits_at, {-2e38, 2e38, 2e38, 0, 0x1p58, 0});
+  write(p.op.grad_target_logit, {3e38, 0, 0x1p57});
   const Comparison judged =
       compare(expected(device_, p.op, p.model), execute(device_, p.op, p.pool));
   EXPECT_TRUE(judged.ok()) << judged.report;
   const Fields made = run(p);
-  EXPECT_GT(made.at("grad_bias").value[1], 1e35);
-  EXPECT_LT(made.at("grad_bias").value[1], 3e38);
+  for (const size_t j : {1, 3, 4}) {
+    EXPECT_GT(made.at("grad_bias").value[j], 1e35) << j;
+    EXPECT_LT(made.at("grad_bias").value[j], 3e38) << j;
+  }
 }
 
 }  // namespace
