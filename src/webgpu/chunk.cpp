@@ -52,6 +52,7 @@ TokenParams Run::token_params(const Chunk& chunk) const {
   if (!given("target")) p.flags |= kIsSoftmax;
   if (problem_.extras()) p.flags |= kHasExtras;
   if (!problem_.softmax && !call_.forward) p.flags |= kIsBackward | gradient_flags();
+  if (given("grad_logits_at")) p.flags |= kHasGradChosen;
   if (problem_.has_vocab_weight) p.flags |= kHasVocabWeight;
   if (given("token_weight")) p.flags |= kHasTokenWeight;
   if (options_.out_of_range == OutOfRange::ignore) p.flags |= kOutsideIsIgnored;
@@ -76,6 +77,16 @@ Binding Run::whole_vocab_weight() const {
   return bound(call_["vocab_weight"], {.rows = problem_.vocab_total}, &base);
 }
 
+// Returns where the fault is, or what stands for it where there is none.
+Binding Run::fault_of(TokenParams* params) const {
+  if (!given("fault")) return role(Role::spare);
+  int64_t base;
+  const Binding fault = bound(call_["fault"], {}, &base);
+  params->fault = u32(base);
+  params->flags |= kHasFault;
+  return fault;
+}
+
 void Run::begin_chunk(const Chunk& chunk) {
   static constexpr struct {
     const char* name;
@@ -89,15 +100,10 @@ void Run::begin_chunk(const Chunk& chunk) {
     if (k == 1 && options_.reduction != Reduction::none) continue;
     gather_vector(view, chunk.first, chunk.tokens, dense(Role::inputs, k, 8));
   }
+  begin_chosen(chunk);
   TokenParams params = token_params(chunk);
   const Binding target = targets(chunk, &params);
-  Binding fault = role(Role::spare);
-  if (given("fault")) {
-    int64_t base;
-    fault = bound(call_["fault"], {}, &base);
-    params.fault = u32(base);
-    params.flags |= kHasFault;
-  }
+  const Binding fault = fault_of(&params);
   recorder_.dispatch("tokens", problem_.direct ? "each" : "chunk", {}, params,
                      {target,
                       whole_vocab_weight(),
@@ -274,14 +280,15 @@ Binding Run::weight_window(const Window& window, const Head& head, uint32_t* bas
 void Run::make_logits(const Chunk& chunk, const Window& window, const Head& head) {
   if (problem_.direct) return;
   const int64_t padded = round_up(window.columns, 4);
-  const Binding logits = block(window, head.block);
   if (!head.is_head) {
-    gather(head.logits,
-           {.first_row = chunk.first,
-            .rows = chunk.tokens,
-            .first_column = window.first,
-            .columns = window.columns},
-           dense(head.block, static_cast<int64_t>(logits.offset / 4), plan_.window), padded, true);
+    gather(
+        head.logits,
+        {.first_row = chunk.first,
+         .rows = chunk.tokens,
+         .first_column = window.first,
+         .columns = window.columns},
+        dense(head.block, static_cast<int64_t>(block(window, head.block).offset / 4), plan_.window),
+        padded, true);
     return;
   }
   const auto hidden = u32(round_up(head.hidden, 4));
@@ -303,8 +310,12 @@ void Run::make_logits(const Chunk& chunk, const Window& window, const Head& head
                : Binding{workspace_[head.bias_copy], static_cast<uint64_t>(window.first) * 4,
                          static_cast<uint64_t>(window.columns) * 4};
   }
+  if (call_.forward && (call_.ids || problem_.targets_only)) {
+    make_chosen_logits(chunk, window, weight, p, bias);
+  }
+  if (problem_.targets_only) return;
   product(p, {.b_transposed = true, .has_bias = has_bias, .bounded = 1}, role(head.hidden_rows),
-          weight, logits, bias);
+          weight, block(window, head.block), bias);
 }
 
 void Run::make_partials(const Chunk& chunk, const Window& window, const Head& head) {
@@ -447,6 +458,7 @@ void Run::add_ranks(const Chunk& chunk, const Window& window) {
 void Run::make_gradients(const Chunk& chunk, const Window& window) {
   RowParams p = row_params(chunk, window);
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
+  make_chosen_gradients(chunk, window);
   if (chunk.tokens > 0) {
     const Binding logits = block(chunk, window, &p);
     const Binding counted = role(Role::counted), rows = role(Role::rows);
@@ -461,6 +473,7 @@ void Run::make_gradients(const Chunk& chunk, const Window& window) {
                          {counted, vocab_weight, rows, logits, extras()}, groups, p.rows);
     }
   }
+  put_chosen_gradients(chunk, window);
   if (problem_.linear) add_products(chunk, window);
   if (problem_.linear || problem_.direct) return;
   scatter(dense(Role::block, static_cast<int64_t>(block(window).offset / 4), plan_.window),
@@ -563,6 +576,7 @@ void Run::emit_outputs(const Chunk& chunk) {
   for_each_asked(call_, [&](const TensorView& view, Word word, Emit kind) {
     emit(chunk, view, word, kind, chunk.first);
   });
+  emit_chosen(chunk);
   const TensorView& loss = call_["loss"];
   if (!loss) return;
   if (!problem_.reduces) {

@@ -83,7 +83,10 @@ double predicted_microseconds(const Problem& p, const Plan& plan) {
   const auto block = 4.0 * static_cast<double>(plan.chunk * plan.window);
   const auto weight = 4.0 * static_cast<double>(plan.window * p.hidden);
   double logits = 0;
-  if (p.linear) {
+  if (p.targets_only) {
+    logits = copy_time(weight);
+    if (!p.weight_bound) logits += copy_time(2 * weight);
+  } else if (p.linear) {
     logits = product_time(plan.chunk, plan.window, p.hidden, 1, true);
     if (!p.weight_bound) logits += copy_time(2 * weight);
   } else if (!p.direct) {

@@ -15,6 +15,7 @@ namespace {
 // the matrix is not worked on in place, it is also one workgroup's list of tokens.
 constexpr int64_t kMostTokens = 4096, kMostInPlace = 65535;
 constexpr int64_t kLeastTokens = 64;
+constexpr int64_t kMostChosen = 64;       // chosen_ids.wgsl takes a thread each
 constexpr int64_t kColumnsAtOnce = 4096;  // a thread's registers hold 16 of a row
 // plain.wgsl sums the losses of at most so many tokens, and takes as many columns
 constexpr int64_t kMostPlain = int64_t{65535} * 256;
@@ -63,12 +64,14 @@ void fill_bytes(const Problem& p, Plan* plan) {
   }
   if (p.extras()) set(Role::extras, 4 * kExtraWords * chunk);
   if (p.reduces) set(Role::losses, 4 * chunk);
-  if (!p.plain && !p.rows_at_once)
+  if (!p.plain && !p.rows_at_once && !p.targets_only)
     set(Role::partials, 4 * kSlotWords * chunk * std::max<int64_t>(plan->slots, 1));
   plan->window_bytes = static_cast<uint64_t>(round_up(4 * chunk * plan->window, 256));
-  if (!p.direct) {
+  if (!p.direct && !p.targets_only) {
     set(Role::block, static_cast<int64_t>(plan->window_bytes) * (plan->whole ? plan->windows : 1));
   }
+  set(Role::ids, p.id_bytes * chunk * p.chosen);
+  set(Role::chosen, 4 * chunk * p.chosen);
   if (p.linear) {
     set(Role::hidden, 4 * chunk * hidden);
     if (p.wants_grad_input) set(Role::grad_hidden, 4 * chunk * hidden);
@@ -95,7 +98,7 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   const auto fits = [&](int64_t rows, int64_t bytes) { return bytes == 0 || rows <= most / bytes; };
   if (plan.window_bytes > limits.storage_binding_bytes) return false;
   if (!fits(plan.chunk, std::max<int64_t>(plan.slots, 1) * 4 * kSlotWords) ||
-      !fits(plan.chunk, 4 * kStateWords)) {
+      !fits(plan.chunk, 4 * kStateWords) || !fits(plan.chunk, p.id_bytes * p.chosen)) {
     return false;
   }
   if (plan.chunk > 1 && !fits(plan.chunk, p.token_stride_bytes)) return false;
@@ -142,7 +145,9 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   plan.kept_columns = p.kept_columns;
   const bool again = p.needs_logits_again() && !p.state_given && !plan.whole;
   const bool all_kept = p.state_given && p.kept_columns > 0 && p.kept_columns == p.vocab;
-  if (p.linear) plan.products = !all_kept + again + p.wants_grad_input + p.wants_grad_weight;
+  if (p.linear)
+    plan.products =
+        !(all_kept || p.targets_only) + again + p.wants_grad_input + p.wants_grad_weight;
   if (p.diverges) {
     plan.products = !p.reads_kept + (p.has_teacher() && p.teacher.is_head) + p.wants_grad_input +
                     p.wants_grad_weight;
@@ -255,6 +260,16 @@ TeacherProblem teacher_of(const Call& call) {
   return t;
 }
 
+// Says which columns of each token the call names, or wants the names of.
+void choose(const Call& call, Problem* p) {
+  p->chosen = call.chosen();
+  if (call.ids) p->id_bytes = size_of(call.ids.dtype);
+  p->id_lists = call.lists();
+  p->only_chosen = call.only_chosen;
+  p->targets_only = call.targets_only();
+  p->lists = static_cast<bool>(call.top_logits);
+}
+
 // Returns whether a row of the tensor belongs to a token.
 bool is_of_tokens(std::string_view name, const Problem& p) {
   constexpr std::string_view kOthers[] = {"weight",      "bias",           "vocab_weight",
@@ -281,8 +296,7 @@ Problem problem_of(const Call& call) {
                            "teacher_row_log_sum", "divergence_sum", "slope_sum", "target_logit"}) {
     p.hands_states |= call.diverges && call[name];
   }
-  p.chooses = static_cast<bool>(call.ids);
-  p.lists = static_cast<bool>(call.top_logits);
+  choose(call, &p);
   p.hidden = call.linear ? call.hidden() : 0;
   p.state_given = !call.forward && static_cast<bool>(call["row_reference"]);
   p.has_bias = static_cast<bool>(call["bias"]);
@@ -327,14 +341,31 @@ Problem problem_of(const Call& call) {
   return p;
 }
 
-Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, Plan* plan) {
-  const Problem p = on_device(problem, limits);
-  if (problem.chooses) {
-    return error(StatusCode::not_supported, "ids: webgpu has no chosen columns; allowed: none");
+namespace {
+
+Status check_columns(const Problem& p) {
+  if (p.id_lists) {
+    return error(StatusCode::not_supported, "id_offsets: webgpu has no lists; allowed: none");
   }
-  if (problem.lists) {
+  if (p.only_chosen) {
+    return error(StatusCode::not_supported, "only_chosen is 1; webgpu allows 0");
+  }
+  if (p.chosen > kMostChosen) {
+    return error(StatusCode::not_supported, "ids: K is %lld; webgpu allows 1 to %lld",
+                 static_cast<long long>(p.chosen), static_cast<long long>(kMostChosen));
+  }
+  if (p.lists) {
     return error(StatusCode::not_supported, "top_logits: webgpu has no top-k; allowed: none");
   }
+  return {};
+}
+
+}  // namespace
+
+Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, Plan* plan) {
+  const Problem p = on_device(problem, limits);
+  const Status columns = check_columns(p);
+  if (!columns.ok()) return columns;
   if (problem.diverges && (problem.vocab_total > problem.vocab || problem.hands_states)) {
     return error(StatusCode::not_supported,
                  "vocab_total is %lld and V %lld; webgpu allows of a divergence: the whole "

@@ -35,6 +35,8 @@ enum class Role : uint32_t {
   partials,      // [chunk, slots, kSlotWords]  or, of shards, [chunk, kFoldWords]
   hidden,        // [chunk, D]  holds the rows of input that count, as f32
   grad_hidden,   // [chunk, D]
+  ids,           // [chunk, K, 1 or 2]  holds the words of chosen columns' ids, then columns
+  chosen,        // [chunk, K]  holds their logits, or their gradients
   slices,        // [slices, chunk, D]  holds grad_input's sums, each over a part of a window
   weight,        // [window, D]  is there where the view itself cannot be bound
   block,         // [windows, chunk, window]  holds logits, then their gradients
@@ -67,7 +69,11 @@ struct Problem {
   bool combines = false;      // the tokens' states come from shards of the vocabulary
   bool diverges = false;      // there are two heads
   bool hands_states = false;  // of a divergence, which are for shards
-  bool chooses = false;       // there are chosen columns, which are refused
+  int64_t chosen = 0;         // each token has so many chosen columns
+  int64_t id_bytes = 0;       // an id of one has so many
+  bool id_lists = false;      // they are lists, which are refused
+  bool only_chosen = false;   // they alone have gradients, which is refused
+  bool targets_only = false;  // it makes logits of targets and chosen columns, and no other
   bool lists = false;         // the largest logits are asked for, which is refused
   bool reads_kept = false;    // of a divergence, whose gradient Forward has kept
   TeacherProblem teacher;

@@ -183,6 +183,11 @@ void Run::run_chunk(const Chunk& chunk) {
     emit_outputs(chunk);
     return;
   }
+  if (problem_.targets_only) {
+    for (int64_t w = 0; w < plan_.windows; ++w) make_logits(chunk, window_of(w), student_);
+    emit_outputs(chunk);
+    return;
+  }
   if (problem_.combines) fold_shards(chunk);
   const bool needs_state =
       !problem_.state_given && !problem_.combines && !(problem_.probabilities && !call_["loss"]);

@@ -32,7 +32,8 @@ enum Flag : uint32_t {
   kHasExtras = 8192,
   kIsBackward = 16384,
   kHasTeacherSoftcap = 32768,
-  kHasTeacherTemperature = 65536
+  kHasTeacherTemperature = 65536,
+  kHasGradChosen = 131072
 };
 
 // tokens.wgsl has the same struct.
@@ -51,7 +52,14 @@ struct RowParams {
   uint32_t weight_base = 0;
   float teacher_slope = 1, teacher_cap_in = 0, teacher_cap_in_low = 0, teacher_cap_out = 0,
         teacher_cap_out_low = 0, beta = 0, rest = 1, label_weight = 0;
-  uint32_t zero = 0;
+  uint32_t zero = 0, chosen = 0, id_words = 0, depth = 0, weight_first = 0, weight_stride = 0;
+};
+
+// chosen_ids.wgsl has the same struct.
+struct ChosenParams {
+  uint32_t tokens = 0, base = 0, stride = 0, wide = 0, ignore_low = 0, ignore_high = 0,
+           vocab_total = 0, vocab_start = 0, vocab = 0, flags = 0, nan = 0, fault = 0, chosen = 0,
+           id_words = 0;
 };
 
 // plain.wgsl has the same struct.
@@ -144,7 +152,7 @@ struct Dense {
 };
 
 // This class has the order of a call. chunk.cpp does what is done with a chunk, divergence.cpp that
-// of two heads, kept.cpp kept state, copies.cpp copies of views.
+// of two heads, chosen.cpp chosen columns, kept.cpp kept state, copies.cpp copies of views.
 class Run {
  public:
   Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBuffers* workspace);
@@ -175,6 +183,15 @@ class Run {
   void keep_logits(const Chunk& chunk, const Window& window);
   Window take_logits(const Chunk& chunk, const Window& window);
   void keep_or_check_rows(const Chunk& chunk);
+
+  // chosen.cpp defines these.
+  void begin_chosen(const Chunk& chunk);
+  void make_chosen_logits(const Chunk& chunk, const Window& window, Binding weight,
+                          const ProductParams& operands, Binding bias);
+  void make_chosen_gradients(const Chunk& chunk, const Window& window);
+  void put_chosen_gradients(const Chunk& chunk, const Window& window);
+  void emit_chosen(const Chunk& chunk);
+  RowParams chosen_params(const Chunk& chunk, const Window& window) const;
 
   // run.cpp defines these.
   void prepare_vocabulary();
@@ -221,6 +238,7 @@ class Run {
   Binding vocab_weight_window(const Window& window, uint32_t* base) const;
   Binding whole_vocab_weight() const;
   Binding targets(const Chunk& chunk, TokenParams* params) const;
+  Binding fault_of(TokenParams* params) const;
   Binding block(const Window& window, Role role = Role::block) const;
   // Returns what the kernels on rows work in: the block, or the caller's matrix.
   Binding block(const Chunk& chunk, const Window& window, RowParams* params) const;
@@ -256,6 +274,9 @@ class Run {
   Binding written_extras() const {
     return role(problem_.extras() ? Role::extras : Role::more_sums);
   }
+  // Where no column is chosen, what stands for them is not touched.
+  Binding ids() const { return call_.ids ? role(Role::ids) : zeros(); }
+  Binding chosen() const { return role(call_.ids ? Role::chosen : Role::spare); }
   // Returns whether Backward takes what Forward has kept of a divergence.
   bool reads_kept() const { return problem_.reads_kept && plan_.kept_columns > 0; }
   Dense dense(Role role, int64_t base, int64_t row_stride, int64_t column_stride = 1) const {

@@ -4,13 +4,11 @@
 #include <algorithm>
 #include <cmath>
 
+#include "tests/support/executors.h"
 #include "tests/support/judge.h"
 #include "tests/support/problem.h"
 #include "tests/support/shards.h"
 #include "tests/support/suite.h"
-#ifndef __wasi__  // a web page's module has no threads
-#include "tests/support/executors.h"
-#endif
 
 namespace logitless::conformance {
 namespace {

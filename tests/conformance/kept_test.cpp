@@ -246,7 +246,6 @@ TEST_P(KeptState, ServesEntropysGradient) {
 // The gradient of log p of an almost certain column is 1 - p: it is right only if both parts are
 // added before dz is rounded.
 TEST_P(KeptState, ServesALikelyChosenColumn) {
-  if (!device_.has_chosen_columns()) return;
   if (device_.synchronous() && dtype_ != DType::f32) return;  // the CPU keeps E in 16 bits
   constexpr int64_t likely = 17;
   for (const bool capped : {false, true}) {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from mutants.mutant import Edit, Mutant
+from mutants.webgpu_chosen import CHOSEN
 from mutants.webgpu_divergences import DIVERGENCES
 from mutants.webgpu_plain import PLAIN
 
@@ -367,6 +368,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *PLAIN,
     *DIVERGENCES,
+    *CHOSEN,
     _mutant(
         "the last sums of a workgroup are left out",
         _SUM,
@@ -656,4 +658,5 @@ TESTS["halves"] = "*/Conformance.EveryShape/webgpu_*_f16:*/Edges.*_f16"
 TESTS["divergences"] = "*/Divergences.*/webgpu_*_f32:*/Divergences.Kept*_f16"
 TESTS["divergences"] += ":*/Conformance.Every*/webgpu_divergence_forward_backward_f32"
 TESTS["faint"] = "WebGpuFaint.*"  # subnormals are flushed, as a GPU may
+TESTS["chosen"] = "*/ChosenColumns.*_f32:WebGpuChosen.*"
 TESTS["combine"] = "*/Combines.*forward_f32"

@@ -46,8 +46,10 @@ class TestDevice {
   virtual bool reference_is_maximum(DType) const { return true; }
   // Whether Forward keeps state of such inputs and Backward checks it before use.
   virtual bool keeps_state(DType) const { return false; }
-  // Whether linear ops have chosen columns; otherwise they refuse them.
-  virtual bool has_chosen_columns() const { return true; }
+  // How many columns of a token linear ops can choose; more are refused.
+  virtual int64_t most_chosen() const { return 1024; }
+  // Whether chosen columns may be lists, or alone have a gradient; otherwise that is refused.
+  virtual bool has_id_lists() const { return true; }
   // Whether linear Forwards and Combine list the largest logits; otherwise they refuse to.
   virtual bool has_top() const { return true; }
   // Whether a token's loss and statistics are independent of its batch ("Determinism").

@@ -67,7 +67,8 @@ class WebGpuTestDevice : public TestDevice {
   }
   bool synchronous() const override { return false; }
   bool keeps_state(DType) const override { return true; }
-  bool has_chosen_columns() const override { return false; }
+  int64_t most_chosen() const override { return 64; }
+  bool has_id_lists() const override { return false; }
   bool has_top() const override { return false; }
 
  private:

@@ -3,14 +3,17 @@
 // many and takes the items in a chosen order.
 #pragma once
 
+#ifndef __wasi__
 #include <atomic>
 #include <thread>
 #include <vector>
+#endif
 
 #include "logitless/logitless.h"
 
 namespace logitless::conformance {
 
+#ifndef __wasi__  // there are no threads
 // `count` threads share the items.
 class ThreadExecutor {
  public:
@@ -36,6 +39,8 @@ class ThreadExecutor {
   }
   Executor executor_;
 };
+
+#endif
 
 // One thread that claims to be `count`, and takes the items first to last or last to first.
 class SerialExecutor {

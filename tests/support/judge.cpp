@@ -55,7 +55,9 @@ namespace {
 
 // The field of the case that the device does not have, or null.
 const char* refused_field(const TestDevice& device, const Case& c) {
-  if (c.chosen > 0 && !device.has_chosen_columns()) return "ids";
+  if (c.chosen > 0 && c.lists && !device.has_id_lists()) return "id_offsets";
+  if (c.only_chosen && !device.has_id_lists()) return "only_chosen";
+  if (c.chosen > device.most_chosen()) return "ids";
   return c.listed > 0 && !device.has_top() ? "top_logits" : nullptr;
 }
 

@@ -12,7 +12,7 @@ set(suite_sources ${root}/src/c_api.cpp ${root}/src/run.cpp ${root}/src/referenc
 foreach(name cases data fixture judge memory shards simulated)
   list(APPEND suite_sources ${root}/tests/support/${name}.cpp)
 endforeach()
-foreach(name combine conformance divergence edges nonfinite nonfinite_state invariants shards)
+foreach(name chosen combine conformance divergence edges nonfinite nonfinite_state invariants shards)
   list(APPEND suite_sources ${root}/tests/conformance/${name}_test.cpp)
 endforeach()
 add_executable(suite EXCLUDE_FROM_ALL ${suite_sources} $<TARGET_OBJECTS:core> ${LOGITLESS_GTEST_SOURCE}/src/gtest-all.cc)

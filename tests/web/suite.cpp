@@ -115,7 +115,8 @@ class BrowserTestDevice final : public TestDevice {
     return static_cast<const webgpu::WorkspaceBuffers*>(workspace)->made();
   }
   bool synchronous() const override { return false; }
-  bool has_chosen_columns() const override { return false; }
+  int64_t most_chosen() const override { return 64; }
+  bool has_id_lists() const override { return false; }
   bool has_top() const override { return false; }
 
  private:

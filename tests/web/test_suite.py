@@ -35,6 +35,7 @@ RULES = ["Edges.*/webgpu_forward_f32", "Edges.*/webgpu_linear_forward_backward_f
 RULES += ["NonFinite.*/webgpu_forward_f32", "NonFinite.*/webgpu_linear_backward_f32"]
 RULES += ["NonFinite.RowsOf*/webgpu_*_f32", "Invariants.*/webgpu_linear_forward_backward_f32"]
 RULES += ["Shards.*/webgpu_linear_forward_f32", "Combines.*/webgpu_forward_f32"]
+RULES += ["ChosenColumns.*/webgpu_linear_forward_f32"]
 RULES += [
     f"Divergences.{test}/webgpu_divergence_forward_backward_f32"
     for test in ("Equal*", "Columns*", "What*", "KeptState*")
@@ -42,7 +43,10 @@ RULES += [
 if FULL:
     RULES = [
         f"{part}.*"
-        for part in ("Edges", "NonFinite", "Invariants", "Shards", "Combines", "Divergences")
+        for part in (
+            *("Edges", "NonFinite", "Invariants", "Shards"),
+            *("Combines", "Divergences", "ChosenColumns"),
+        )
     ]
 
 

@@ -20,6 +20,7 @@ struct PaperCall {
   bool strided = false;         // no view can be bound as it is
   bool optional = false;        // every tensor that need not be given is given
   bool capped = false, scaled = false, probabilities = false, none = false;
+  bool targets_only = false;  // of a Forward: it makes no product
   DivergenceKind divergence = DivergenceKind::forward_kl;
 };
 
@@ -29,6 +30,15 @@ inline TensorView paper_kept(const PaperCall& c, const std::string& name) {
   if (c.scaled || c.dtype == DType::f16) return {};
   if (name == "kept_rows") return matrix_view(nullptr, DType::f32, c.tokens, 8);
   return matrix_view(nullptr, c.dtype, blocks * round_up(c.tokens, 64), 64);
+}
+
+// The most columns are chosen, or few: beside everything else, and beside nothing else in some
+// calls.
+inline TensorView paper_chosen(const PaperCall& c, const std::string& name) {
+  if (name == "id_offsets") return {};  // it has no lists
+  if (!c.targets_only && !c.optional && c.dtype != DType::bf16) return {};
+  const DType dtype = name != "ids" ? DType::f32 : c.none ? DType::i32 : DType::i64;
+  return matrix_view(nullptr, dtype, c.tokens, c.none ? 64 : 3);
 }
 
 inline TensorView paper_view(const PaperCall& c, const std::string& name) {
@@ -44,12 +54,11 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"teacher_logits"})) {
     return c.capped && c.none ? matrix_view(nullptr, c.dtype, c.tokens, c.vocab) : TensorView{};
   }
+  if (is({"teacher_input", "teacher_weight", "teacher_bias"}) && c.capped && c.none) return {};
   if (is({"teacher_input", "teacher_weight"})) {  // its D is another
-    if (c.capped && c.none) return {};
     const int64_t rows = is({"teacher_input"}) ? c.tokens : c.vocab;
     return matrix_view(nullptr, c.dtype, rows, c.hidden + (c.scaled ? 4 : 3));
   }
-  if (is({"teacher_bias"}) && c.capped && c.none) return {};
   if (is({"grad_input"})) return matrix_view(nullptr, c.gradient, c.tokens, c.hidden);
   if (is({"grad_weight"})) return matrix_view(nullptr, c.gradient, c.vocab, c.hidden);
   if (name.find("top_") != name.npos) return {};  // it has no list
@@ -70,7 +79,9 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
         c.optional ? c.dtype != DType::bf16 : c.dtype == DType::bf16 && c.gradient == DType::f32;
     return given && !c.probabilities ? vector_view(nullptr, DType::f32, c.tokens) : TensorView{};
   }
-  if (!c.optional || is({"ids", "logits_at", "grad_logits_at"})) return {};  // it has none of these
+  if (is({"ids", "id_offsets", "logits_at", "grad_logits_at"})) return paper_chosen(c, name);
+  const bool of_targets = is({"target_logit"}) || (c.optional && is({"bias"}));
+  if (c.targets_only ? !of_targets : !c.optional) return {};
   if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
   if (is({"bias", "teacher_bias"}))
     return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
@@ -98,6 +109,7 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
   for_each_tensor(op, unused, [&](const char* name, Access, TensorView& view, auto&&) {
     view = paper_view(c, name);
     const std::string_view is = name;
+    if (c.targets_only && is == "loss") view = {};
     if (CombiningOp<Op> && (is == "rank" || is == "mass_above")) view = {};  // it has none
     if constexpr (DivergenceOp<Op>) {
       if (is == "vocab_weight" || (is == "target" && c.scaled && !c.optional)) view = {};
@@ -183,6 +195,10 @@ void for_each_paper_call(PaperCall c, F&& f) {
         // A pipeline of a divergence is of one kind: among the calls that take it all kinds are.
         c.divergence = static_cast<DivergenceKind>(DivergenceOp<Op> ? number++ % 5 : 0);
         f(c);
+        if (!std::is_same_v<Op, LinearCrossEntropyForward>) continue;
+        PaperCall targets = c;
+        targets.targets_only = true;
+        f(targets);
       }
     }
   }

@@ -258,6 +258,40 @@ TEST(WebGpuPlan, EveryDispatchKeepsToTheRules) {
   EXPECT_GT(calls, 5000u);
 }
 
+// Of three maps without and with a softcap, a bias or none, with the targets or without.
+TEST(WebGpuPlan, ThePipelinesOfChosenColumnsAreAllListed) {
+  std::set<std::string> pipelines;
+  const auto add = [&](auto typed) {
+    for_each_paper_call<decltype(typed)>({3, 8, 40}, [&](const PaperCall& c) {
+      (void)run_on_paper<decltype(typed)>(c, {}, 1, &pipelines);
+    });
+  };
+  add(LinearCrossEntropyForward{});
+  add(LinearCrossEntropyBackward{});
+  const auto of = [&](const std::string& begin) {
+    return std::count_if(pipelines.begin(), pipelines.end(),
+                         [&](const std::string& name) { return name.starts_with(begin); });
+  };
+  EXPECT_EQ(of("chosen.wgsl, logits"), 24);
+  EXPECT_EQ(of("chosen.wgsl, gradients"), 6);
+  EXPECT_EQ(of("chosen.wgsl, put"), 1);
+  EXPECT_EQ(of("chosen_ids.wgsl, begin"), 1);
+}
+
+// Without a product there is no room for one.
+TEST(WebGpuPlan, TargetsAloneTakeNoProduct) {
+  PaperCall c{.tokens = 1024, .hidden = 768, .vocab = 50257, .targets_only = true};
+  RecordedDevice device{Limits{}};
+  const auto op = paper_op<LinearCrossEntropyForward>(c, &device);
+  const Problem p = problem_of(logitless::Call(op, {.device = {DeviceType::webgpu, 0}}));
+  Plan plan;
+  ASSERT_TRUE(make_plan(p, {}, UINT64_MAX, &plan).ok());
+  EXPECT_EQ(plan.products, 0);
+  EXPECT_LT(plan.total, uint64_t{4} << 20);
+  c.none = true;
+  EXPECT_EQ(run_on_paper<LinearCrossEntropyForward>(c, {}, 1).faults, "");
+}
+
 TEST(WebGpuPlan, MoreTokensAndMoreVocabularyThanAGridIsWide) {
   Limits large;
   large.buffer_bytes = uint64_t{1} << 34;

@@ -16,6 +16,7 @@ UNIFORMS = {
     "run.h": {
         "TokenParams": "tokens",
         "RowParams": "common/window",
+        "ChosenParams": "chosen_ids",
         "PlainParams": "plain",
         "SumParams": "sum",
         "ProductParams": "common/product",

@@ -41,10 +41,10 @@ endfunction()
 set(defaults LOGITLESS_WEBGPU_LIMITS=default)
 set(webgpu_suites)
 foreach(suite conformance divergence divergence_shards determinism invariance edges nonfinite invariants shards workspace kept temperatures statistics inactive
-              combine)
+              combine chosen)
   list(APPEND webgpu_suites $<TARGET_OBJECTS:${suite}_test_objects>)
 endforeach()
-add_executable(webgpu_suite ${webgpu_suites} webgpu/webgpu_test.cpp webgpu/token_test.cpp webgpu/kept_test.cpp webgpu/flushing_test.cpp
+add_executable(webgpu_suite ${webgpu_suites} webgpu/webgpu_test.cpp webgpu/token_test.cpp webgpu/kept_test.cpp webgpu/chosen_test.cpp webgpu/flushing_test.cpp
                $<TARGET_OBJECTS:conformance_main>)
 link_conformance(webgpu_suite)
 add_webgpu_test(conformance webgpu_suite */Conformance.*-*EveryInstructionSet* ${defaults})
@@ -57,6 +57,7 @@ endif()
 add_webgpu_test(edges webgpu_suite ${edges} ${defaults})
 add_webgpu_test(combine webgpu_suite */Combines.* ${defaults})
 add_webgpu_test(divergences webgpu_suite */Divergences.*:*/DivergenceShards.WebGPU* ${defaults})
+add_webgpu_test(chosen webgpu_suite */ChosenColumns.*:WebGpuChosen.* ${defaults})
 add_webgpu_test(kept webgpu_suite */KeptState.*:WebGpuKept.* ${defaults})
 add_webgpu_test(options webgpu_suite */Temperatures.*_f32:*/TokenStatistics.*_f32:*/InactiveTokens.*_f32 ${defaults})
 # Each case of these is many runs, and a run on a processor's Vulkan is mostly the loader's and the compiler's time.

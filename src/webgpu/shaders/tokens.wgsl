@@ -63,7 +63,8 @@ fn is_active(i: u32) -> bool {
   return !(is_number && (is_zero(g) || is_zero(a))) ||
          ((p.flags & has_grad_lse) != 0u && !is_zero(given.grad_lse)) ||
          ((p.flags & has_grad_target) != 0u && !is_zero(given.grad_target_logit)) ||
-         ((p.flags & has_grad_entropy) != 0u && !is_zero(given.grad_entropy));
+         ((p.flags & has_grad_entropy) != 0u && !is_zero(given.grad_entropy)) ||
+         ((p.flags & has_grad_chosen) != 0u && (rows[i].kind & state_chosen) != 0u);
 }
 fn active_target_of(i: u32) -> Target {
   let t = target_of(i);

@@ -20,6 +20,7 @@ const has_extras = 8192u;
 const is_backward = 16384u;  // a token without an upstream gradient is then ignored
 const has_teacher_softcap = 32768u;
 const has_teacher_temperature = 65536u;  // each token has its own
+const has_grad_chosen = 131072u;         // there are gradients of chosen columns
 
 // A token is of one of three kinds, to which the states are added.
 const ignored = 0u;
@@ -29,6 +30,7 @@ const state_nan = 256u;           // the row's statistics are NaN
 const state_gradient_nan = 512u;  // the row's gradient is NaN
 const state_not_kept = 1024u;     // kept state is another row's
 const state_large = 2048u;        // the gradient's factors are divided by `large`
+const state_chosen = 4096u;       // before its row begins: a chosen column has a gradient
 fn is_counted(kind: u32) -> bool {
   return (kind & 255u) == counts;
 }

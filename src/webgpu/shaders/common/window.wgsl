@@ -34,6 +34,12 @@ struct Params {
   rest: f32,  // it is 1 - beta
   label_weight: f32,
   zero: u32,  // it is 0, which no compiler knows
+  // Chosen columns have these: a token has so many, an id so many words; and a product's operands.
+  chosen: u32,
+  id_words: u32,
+  depth: u32,          // it counts vec4 of a row of hidden
+  weight_first: u32,   // it counts vec4 in the binding
+  weight_stride: u32,  // it counts vec4
 }
 
 @group(0) @binding(0) var<uniform> p: Params;

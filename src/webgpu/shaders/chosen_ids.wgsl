@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// A workgroup takes a token and makes of its ids the columns of the views that they are, none where
+// there is none. Forward's logits begin as what stands where there is no column. Backward's
+// gradients of equal columns are added up, in their order, at the first of them.
+// Uses common: numbers, token, target.
+
+struct Params {
+  tokens: u32,
+  base: u32,    // it counts words of the targets
+  stride: u32,  // it counts words
+  wide: u32,    // if 1, a target is two words
+  ignore_low: u32,
+  ignore_high: u32,
+  vocab_total: u32,
+  vocab_start: u32,
+  vocab: u32,  // the views have so many columns
+  flags: u32,
+  nan: u32,
+  fault: u32,     // the fault is this word
+  chosen: u32,    // a token has so many ids, up to 64
+  id_words: u32,  // an id has so many words: 1 or 2
+}
+
+@group(0) @binding(0) var<uniform> p: Params;
+@group(0) @binding(1) var<storage, read> targets: array<u32>;
+@group(0) @binding(2) var<storage, read_write> ids: array<u32>;     // [tokens, chosen, id_words]
+@group(0) @binding(3) var<storage, read_write> chosen: array<f32>;  // [tokens, chosen]
+@group(0) @binding(4) var<storage, read_write> rows: array<State>;  // [tokens]
+@group(0) @binding(5) var<storage, read_write> fault: array<atomic<u32>>;
+
+struct Id {
+  column: u32,  // it is counted in the views, or none
+  is_given: bool,  // some shard has it
+  is_outside: bool,  // it is an error
+}
+fn id_at(at: u32) -> Id {
+  let low = ids[at];
+  var high = select(0u, none, (low >> 31u) == 1u);
+  if (p.id_words == 2u) {
+    high = ids[at + 1u];
+  }
+  if (high != 0u || low >= p.vocab_total) {
+    let is_absent = (low & high) == none;
+    return Id(none, false, !is_absent && (p.flags & outside_is_ignored) == 0u);
+  }
+  let column = low - p.vocab_start;
+  return Id(select(none, column, column < p.vocab), true, false);
+}
+
+var<workgroup> columns: array<u32, 64>;
+var<workgroup> gradients: array<f32, 64>;
+var<workgroup> sizes: array<u32, 64>;  // of a gradient that is not read, 0
+
+@compute @workgroup_size(64)
+fn begin(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) k: u32) {
+  let token = group.x;
+  let at = token * p.chosen + k;
+  let is_backward_call = (p.flags & is_backward) != 0u;
+  var id = Id(none, false, false);
+  if (k < p.chosen && target_at(p.base + token * p.stride, p.vocab_total).kind == counts) {
+    id = id_at(at * p.id_words);
+  }
+  var gradient = 0.0;
+  if (is_backward_call && id.is_given) {
+    gradient = chosen[at];
+  }
+  columns[k] = id.column;
+  gradients[k] = gradient;
+  sizes[k] = bitcast<u32>(gradient) & 0x7fffffffu;
+  workgroupBarrier();
+  if (id.is_outside && (p.flags & has_fault) != 0u) {
+    atomicOr(&fault[p.fault], 1u);
+  }
+  if (k == 0u) {
+    // tokens.wgsl reads this before it begins the row.
+    var all = 0u;
+    for (var j = 0u; j < p.chosen; j++) {
+      all |= sizes[j];
+    }
+    rows[token].kind = select(0u, state_chosen, all != 0u);
+  }
+  if (k >= p.chosen) {
+    return;
+  }
+  if (!is_backward_call) {
+    ids[at * p.id_words] = id.column;
+    chosen[at] = bitcast<f32>(select(p.nan ^ 0x80400000u, p.nan, id.is_outside));
+    return;
+  }
+  var is_first = true;
+  for (var j = 0u; j < k; j++) {
+    is_first = is_first && columns[j] != id.column;
+  }
+  for (var j = k + 1u; j < p.chosen; j++) {
+    if (columns[j] == id.column) {
+      gradient += gradients[j];
+    }
+  }
+  ids[at * p.id_words] = select(none, id.column, is_first);
+  chosen[at] = gradient;
+}
