@@ -114,6 +114,13 @@ def a_llama() -> Names:
     }
 
 
+def a_corpus() -> Names:
+    needs("safetensors")
+    import torch
+
+    return {**a_llama(), "tokens": torch.randint(0, V, (B, T))}
+
+
 def a_trl_trainer() -> Names:
     needs("trl", "datasets", "tokenizers")
     import datasets
@@ -232,6 +239,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
         ("from logitless.jax import linear_cross_entropy", jax_arrays),
         ("logitless.numpy.linear_cross_entropy(", numpy_arrays),
     ],
+    "docs/cli.md": [("save_file(", a_corpus)],
     "docs/distillation.md": [
         ("import linear_divergence", a_teacher),
         ("patch_trl(", a_trl_distiller),
