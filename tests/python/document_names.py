@@ -261,6 +261,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
     "docs/integrations.md": [
         ("patch_transformers(model)", a_llama),
         ("patch_trl(", a_trl_trainer),
+        ("integrations.lm_eval", lambda: needs("lm_eval") or {}),
         ("levanter.models", lambda: needs("levanter") or {}),
         ("cce.VocabParallelOptions", a_split_vocabulary_of_cce),
         ("megatron.output_processor", lambda: needs("megatron.core") or {}),
