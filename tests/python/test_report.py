@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m logitless report` on the CPU, at tiny heads whose figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import logitless
+from logitless._report import command, conformance, heads
+
+PYTHON = pathlib.Path(logitless.__file__).parents[1]
+
+
+def run(folder: pathlib.Path, *arguments: str, **environment: str) -> Any:
+    path = os.pathsep.join([str(PYTHON), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "logitless", *arguments], cwd=folder, text=True,
+        capture_output=True, env=os.environ | {"PYTHONPATH": path} | environment,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The table and the file of one run."""
+    folder = tmp_path_factory.mktemp("report")
+    done = run(folder, "report", "--device", "cpu", "--quick", "--no-compile", "--out", "it.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in folder.iterdir()] == ["it.json"]
+    return done.stdout, (folder / "it.json").read_text()
+
+
+def test_a_report_has_every_part(reported: tuple[str, str]) -> None:
+    whole = json.loads(reported[1])
+    assert whole["report"] == command.VERSION and whole["right"] is True
+    assert whole["machine"]["logitless"] == logitless.__version__
+    assert whole["machine"]["torch"] == torch.__version__
+    rows = {(row["function"], row["dtype"]) for row in whole["conformance"]}
+    assert rows == {(f, d) for f in conformance.FUNCTIONS for d in heads.DTYPES}
+    assert all(row["cases"] == 1 and row["failures"] == [] for row in whole["conformance"])
+    assert [entry["engine"] for entry in whole["heads"]] == ["cpu", "cpu"]
+    for entry in whole["heads"]:
+        names = {"3 products", "1 products", "loss, ours", "loss + gradients, ours",
+                 "log-probability + entropy, ours"}  # fmt: skip
+        assert set(entry["figures"]) == names
+        assert all(figure["ms"] > 0 for figure in entry["figures"].values())
+    assert whole["left_out"] == whole["failed"] == []
+    assert "linear_divergence      bf16    1 cases" in reported[0]
+    assert "cpu: tiny, bf16, N 64, D 32, V 300" in reported[0]
+
+
+def test_it_names_no_folder_and_no_host(reported: tuple[str, str]) -> None:
+    for text in reported:
+        for word in (socket.gethostname(), str(pathlib.Path.home()), str(PYTHON), "/tmp"):
+            assert word not in text
+    line = command.scrubbed('Traceback\n  File "/home/ada/x.py"\nOSError: /home/ada/lib/a.so: no')
+    assert line == "OSError: .../a.so: no"
+
+
+def test_what_fails_is_told_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = command.Report("cpu", 100)
+    rows = conformance.run("cpu", 1, lambda: 1)
+    assert all(row.failures == [] for row in rows)
+    monkeypatch.setattr(conformance, "_VALUE", 1e-12)
+    rows = conformance.run("cpu", 1, lambda: 1)
+    assert all(row.failures for row in rows if row.function != "cross_entropy")
+    for row in rows:
+        report.take({"record": "conformance", **row.__dict__}, "cpu")
+    assert not report.right(["cpu"])
+    assert "of its limit" in "\n".join(command.table(report.whole))
+
+
+@pytest.mark.parametrize("which", range(2))
+def test_a_wrong_gradient_is_found(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every function and dtype, at 2 % of the gradient; in 16 bits the limit is near that."""
+    right = conformance._value_and_gradients
+
+    def wrong(call: Any, leaves: Any, upstream: Any) -> Any:
+        value, gradients = right(call, leaves, upstream)
+        if leaves[0].dtype != torch.float64:
+            at = min(which, len(gradients) - 1)
+            gradients[at] = gradients[at] * 1.03
+        return value, gradients
+
+    monkeypatch.setattr(conformance, "_value_and_gradients", wrong)
+    rows = conformance.run("cpu", 2, lambda: 1)
+    assert all(row.failures for row in rows), rows
+
+
+def test_nan_and_a_call_that_raises_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nan(draw: conformance.Draw) -> conformance.Sample:
+        sample = conformance._given_logits(draw)
+        return conformance.Sample(lambda v: sample.ours(v) * math.nan, sample.exact, sample.leaves)
+
+    def raises(draw: conformance.Draw) -> conformance.Sample:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(conformance, "FUNCTIONS", {"nan": nan, "raises": raises})
+    rows = conformance.run("cpu", 1, lambda: 1)
+    assert all(len(row.failures) == 1 and row.worst == 0 for row in rows)
+    assert "RuntimeError: no such kernel" in rows[-1].failures[0]
+
+
+def test_time_that_is_up_leaves_out_and_says_so() -> None:
+    assert all(row.cases == 0 for row in conformance.run("cpu", 3, lambda: 0))
+    report = command.Report("cpu", 100)
+    report.part("heads", "cpu", 1)
+    assert report.whole["left_out"] == [{"part": "heads", "engine": "cpu", "reason": "time"}]
+    assert not report.right(["cpu"])  # nothing was checked
+    assert "left out for time: cpu, heads" in command.table(report.whole)
+
+
+def test_a_part_that_crashes_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any, **__: Any) -> Any:
+        line = json.dumps({"record": "conformance", "function": "f", "dtype": "f32", "cases": 1,
+                           "failures": [], "worst": 0.5})  # fmt: skip
+        return subprocess.CompletedProcess([], -signal.SIGSEGV, line + "\n", "")
+
+    monkeypatch.setattr(subprocess, "run", killed)
+    report = command.Report("cpu", 100)
+    report.part("conformance", "cpu", 30)
+    assert len(report.whole["conformance"]) == 1
+    assert report.whole["failed"][0]["reason"] == "ended by signal 11"
+    assert not report.right(["cpu"])
+
+
+def test_engines_are_those_that_the_library_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = 'cuda: LOGITLESS_CUDA_KERNELS is "?"; allowed on device 0 (A: B): hopper, portable\n'
+    told = subprocess.CompletedProcess([], 0, said, "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: told)
+    assert command.engines() == ["hopper", "portable"]
+
+
+def test_a_head_that_does_not_fit_takes_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from logitless._report import worker
+
+    head = worker.HEADS[0]
+    for gib, tokens in ((140, 8192), (6, 4096), (4, 1024), (1, 512)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gib=gib: (gib << 30, 0))
+        assert worker._that_fits(head).tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["report", "--limit", "1"], "--limit: 1.0 is out of range; allowed: 10 to 3600"),
+        (["report", "--out", "no/such.json"], "--out: no/such.json: no such folder"),
+        (["report", "--frob"], "unrecognized arguments: --frob"),
+        ([], "usage: python -m logitless report"),
+        (["train"], "usage: python -m logitless report"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], text: str, tmp_path: pathlib.Path) -> None:
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2 and text in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there(tmp_path: pathlib.Path) -> None:
+    done = run(tmp_path, "report", "--device", "cuda")
+    assert done.returncode == 2 and "--device: cuda: " in done.stderr
