@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <iterator>
 #include <memory>
 
 #include "cli/commands.h"
@@ -94,15 +93,14 @@ void append(std::string& line, float value) {
   if (!std::isfinite(value)) {
     line += "null";
   } else {
-    fmt::format_to(std::back_inserter(line), "{}", value);
+    line += fmt::format("{}", value);
   }
 }
 
 // The line of token `i` of the block, token `token` of the file.
 void append_line(std::string& lines, const HeadInputs& inputs, const ScoreArguments& a,
                  const Outputs& outputs, int64_t i, int64_t token, Totals& totals) {
-  fmt::format_to(std::back_inserter(lines), R"({{"index":{},"target":{})", token,
-                 inputs.target_at(token));
+  lines += fmt::format(R"({{"index":{},"target":{})", token, inputs.target_at(token));
   ++totals.tokens;
   if (!counts(inputs, a, token)) {
     lines += ",\"ignored\":true}\n";
@@ -115,7 +113,7 @@ void append_line(std::string& lines, const HeadInputs& inputs, const ScoreArgume
   totals.logprob += static_cast<double>(logprob);
   lines += ",\"logprob\":";
   append(lines, logprob);
-  fmt::format_to(std::back_inserter(lines), ",\"rank\":{}", rank);
+  lines += fmt::format(",\"rank\":{}", rank);
   if (a.top > 0) {
     const float reference = outputs.reference.as<const float>()[i];
     const float log_sum = outputs.log_sum.as<const float>()[i];
@@ -123,7 +121,7 @@ void append_line(std::string& lines, const HeadInputs& inputs, const ScoreArgume
     const int64_t* ids = outputs.top_ids.as<const int64_t>() + i * a.top;    // [k]
     lines += ",\"top_ids\":[";
     for (int64_t r = 0; r < a.top; ++r) {
-      fmt::format_to(std::back_inserter(lines), "{}{}", r == 0 ? "" : ",", ids[r]);
+      lines += fmt::format("{}{}", r == 0 ? "" : ",", ids[r]);
     }
     lines += "],\"top_logprobs\":[";
     for (int64_t r = 0; r < a.top; ++r) {
