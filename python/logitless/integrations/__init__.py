@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The signatures that frameworks already call, and a patch for Hugging Face models.
 
-`liger`, `cce`, `verl`, `megatron`, `torchtitan`, `prime_rl` and `unsloth` are modules of drop-in
-names; `patch_transformers` makes a causal LM compute its loss without logits, and `patch_trl` TRL's
-trainers their log-probabilities and divergences; `lm_eval` has a model class of
-lm-evaluation-harness; `levanter` is in JAX. An argument without a counterpart raises unless it is
-at its default. Each is imported when it is first asked for: who has JAX need not have torch.
+`liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl` and `unsloth` are
+modules of drop-in names; `patch_transformers` makes a causal LM compute its loss without logits,
+and `patch_trl` TRL's trainers their log-probabilities and divergences; `lm_eval` has a model class
+of lm-evaluation-harness; `levanter` is in JAX. An argument without a counterpart raises unless it
+is at its default. Each is imported when it is first asked for: who has JAX need not have torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         cce,
         liger,
         megatron,
+        nemo_rl,
         prime_rl,
         torchtitan,
         unsloth,
@@ -45,6 +46,7 @@ __all__ = [
     "cce",
     "liger",
     "megatron",
+    "nemo_rl",
     "patch_transformers",
     "patch_trl",
     "prime_rl",
