@@ -121,6 +121,18 @@ def a_corpus() -> Names:
     return {**a_llama(), "tokens": torch.randint(0, V, (B, T))}
 
 
+def a_prompt() -> Names:
+    import types
+
+    import torch
+
+    names, ids = torch_tensors(), [3, 1, 4, 1]
+    return {
+        **names, "hidden": names["hidden"][0], "prompt_token_ids": ids, "tokens": torch.tensor(ids),
+        "tokenizer": types.SimpleNamespace(decode=str),
+    }  # fmt: skip
+
+
 def a_model_of_the_hub() -> Names:
     raise Absent("download of models and data")
 
@@ -268,6 +280,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
         ("integrations.lm_eval", a_model_of_the_hub),
         ("levanter.models", lambda: needs("levanter") or {}),
         ("cce.VocabParallelOptions", a_split_vocabulary_of_cce),
+        ("integrations import vllm", a_prompt),
         ("megatron.output_processor", lambda: needs("megatron.core") or {}),
         ("integrations.torchtitan", lambda: needs("torchtitan") or {}),
     ],

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The signatures that frameworks already call, and a patch for Hugging Face models.
 
-`liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl` and `unsloth` are
+`liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl`, `unsloth` and `vllm` are
 modules of drop-in names; `patch_transformers` makes a causal LM compute its loss without logits,
 and `patch_trl` TRL's trainers their log-probabilities and divergences; `lm_eval` has a model class
 of lm-evaluation-harness; `levanter` is in JAX. An argument without a counterpart raises unless it
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         torchtitan,
         unsloth,
         verl,
+        vllm,
     )
     from logitless.integrations import levanter as levanter
     from logitless.integrations import lm_eval as lm_eval
@@ -53,6 +54,7 @@ __all__ = [
     "torchtitan",
     "unsloth",
     "verl",
+    "vllm",
 ]
 
 _MODULES = {
