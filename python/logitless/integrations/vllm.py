@@ -2,8 +2,8 @@
 """A prompt's log-probabilities in the shapes of vLLM's: each token's own, its rank, and the
 likeliest others, of hidden states and head, without logits.
 
-vLLM is not imported. LogprobsTensors and Logprob are tuples with the names and the order of vLLM
-0.11's own; `LogprobsTensors(*ours)` makes one of theirs.
+vLLM is not imported. LogprobsTensors and Logprob are tuples with the names and the order of vLLM's
+own; `LogprobsTensors(*ours)` makes one of theirs.
 """
 
 from __future__ import annotations
