@@ -50,6 +50,7 @@ CLI::App* add_command(CLI::App& app, Context& context, const std::string& name,
 
 void add_info(CLI::App& app, Context& context);
 void add_loss(CLI::App& app, Context& context);
+void add_score(CLI::App& app, Context& context);
 void add_plan(CLI::App& app, Context& context);
 void add_bench(CLI::App& app, Context& context);
 void add_check(CLI::App& app, Context& context);

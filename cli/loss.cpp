@@ -4,14 +4,10 @@
 #include "cli/loss.h"
 
 #include <fmt/core.h>
-#include <unistd.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
-#include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <csignal>
 #include <limits>
 #include <memory>
 
@@ -49,7 +45,7 @@ struct TokenSummary {
   Summary loss, lse, entropy, log_probability;
 };
 
-TokenSummary summarize(const LossInputs& inputs, const LossOutputs& outputs,
+TokenSummary summarize(const HeadInputs& inputs, const LossOutputs& outputs,
                        const LossArguments& arguments) {
   TokenSummary summary;
   const bool none = arguments.options.reduction == Reduction::none;
@@ -74,7 +70,7 @@ TokenSummary summarize(const LossInputs& inputs, const LossOutputs& outputs,
   return summary;
 }
 
-json loss_json(const LossInputs& inputs, const LossOutputs& outputs,
+json loss_json(const HeadInputs& inputs, const LossOutputs& outputs,
                const LossArguments& arguments) {
   const float* loss = outputs.loss.as<const float>();
   if (arguments.options.reduction != Reduction::none) return *loss;
@@ -83,12 +79,12 @@ json loss_json(const LossInputs& inputs, const LossOutputs& outputs,
   return all;
 }
 
-uint64_t logits_bytes(const LossInputs& inputs) {
+uint64_t logits_bytes(const HeadInputs& inputs) {
   return static_cast<uint64_t>(inputs.tokens()) * static_cast<uint64_t>(inputs.vocab()) *
          sizeof(float);
 }
 
-json report(const LossInputs& inputs, const LossOutputs& outputs, const LossArguments& arguments,
+json report(const HeadInputs& inputs, const LossOutputs& outputs, const LossArguments& arguments,
             const TokenSummary& summary) {
   json out = {{"tokens", inputs.tokens()},
               {"hidden", inputs.hidden_size()},
@@ -101,9 +97,9 @@ json report(const LossInputs& inputs, const LossOutputs& outputs, const LossArgu
               {"reduction", arguments.reduction},
               {"loss", loss_json(inputs, outputs, arguments)},
               {"device", arguments.device},
-              {"workspace_bytes", outputs.workspace},
+              {"workspace_bytes", outputs.cost.workspace},
               {"logits_bytes", logits_bytes(inputs)},
-              {"seconds", outputs.seconds}};
+              {"seconds", outputs.cost.seconds}};
   if (arguments.options.reduction == Reduction::none) out["loss_summary"] = summary.loss.to_json();
   if (arguments.wants_statistics()) {
     const auto valid = static_cast<double>(summary.valid);
@@ -127,7 +123,7 @@ void print_summary(const char* name, const Summary& s) {
              unsigned_nan(s.smallest), unsigned_nan(s.largest));
 }
 
-void print_text(const LossInputs& inputs, const LossOutputs& outputs,
+void print_text(const HeadInputs& inputs, const LossOutputs& outputs,
                 const LossArguments& arguments, const TokenSummary& summary) {
   if (arguments.options.reduction == Reduction::none) {
     print_summary("loss", summary.loss);
@@ -153,99 +149,55 @@ void print_text(const LossInputs& inputs, const LossOutputs& outputs,
   const bool gradients = !arguments.gradients.empty();
   const uint64_t held = logits_bytes(inputs) * (gradients ? 2 : 1);
   const std::string remark =
-      outputs.workspace < held ? "" : ": " + nothing_saved(held, outputs.size);
+      outputs.cost.workspace < held ? "" : ": " + nothing_saved(held, outputs.cost.size);
   fmt::print("{:<16}{} of workspace ({} are {}{}), {:.1f} ms on {}\n", "cost",
-             format_bytes(outputs.workspace),
+             format_bytes(outputs.cost.workspace),
              gradients ? "the logits and their gradient" : "the logits", format_bytes(held), remark,
-             outputs.seconds * 1e3, arguments.device);
+             outputs.cost.seconds * 1e3, arguments.device);
   for (const std::string& file : {arguments.gradients, arguments.per_token}) {
     if (!file.empty()) fmt::print("{:<16}{}\n", "written", file);
   }
 }
 
-#define LOGITLESS_CHANGED "the file changed while it was read"
-volatile std::sig_atomic_t json_wanted = 0;
-
-// If another process cuts the file short while it is mapped, the command ends here, as for other
-// failures in main.
-void on_bus_error(int) {
-  // Several threads read the file, and the first of them to come here speaks for all.
-  static std::atomic_flag told;
-  while (told.test_and_set()) ::pause();
-  constexpr char kMessage[] = "logitless: loss: " LOGITLESS_CHANGED "\n";
-  constexpr char kJson[] =
-      R"({"error":{"code":"failure","field":"file","message":")" LOGITLESS_CHANGED "\"}}\n";
-  remove_unfinished_files();
-  static_cast<void>(!::write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1));
-  if (json_wanted) static_cast<void>(!::write(STDOUT_FILENO, kJson, sizeof(kJson) - 1));
-  ::_exit(1);
-}
-
-void run_loss(const Context& context, LossArguments& arguments) {
-  json_wanted = context.json;
-  std::signal(SIGBUS, on_bus_error);
-  arguments.options.reduction = arguments.reduction == "none"  ? Reduction::none
-                                : arguments.reduction == "sum" ? Reduction::sum
-                                                               : Reduction::mean;
-  arguments.options.out_of_range =
-      arguments.out_of_range == "ignore" ? OutOfRange::ignore : OutOfRange::error;
-  if (arguments.threads > 0) logitless_set_num_threads(arguments.threads);
-  try {
-    const SafetensorsFile file(arguments.file);
-    const LossInputs inputs = load_inputs(file, arguments);
-    const auto files =
-        open_outputs({{"--gradients", arguments.gradients}, {"--per-token", arguments.per_token}},
-                     {arguments.file});
-    const LossOutputs outputs = compute_loss(inputs, arguments);
-    if (files[0]) write_gradients(*files[0], inputs, outputs, arguments);
-    if (files[1]) write_per_token(*files[1], inputs, outputs, arguments);
-    for (const auto& output : files) {
-      if (output) output->commit();
-    }
-    const TokenSummary summary = summarize(inputs, outputs, arguments);
-    if (context.json) {
-      print_json(report(inputs, outputs, arguments, summary));
-    } else {
-      print_text(inputs, outputs, arguments, summary);
-    }
-  } catch (const SafetensorsError& e) {
-    throw BadInput(e.what(), "file");
+void compute(const Context& context, const LossArguments& arguments, const HeadInputs& inputs) {
+  const auto files =
+      open_outputs({{"--gradients", arguments.gradients}, {"--per-token", arguments.per_token}},
+                   {arguments.file});
+  const LossOutputs outputs = compute_loss(inputs, arguments);
+  if (files[0]) write_gradients(*files[0], inputs, outputs, arguments);
+  if (files[1]) write_per_token(*files[1], inputs, outputs, arguments);
+  for (const auto& output : files) {
+    if (output) output->commit();
+  }
+  const TokenSummary summary = summarize(inputs, outputs, arguments);
+  if (context.json) {
+    print_json(report(inputs, outputs, arguments, summary));
+  } else {
+    print_text(inputs, outputs, arguments, summary);
   }
 }
 
-void add_tensor_options(CLI::App& command, LossArguments& a) {
-  command.add_option("--hidden", a.hidden, "hidden states [..., D]")->capture_default_str();
-  command.add_option("--weight", a.weight, "the head [V, D]")->capture_default_str();
-  command.add_option("--target", a.target, "target tokens [...], I32 or I64")
-      ->capture_default_str();
-  command.add_option("--bias", a.bias, "bias of the head [V]");
-  command.add_option("--token-weight", a.token_weight, "a weight for each token [...], F32");
-  command.add_option("--vocab-weight", a.vocab_weight, "a weight for each class [V], F32");
+void run_loss(const Context& context, LossArguments& arguments) {
+  arguments.options.reduction = arguments.reduction == "none"  ? Reduction::none
+                                : arguments.reduction == "sum" ? Reduction::sum
+                                                               : Reduction::mean;
+  with_head(context, "loss", arguments,
+            [&](const HeadInputs& inputs) { compute(context, arguments, inputs); });
 }
 
 void add_loss_options(CLI::App& command, LossArguments& a) {
   LossOptions& o = a.options;
+  command.add_option("--token-weight", a.token_weight, "a weight for each token [...], F32");
+  command.add_option("--vocab-weight", a.vocab_weight, "a weight for each class [V], F32");
   command.add_option("--reduction", a.reduction)
       ->check(CLI::IsMember({"none", "sum", "mean"}))
       ->capture_default_str();
-  command
-      .add_option("--shift", a.shift,
-                  "a position has the target, and its weight, of the one so many behind it; 1: "
-                  "next-token prediction")
-      ->check(integer(0))
+  command.add_option("--label-smoothing", o.label_smoothing, "in [0, 1]")
+      ->check(number())
       ->capture_default_str();
-  command.add_option("--ignore-index", o.ignore_index)->check(integer())->capture_default_str();
-  command.add_option("--out-of-range", a.out_of_range, "targets outside the vocabulary")
-      ->check(CLI::IsMember({"error", "ignore"}))
+  command.add_option("--z-loss", o.z_loss, "factor of lse^2")
+      ->check(number())
       ->capture_default_str();
-  const auto add = [&](const char* name, float& value, const char* text) {
-    command.add_option(name, value, text)->check(number())->capture_default_str();
-  };
-  add("--label-smoothing", o.label_smoothing, "in [0, 1]");
-  add("--z-loss", o.z_loss, "factor of lse^2");
-  add("--softcap", o.softcap, "0: none");
-  add("--temperature", o.temperature, "");
-  add("--logit-scale", o.logit_scale, "");
 }
 
 }  // namespace
@@ -255,13 +207,8 @@ void add_loss(CLI::App& app, Context& context) {
       app, context, "loss", "loss, statistics and gradients of a head in a .safetensors file");
   auto arguments = std::make_shared<LossArguments>();
   LossArguments& a = *arguments;
-  command->add_option("file", a.file, "the .safetensors file")->required();
-  add_tensor_options(*command, a);
+  add_head_options(*command, "loss", a);
   add_loss_options(*command, a);
-  add_memory_option(*command, a.memory);
-  command->add_option("--device", a.device)->check(device_of("loss"))->capture_default_str();
-  command->add_option("--threads", a.threads, "0: all that this process may use")
-      ->check(integer(0, 1024));
   command->add_flag("--statistics", a.statistics, "perplexity, accuracy, entropy, ...");
   command->add_option("--gradients", a.gradients, "write the gradients to this .safetensors file");
   command->add_option("--grad-dtype", a.grad_dtype, "of the gradients")

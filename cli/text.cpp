@@ -36,10 +36,10 @@ struct DeviceOfCommands {
   const char* device;
   std::vector<std::string> commands;
 };
-const DeviceOfCommands kDeviceTable[] = {{"cpu", {"plan", "check", "bench", "loss"}},
+const DeviceOfCommands kDeviceTable[] = {{"cpu", {"plan", "check", "bench", "loss", "score"}},
                                          {"cuda", {"plan", "check", "bench"}},
                                          {"webgpu", {"plan", "bench"}},
-                                         {"reference", {"check", "loss"}}};
+                                         {"reference", {"check", "loss", "score"}}};
 
 // These are the names that JSON has, in the order of StatusCode.
 constexpr const char* kStatusNames[] = {"ok",

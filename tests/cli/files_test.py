@@ -25,12 +25,14 @@ def text(words: int = 3000) -> str:
 class FilesTest(CliTest):
     def commands(self) -> dict[str, tuple[str, ...]]:
         """Every option that writes a file, last in a command that lacks the file's name alone."""
-        loss = ("loss", self.file(safetensors(Head().tensors())))
+        head = self.file(safetensors(Head().tensors()))
+        loss = ("loss", head)
         corpus = self.file(text().encode(), "corpus.txt")
         demo = ("demo", corpus, *QUICK_DEMO)
         return {
             "gradients": (*loss, "--gradients"),
             "per-token": (*loss, "--per-token"),
+            "out": ("score", head, "--out"),
             "generate": (*demo, "--generate"),
             "save": (*demo, "--save"),
             "chart": ("bench", *QUICK_BENCH, "--chart"),
@@ -89,7 +91,7 @@ class FilesTest(CliTest):
         head = self.directory / "in.safetensors"
         (self.directory / "soft_head").symlink_to(head)
         over_folder = ("demo", str(folder), *QUICK_DEMO)
-        cases = [(commands[name], out) for name in ("gradients", "per-token")
+        cases = [(commands[name], out) for name in ("gradients", "per-token", "out")
                  for out in (head, self.directory / "texts" / ".." / "in.safetensors",
                              self.directory / "soft_head")]  # fmt: skip
         cases += [(commands[name], self.directory / out) for name in ("generate", "save")
@@ -233,6 +235,7 @@ class InterruptedTest(CliTest):
         out = str(self.directory / "out")
         return {
             "loss": ("loss", str(self.long_input()), "--gradients", out, "--per-token", out + "2"),
+            "score": ("score", str(self.long_input()), "--out", out),
             "demo": ("demo", corpus, "--seconds", "1000", "--save", out, "--generate", out + "2"),
             "bench": ("bench", "--repeats", "1000", "--chart", out),
         }

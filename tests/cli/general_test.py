@@ -51,6 +51,8 @@ class GeneralTest(CliTest):
             (("loss", path, "--bias", "target"), "bad_input", "--bias"),
             (("loss", path, "--gradients", path), "bad_input", "--gradients"),
             (("loss", path + "2"), "bad_input", "file"),
+            (("score", path + "2"), "bad_input", "file"),
+            (("score", path, "--top", "x"), "bad_input", "--top"),
             (("loss", path, "--device", "cuda"), "bad_input", "--device"),
             (("demo", path + "2"), "bad_input", None),
         ):
@@ -71,10 +73,11 @@ class GeneralTest(CliTest):
             "bench": ("bench", "--op", "linear-forward", "--n", "2", "--d", "8", "--v", "16",
                       "--repeats", "1", "--samples", "0"),
             "loss": ("loss", path),
+            "score": ("score", path),
         }  # fmt: skip
         served = {
-            "cpu": ["plan", "check", "bench", "loss"], "cuda": ["plan", "check", "bench"],
-            "webgpu": ["plan", "bench"], "reference": ["check", "loss"],
+            "cpu": ["plan", "check", "bench", "loss", "score"], "cuda": ["plan", "check", "bench"],
+            "webgpu": ["plan", "bench"], "reference": ["check", "loss", "score"],
         }  # fmt: skip
         for name, command in commands.items():
             for device, takers in served.items():

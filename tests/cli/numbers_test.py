@@ -21,7 +21,8 @@ class NumbersTest(CliTest):
 
     def arguments(self, command: str) -> list[str]:
         path = self.file(safetensors(Head().tensors()))
-        return {"plan": ["4", "4", "4"], "loss": [path], "demo": [path]}.get(command, [])
+        files = dict.fromkeys(("loss", "score", "demo"), [path])
+        return {"plan": ["4", "4", "4"], **files}.get(command, [])
 
     def test_what_f32_does_not_hold_is_an_error_of_its_option(self) -> None:
         tried = 0

@@ -22,7 +22,7 @@ ON_CPU = DEVICE == "cpu"
 STEPS = 20
 VOCAB, HIDDEN, LENGTH = 61, 16, 12
 PACKAGES = (
-    "torch", "transformers", "accelerate", "peft", "lightning", "jax", "flax", "optax",
+    "torch", "transformers", "accelerate", "peft", "lm_eval", "lightning", "jax", "flax", "optax",
 )  # fmt: skip
 LOSSES = (_abi.LINEAR_CROSS_ENTROPY_FORWARD, _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD)
 

@@ -114,6 +114,29 @@ def a_llama() -> Names:
     }
 
 
+def a_corpus() -> Names:
+    needs("safetensors")
+    import torch
+
+    return {**a_llama(), "tokens": torch.randint(0, V, (B, T))}
+
+
+def a_prompt() -> Names:
+    import types
+
+    import torch
+
+    names, ids = torch_tensors(), [3, 1, 4, 1]
+    return {
+        **names, "hidden": names["hidden"][0], "prompt_token_ids": ids, "tokens": torch.tensor(ids),
+        "tokenizer": types.SimpleNamespace(decode=str),
+    }  # fmt: skip
+
+
+def a_model_of_the_hub() -> Names:
+    raise Absent("download of models and data")
+
+
 def a_trl_trainer() -> Names:
     needs("trl", "datasets", "tokenizers")
     import datasets
@@ -232,6 +255,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
         ("from logitless.jax import linear_cross_entropy", jax_arrays),
         ("logitless.numpy.linear_cross_entropy(", numpy_arrays),
     ],
+    "docs/cli.md": [("save_file(", a_corpus)],
     "docs/distillation.md": [
         ("import linear_divergence", a_teacher),
         ("patch_trl(", a_trl_distiller),
@@ -253,8 +277,10 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
     "docs/integrations.md": [
         ("patch_transformers(model)", a_llama),
         ("patch_trl(", a_trl_trainer),
+        ("integrations.lm_eval", a_model_of_the_hub),
         ("levanter.models", lambda: needs("levanter") or {}),
         ("cce.VocabParallelOptions", a_split_vocabulary_of_cce),
+        ("integrations import vllm", a_prompt),
         ("megatron.output_processor", lambda: needs("megatron.core") or {}),
         ("integrations.torchtitan", lambda: needs("torchtitan") or {}),
     ],

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import ranks
 import reference
-from logitless.integrations import cce, liger, megatron, torchtitan, verl
+from logitless.integrations import cce, liger, megatron, nemo_rl, torchtitan, verl
 from logitless.torch import Split
 from ranks import Rank
 from reference import close
@@ -190,6 +190,35 @@ def of_verls_caller(me: Rank) -> Results:
     expected = expected._replace(x=expected.x.chunk(me.size)[me.rank])
     same(actual, expected, p, rows)
     return replicated(actual, with_x=False)
+
+
+# --- NeMo-RL ---
+
+
+@case("nemo-rl", outside=True)
+@case("nemo-rl, of the k tokens alone", outside=False)
+def of_nemo_rl(me: Rank, outside: bool) -> Results:
+    """Ids of both ranks' rows; the gradient of the hidden states comes summed."""
+    p = problem((2, TOKENS), ignored=False)
+    rows = p.rows(me)
+    ids = torch.rand(2, TOKENS, VOCAB).topk(5, -1).indices
+    teacher = torch.randn(2, TOKENS, 5)
+    upstreams = [torch.randn(2, TOKENS - 1, 5), torch.randn(2, TOKENS - 1)]
+
+    def call(x: Tensor, w: Tensor, _: Any) -> Any:
+        student, _, entropy = nemo_rl.get_distillation_topk_logprobs(
+            x, w, teacher, ids, outside, True, me.rank, dist.group.WORLD
+        )
+        return (student, entropy) if outside else student
+
+    def outputs(logits: Tensor) -> Any:
+        log_p = logits.log_softmax(-1)[:, :-1]
+        student, entropy = log_p.gather(-1, ids[:, :-1]), (log_p.exp() * log_p).sum(-1)
+        return (student, entropy) if outside else student.log_softmax(-1)
+
+    actual = made_of(call, own(p, rows), upstreams)
+    same(actual, dense(outputs, p, upstreams), p, rows)
+    return replicated(actual)
 
 
 # --- Cut Cross Entropy ---
@@ -517,6 +546,7 @@ own_count = changed("normalizer", lambda _: None)
 MUTANTS = {
     "verl: reduced twice": Mutant(verl, "linear_logprob", twice, "verl under sequence parallelism"),
     "verl: not a part": Mutant(verl, "linear_logprob", twice, "verl"),
+    "nemo-rl: not reduced": Mutant(nemo_rl, "linear_logprobs_at", never, "nemo-rl"),
     "cce: not reduced": Mutant(cce, "_linear_cross_entropy", never, "cce, mean"),
     "cce: reduced twice": Mutant(
         cce, "_linear_cross_entropy", twice, "cce, sum, gradient in parts"

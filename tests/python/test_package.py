@@ -91,8 +91,9 @@ listed = set(dir(package))
 assert not {"torch", "jax"} & set(sys.modules)
 modules = {m.name for m in pkgutil.iter_modules(package.__path__) if m.name[0] != "_"}
 names = {*modules, *package.__all__}
-assert {"transformers", "trl"} <= modules and names - listed <= {"levanter"}, names - listed
-assert ("levanter" in listed) == (importlib.util.find_spec("haliax") is not None)
+assert {"transformers", "trl"} <= modules and names - listed <= {"levanter", "lm_eval"}
+for name, needed in ("levanter", "haliax"), ("lm_eval", "lm_eval"):
+    assert (name in listed) == (importlib.util.find_spec(needed) is not None), name
 for name in names & listed:
     assert getattr(package, name).__name__.rpartition(".")[2] == name, name
 assert package.trl.patch_trl is package.patch_trl
@@ -116,6 +117,11 @@ assert not {"jax", "transformers", "trl"} & set(sys.modules), "torch is all that
             "haliax",
             "integrations.levanter",
             "logitless.integrations.levanter needs haliax: pip install haliax",
+        ),
+        (
+            "lm_eval",
+            "integrations.lm_eval",
+            "logitless.integrations.lm_eval needs lm-evaluation-harness: pip install lm_eval[hf]",
         ),
         ("numpy", "numpy", "logitless.numpy needs NumPy 1.24 or newer: pip install numpy"),
         ("jax", "jax", "logitless.jax needs JAX 0.6.1 or newer: pip install jax"),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The signatures that frameworks already call, and a patch for Hugging Face models.
 
-`liger`, `cce`, `verl`, `megatron`, `torchtitan`, `prime_rl` and `unsloth` are modules of drop-in
-names; `patch_transformers` makes a causal LM compute its loss without logits, and `patch_trl` TRL's
-trainers their log-probabilities and divergences; `levanter` is in JAX. An argument without a
-counterpart raises unless it is at its default. Each is imported when it is first asked for: who has
-JAX need not have torch.
+`liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl`, `unsloth` and `vllm` are
+modules of drop-in names; `patch_transformers` makes a causal LM compute its loss without logits,
+and `patch_trl` TRL's trainers their log-probabilities and divergences; `lm_eval` has a model class
+of lm-evaluation-harness; `levanter` is in JAX. An argument without a counterpart raises unless it
+is at its default. Each is imported when it is first asked for: who has JAX need not have torch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
         cce,
         liger,
         megatron,
+        nemo_rl,
         prime_rl,
         torchtitan,
         unsloth,
         verl,
+        vllm,
     )
     from logitless.integrations import levanter as levanter
+    from logitless.integrations import lm_eval as lm_eval
     from logitless.integrations import transformers as transformers
     from logitless.integrations import trl as trl
     from logitless.integrations.liger import (
@@ -44,12 +47,14 @@ __all__ = [
     "cce",
     "liger",
     "megatron",
+    "nemo_rl",
     "patch_transformers",
     "patch_trl",
     "prime_rl",
     "torchtitan",
     "unsloth",
     "verl",
+    "vllm",
 ]
 
 _MODULES = {
@@ -62,9 +67,9 @@ _MODULES = {
     "patch_trl": "trl",
 }
 
-# `import *` leaves these out: two hold the patches and have the names of what they patch; the third
-# alone needs JAX and haliax, and would fail for who has torch.
-_UNSTARRED = ("transformers", "trl", "levanter")
+# `import *` leaves these out: two hold the patches and have the names of what they patch; the
+# others need more than torch, and would fail for who has that alone.
+_UNSTARRED = ("transformers", "trl", "levanter", "lm_eval")
 
 
 def __getattr__(name: str) -> Any:
@@ -78,6 +83,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """With what can be imported here: of each name what it needs is there."""
-    needs = {name: ("torch",) for name in (*__all__, *_UNSTARRED)} | {"levanter": ("jax", "haliax")}
+    needs: dict[str, tuple[str, ...]] = dict.fromkeys((*__all__, *_UNSTARRED), ("torch",))
+    needs |= {"levanter": ("jax", "haliax"), "lm_eval": ("torch", "lm_eval")}
     there = [name for name, need in needs.items() if all(map(importlib.util.find_spec, need))]
     return sorted({*globals(), *there})

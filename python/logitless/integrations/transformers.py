@@ -57,6 +57,7 @@ class _Calls(threading.local):
     def __init__(self) -> None:
         self.pending: dict[Any, _Pending] = {}  # of a model, and of the parts of its head
         self.inside: tuple[_Settings, ...] = ()  # those of the models that run
+        self.kind: Callable[..., _Pending] | None = None  # what is made of a call, if not a loss
 
 
 _calls = _Calls()
@@ -100,15 +101,22 @@ class _Pending:
         words, their_bias = weight, bias
         if columns < weight.shape[0]:
             words, their_bias = weight[:columns], None if bias is None else bias[:columns]
-        self.loss = linear_cross_entropy(
-            input, words, labels, linear_bias=their_bias, shift=self.shift_labels is None, **options
-        )
+        self.loss = self.make(input, words, their_bias, labels, options)
         # The model may write to these before it asks for its loss.
         self.used = tuple(
             t.clone() if isinstance(t, Tensor) else t
             for t in (self.labels, self.shift_labels, self.items)
         )
         self.real = _rows.real_rows(input, weight, bias, _dtype_of_logits(input), self.key)
+
+    def make(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        loss: Tensor = linear_cross_entropy(
+            input, weight, labels, linear_bias=bias, shift=self.shift_labels is None, **options
+        )
+        return loss
 
     def answer(self) -> Tensor:
         """What the head gives the model for logits. It hangs on the loss, and the loss that
@@ -225,6 +233,57 @@ def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
     return pending.answer()
 
 
+class Scored(_Pending):
+    """A forward call of which the statistics of chosen positions are wanted. Its loss is made for
+    the model alone, whose logits are judged by it as ever."""
+
+    def __init__(
+        self, length: int, rows: Tensor, positions: Tensor, target: Tensor, *call: Any
+    ) -> None:
+        super().__init__(*call)
+        self.length = length  # T, of the tokens that the caller gave
+        self.rows, self.positions, self.target = rows, positions, target  # [M] each
+
+    def make(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        virtual = input.shape[-2] - self.length  # a learned prompt's, before the tokens
+        chosen = input[self.rows, self.positions + virtual]  # [M, D]
+        given = {
+            name: options[name] for name in ("softcap", "logit_scale", "memory") if name in options
+        }
+        loss: Tensor
+        loss, self.statistics = linear_cross_entropy(
+            chosen, weight, self.target, linear_bias=bias, return_statistics=("logprob", "argmax"),
+            **given,
+        )  # fmt: skip
+        return loss
+
+
+def score(model: Any, input: Tensor, rows: Tensor, positions: Tensor, target: Tensor) -> Any:
+    """(log-probability f32, whether it is the likeliest token) [M] of target[m] behind position
+    positions[m] of input[rows[m]], by a patched model that is given input [B, T]."""
+    made: list[Scored] = []
+
+    def kind(*call: Any) -> Scored:
+        made.append(Scored(input.shape[-1], rows, positions, target, *call))
+        return made[-1]
+
+    before, _calls.kind = _calls.kind, kind
+    try:
+        with torch.no_grad():
+            model(input, labels=input)
+    finally:
+        _calls.kind = before
+    if not made:
+        raise not_supported(
+            "the model is not patched, or gives logits in evaluations (eval_logits)"
+        )
+    statistics = made[-1].statistics
+    return statistics.logprob, statistics.argmax == target
+
+
 class _Loss(NamedTuple):
     """The loss of a model that is patched."""
 
@@ -308,7 +367,7 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if settings.derived_of and _is_left_alone(self, settings.derived_of):
         return _through_its_backbone(self, *args, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
-    pending = _Pending(settings, labels, kwargs)
+    pending = (_calls.kind or _Pending)(settings, labels, kwargs)
     output = _forward_with(pending, self, *args, **kwargs, return_dict=True)
     output = dataclasses.replace(output, loss=pending.checked(output.loss), logits=None)
     settings.count(pending)

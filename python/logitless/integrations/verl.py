@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's fused kernels: log-probabilities and entropies of every token, both differentiable."""
+"""verl's fused kernels: log-probabilities and entropies of every token, both differentiable; and
+its distillation of a teacher's likeliest tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless._errors import invalid, renames
+from logitless._errors import invalid, renames, wrong_shape
 from logitless.integrations._memory import Sizes, frugal
-from logitless.torch import Split, linear_logprob
+from logitless.torch import Split, linear_logprob, linear_logprobs_at, linear_topk
 
 # verl's kernel makes the gradients of the logits of so many columns at a time, and its forward pass
 # three numbers a token for each so many.
@@ -114,3 +115,61 @@ class FusedLinearForPPO(torch.nn.Module):
             memory=frugal(self.memory, hidden_states, vocab_weights, self._peak),
         )  # fmt: skip
         return log_probs, entropy
+
+
+def _topk_peak(call: Sizes) -> int:
+    """Bytes that verl's function takes at the least: the logits and their log-softmax, and with
+    gradients those of the logits."""
+    return (3 if call.gradients else 2) * call.size * call.tokens * call.vocab
+
+
+@renames({"input": "hidden_states", "linear_weight": "weight", "ids": "teacher_topk_ids"})
+def compute_forward_kl_topk(
+    hidden_states: Tensor,
+    weight: Tensor,
+    teacher_topk_log_probs: Tensor,
+    teacher_topk_ids: Tensor,
+    config: Any,
+    data_format: str = "thd",
+    *,
+    temperature: float | Tensor = 1.0,
+    overlap: bool = True,
+    memory: int | str | None = None,
+) -> dict[str, Tensor]:
+    """{"distillation_losses", "student_mass", "teacher_mass", "overlap_count",
+    "overlap_token_advantage"} [1, T] each, as verl 0.9.1's function of this name in
+    verl/trainer/distillation/fsdp/losses.py makes them of student_logits [1, T, V], in whose place
+    hidden_states [1, T, D] and the head [V, D] are given. The first alone has a gradient.
+
+    The teacher's tensors [1, T, k] may be nested, of sequences [T_i, k]. Of `config` its
+    distillation_loss.log_prob_min_clamp is read. The overlap takes a product of its own;
+    `overlap=False`, which is ours, leaves both out. `temperature` is what verl's engine divides the
+    logits by before; `memory`, which is ours too, is linear_logprobs_at's, and None what verl's
+    function takes, unless default_memory says another."""
+    if data_format not in ("thd", "bshd"):
+        raise invalid(f"data_format is {data_format!r}; allowed: 'thd', 'bshd'")
+    log_q, ids = (
+        part.values()[None] if part.is_nested else part
+        for part in (teacher_topk_log_probs, teacher_topk_ids)
+    )
+    if log_q.shape != ids.shape or ids.shape[:-1] != hidden_states.shape[:-1]:
+        raise wrong_shape(
+            f"teacher_topk_log_probs has shape {tuple(log_q.shape)} and teacher_topk_ids "
+            f"{tuple(ids.shape)}; allowed: {(*hidden_states.shape[:-1], 'k')}, as hidden_states"
+        )
+    memory = frugal(memory, hidden_states, weight, _topk_peak)
+    given: dict[str, Any] = {"temperature": temperature, "memory": memory}
+    log_p = linear_logprobs_at(hidden_states, weight, ids, **given)  # [1, T, k]
+    made = {"student_mass": log_p.detach().exp().sum(-1), "teacher_mass": log_q.exp().sum(-1)}
+    if (least := config.distillation_loss.log_prob_min_clamp) is not None:
+        log_p, log_q = log_p.clamp_min(least), log_q.clamp_min(least)
+    log_q = log_q.float()
+    divergence = log_q.exp() * (log_q - log_p)  # [1, T, k]
+    made = {"distillation_losses": divergence.sum(-1), **made}
+    if overlap:
+        _, likeliest = linear_topk(hidden_states, weight, ids.shape[-1], **given)  # [1, T, k]
+        shared = (ids[..., None] == likeliest[..., None, :]).any(-1)  # [1, T, k]
+        made["overlap_count"] = shared.sum(-1)
+        advantage = -(divergence.detach() * shared).sum(-1)
+        made["overlap_token_advantage"] = advantage / made["overlap_count"].clamp_min(1)
+    return made

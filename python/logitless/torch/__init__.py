@@ -17,6 +17,7 @@ from logitless.torch._functions import (
     linear_cross_entropy,
     linear_logprob,
     linear_logprobs_at,
+    linear_topk,
     softmax_,
     workspace_size,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "linear_divergence",
     "linear_logprob",
     "linear_logprobs_at",
+    "linear_topk",
     "set_default_memory",
     "softmax_",
     "workspace_size",

@@ -25,7 +25,7 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
-from logitless.torch import _chosen, _kept, _memory, _ops, _run
+from logitless.torch import _chosen, _kept, _memory, _ops, _run, _top
 from logitless.torch._autograd import (
     AFTER_STATISTICS,
     Call,
@@ -225,7 +225,7 @@ def _loss(
             apply = FusedLoss.apply
             loss = apply(input, weight, bias, call)
             statistics, call.statistics = call.statistics, ()
-            return loss, None, None, None, None, *statistics, None
+            return loss, None, None, None, None, *statistics, None, None, None
         if needs:
             apply = Loss.apply
             return apply(input, weight, bias, call)
@@ -327,7 +327,7 @@ def _result(outputs: Any, wanted: int) -> Any:
 
 
 def linear_outputs(
-    input: Tensor, linear_weight: Tensor, target: Tensor, wanted: int,
+    input: Tensor, linear_weight: Tensor, target: Any, wanted: int,
     linear_bias: Tensor | None = None, weight: Tensor | None = None, reduction: str = "mean",
     ignore_index: int | None = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     logit_scale: float = 1.0, softcap: float | None = 0.0, temperature: float | Tensor = 1.0,
@@ -337,9 +337,9 @@ def linear_outputs(
     size: bool | None = None,
 ) -> Any:  # fmt: skip
     """The outputs of linear_cross_entropy's arguments that are `wanted`, as bits of _run, in their
-    order. With LOGITS_AT the target is `ids` [..., K]. `main_grad`: where the weight's gradient
-    goes. `data`: a shards.Data. `size`: whether gradients are counted; the result is then the bytes
-    that the call would take."""
+    order. With LOGITS_AT the target is `ids` [..., K], with TOP it is k. `main_grad`: where the
+    weight's gradient goes. `data`: a shards.Data. `size`: whether gradients are counted; the result
+    is then the bytes that the call would take."""
     check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
@@ -359,13 +359,17 @@ def linear_outputs(
             ) = dtensors.local(given, "ids" if wanted & _run.LOGITS_AT else "target")  # fmt: skip
     shard = ids = None
     check = _chosen.check_ids if wanted & _run.LOGITS_AT else check_target
-    if split is None:
-        check(input, target, "input")
-    else:
+    if split is not None:
         from logitless.torch._split import exchange, shards
 
         shard = shards.shard_of(split, input, linear_weight)
+    elif not wanted & _run.TOP:
+        check(input, target, "input")
     try:
+        if wanted & _run.TOP:
+            total = linear_weight.shape[0] if shard is None else shard.total
+            _top.check_k(target, total)
+            target = _top.target_of(input, shard)
         if shard is not None:
             shards.check_tokens(input, target, shard, int(shift), check)
             if data is not None:
@@ -581,6 +585,50 @@ def linear_logprobs_at(
     )  # fmt: skip
     logprobs = outputs[_chosen.AT]
     return (logprobs, _result(outputs, wanted)[1]) if wanted else logprobs
+
+
+@overload
+def linear_topk(  # type: ignore[overload-overlap]  # () asks for nothing
+    input: Tensor, linear_weight: Tensor, k: int, *, return_statistics: tuple[()] = ...,
+    **options: Unpack[ChosenOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_topk(
+    input: Tensor, linear_weight: Tensor, k: int, *,
+    return_statistics: RowStatisticName | Sequence[RowStatisticName],
+    **options: Unpack[ChosenOptions],
+) -> tuple[Tensor, Tensor, Statistics]: ...  # fmt: skip
+def linear_topk(
+    input: Tensor,
+    linear_weight: Tensor,
+    k: int,
+    *,
+    linear_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = 0.0,
+    temperature: float | Tensor = 1.0,
+    memory: int | str | None = None,
+    return_statistics: Any = (),
+    group: Any = None,
+) -> Any:
+    """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D]:
+    (log-probabilities, f32 and never above 0, ids, int64), both [..., k]. The likeliest comes
+    first, of equal logits the lowest id. k is from 1 to 256, and at most V. Neither has a gradient.
+    A row that holds a NaN is NaN, of any ids.
+
+    The options are those of linear_logprobs_at. `return_statistics`: names of `Statistics` that are
+    of no target; the result is then (log-probabilities, ids, Statistics). `group`, a Split and
+    DTensors: a vocabulary that is split over ranks, each of which gets the same bits. k outside
+    its range is a LogitlessValueError. "Top-k" in docs/semantics.md says what the list is."""
+    wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
+    with torch.no_grad():
+        outputs = linear_outputs(
+            input, linear_weight, k, wanted | _top.wanted_of(k), linear_bias, reduction="none",
+            logit_scale=logit_scale, softcap=softcap, temperature=temperature, memory=memory,
+            group=group,
+        )  # fmt: skip
+    made = outputs[_top.LOGITS], outputs[_top.IDS]
+    return (*made, _result(outputs, wanted)[1]) if wanted else made
 
 
 @overload

@@ -165,7 +165,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
         if not wanted & bit:
             return input.new_empty((0,), dtype=torch.float32)
         if shape is None:
-            shape = _run.shape_of(bit, constants)
+            shape = _run.shape_of(bit, constants, wanted)
         return input.new_empty(shape, dtype=_run.dtype_of(bit))
 
     return (

@@ -28,9 +28,12 @@ from logitless.torch._kept import FRESH, Keep, Kept, State
 # takes, and that nobody will differentiate the entropy. In ops also which gradients may follow,
 # perhaps in f32 beside 16-bit tensors, whether one of the entropy may arrive, the class-weighted
 # sum of a shard's logits, and that the gradients are made with the loss.
-# `logits_at` [..., K] of the whole vocabulary becomes log-probabilities (logprobs_at); that of a
-# shard stays what it is.
-OUTPUTS = {1 << place: name for place, name in enumerate(("loss", *TABLE, "logits_at"))}
+# `logits_at` [..., K] and `top_logits` [..., k] of the whole vocabulary become log-probabilities
+# (logprobs_at, logprobs_of); those of a shard stay what they are. k is a number above the bits.
+OUTPUTS = {
+    1 << place: name
+    for place, name in enumerate(("loss", *TABLE, "logits_at", "top_logits", "top_ids"))
+}
 BITS = {name: bit for bit, name in OUTPUTS.items()}
 (
     ROW_STATE, DETACHED, OF_INPUT, OF_WEIGHT, OF_BIAS, INPUT_IN_F32, WEIGHT_IN_F32, BIAS_IN_F32,
@@ -41,10 +44,13 @@ LOSS, TARGET_LOGIT, LOGPROB, ENTROPY = (
     BITS[name] for name in ("loss", "target_logit", "logprob", "entropy")
 )
 ARGMAX, LOGITS_AT = BITS["argmax"], BITS["logits_at"]
+TOP_LOGITS, TOP_IDS = BITS["top_logits"], BITS["top_ids"]
+_K_AT = 40  # where k begins
+TOP = TOP_LOGITS | TOP_IDS | (1023 << _K_AT)  # all that belongs to the largest logits
 STATISTICS = {BITS[name]: name for name in TABLE}
 DIFFERENTIABLE = sum(BITS[name] for name in names_where("differentiable")) | LOGITS_AT
 CONSTANTS = {bit: name for bit, name in STATISTICS.items() if not bit & DIFFERENTIABLE}
-_INDICES = sum(BITS[name] for name in names_where("indexes"))
+_INDICES = sum(BITS[name] for name in names_where("indexes")) | TOP_IDS
 _EVERY_STATISTIC = sum(STATISTICS)
 
 INPUTS = (
@@ -109,8 +115,19 @@ class Constants(NamedTuple):
     ids: Tensor | None = None  # [N, K]
 
 
-def shape_of(output: int, constants: Constants) -> Any:
+def top_of(k: int) -> int:
+    """The bits that ask for the k largest logits and their ids."""
+    return TOP_LOGITS | TOP_IDS | k << _K_AT
+
+
+def k_of(wanted: int) -> int:
+    return wanted >> _K_AT
+
+
+def shape_of(output: int, constants: Constants, wanted: int) -> Any:
     """That of an output of tokens."""
+    if output & TOP:
+        return (*constants.target.shape, k_of(wanted))
     of = constants.ids if output == LOGITS_AT else constants.target
     assert of is not None
     return of.shape
@@ -126,9 +143,13 @@ def matrix(tensor: Tensor | None) -> Tensor | None:
 def logprobs_at(logits: Tensor, row_state: Tensor, ids: Tensor) -> Tensor:
     """[..., K], written over the logits at these ids of the whole vocabulary, whose row_state is
     [2, N]."""
+    return logprobs_of(logits, row_state).masked_fill_(ids == -1, -float("inf"))
+
+
+def logprobs_of(logits: Tensor, row_state: Tensor) -> Tensor:
+    """[..., K], written over the logits of the whole vocabulary, whose row_state is [2, N]."""
     reference, log_sum = row_state.view(2, *logits.shape[:-1], 1)
-    made: Tensor = logits.sub_(reference).sub_(log_sum).clamp_(max=0)  # a NaN stays
-    return made.masked_fill_(ids == -1, -float("inf"))
+    return logits.sub_(reference).sub_(log_sum).clamp_(max=0)  # a NaN stays
 
 
 def view(name: str, tensor: Tensor, where: torch.device | None = None) -> _abi.View:
@@ -370,10 +391,16 @@ def forward(
     if not wanted & LOGITS_AT:
         ids = None
     logits_at = None if ids is None else _per_token(ids)  # [..., K]
-    outputs = given = (loss, *statistics, logits_at)
+    top_logits = top_ids = None
+    if wanted & TOP:
+        shape = shape_of(TOP_IDS, constants, wanted)
+        top_logits = rows.new_empty(shape, dtype=torch.float32)  # [..., k]
+        top_ids = rows.new_empty(shape, dtype=torch.int64)  # [..., k]
+    outputs = given = (loss, *statistics, logits_at, top_logits, top_ids)
     if target.dim() != 1:
         of_tokens = map(_flat, statistics)  # [N]
-        given = (_flat(loss) if none else loss, *of_tokens, matrix(logits_at))
+        of_columns = map(matrix, (logits_at, top_logits, top_ids))  # [N, K]
+        given = (_flat(loss) if none else loss, *of_tokens, *of_columns)
     row_state = _row_state(rows) if wanted & ROW_STATE else None  # [2, N]
     weighted = _per_token(flat) if wanted & WEIGHTED else None  # [N]
     tensors = (
@@ -390,6 +417,9 @@ def forward(
     if logits_at is not None and not options.vocab_total:
         assert row_state is not None and ids is not None
         logprobs_at(logits_at, row_state, ids)
+    if top_logits is not None and not options.vocab_total:
+        assert row_state is not None
+        logprobs_of(top_logits, row_state)
     return outputs, row_state, kept, weighted
 
 

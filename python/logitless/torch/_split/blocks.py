@@ -82,8 +82,9 @@ Keeping = tuple[Tensor, Tensor]  # `kept` and `kept_rows` of a block
 def _made(
     block: Block, states: int, kept_bytes: Any, anchor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of a block's columns [k, N] f32 (its logits at ids are the last), argmax [N] or [0], and what
-    is kept. `states`: the bits of the row's state that are asked for, beside what may follow."""
+    """Of a block's columns [m, N] f32 (its logits at ids, or its largest, are the last), argmax and
+    top_ids [j, N], and what is kept. `states`: the bits of the row's state that are asked for,
+    beside what may follow."""
     forward: Any = torch.ops.logitless.forward
     wanted = states | block.wanted & _FOLLOWING
     results = forward(
@@ -93,28 +94,33 @@ def _made(
     rows = [*made["row_state"]] if states & _run.ROW_STATE else []
     rows += [made[name] for bit, name in _ROWS.items() if states & bit]
     state = torch.stack(rows)
-    if states & _run.LOGITS_AT:
-        state = torch.cat((state, made["logits_at"].t()))
-    return state, made["argmax"], made["kept"], made["kept_rows"]
+    for bit, name in _COLUMNS.items():
+        if states & bit:
+            state = torch.cat((state, made[name].t()))
+    indices = [made["argmax"][None]] if states & _run.ARGMAX else []
+    indices += [made["top_ids"].t()] if states & _run.TOP else []
+    none = made["argmax"].new_empty(0, state.shape[1])
+    return state, torch.cat(indices) if indices else none, made["kept"], made["kept_rows"]
 
 
 _ROWS = {_run.TARGET_LOGIT: "target_logit", **EXTRA}
 _FOLLOWING = sum(_run.OF_TENSORS) + sum(_run.IN_F32) + _run.OF_ENTROPY
-_STATES = _run.ROW_STATE | _run.TARGET_LOGIT | _run.ARGMAX | _run.LOGITS_AT | sum(EXTRA)
+_COLUMNS = {_run.LOGITS_AT: "logits_at", _run.TOP_LOGITS: "top_logits"}
+_STATES = _run.ROW_STATE | _run.TARGET_LOGIT | _run.ARGMAX | _run.LOGITS_AT | _run.TOP | sum(EXTRA)
 
 
 def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, Keeping | None]:
-    """[k, N] f32, argmax, and what is kept, of a block's columns."""
+    """[m, N] f32, argmax and top_ids [j, N], and what is kept, of a block's columns."""
     kept_bytes = block.kept_bytes()
     if block.empty or block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
         anchor = None
     wanted = _run.ROW_STATE | _run.TARGET_LOGIT | block.wanted & _STATES
-    states, argmax, columns, rows = _made(block, wanted, kept_bytes, anchor)
+    states, indices, columns, rows = _made(block, wanted, kept_bytes, anchor)
     if block.empty:
         empty = combine.empty_state(states, block.wanted)
-        return empty, torch.full_like(argmax, -1), None
+        return empty, torch.full_like(indices, -1), None
     nothing = isinstance(kept_bytes, int) and not kept_bytes
-    return states, argmax, None if nothing else (columns, rows)
+    return states, indices, None if nothing else (columns, rows)
 
 
 def _rows_of(bias: Tensor | None, first: int, stop: int) -> Tensor | None:
@@ -129,10 +135,10 @@ def _rows_of(bias: Tensor | None, first: int, stop: int) -> Tensor | None:
 def local_states(
     shard: Shard, given: Given, w: Tensor, blocks: Sequence[Block], anchor: Tensor | None
 ) -> tuple[Tensor, Tensor, list[Keeping | None]]:
-    """[b, k, N] f32, argmax [b, N] and what is kept, of this rank's blocks."""
+    """[b, m, N] f32, argmax and top_ids [b, j, N] and what is kept, of this rank's blocks."""
     shards.check_rows(shard, w, given)
-    states, argmax, kept = zip(*(_local_state(block, anchor) for block in blocks))
-    return _stacked(states), _stacked(argmax), list(kept)
+    states, indices, kept = zip(*(_local_state(block, anchor) for block in blocks))
+    return _stacked(states), _stacked(indices), list(kept)
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

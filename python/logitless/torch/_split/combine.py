@@ -21,8 +21,8 @@ EXTRA = {_run.BITS[name]: name for name in names_where("extra")} | {
     _run.WEIGHTED: "weighted_logit_sum"
 }
 _STATE = ("row_reference", "row_log_sum", "target_logit", *EXTRA.values())
-_GIVEN = ("target", *(f"shard_{name}" for name in _STATE), "shard_argmax")
-_AT = list(_run.OUTPUTS).index(_run.LOGITS_AT)
+_GIVEN = ("target", *(f"shard_{name}" for name in (*_STATE, "argmax", "top_logits", "top_ids")))
+_AT, _TOP = (list(_run.OUTPUTS).index(bit) for bit in (_run.LOGITS_AT, _run.TOP_LOGITS))
 _WEIGHTS = ("token_weight", "vocab_weight", "normalizer")
 _NAMES = (*_GIVEN, *_WEIGHTS, *_run.OUTPUTS.values())
 _OPTIONS = ("reduction", "ignore_index", "empty_mean", "vocab_total", "label_smoothing", "z_loss",
@@ -46,27 +46,46 @@ def empty_state(like: Tensor, wanted: int) -> Tensor:
 
 
 def combine(
-    states: Tensor, argmax: Tensor | None, tokens: Tokens, options: Options, given: int,
+    states: Tensor, indices: Tensor | None, tokens: Tokens, options: Options, given: int,
     wanted: int, ids: Tensor | None = None,
 ) -> Combined:  # fmt: skip
-    """Of the shards' states [S, k, N], in the vocabulary's order, that a Forward asked for `given`
-    has written, and their argmax [S, N] i64, the outputs that are `wanted`. Behind a state lie the
-    logits at `ids` [N, K], where these are wanted."""
+    """Of the shards' states [S, m, N], in the vocabulary's order, that a Forward asked for `given`
+    has written, and their argmax [S, N] i64 and top_ids [S, k, N] in `indices`, one behind the
+    other, the outputs that are `wanted`. Behind a state lie the logits at `ids` [N, K] or the k
+    largest, where these are wanted."""
     op: Any = torch.ops.logitless.shard_combine
     values = options._asdict()
-    at = None
+    at = argmax = top_logits = top_ids = None
+    rows = states.shape[1]
     if wanted & _run.LOGITS_AT:
         assert ids is not None
-        rows = states.shape[1] - ids.shape[1]
+        rows -= ids.shape[1]
         at = states[:, rows:].amax(0).t().contiguous()  # [N, K]
-        states = states[:, :rows]
+    if wanted & _run.TOP:
+        assert indices is not None
+        k = _run.k_of(wanted)
+        rows -= k
+        top_logits, top_ids = _lists(states[:, rows:]), _lists(indices[:, -k:])
+    if wanted & _run.ARGMAX:
+        assert indices is not None
+        argmax = indices[:, 0]
+    states = states[:, :rows]
     own = wanted & ~_run.LOGITS_AT
-    row_state, *made = op(states, argmax, *tokens, *(values[name] for name in _OPTIONS), given, own)
+    numbers = (values[name] for name in _OPTIONS)
+    row_state, *made = op(states, argmax, top_logits, top_ids, *tokens, *numbers, given, own)
     rest = iter(made)
     found = [next(rest) if own & bit else None for bit in _run.OUTPUTS]
     if at is not None and ids is not None:
         found[_AT] = _run.logprobs_at(at, row_state, ids)
+    largest = found[_TOP]
+    if largest is not None:
+        found[_TOP] = _run.logprobs_of(largest, row_state)
     return Combined(row_state, found)
+
+
+def _lists(columns: Tensor) -> Tensor:
+    """[S, k, N] as Combine takes them, [S, N k]."""
+    return columns.transpose(1, 2).flatten(1).contiguous()
 
 
 def _outputs(states: Tensor, reduction: int, wanted: int) -> list[Tensor | None]:
@@ -74,15 +93,16 @@ def _outputs(states: Tensor, reduction: int, wanted: int) -> list[Tensor | None]
     made: list[Tensor | None] = []
     for bit in _run.OUTPUTS:
         scalar = bit == _run.LOSS and reduction != _abi.REDUCTION_NONE
-        shape = () if scalar else (tokens,)
+        shape = () if scalar else (tokens, _run.k_of(wanted)) if bit & _run.TOP else (tokens,)
         there = wanted & bit
         made.append(states.new_empty(shape, dtype=_run.dtype_of(bit)) if there else None)
     return made
 
 
 def _combine(
-    states: Tensor, argmax: Tensor | None, target: Tensor, token_weight: Tensor | None,
-    vocab_weight: Tensor | None, normalizer: Tensor | None, *rest: Any,
+    states: Tensor, argmax: Tensor | None, top_logits: Tensor | None, top_ids: Tensor | None,
+    target: Tensor, token_weight: Tensor | None, vocab_weight: Tensor | None,
+    normalizer: Tensor | None, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     *values, given, wanted = rest
     options = Options()._replace(**dict(zip(_OPTIONS, values)))
@@ -92,7 +112,7 @@ def _combine(
     row_state = states.new_empty(2, states.shape[2])
     outputs = _outputs(states, options.reduction, wanted)
     weights = (token_weight, vocab_weight, normalizer)
-    tensors = (target, *parts, *extra, argmax, *weights, *outputs)
+    tensors = (target, *parts, *extra, argmax, top_logits, top_ids, *weights, *outputs)
     asked: Sequence[Any] = (
         given, wanted, states.shape, argmax is None,
         *(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in weights),
@@ -101,18 +121,22 @@ def _combine(
     return [row_state, *(t for t in outputs if t is not None)]
 
 
+_REDUCTION = 3 + len(Tokens._fields)  # behind argmax, top_logits, top_ids and what tokens have
+
+
 def _combine_fake(states: Tensor, *rest: Any) -> list[Tensor]:
-    outputs = _outputs(states, rest[5], rest[-1])
+    outputs = _outputs(states, rest[_REDUCTION], rest[-1])
     return [states.new_empty(2, states.shape[2]), *(t for t in outputs if t is not None)]
 
 
 _make_library: Any = torch.library.Library
 _library = _make_library("logitless", "FRAGMENT")
 _library.define(
-    "shard_combine(Tensor states, Tensor? argmax, Tensor target, Tensor? token_weight, "
-    "Tensor? vocab_weight, Tensor? normalizer, int reduction, int ignore_index, int empty_mean, "
-    "SymInt vocab_total, float label_smoothing, float z_loss, float normalizer_number, int given, "
-    "int wanted) -> Tensor[]",
+    "shard_combine(Tensor states, Tensor? argmax, Tensor? top_logits, Tensor? top_ids, "
+    "Tensor target, Tensor? token_weight, Tensor? vocab_weight, Tensor? normalizer, "
+    "int reduction, int ignore_index, int empty_mean, SymInt vocab_total, "
+    "float label_smoothing, float z_loss, float normalizer_number, int given, int wanted) "
+    "-> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _device in ("CPU", "CUDA"):

@@ -109,11 +109,13 @@ class ShardedLoss(Function):
         if shard.keeps:
             own = exchange.together(shard, rows, facts, blocks.local_targets, *of)
             anchor, facts = exchange.all_gather(own, shard).amax(0), ()  # [N]
-        local, argmax, kept = exchange.together(
+        local, own_indices, kept = exchange.together(
             shard, rows, facts, blocks.local_states, *of, anchor
         )
-        states = exchange.all_gather(local, shard)  # [P b, k, N]
-        indices = exchange.all_gather(argmax, shard) if call.wanted & _run.ARGMAX else None
+        states = exchange.all_gather(local, shard)  # [P b, m, N]
+        indices = None
+        if call.wanted & (_run.ARGMAX | _run.TOP):
+            indices = exchange.all_gather(own_indices, shard)  # [P b, j, N]
         tokens = Tokens(*constants[:4])
         whole, local_tokens = options, shard.local_tokens and dim is not None
         if local_tokens:  # the loss is reduced of the rank's own tokens
@@ -140,7 +142,9 @@ class ShardedLoss(Function):
         ctx.unused = [_tf32(rows)]  # what is kept serves one Backward at a time
         ctx.shape, ctx.dtype, ctx.whole = input.shape, input.dtype, shape
         constant = [
-            t for t, bit in zip(outputs, _run.OUTPUTS) if t is not None and bit in _run.CONSTANTS
+            t
+            for t, bit in zip(outputs, _run.OUTPUTS)
+            if t is not None and bit not in _DIFFERENTIABLE
         ]
         detached = outputs[_ENTROPY] if call.wanted & _run.DETACHED else None
         if detached is not None:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NeMo-RL's DistillationLossFn takes of a student at the likeliest tokens of its teacher, made
+of the student's hidden states and head. The loss itself is small and stays NeMo-RL's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from logitless._errors import invalid, renames
+from logitless.integrations._arguments import only
+from logitless.integrations._memory import Sizes, frugal
+from logitless.torch import linear_logprobs_at
+
+
+def _peak(call: Sizes) -> int:
+    """Bytes that NeMo-RL's function takes at the least: f32 logits and their log-softmax, and with
+    gradients those of the logits."""
+    return (12 if call.gradients else 8) * call.tokens * call.vocab
+
+
+@renames(
+    {"input": "student_hidden_states", "linear_weight": "weight", "ids": "teacher_topk_indices"}
+)
+def get_distillation_topk_logprobs(
+    student_hidden_states: Tensor,
+    weight: Tensor,
+    teacher_topk_logits: Tensor,
+    teacher_topk_indices: Tensor,
+    zero_outside_topk: bool,
+    calculate_entropy: bool,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: Any = None,
+    context_parallel_group: Any = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    memory: int | str | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(student_topk_logprobs [B, S - 1, k], teacher_topk_logprobs, H_all [B, S - 1] or None), as
+    get_distillation_topk_logprobs_from_logits makes them of student_logits [B, S, V], in the place
+    of which hidden states [B, S, D] and the head [V, D] are given.
+
+    With `zero_outside_topk` the student's log-probabilities are those of the whole vocabulary, else
+    of the k tokens alone. H_all is the sum of p log p, less than 0, with its gradient, where both
+    flags are set. `vocab_parallel_group`: the head is this rank's equal share of the rows, and the
+    hidden states are the same on every rank, whose gradients come summed. `memory`, which is ours,
+    is linear_logprobs_at's; None is what NeMo-RL's function takes, unless default_memory says
+    another."""
+    only("context_parallel_group", context_parallel_group, None)
+    if teacher_topk_logits.shape != teacher_topk_indices.shape:
+        raise invalid(
+            f"teacher_topk_logits has shape {tuple(teacher_topk_logits.shape)}; allowed: "
+            f"{tuple(teacher_topk_indices.shape)}, that of teacher_topk_indices"
+        )
+    entropy = zero_outside_topk and calculate_entropy
+    made: Any = linear_logprobs_at(
+        student_hidden_states, weight, teacher_topk_indices.to(student_hidden_states.device),
+        temperature=temperature, group=vocab_parallel_group,
+        memory=frugal(memory, student_hidden_states, weight, _peak),
+        return_statistics=("entropy",) if entropy else (),
+    )  # fmt: skip
+    student = made[0] if entropy else made
+    if not zero_outside_topk:
+        student = student.log_softmax(-1)  # [B, S, k]
+    teacher = teacher_topk_logits.to(student.device, student.dtype).log_softmax(-1)  # [B, S, k]
+    every = -made[1].entropy[:, :-1] if entropy else None  # [B, S - 1]
+    return student[:, :-1], teacher[:, :-1], every

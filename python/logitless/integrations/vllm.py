@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt's log-probabilities in the shapes of vLLM's: each token's own, its rank, and the
+likeliest others, of hidden states and head, without logits.
+
+vLLM is not imported. LogprobsTensors and Logprob are tuples with the names and the order of vLLM's
+own; `LogprobsTensors(*ours)` makes one of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless._errors import invalid, renames, wrong_shape
+from logitless.torch import linear_cross_entropy, linear_topk
+
+
+class LogprobsTensors(NamedTuple):
+    """The token that is there comes first, then the likeliest ones."""
+
+    logprob_token_ids: Tensor  # [N, k + 1] int32
+    logprobs: Tensor  # [N, k + 1] f32
+    selected_token_ranks: Tensor  # [N] int64; 1 is the likeliest
+
+
+class Logprob(NamedTuple):
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[int, Logprob] | None]
+
+
+@renames(
+    {
+        "input": "hidden_states",
+        "linear_weight": "weight",
+        "target": "token_ids",
+        "k": "num_logprobs",
+    }
+)
+@torch.no_grad()
+def gather_logprobs(
+    hidden_states: Tensor, weight: Tensor, num_logprobs: int, token_ids: Tensor, **options: Any
+) -> LogprobsTensors:
+    """Of token_ids [N] behind hidden_states [N, D], as vLLM's Sampler.gather_logprobs makes them of
+    log-probabilities [N, V]. `num_logprobs` is 0 to 256 and at most V. `options` are those of
+    linear_topk: linear_bias, temperature, logit_scale, softcap, memory, group."""
+    if isinstance(num_logprobs, bool) or not isinstance(num_logprobs, int) or num_logprobs < 0:
+        raise invalid(f"num_logprobs is {num_logprobs!r}; allowed: 0 to 256, and at most V")
+    if hidden_states.dim() != 2 or token_ids.shape != hidden_states.shape[:1]:
+        raise wrong_shape(
+            f"hidden_states has shape {tuple(hidden_states.shape)} and token_ids "
+            f"{tuple(token_ids.shape)}; allowed: [N, D] and [N]"
+        )
+    made: Any = linear_cross_entropy(
+        hidden_states, weight, token_ids.long(), reduction="none", ignore_index=None,
+        return_statistics=("logprob", "rank"), **options,
+    )[1]  # fmt: skip
+    logprobs, ids = made.logprob[:, None], token_ids[:, None].long()  # [N, 1]
+    if num_logprobs:
+        top_logprobs, top_ids = linear_topk(hidden_states, weight, num_logprobs, **options)
+        # A token that is in the list has that one's number, to the bit.
+        listed = top_ids == ids  # [N, k]
+        same = top_logprobs.masked_fill(~listed, -torch.inf).amax(-1, keepdim=True)  # [N, 1]
+        logprobs = torch.where(listed.any(-1, keepdim=True), same, logprobs)
+        logprobs = torch.cat([logprobs, top_logprobs], -1)  # [N, k + 1]
+        ids = torch.cat([ids, top_ids], -1)  # [N, k + 1]
+    return LogprobsTensors(ids.int(), logprobs, made.rank.long() + 1)
+
+
+def prompt_logprobs(
+    hidden_states: Tensor, weight: Tensor, prompt_token_ids: Sequence[int] | Tensor,
+    num_prompt_logprobs: int, *, tokenizer: Any = None, **options: Any,
+) -> PromptLogprobs:  # fmt: skip
+    """RequestOutput.prompt_logprobs of a prompt of T tokens with hidden_states [T, D] (those of the
+    last position are not read, and may be absent): None for the first token, and for each other one
+    a dict of its own id and the likeliest ones. `tokenizer` decodes them, by its decode([id])."""
+    tokens = torch.as_tensor(prompt_token_ids, device=hidden_states.device)  # [T]
+    if tokens.dim() != 1 or len(tokens) < 1 or len(tokens) - len(hidden_states) not in (0, 1):
+        raise wrong_shape(
+            f"prompt_token_ids has shape {tuple(tokens.shape)} and hidden_states "
+            f"{tuple(hidden_states.shape)}; allowed: [T] and [T, D], or [T - 1, D]"
+        )
+    made = gather_logprobs(
+        hidden_states[: len(tokens) - 1], weight, num_prompt_logprobs, tokens[1:], **options
+    )
+    every, *numbers = (part.tolist() for part in made)
+    words: dict[int, str] = {}
+    if tokenizer is not None:
+        words = {i: tokenizer.decode([i]) for i in {i for ids in every for i in ids}}
+    found: PromptLogprobs = [None]
+    for ids, logprobs, rank in zip(every, *numbers):
+        ranks = (rank, *range(1, len(ids)))
+        found.append({i: Logprob(p, r, words.get(i)) for i, p, r in zip(ids, logprobs, ranks)})
+    return found

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest logits of a token: what a call of linear_topk asks for, and is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless import _abi
+from logitless._errors import invalid, wrong_dtype
+from logitless.torch import _run
+
+LOGITS, IDS = (list(_run.OUTPUTS).index(bit) for bit in (_run.TOP_LOGITS, _run.TOP_IDS))
+
+
+def wanted_of(k: Any) -> int:
+    """The bits of _run, of a k that is a number at least."""
+    if not isinstance(k, int):
+        raise wrong_dtype(f"k is a {type(k).__name__}; allowed: an int")
+    # What does not fit beside the bits is no k of any vocabulary.
+    return _run.top_of(min(max(k, 0), _abi.MOST_LISTED + 1)) | _run.ROW_STATE
+
+
+def check_k(k: int, vocab: Any) -> None:
+    most = min(vocab, _abi.MOST_LISTED)
+    if isinstance(k, bool) or not 1 <= k <= most:
+        raise invalid(f"k is {k}; allowed: 1 to {most}, the least of V and {_abi.MOST_LISTED}")
+
+
+def target_of(input: Tensor, shard: Any) -> Tensor:
+    """A call has targets, which no result of this one depends on: of all tokens, or of the rank's
+    own."""
+    shape = input.shape
+    if shard is not None and not shard.local_tokens:
+        shape = shard.whole(shape)
+    return input.new_zeros(shape[:-1], dtype=torch.int64)
