@@ -94,6 +94,16 @@ def distillation(
     return -(probability * log_q).where(keep, 0).sum() / keep.sum().clamp(min=1)
 
 
+def nucleus_logprob(
+    hidden: Tensor, linear_weight: Tensor, nuclei: Tensor, offsets: Tensor, drawn: Tensor,
+    temperature: float = 1.0,
+) -> Tensor:  # fmt: skip
+    among = linear_logprobs_at(
+        hidden, linear_weight, nuclei, over="ids", offsets=offsets, temperature=temperature
+    )
+    return among[offsets[:-1] + drawn]  # [N]
+
+
 def packed_targets(ids: Tensor, learned: Tensor, cu_seqlens: Tensor) -> Tensor:
     target = torch.full_like(ids, -100)
     target[:-1] = ids[1:].where(learned[1:], -100)

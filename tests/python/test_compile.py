@@ -39,11 +39,11 @@ def arguments(kind: str, reduction: int, dtype: torch.dtype, device: str) -> tup
     vocab_weight = torch.rand(19, device=device)
     normalizer = torch.tensor(4.0, device=device) if reduction == 2 else None
     ids = torch.randint(-1, 19, (2, 5, 3), device=device) if kind == "linear" else None
-    tensors = (x, w, b, t, token_weight, vocab_weight, normalizer, None, ids)
+    tensors = (x, w, b, t, token_weight, vocab_weight, normalizer, None, ids, None)
     return _ops.arguments(tensors, OPTIONS._replace(reduction=reduction), None)
 
 
-EVERYTHING = _run.DETACHED - 1
+EVERYTHING = (_run.DETACHED - 1) | _run.top_of(3)
 NOTHING_KEPT = 0
 
 
@@ -52,7 +52,7 @@ NOTHING_KEPT = 0
 @pytest.mark.parametrize("wanted", [_run.LOSS | _run.ROW_STATE, EVERYTHING], ids=["loss", "all"])
 def test_opcheck_forward(device: str, kind: str, reduction: int, wanted: int) -> None:
     if kind == "logits":
-        wanted &= ~_run.LOGITS_AT
+        wanted &= ~(_run.LOGITS_AT | _run.TOP)
     args = (*arguments(kind, reduction, F32, device), wanted, NOTHING_KEPT, None)
     torch.library.opcheck(torch.ops.logitless.forward, args)
 
@@ -79,6 +79,23 @@ def test_opcheck_backward(device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("lists", [False, True])
+def test_opcheck_of_chosen_columns_alone(device: str, lists: bool) -> None:
+    x, w, b, _ = problem((2, 5), 19, 8, F32, device, bias=True)
+    ids = torch.randint(0, 19, (2, 5, 3), device=device)
+    offsets = torch.arange(0, 31, 3, device=device) if lists else None
+    given = (x, w, b, None, ids.flatten() if lists else ids, offsets, 0.9, 7.0, 1.1, None)
+    torch.library.opcheck(torch.ops.logitless.logits_at, given)
+    upstream = torch.randn(given[4].shape, device=device)
+    fixed = [a.detach() if isinstance(a, Tensor) else a for a in given]
+    torch.library.opcheck(torch.ops.logitless.logits_at_backward, (*fixed, upstream, 7))
+    if lists:
+        values = torch.randn(30, device=device)
+        torch.library.opcheck(torch.ops.logitless.list_sums, (values, offsets))
+        values.requires_grad_()
+        torch.library.opcheck(torch.ops.logitless.list_log_softmax, (values, offsets))
+
+
 @pytest.mark.parametrize("which", ["input", "weight", "both"])
 def test_opcheck_of_transposed_tensors(device: str, which: str) -> None:
     """A gradient has the order of strides of its tensor: no copy makes another of it."""
@@ -86,7 +103,7 @@ def test_opcheck_of_transposed_tensors(device: str, which: str) -> None:
     x, w = x.detach(), w.detach()
     x = x if which == "weight" else x.t().contiguous().t()
     w = w if which == "input" else w.t().contiguous().t()
-    tensors: Any = (x, w, None, t, *[None] * 5)
+    tensors: Any = (x, w, None, t, *[None] * 6)
     given, both = _ops.arguments(tensors, Options(2), None), _run.OF_INPUT | _run.OF_WEIGHT
     made = dict(zip(_ops.RESULTS, torch.ops.logitless.forward(*given, _run.ROW_STATE, 0, None)))
     upstream = (made["row_state"], None, torch.ones((), device=device), *[None] * 4)
@@ -97,7 +114,7 @@ def test_opcheck_of_transposed_tensors(device: str, which: str) -> None:
     fused = (*given, both | _run.FUSED | _run.LOSS, 0, None)
     torch.library.opcheck(torch.ops.logitless.forward, fused)
     rows = x.t().reshape(2, 4, 10).permute(2, 0, 1)[..., :2]  # [10, 2, 2], as no matrix
-    tensors = (rows, torch.ones(19, 2, device=device), None, t.repeat(2).view(10, 2), *[None] * 5)
+    tensors = (rows, torch.ones(19, 2, device=device), None, t.repeat(2).view(10, 2), *[None] * 6)
     given = _ops.arguments(tensors, Options(2), None)
     torch.library.opcheck(
         torch.ops.logitless.forward, (*given, both | _run.FUSED | _run.LOSS, 0, None)

@@ -358,6 +358,23 @@ def test_distillation_does_not_read_ignored_tokens(device: str, dtype: torch.dty
         assert torch.equal(plain, odd)
 
 
+def test_a_nucleus_is_renormalised() -> None:
+    """The probability of what a top-p sampler drew, of whose set it knows each token's own."""
+    x, w, _, _ = problem((6,), 23, 16)
+    z = (x.double() @ w.double().T / 0.8).detach()
+    sets = [torch.randperm(23)[: 1 + 3 * i] for i in range(6)]
+    drawn = torch.tensor([len(s) // 2 for s in sets])
+    offsets = torch.tensor([0, *itertools.accumulate(len(s) for s in sets)])
+    made = rl.nucleus_logprob(x, w, torch.cat(sets), offsets, drawn, 0.8)
+    close(
+        made, torch.stack([z[i, s].log_softmax(0)[d] for i, (s, d) in enumerate(zip(sets, drawn))])
+    )
+    of_x, of_w = torch.autograd.grad(made[1:].sum(), (x, w))
+    assert not of_x[0].any() and bool(of_x[1:].any(-1).all())
+    nobodys = [j for j in range(23) if all(j not in s for s in sets[1:])]
+    assert not of_w[nobodys].any()
+
+
 @DTYPES
 def test_k3_has_the_gradient_of_an_estimate_of_the_divergence(
     device: str, dtype: torch.dtype

@@ -18,6 +18,7 @@ from logitless.jax._functions import (
     linear_cross_entropy,
     linear_logprob,
     linear_logprobs_at,
+    linear_topk,
     softmax,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "linear_divergence",
     "linear_logprob",
     "linear_logprobs_at",
+    "linear_topk",
     "softmax",
 ]

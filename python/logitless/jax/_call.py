@@ -17,7 +17,8 @@ from logitless._statistics import names_where
 from logitless.jax._run import DTYPES, Array, Tensor
 
 _F32 = np.dtype(np.float32)
-_INDICES = frozenset(names_where("indexes"))
+_INDICES = frozenset((*names_where("indexes"), "top_ids"))
+TOP = ("top_logits", "top_ids")
 _DIFFERENTIABLE = frozenset((*names_where("differentiable"), "logits_at"))
 
 
@@ -51,6 +52,7 @@ class Call(NamedTuple):
     outputs: tuple[str, ...]  # "loss" comes first, and statistics after it
     options: AnyOptions
     memory: int | None = None
+    k: int = 0  # how many of the largest logits, where TOP is among the outputs
 
     @property
     def linear(self) -> bool:
@@ -105,6 +107,8 @@ def output_of(call: Call, name: str, operands: Mapping[str, Any]) -> Tensor:
         shape = ()
     elif name == "logits_at":
         shape = tuple(operands["ids"].shape)
+    elif name in TOP:
+        shape = (*shape, call.k)
     return Tensor(name, shape, np.dtype(np.int32) if name in _INDICES else _F32)
 
 

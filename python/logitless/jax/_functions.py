@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from logitless import _abi, _statistics
 from logitless._abi import parse_memory
@@ -45,7 +46,7 @@ from logitless._errors import (
     wrong_shape,
 )
 from logitless.jax import _parallel
-from logitless.jax._call import Call
+from logitless.jax._call import TOP, Call
 from logitless.jax._loss import loss
 from logitless.jax._run import Array, Tensor, explicit_sharding, run
 
@@ -68,8 +69,10 @@ if TYPE_CHECKING:
         axis_name: str | tuple[str, ...] | None
         upstream: Literal["whole", "parts"] | None
 
-    class ChosenOptions(_call.ChosenOptions[Any], total=False):
+    class TopOptions(_call.ChosenOptions[Any], total=False):
         axis_name: str | tuple[str, ...] | None
+
+    class ChosenOptions(TopOptions, total=False):
         upstream: Literal["whole", "parts"] | None
 
 
@@ -321,12 +324,10 @@ def _casts_named() -> Iterator[None]:
 
 def _shaped(made: dict[str, Array], shape: tuple[int, ...]) -> dict[str, Array]:
     """What tokens have, in their shape."""
-    made = {
-        name: x.reshape(shape) if x.ndim and name != "logits_at" else x for name, x in made.items()
+    columns = {name: (x.shape[-1],) for name, x in made.items() if name in ("logits_at", *TOP)}
+    return {
+        name: x.reshape(*shape, *columns.get(name, ())) if x.ndim else x for name, x in made.items()
     }
-    if "logits_at" in made:
-        made["logits_at"] = made["logits_at"].reshape(*shape, made["logits_at"].shape[-1])
-    return made
 
 
 def _loss(
@@ -335,10 +336,10 @@ def _loss(
     z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
     temperature: Any = 1.0, token_weight: Any = None, normalizer: Any = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
-    axis_name: Any = None, upstream: str | None = None, ids: Array | None = None,
+    axis_name: Any = None, upstream: str | None = None, ids: Array | None = None, k: int = 0,
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits.
-    `ids` [..., K] are those of `logits_at`."""
+    `ids` [..., K] are those of `logits_at`, `k` is of `top_logits` and `top_ids`."""
     arrays = _arrays(rows)
     what = next(iter(arrays))
     shift = _integer("shift", shift)
@@ -371,7 +372,7 @@ def _loss(
         operands["temperature"] = temperatures.reshape(tokens)
     if ids is not None:
         operands["ids"] = ids.reshape(*tokens, ids.shape[-1])
-    call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory))
+    call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory), k)
     if axis_name is None and upstream is not None:
         raise invalid(f"upstream is {upstream!r} without axis_name")
     with _casts_named():
@@ -538,8 +539,13 @@ def _logprobs_at(
     logits: Array, lse: Array, reference: Array, log_sum: Array, ids: Array, there: Array
 ) -> Array:
     """[..., K] of the logits at `ids`, of which not all are `there`; log p is logits - lse."""
-    made = jnp.minimum(0, (logits - reference[..., None]) - log_sum[..., None])  # a NaN stays
-    return jnp.where(ids == _ABSENT, -jnp.inf, made)
+    return jnp.where(ids == _ABSENT, -jnp.inf, _less_lse(logits, reference, log_sum))
+
+
+def _less_lse(logits: Array, reference: Array, log_sum: Array) -> Array:
+    """[..., K], never above 0."""
+    less = (logits - reference[..., None]) - log_sum[..., None]
+    return jnp.minimum(0, less)  # a NaN stays
 
 
 def _logprobs_at_forward(*given: Array) -> Any:
@@ -618,6 +624,65 @@ def linear_logprobs_at(
     if not names:
         return logprobs
     return logprobs, _statistics.Statistics(**{name: made[name] for name in names})
+
+
+@overload
+def linear_topk(
+    input: Any, linear_weight: Any, k: int, *, return_statistics: tuple[()] = ...,
+    **options: Unpack[TopOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def linear_topk(
+    input: Any, linear_weight: Any, k: int, *,
+    return_statistics: RowStatisticName | Sequence[RowStatisticName],
+    **options: Unpack[TopOptions],
+) -> tuple[Array, Array, Statistics]: ...  # fmt: skip
+def linear_topk(
+    input: Any,
+    linear_weight: Any,
+    k: int,
+    *,
+    linear_bias: Any = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = 0.0,
+    temperature: Any = 1.0,
+    memory: int | str | None = None,
+    return_statistics: Any = (),
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Any:
+    """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D]:
+    (log-probabilities, f32 and never above 0, ids, int32), both [..., k]. The likeliest comes
+    first, of equal logits the lowest id. k is a Python int from 1 to 256, and at most V. Neither
+    has a gradient. A row that holds a NaN is NaN, of any ids.
+
+    The options are those of linear_logprobs_at. `return_statistics`: names of `Statistics` that are
+    of no target; the result is then (log-probabilities, ids, Statistics). k outside its range is a
+    LogitlessValueError. "Top-k" in docs/semantics.md says what the list is."""
+    names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
+    hidden, head = _array("input", input), _array("linear_weight", linear_weight)
+    _check_rows(hidden, "input")
+    if head.ndim != 2:
+        raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
+    count = _integer("k", k)
+    vocab = head.shape[0] * (1 if axis_name is None else _parallel.size_of(axis_name))
+    most = min(vocab, _abi.MOST_LISTED)
+    if isinstance(k, bool) or not 1 <= count <= most:
+        raise invalid(f"k is {k}; allowed: 1 to {most}, the least of V and {_abi.MOST_LISTED}")
+    rows = {"input": hidden, "weight": head, "bias": linear_bias}
+    rows = {name: x if x is None else lax.stop_gradient(_opened(x)) for name, x in rows.items()}
+    if not isinstance(temperature, (int, float)):
+        temperature = lax.stop_gradient(_opened(temperature))
+    asked = dict.fromkeys((*TOP, "row_reference", "row_log_sum", *names))
+    made = _loss(
+        rows, jnp.zeros(hidden.shape[:-1], jnp.int32), tuple(asked), reduction="none",
+        logit_scale=logit_scale, softcap=softcap, temperature=temperature, memory=memory,
+        axis_name=axis_name, k=count,
+    )  # fmt: skip
+    logprobs = _less_lse(made["top_logits"], made["row_reference"], made["row_log_sum"])
+    if not names:
+        return logprobs, made["top_ids"]
+    kept = _statistics.Statistics(**{name: made[name] for name in names})
+    return logprobs, made["top_ids"], kept
 
 
 @overload

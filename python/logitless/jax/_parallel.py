@@ -45,7 +45,7 @@ from logitless._errors import (
 )
 from logitless._statistics import names_where
 from logitless.jax import _shards
-from logitless.jax._call import Call, asked_of, kept_of, output_of, reads_logits
+from logitless.jax._call import TOP, Call, asked_of, kept_of, output_of, reads_logits
 from logitless.jax._run import KEPT, Array, Tensor, pvary, run, varying
 
 _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -230,12 +230,18 @@ def _states(
     if "logits_at" in asked:
         given["ids"] = rotated["ids"]
         results.append(output_of(call, "logits_at", operands))
+    if "top_ids" in asked:
+        results += [output_of(call, name, operands) for name in TOP]
     made = forward(given, results + kept, options, call.memory)
     every = jnp.moveaxis(_gather(jnp.stack([made[name] for name in names]), shard), 1, 0)
     states = {f"shard_{name}": x for name, x in zip(names, every)}
+    start = (lax.axis_index(shard.axes) * (call.of_loss.vocab_total // shard.size)).astype(_I32)
     if "argmax" in asked:
-        start = lax.axis_index(shard.axes) * (call.of_loss.vocab_total // shard.size)
-        states["shard_argmax"] = _gather(made["argmax"] + start.astype(jnp.int32), shard)
+        states["shard_argmax"] = _gather(made["argmax"] + start, shard)
+    if "top_ids" in asked:
+        own = jnp.where(made["top_ids"] < 0, made["top_ids"], made["top_ids"] + start)
+        for name, x in zip(TOP, (made["top_logits"], own)):  # [N, k], where an id below 0 is none
+            states[f"shard_{name}"] = _gather(x, shard).reshape(shard.size, -1)  # [P, N k]
     kept_state = {name: made[name] for name in KEPT if name in made}
     if "logits_at" in asked:
         at = _gather(made["logits_at"], shard).max(0)  # elsewhere it is -inf, and a NaN stays

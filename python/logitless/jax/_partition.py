@@ -67,6 +67,8 @@ _ROWS: dict[str, tuple[str, ...]] = {  # what follows the tokens
     "input": ("d",),
     "ids": ("a",),
     "logits_at": ("a",),
+    "top_logits": ("r",),
+    "top_ids": ("r",),
     "kept": ("k", "s"),
     "kept_rows": ("k", "e"),
     "teacher_input": ("t",),
@@ -357,7 +359,8 @@ def _of_shards(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Ar
     wanted = [result for result in op.results if result.name.startswith("grad_")]
     state = ("row_reference", "row_log_sum")
     outputs = [r.name for r in op.results if r not in wanted and r.name not in (*state, *KEPT)]
-    call = Call(names, tuple(outputs), op.options, op.memory).of_shards(split.vocab)
+    k = next((r.shape[-1] for r in op.results if r.name == "top_ids"), 0)
+    call = Call(names, tuple(outputs), op.options, op.memory, k).of_shards(split.vocab)
     shard = _parallel.Shard(split.vocab_axes, split.parts["v"], False, None, False)
     made: dict[str, Array] = {}
     given = operands

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import not_supported
-from logitless.torch import _device, _kept, _run
+from logitless.torch import _device, _kept, _lists, _run
 from logitless.torch._kept import Keep, Kept
 from logitless.torch._run import Constants, Upstream
 
@@ -52,7 +52,11 @@ def asked_of(grads: Sequence[Tensor | None], options: Options, vocab: Any, *save
         ids = ids.reshape(grad_logits_at.shape)
         there = (ids >= 0) & (ids < (options.vocab_total or vocab))
         grad_logits_at = grad_logits_at.where(there, 0.0)
-        grad_lse = _difference(grad_lse, grad_logits_at.sum(-1))
+        if constants.id_offsets is None:
+            of_rows = grad_logits_at.sum(-1)
+        else:
+            of_rows = _lists.sums(grad_logits_at, constants.id_offsets)
+        grad_lse = _difference(grad_lse, of_rows)
     if grad_logprob is not None:
         weighted = constants.token_weight is not None or constants.vocab_weight is not None
         if options.of_nll() and not weighted:  # logprob is then -loss

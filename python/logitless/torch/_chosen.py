@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from logitless import _abi
-from logitless._errors import placed, wrong_dtype, wrong_shape
-from logitless.torch import _run
+from logitless._errors import not_supported, placed, wrong_device, wrong_dtype, wrong_shape
+from logitless.torch import _lists, _run
 from logitless.torch._checks import check_tensor
 
 ABSENT = -1  # an id, and the target of a row that has no other
@@ -37,6 +37,41 @@ def check_ids(input: Tensor, ids: Any, what: str) -> None:
         )
 
 
+def check_list(input: Tensor, ids: Any, offsets: Any) -> None:
+    """As check_ids of ids [M] beside offsets [N + 1]."""
+    for name, tensor in (("ids", ids), ("offsets", offsets)):
+        check_tensor(name, tensor)
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise wrong_dtype(f"{name} is {str(tensor.dtype)[6:]}; allowed: int32, int64")
+        if tensor.device != input.device:
+            raise wrong_device(
+                f"{name} is on {tensor.device}; allowed: {input.device}, where the input is"
+            )
+    if ids.dim() != 1:
+        raise wrong_shape(f"ids has shape {tuple(ids.shape)}; allowed beside offsets: (M,)")
+    ends = input.shape[:-1].numel() + 1
+    if tuple(offsets.shape) != (ends,):
+        raise wrong_shape(
+            f"offsets has shape {tuple(offsets.shape)}; allowed: ({ends},), N + 1 of the N tokens"
+        )
+
+
+def refuse_groups(tensors: Sequence[Any], group: Any, beside: str) -> None:
+    if group is not None or any(hasattr(t, "placements") for t in tensors):
+        raise not_supported(
+            f"{beside} is of one process; allowed beside it: plain tensors, and no group"
+        )
+
+
+def targets_of_lists(input: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    """[...]: as targets_of. A list's target is no id of it, but 0."""
+    places = ids.shape[0]
+    there = torch.cat((ids.new_zeros(1, dtype=torch.int64), (ids != ABSENT).long().cumsum(0)))
+    some = there[_lists.ends_of(offsets, places)].diff() > 0  # [N]
+    target = torch.zeros_like(some, dtype=torch.int64).masked_fill(~some, ABSENT)
+    return target.view(input.shape[:-1])
+
+
 def targets_of(ids: Tensor, vocab: Any) -> Tensor:
     """[...]: of a row an id that it has, ABSENT where it has none. It is in the vocabulary, so that
     a wrong id is found where it stands and costs no other one its value."""
@@ -46,15 +81,19 @@ def targets_of(ids: Tensor, vocab: Any) -> Tensor:
     return ids.amax(-1).clamp(0, vocab - 1).masked_fill(~some, ABSENT)
 
 
-def wanted_of(wanted: int, ids: Tensor) -> int:
-    """The bits of _run that a call of these ids is asked for."""
-    return wanted & ~_SINGLE | _run.LOGPROB if ids.shape[-1] == 1 else wanted | _run.ROW_STATE
+def is_single(ids: Tensor, offsets: Tensor | None) -> bool:
+    return offsets is None and ids.shape[-1] == 1
 
 
-def outputs_of(outputs: Sequence[Any], ids: Tensor) -> list[Any]:
+def wanted_of(wanted: int, single: bool) -> int:
+    """The bits of _run that a call of ids is asked for, of one or more a token."""
+    return wanted & ~_SINGLE | _run.LOGPROB if single else wanted | _run.ROW_STATE
+
+
+def outputs_of(outputs: Sequence[Any], ids: Tensor, single: bool) -> list[Any]:
     """Those that were wanted, of what the call has made."""
     made = list(outputs)
-    if ids.shape[-1] == 1:
+    if single:
         logprob, made[_LOGPROB] = made[_LOGPROB].unsqueeze(-1), None
         made[AT] = logprob.masked_fill(ids == ABSENT, -float("inf"))
     return made

@@ -25,7 +25,7 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
-from logitless.torch import _chosen, _kept, _memory, _ops, _run, _top
+from logitless.torch import _among, _chosen, _kept, _memory, _ops, _run, _top
 from logitless.torch._autograd import (
     AFTER_STATISTICS,
     Call,
@@ -63,8 +63,12 @@ if TYPE_CHECKING:
     class LogprobOptions(_call.LogprobOptions[Tensor], total=False):
         group: Any
 
-    class ChosenOptions(_call.ChosenOptions[Tensor], total=False):
+    class TopOptions(_call.ChosenOptions[Tensor], total=False):
         group: Any
+
+    class ChosenOptions(TopOptions, total=False):
+        over: Literal["vocab", "ids"]
+        offsets: Tensor | None
 
 
 Statistics: TypeAlias = _statistics.Statistics[Tensor]
@@ -334,12 +338,12 @@ def linear_outputs(
     token_weight: Tensor | None = None, normalizer: float | Tensor | None = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
     group: Any = None, *, main_grad: MainGrad | None = None, data: Any = None,
-    size: bool | None = None,
+    size: bool | None = None, offsets: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """The outputs of linear_cross_entropy's arguments that are `wanted`, as bits of _run, in their
-    order. With LOGITS_AT the target is `ids` [..., K], with TOP it is k. `main_grad`: where the
-    weight's gradient goes. `data`: a shards.Data. `size`: whether gradients are counted; the result
-    is then the bytes that the call would take."""
+    order. With LOGITS_AT the target is `ids` [..., K], or [M] beside `offsets`, with TOP it is k.
+    `main_grad`: where the weight's gradient goes. `data`: a shards.Data. `size`: whether gradients
+    are counted; the result is then the bytes that the call would take."""
     check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
@@ -363,6 +367,8 @@ def linear_outputs(
         from logitless.torch._split import exchange, shards
 
         shard = shards.shard_of(split, input, linear_weight)
+    elif offsets is not None:
+        _chosen.check_list(input, target, offsets)
     elif not wanted & _run.TOP:
         check(input, target, "input")
     try:
@@ -378,9 +384,13 @@ def linear_outputs(
                 linear_weight, linear_bias = shards.of_one(shard, linear_weight, linear_bias)
                 shard = None
         if wanted & _run.LOGITS_AT:
-            ids, wanted = target, _chosen.wanted_of(wanted, target)
+            ids, single = target, _chosen.is_single(target, offsets)
+            wanted = _chosen.wanted_of(wanted, single)
             vocab = linear_weight.shape[0] if shard is None else shard.total
-            target = _chosen.targets_of(ids, vocab)
+            if offsets is None:
+                target = _chosen.targets_of(ids, vocab)
+            else:
+                target = _chosen.targets_of_lists(input, ids, offsets)
         options = options_of(
             reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature,
             empty_mean,
@@ -399,17 +409,18 @@ def linear_outputs(
                 input, linear_weight, linear_bias, constants, options, bound, wanted, size
             )
         if wanted & _run.LOGITS_AT:
-            constants = _run.replaced(constants, ids=ids)
+            constants = _run.replaced(constants, ids=ids, id_offsets=offsets)
         outputs = _loss(
             input, linear_weight, linear_bias, constants, options, bound, wanted,
             main_grad=main_grad, shard=shard, data=data,
         )  # fmt: skip
-        return outputs if ids is None else _chosen.outputs_of(outputs, ids)
+        return outputs if ids is None else _chosen.outputs_of(outputs, ids, single)
     except LogitlessError as error:
         shape = constants.target.shape if data is None else (target.numel(),)
         ranks = None if shard is None else shard.gathered()
         if ids is not None and error.status == "target_out_of_range":
-            error.args = (_chosen.in_callers_words(str(error), ids.shape, ranks),)
+            places = ids.shape if offsets is None else (ids.shape[0], 1)
+            error.args = (_chosen.in_callers_words(str(error), places, ranks),)
         error.args = (_in_callers_words(error, shape, int(shift), ranks, memory is None),)
         raise
 
@@ -565,6 +576,8 @@ def linear_logprobs_at(
     memory: int | str | None = None,
     return_statistics: Any = (),
     group: Any = None,
+    over: Literal["vocab", "ids"] = "vocab",
+    offsets: Tensor | None = None,
 ) -> Any:
     """Log-probabilities of the columns `ids` [..., K] of each token, int64 or int32, K from 1 to
     1024: f32 in the shape of `ids`, never above 0, each differentiable with any upstream gradient.
@@ -574,29 +587,83 @@ def linear_logprobs_at(
     not computed, and its statistics are 0. Any other id outside the vocabulary is an error on the
     CPU; on a GPU it is NaN, without a gradient. An id may be given more than once.
 
+    `over`: "vocab", the softmax over the whole vocabulary, or "ids", over the token's ids alone, an
+    id that is given twice counted twice. That takes no product of the vocabulary, and has neither
+    `return_statistics` nor `group`. `offsets` [N + 1], int64 or int32, on the input's device, with
+    `ids` [M]: lists of any length; token i of the N, counted over all leading dimensions, has
+    ids[offsets[i]:offsets[i + 1]]. They begin at 0, do not fall, and end at M, else it is an error
+    on the CPU; on a GPU a place in no list is NaN. Beside offsets there is no `group`.
+
     The options are those of linear_logprob: temperature (a number, or a tensor in the shape of the
     tokens), logit_scale, softcap, linear_bias, memory, group. `return_statistics`: names of
     `Statistics` that are of no target; the result is then (logprobs, Statistics)."""
+    if over not in ("vocab", "ids"):
+        raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
+    alone = over == "ids"
+    if alone or offsets is not None:
+        beside = "over='ids'" if alone else "offsets"
+        _chosen.refuse_groups((input, linear_weight, linear_bias, ids), group, beside)
+    if alone:
+        return _among_ids(
+            input, linear_weight, linear_bias, ids, offsets, logit_scale, softcap, temperature,
+            memory, return_statistics,
+        )  # fmt: skip
     wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
     outputs = linear_outputs(
         input, linear_weight, ids, wanted | _run.LOGITS_AT, linear_bias, reduction="none",
         ignore_index=_chosen.ABSENT, logit_scale=logit_scale, softcap=softcap,
-        temperature=temperature, memory=memory, group=group,
+        temperature=temperature, memory=memory, group=group, offsets=offsets,
     )  # fmt: skip
     logprobs = outputs[_chosen.AT]
     return (logprobs, _result(outputs, wanted)[1]) if wanted else logprobs
 
 
+def _among_ids(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, ids: Tensor,
+    offsets: Tensor | None, logit_scale: float, softcap: float | None, temperature: Any,
+    memory: Any, return_statistics: Any,
+) -> Tensor:  # fmt: skip
+    """linear_logprobs_at over the ids alone."""
+    if return_statistics not in ((), [], None):
+        raise not_supported(
+            f"return_statistics is {return_statistics!r} with over='ids'; allowed: (), for nothing "
+            "is known of the other columns"
+        )
+    check_rows("input", input, "[..., D]")
+    check_matrix("linear_weight", linear_weight)
+    if linear_bias is not None:
+        check_bias(linear_bias, linear_weight)
+    if offsets is None:
+        _chosen.check_ids(input, ids, "input")
+    else:
+        _chosen.check_list(input, ids, offsets)
+    number, temperatures = _temperature(temperature, input.shape[:-1], 0)
+    options = options_of(
+        "none", _chosen.ABSENT, 0.0, 0.0, logit_scale, softcap, number, "zero"
+    )  # fmt: skip
+    bound = _memory.default() if memory is None else parse_memory(memory)
+    dtype = _autocast_dtype(input)
+    x, w, b = cast(input, dtype), cast(linear_weight, dtype), cast_bias(linear_bias, dtype)
+    try:
+        return _among.logprobs(x, w, b, temperatures, ids, offsets, options, bound)
+    except LogitlessError as error:
+        places = ids.shape if offsets is None else (ids.shape[0], 1)
+        if error.status == "target_out_of_range":
+            error.args = (_chosen.in_callers_words(str(error), places),)
+        error.args = (_in_callers_words(error, (), by_default=memory is None),)
+        raise
+
+
 @overload
 def linear_topk(  # type: ignore[overload-overlap]  # () asks for nothing
     input: Tensor, linear_weight: Tensor, k: int, *, return_statistics: tuple[()] = ...,
-    **options: Unpack[ChosenOptions],
+    **options: Unpack[TopOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def linear_topk(
     input: Tensor, linear_weight: Tensor, k: int, *,
     return_statistics: RowStatisticName | Sequence[RowStatisticName],
-    **options: Unpack[ChosenOptions],
+    **options: Unpack[TopOptions],
 ) -> tuple[Tensor, Tensor, Statistics]: ...  # fmt: skip
 def linear_topk(
     input: Tensor,

@@ -80,7 +80,7 @@ def _size_of(
     inputs: Sequence[View], options: _abi.AnyOptions, device: tuple[int, int], bytes: int
 ) -> KeptSize:
     """Chosen columns have nothing to do with what is kept."""
-    given = [view for view in inputs if view.name != "ids"]
+    given = [view for view in inputs if view.name not in ("ids", "id_offsets")]
     return _abi.kept_size(given, options, device, bytes)
 
 
@@ -221,7 +221,7 @@ def _outputs(forward: Forward, names: Sequence[str]) -> list[View]:
         view = tokens
         if name in ("logits_at", "grad_logits_at"):
             shape = forward.ids().shape
-            view = tokens._replace(shape=shape, stride=(shape[1], 1))
+            view = tokens._replace(shape=shape, stride=(*shape[1:], 1))
         made.append(view._replace(name=name))
     return made
 
@@ -315,13 +315,14 @@ def _planned_bytes(
     of_entropy: bool,
 ) -> int:  # fmt: skip
     inputs, dtypes = [], {}
+    listed = any(name == "id_offsets" for name, *_ in given)
     for name, dtype, shape, stride in given:
         if name == "input" and len(shape) != 2:
             shape = (math.prod(shape[:-1]), shape[-1])
             stride = (shape[1], 1)
         elif name in ("target", "token_weight", "temperature"):
             shape, stride = (math.prod(shape),), (1,)
-        elif name == "ids" and len(shape) != 2:
+        elif name == "ids" and len(shape) != 2 and not listed:
             shape = (math.prod(shape[:-1]), shape[-1])
             stride = (shape[1], 1)
         inputs.append(View(name, DTYPES.get(dtype, -1), *device, shape, stride))

@@ -38,7 +38,8 @@ from logitless.torch._run import Constants, Upstream
 
 TENSORS = (
     "Tensor input, Tensor? weight, Tensor? bias, Tensor target, Tensor? token_weight, "
-    "Tensor? vocab_weight, Tensor? normalizer, Tensor? temperature, Tensor? ids"
+    "Tensor? vocab_weight, Tensor? normalizer, Tensor? temperature, Tensor? ids, "
+    "Tensor? id_offsets"
 )
 OPTIONS = (
     "int reduction, int ignore_index, float label_smoothing, float z_loss, float logit_scale, "

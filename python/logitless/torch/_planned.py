@@ -101,7 +101,7 @@ def _shapes_of(
             used = used.reshape(target.numel(), used.shape[-1])
         elif name in ("target", "token_weight", "temperature"):
             used = used.reshape(-1)
-        elif name == "ids":
+        elif name == "ids" and given.get("id_offsets") is None:
             used = used.reshape(target.numel(), used.shape[-1])
         found.append(used)
         if addresses is not None and _same_memory(used, like):

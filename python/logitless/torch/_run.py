@@ -20,7 +20,7 @@ from logitless._abi import AnyOptions, Options
 from logitless._errors import argument, wrong_device, wrong_dtype
 from logitless._statistics import STATISTICS as TABLE
 from logitless._statistics import names_where
-from logitless.torch import _device, _kept
+from logitless.torch import _device, _kept, _lists
 from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
 
@@ -55,7 +55,7 @@ _EVERY_STATISTIC = sum(STATISTICS)
 
 INPUTS = (
     "input", "weight", "bias", "target", "token_weight", "vocab_weight", "normalizer",
-    "temperature", "ids",
+    "temperature", "ids", "id_offsets",
 )  # fmt: skip
 _FORWARD = (*INPUTS, "anchor", *OUTPUTS.values(), "weighted_logit_sum")
 _FORWARD_BACKWARD = (
@@ -112,7 +112,8 @@ class Constants(NamedTuple):
     vocab_weight: Tensor | None = None  # [V] f32
     normalizer: Tensor | None = None  # [] f32 or i64
     temperature: Tensor | None = None  # [N] f32
-    ids: Tensor | None = None  # [N, K]
+    ids: Tensor | None = None  # [N, K], or [M] beside id_offsets
+    id_offsets: Tensor | None = None  # [N + 1]
 
 
 def top_of(k: int) -> int:
@@ -140,10 +141,17 @@ def matrix(tensor: Tensor | None) -> Tensor | None:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def logprobs_at(logits: Tensor, row_state: Tensor, ids: Tensor) -> Tensor:
-    """[..., K], written over the logits at these ids of the whole vocabulary, whose row_state is
-    [2, N]."""
-    return logprobs_of(logits, row_state).masked_fill_(ids == -1, -float("inf"))
+def logprobs_at(
+    logits: Tensor, row_state: Tensor, ids: Tensor, offsets: Tensor | None = None
+) -> Tensor:
+    """[..., K], or [M] beside offsets, written over the logits at these ids of the whole
+    vocabulary, whose row_state is [2, N]."""
+    if offsets is not None:
+        reference, log_sum = row_state[:, _lists.token_of(offsets, logits.shape[0])]  # [M]
+        made = logits.sub_(reference).sub_(log_sum).clamp_(max=0)  # a NaN stays
+    else:
+        made = logprobs_of(logits, row_state)
+    return made.masked_fill_(ids == -1, -float("inf"))
 
 
 def logprobs_of(logits: Tensor, row_state: Tensor) -> Tensor:
@@ -175,6 +183,7 @@ def make_plan(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: AnyOptions | None,
     row_state: Tensor | None, memory: int | None, accumulate: bool, addresses: Sequence[int],
     keep: Keep | None = None, kept: Kept | None = None, where: torch.device | None = None,
+    only_chosen: bool = False,
 ) -> _abi.Plan:  # fmt: skip
     first, weight = tensors[0], tensors[1]
     assert first is not None
@@ -196,6 +205,7 @@ def make_plan(
         most = 4 * (heads * tokens * vocab + tokens * hidden + vocab * hidden)
     device = (views[0].device_type, views[0].device_index)
     how: dict[str, Any] = {"most": most, "accumulate": accumulate, "memory": memory}
+    how["only_chosen"] = only_chosen
     inputs = views[: sum(tensor is not None for tensor in tensors[: len(INPUTS)])]
     if keep is not None:
         assert isinstance(options, Options)
@@ -237,7 +247,7 @@ def _new_scratch() -> tuple[Any, int]:
 def launch(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: AnyOptions | None,
     memory: int | None, asked: object, row_state: Tensor | None = None, accumulate: bool = False,
-    keep: Keep | None = None, kept: Kept | None = None,
+    keep: Keep | None = None, kept: Kept | None = None, only_chosen: bool = False,
 ) -> Kept | None:  # fmt: skip
     """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked` says
     which outputs there are and of what dtype: with the inputs it decides everything but addresses.
@@ -283,8 +293,9 @@ def launch(
         # Of a host tensor's address the plan need not know anything.
         aligned = addresses if cuda else ()
         plan = make_plan(
-            kind, names, tensors, options, row_state, memory, accumulate, aligned, keep, kept
-        )
+            kind, names, tensors, options, row_state, memory, accumulate, aligned, keep, kept,
+            only_chosen=only_chosen,
+        )  # fmt: skip
         if len(_plans) >= MOST_SHAPES:
             _plans.clear()
         _plans[entry] = plan
@@ -378,7 +389,7 @@ def forward(
     launcher: Launcher | None = None, anchor: Tensor | None = None,
 ) -> tuple[tuple[Tensor | None, ...], Tensor | None, Kept | None, Tensor | None]:  # fmt: skip
     """The outputs, row_state [2, N], what is kept, and weighted_logit_sum [N]."""
-    target, token_weight, vocab_weight, normalizer, temperature, ids = constants
+    target, token_weight, vocab_weight, normalizer, temperature, ids, id_offsets = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
     none = options.reduction == _abi.REDUCTION_NONE
@@ -389,7 +400,7 @@ def forward(
     if wanted & _EVERY_STATISTIC:
         statistics = _statistics(target, wanted, STATISTICS)  # [...]
     if not wanted & LOGITS_AT:
-        ids = None
+        ids = id_offsets = None
     logits_at = None if ids is None else _per_token(ids)  # [..., K]
     top_logits = top_ids = None
     if wanted & TOP:
@@ -399,13 +410,15 @@ def forward(
     outputs = given = (loss, *statistics, logits_at, top_logits, top_ids)
     if target.dim() != 1:
         of_tokens = map(_flat, statistics)  # [N]
-        of_columns = map(matrix, (logits_at, top_logits, top_ids))  # [N, K]
-        given = (_flat(loss) if none else loss, *of_tokens, *of_columns)
+        at = logits_at if id_offsets is not None else matrix(logits_at)
+        of_columns = map(matrix, (top_logits, top_ids))  # [N, K]
+        given = (_flat(loss) if none else loss, *of_tokens, at, *of_columns)
     row_state = _row_state(rows) if wanted & ROW_STATE else None  # [2, N]
     weighted = _per_token(flat) if wanted & WEIGHTED else None  # [N]
     tensors = (
         rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer,
-        temperature, matrix(ids), anchor, *given, weighted,
+        temperature, ids if id_offsets is not None else matrix(ids), id_offsets, anchor, *given,
+        weighted,
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_FORWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_FORWARD
     asked: object = wanted if keep is None else (wanted, keep.asked())
@@ -416,7 +429,7 @@ def forward(
     )
     if logits_at is not None and not options.vocab_total:
         assert row_state is not None and ids is not None
-        logprobs_at(logits_at, row_state, ids)
+        logprobs_at(logits_at, row_state, ids, id_offsets)
     if top_logits is not None and not options.vocab_total:
         assert row_state is not None
         logprobs_of(top_logits, row_state)
@@ -430,7 +443,7 @@ def forward_backward(
 ) -> tuple[Tensor, Sequence[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """The loss [], the statistics of CONSTANTS, and the gradients of input, weight and bias for an
     upstream gradient of 1; `dtypes` are theirs, None where one is not wanted."""
-    target, token_weight, vocab_weight, normalizer, temperature, _ = constants
+    target, token_weight, vocab_weight, normalizer, temperature, *_ = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
     loss = _scalar(rows)  # []
@@ -446,7 +459,7 @@ def forward_backward(
         grad_bias = _grad_of(bias, dtypes[2])  # [V]
     tensors = (
         rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer,
-        temperature, None, loss, *map(_flat, statistics), grad_input, grad_weight, grad_bias,
+        temperature, None, None, loss, *map(_flat, statistics), grad_input, grad_weight, grad_bias,
     )  # fmt: skip
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
     (launcher or launch)(kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes))
@@ -480,9 +493,10 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(grad_input, grad_weight, grad_bias). `in_place` the first overwrites the input; grad_weight
     is added to `main_grad` [V, D] f32 instead, if that is given."""
-    target, token_weight, vocab_weight, normalizer, temperature, ids = constants
+    target, token_weight, vocab_weight, normalizer, temperature, ids, id_offsets = constants
     if upstream.grad_logits_at is None:
-        ids = None
+        ids = id_offsets = None
+    of_ids = matrix if id_offsets is None else _upstream
     tokens = target.numel()
     rows = _rows(input, tokens)  # [N, D]
     if kept is not None and rows.is_cuda:
@@ -499,8 +513,8 @@ def backward(
             grads[2] = torch.zeros(grads[2].shape, dtype=torch.float32, device=rows.device)
     tensors = (
         rows, weight, bias, _flat(target), _flat(token_weight), vocab_weight, normalizer,
-        temperature, matrix(ids), *map(_upstream, upstream[1:-1]),
-        matrix(upstream.grad_logits_at), *grads,
+        temperature, of_ids(ids), id_offsets, *map(_upstream, upstream[1:-1]),
+        of_ids(upstream.grad_logits_at), *grads,
         *((None, None) if kept is None else kept[:2]),
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_BACKWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_BACKWARD

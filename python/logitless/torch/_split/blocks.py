@@ -51,8 +51,8 @@ def blocks_of(
     wanted: int,
 ) -> list[Block]:  # fmt: skip
     """This rank's."""
-    target, _, vocab_weight, normalizer, temperature, ids = constants
-    rest = (target, None, vocab_weight, normalizer, temperature, ids)
+    target, _, *rest_of_constants = constants
+    rest = (target, None, *rest_of_constants)
     blocks = []
     for first, stop in shard.ranges(w.shape[0]):
         own, bias, start, empty = w[first:stop], _rows_of(b, first, stop), first, first == stop

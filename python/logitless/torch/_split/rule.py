@@ -58,7 +58,7 @@ def _as_result(x: Tensor, shard: Shard, local_tokens: bool) -> Tensor:
 
 def _flat(constants: Constants) -> Constants:
     """With targets and token weights [N]."""
-    target, token_weight, vocab_weight, normalizer, temperature, ids = constants
+    target, token_weight, vocab_weight, normalizer, temperature, ids, _ = constants
     return Constants(
         target.reshape(-1),
         None if token_weight is None else token_weight.reshape(-1),
@@ -237,7 +237,7 @@ def _padded(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
 def _gathered(constants: Constants, shard: Shard, dim: int) -> Constants:
     """Those of all tokens, of each rank's own. Temperatures are [N] of the own ones."""
     shape = constants.target.shape
-    target, token_weight, vocab_weight, normalizer, temperature, ids = constants
+    target, token_weight, vocab_weight, normalizer, temperature, ids, _ = constants
     if temperature is not None:
         temperature = exchange.gather_tokens(temperature.view(shape), shard, dim).reshape(-1)
     if token_weight is not None:

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities among a token's ids alone: their logits, whose Backward takes no product of the
+vocabulary ("Only chosen columns" of docs/semantics.md), and the log-softmax of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless._errors import not_supported
+from logitless.torch import _lists, _run
+from logitless.torch._autograd import ONCE_ONLY
+from logitless.torch._run import matrix
+
+ABSENT = -1
+_INPUTS = ("input", "weight", "bias", "target", "temperature", "ids", "id_offsets")
+_FORWARD = (*_INPUTS, "logits_at")
+_BACKWARD = (*_INPUTS, "grad_logits_at", "grad_input", "grad_weight", "grad_bias")
+
+
+def logprobs(
+    input: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, ids: Tensor,
+    offsets: Tensor | None, options: Options, memory: int | None,
+) -> Tensor:  # fmt: skip
+    """In the shape of `ids`, [..., K], or [M] beside `offsets` [N + 1]."""
+    op: Any = torch.ops.logitless.logits_at
+    absent = ids == ABSENT
+    logits = op(
+        input, weight, bias, temperature, ids, offsets, options.logit_scale, options.softcap,
+        options.temperature, memory,
+    )  # fmt: skip
+    among = logits.log_softmax(-1) if offsets is None else _lists.log_softmax(logits, offsets)
+    # Of an absent id no upstream gradient goes on.
+    made: Tensor = among.masked_fill(absent, -float("inf"))
+    return made
+
+
+def _inputs(
+    input: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, ids: Tensor,
+    offsets: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    tokens = input.shape[:-1].numel()
+    rows = input.reshape(tokens, input.shape[-1])  # [N, D]
+    listed = ids if offsets is not None else matrix(ids)
+    target = rows.new_zeros(tokens, dtype=torch.int64)  # [N]
+    return rows, weight, bias, target, temperature, listed, offsets
+
+
+def _options(logit_scale: float, softcap: float, temperature: float) -> Options:
+    return Options(
+        _abi.REDUCTION_NONE, ABSENT, logit_scale=logit_scale, softcap=softcap,
+        temperature=temperature,
+    )  # fmt: skip
+
+
+def _logits_at(*args: Any) -> Tensor:
+    *tensors, scale, softcap, temperature, memory = args
+    ids, offsets = tensors[4:]
+    given = _inputs(*tensors)
+    logits = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+    flat = logits if offsets is not None else matrix(logits)
+    options = _options(scale, softcap, temperature)
+    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
+    _run.launch(kind, _FORWARD, (*given, flat), options, memory, "logits_at")
+    return logits
+
+
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    *tensors, scale, softcap, temperature, memory, upstream, needs = args
+    input, weight, bias, *_, offsets = tensors
+    given = _inputs(*tensors)
+    upstream = upstream.resolve_neg().contiguous()
+    flat = upstream if offsets is not None else matrix(upstream)
+    of = (given[0], weight, bias)
+    grads = [torch.empty_like(t) if t is not None and needs & 1 << i else None
+             for i, t in enumerate(of)]  # fmt: skip
+    options = _options(scale, softcap, temperature)
+    kind = _abi.LINEAR_CROSS_ENTROPY_BACKWARD
+    asked = ("only_chosen", *(None if g is None else (g.dtype, g.stride()) for g in grads))
+    every = (*given, flat, *grads)
+    _run.launch(kind, _BACKWARD, every, options, memory, asked, only_chosen=True)
+    if grads[0] is not None:
+        grads[0] = grads[0].view(input.shape)
+    return tuple(input.new_empty(0) if g is None else g for g in grads)
+
+
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    needs = args[-1]
+    return tuple(
+        torch.empty_like(
+            t, memory_format=torch.contiguous_format if i == 0 else torch.preserve_format
+        )
+        if t is not None and needs & 1 << i
+        else args[0].new_empty(0)
+        for i, t in enumerate(args[:3])
+    )
+
+
+_TENSORS = (
+    "Tensor input, Tensor weight, Tensor? bias, Tensor? temperature, Tensor ids, Tensor? offsets, "
+    "float logit_scale, float softcap, float temperature_number, int? memory"
+)
+_make_library: Any = torch.library.Library
+_library = _make_library("logitless", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_library.define(f"logits_at({_TENSORS}) -> Tensor", tags=_tags)
+_library.define(
+    f"logits_at_backward({_TENSORS}, Tensor upstream, int needs) -> (Tensor, Tensor, Tensor)",
+    tags=_tags,
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.numbers = inputs[6:]
+
+
+def _rule(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    needs = sum(1 << i for i in range(3) if ctx.needs_input_grad[i])
+    op: Any = torch.ops.logitless.logits_at_backward
+    grads = op(*ctx.saved_tensors, *ctx.numbers, upstream, needs)
+    rest = [None] * (3 + len(ctx.numbers))
+    return *(g if needs & 1 << i else None for i, g in enumerate(grads)), *rest
+
+
+def _never_twice(ctx: Any, *_: Any) -> Any:
+    raise not_supported(ONCE_ONLY)
+
+
+for _name, _kernel in (("logits_at", _logits_at), ("logits_at_backward", _backward)):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _device)
+torch.library.register_fake(
+    "logitless::logits_at",
+    lambda *args: args[0].new_empty(args[4].shape, dtype=torch.float32),
+    lib=_library,
+)
+torch.library.register_fake("logitless::logits_at_backward", _backward_fake, lib=_library)
+torch.library.register_autograd("logitless::logits_at", _rule, setup_context=_setup, lib=_library)
+torch.library.register_autograd("logitless::logits_at_backward", _never_twice, lib=_library)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists: places [M] of N tokens, those of token i from offsets[i] to offsets[i + 1]. The host does
+not look at a GPU's offsets: whatever they are, nothing outside [M] and [N] is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def ends_of(offsets: Tensor, places: Any) -> Tensor:
+    """[N + 1]: offsets that do not fall, within [0, M]."""
+    return offsets.long().clamp(0, places).cummax(0)[0]
+
+
+def token_of(offsets: Tensor, places: Any) -> Tensor:
+    """[M]: whose a place is."""
+    ends = ends_of(offsets, places)
+    at = torch.arange(places, device=offsets.device)
+    return torch.searchsorted(ends[1:], at, right=True).clamp(max=offsets.shape[0] - 2)
+
+
+def sums(values: Tensor, offsets: Tensor) -> Tensor:
+    """[N]: of each token's values [M], one after the other, without atomics."""
+    op: Any = torch.ops.logitless.list_sums
+    summed: Tensor = op(values, offsets)
+    return summed
+
+
+def log_softmax(logits: Tensor, offsets: Tensor) -> Tensor:
+    """[M]: over each token's logits."""
+    op: Any = torch.ops.logitless.list_log_softmax
+    made: Tensor = op(logits, offsets)
+    return made
+
+
+def _sums(values: Tensor, offsets: Tensor) -> Tensor:
+    ends = ends_of(offsets, values.shape[0])
+    return torch.segment_reduce(values.contiguous(), "sum", offsets=ends, unsafe=True)
+
+
+def _log_softmax(logits: Tensor, offsets: Tensor) -> Tensor:
+    ends, token = ends_of(offsets, logits.shape[0]), token_of(offsets, logits.shape[0])
+    none = -float("inf")
+    most = torch.segment_reduce(logits, "max", offsets=ends, unsafe=True, initial=none)
+    shifted = logits - most[token]
+    total = torch.segment_reduce(shifted.exp(), "sum", offsets=ends, unsafe=True)
+    return shifted - total.log()[token]
+
+
+_make_library: Any = torch.library.Library
+_library = _make_library("logitless", "FRAGMENT")
+for _name, _given, _kernel in (
+    ("list_sums", "Tensor values", _sums), ("list_log_softmax", "Tensor logits", _log_softmax),
+):  # fmt: skip
+    _library.define(
+        f"{_name}({_given}, Tensor offsets) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    )
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _device)
+torch.library.register_fake(
+    "logitless::list_sums",
+    lambda values, offsets: values.new_empty(offsets.shape[0] - 1),
+    lib=_library,
+)
+torch.library.register_fake(
+    "logitless::list_log_softmax", lambda logits, offsets: torch.empty_like(logits), lib=_library
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1], output)
+
+
+def _rule(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    offsets, made = ctx.saved_tensors
+    total = sums(upstream, offsets)[token_of(offsets, made.shape[0])]
+    return upstream - made.exp() * total, None
+
+
+torch.library.register_autograd(
+    "logitless::list_log_softmax", _rule, setup_context=_setup, lib=_library
+)
