@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless import _abi, _statistics
+from logitless import _abi, _statistics, _vocabulary
 from logitless._abi import parse_memory
 from logitless._arrays import (
     as_f32,
@@ -48,6 +48,7 @@ from logitless.jax import _parallel
 from logitless.jax._call import Call
 from logitless.jax._loss import loss
 from logitless.jax._run import Array, Tensor, explicit_sharding, run
+from logitless.jax._vocabulary import Listed, host_of, refuse_axes
 
 Statistics: TypeAlias = _statistics.Statistics[Array]
 
@@ -290,11 +291,18 @@ def _vocab_of(arrays: dict[str, Array]) -> int:
     return arrays["logits"].shape[-1]
 
 
+def listed_of(name: str, value: Any, vocab: int, axis_name: Any, rows: int | None = None) -> Listed:
+    """A list of rows as the vocabulary; with `rows` one for each of these, in their order."""
+    refuse_axes(name, axis_name)
+    return Listed(name, _array(name, value), host_of(_looked_at(value)), vocab, rows)
+
+
 def _labels(
-    target: Any, ignore_index: int | None, shift: int, arrays: dict[str, Array], whole: bool
-) -> tuple[Array, int]:
+    target: Any, ignore_index: int | None, shift: int, arrays: dict[str, Array], whole: bool,
+    listed: Listed | None = None,
+) -> tuple[Array, int]:  # fmt: skip
     """The checked target, moved by `shift`, and its ignore_index. `whole`: the arrays have the
-    whole vocabulary."""
+    whole vocabulary, or what is `listed` of it."""
     what = next(iter(arrays))
     ignored = _integer("ignore_index", IGNORE_INDEX if ignore_index is None else ignore_index)
     _abi.check_ignore_index(ignored)
@@ -304,9 +312,14 @@ def _labels(
     if shift:
         check_shift(shift, held.shape)
     vocab = _vocab_of(arrays)
-    if looked_at is not None and vocab and whole:
+    if listed is not None:
+        listed.check(looked_at, ignored, shift, "target")
+    elif looked_at is not None and vocab and whole:
         check_range(looked_at, vocab, ignored, shift)
-    return (_moved(held, shift, held_ignored) if shift else held), held_ignored
+    moved = _moved(held, shift, held_ignored) if shift else held
+    if listed is None:
+        return moved, held_ignored
+    return listed.places(moved, held_ignored), _vocabulary.ABSENT
 
 
 @contextlib.contextmanager
@@ -336,13 +349,18 @@ def _loss(
     temperature: Any = 1.0, token_weight: Any = None, normalizer: Any = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
     axis_name: Any = None, upstream: str | None = None, ids: Array | None = None,
+    vocab_ids: Any = None,
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits.
     `ids` [..., K] are those of `logits_at`."""
     arrays = _arrays(rows)
     what = next(iter(arrays))
     shift = _integer("shift", shift)
-    target, ignore_index = _labels(target, ignore_index, shift, arrays, axis_name is None)
+    listed = None
+    if vocab_ids is not None:
+        listed = _listed_rows(vocab_ids, arrays, axis_name)
+        weight = None if weight is None else listed.of("weight", _f32("weight", weight))
+    target, ignore_index = _labels(target, ignore_index, shift, arrays, axis_name is None, listed)
     shape = target.shape
     number, counted = _normalizer(normalizer)
     degrees, temperatures = _temperature(temperature, shape, shift)
@@ -379,7 +397,21 @@ def _loss(
             made = _parallel.loss(call, operands, axis_name, upstream)
         else:
             made = loss(call, list(operands.values()))
+    if listed is not None and "argmax" in made:
+        made["argmax"] = listed.whole(made["argmax"])
     return _shaped(made, shape)
+
+
+def _listed_rows(vocab_ids: Any, arrays: dict[str, Array], axis_name: Any) -> Listed:
+    """Replaces the head's arrays by their listed rows."""
+    head = arrays["weight"]
+    if head.ndim != 2:
+        raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
+    listed = listed_of("vocab_ids", vocab_ids, head.shape[0], axis_name)
+    for name in ("weight", "bias"):
+        if name in arrays:
+            arrays[name] = listed.of(argument(name), arrays[name])
+    return listed
 
 
 def _result(made: dict[str, Array]) -> Any:
@@ -417,6 +449,7 @@ def linear_cross_entropy(
     memory: int | str | None = None,
     return_statistics: Any = (),
     empty_mean: EmptyMean = "zero",
+    vocab_ids: Any = None,
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
@@ -433,6 +466,11 @@ def linear_cross_entropy(
     which `shift` moves with the target; no gradient flows to it, and where it is not a positive
     normal number the token's loss is NaN. Differentiable once in input, linear_weight and
     linear_bias. Numbers, texts and `memory` are part of the compiled program.
+
+    `vocab_ids`: [V'], each once, in any order: the softmax is over these rows of linear_weight
+    alone, which are copied. The arrays [V] stay, with gradients of 0 at other rows; targets and the
+    statistic argmax are ids of the whole vocabulary. A target that is not in the list is out of
+    range. A wrong list is an error where it can be looked at, else every result is NaN.
 
     Sharded arrays: tokens may be split along any dimension and the vocabulary along the rows of
     linear_weight; under jax.jit and outside of it each device then has its own part, and no device
@@ -451,6 +489,7 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, token_weight=token_weight, normalizer=normalizer, shift=shift,
         memory=memory, empty_mean=empty_mean, axis_name=axis_name, upstream=upstream,
+        vocab_ids=vocab_ids,
     )  # fmt: skip
     return _result(made)
 
@@ -479,21 +518,22 @@ def linear_logprob(
     shift: bool | int = False,
     memory: int | str | None = None,
     entropy: bool | str = False,
+    vocab_ids: Any = None,
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
     """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
     learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
     the entropy has no gradient. Ignored tokens give 0. `temperature` is a number or an array, as in
-    linear_cross_entropy: no gradient flows to it. Sharded arrays, `axis_name` and `upstream` are as
-    there."""
+    linear_cross_entropy: no gradient flows to it. Sharded arrays, `vocab_ids`, `axis_name` and
+    `upstream` are as there."""
     detached = entropy_detached(entropy)
     made = _loss(
         {"input": input, "weight": linear_weight, "bias": linear_bias}, target,
         ("logprob", "entropy") if entropy else ("logprob",), reduction="none",
         ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, shift=shift, memory=memory, axis_name=axis_name,
-        upstream=upstream,
+        upstream=upstream, vocab_ids=vocab_ids,
     )  # fmt: skip
     if not entropy:
         return made["logprob"]
@@ -512,7 +552,7 @@ def _as_target(ids: Any) -> Array:
     return held
 
 
-def _ids(value: Any, input: Array, vocab: int | None) -> Array:
+def _ids(value: Any, input: Array, vocab: int | None, listed: Listed | None) -> Array:
     """The checked ids [..., K]. `vocab`: how many columns there are, where that is known."""
     ids = _as_target(value)
     tokens = input.shape[:-1]
@@ -522,6 +562,9 @@ def _ids(value: Any, input: Array, vocab: int | None) -> Array:
             f"shape of input with K, 1 to {_abi.MOST_CHOSEN}, in the place of its last dimension"
         )
     looked_at = _looked_at(value)
+    if listed is not None:
+        listed.check(looked_at, _ABSENT, 0, "ids")
+        return listed.places(ids, _ABSENT)
     if looked_at is not None and vocab:
         wrong = (looked_at < _ABSENT) | (looked_at >= vocab)
         if wrong.any():
@@ -577,6 +620,7 @@ def linear_logprobs_at(
     temperature: Any = 1.0,
     memory: int | str | None = None,
     return_statistics: Any = (),
+    vocab_ids: Any = None,
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
@@ -589,16 +633,22 @@ def linear_logprobs_at(
     CPU; on a GPU it is NaN, without a gradient. An id may be given more than once.
 
     The options are those of linear_logprob: temperature (a number, or an array in the shape of the
-    tokens), logit_scale, softcap, linear_bias, memory, axis_name, upstream. `return_statistics`:
-    names of `Statistics` that are of no target; the result is then (logprobs, Statistics)."""
-    rows = {"input": input, "weight": linear_weight, "bias": linear_bias}
+    tokens), logit_scale, softcap, linear_bias, memory, vocab_ids (`ids` stay those of the whole
+    vocabulary), axis_name, upstream. `return_statistics`: names of `Statistics` that are of no
+    target; the result is then (logprobs, Statistics)."""
+    rows: dict[str, Any] = {"input": input, "weight": linear_weight, "bias": linear_bias}
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
     _check_rows(hidden, "input")
     if head.ndim != 2:
         raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
+    listed = None
+    if vocab_ids is not None:
+        rows = _arrays(rows)
+        listed = _listed_rows(vocab_ids, rows, axis_name)
+        head = rows["weight"]
     vocab = head.shape[0] * (1 if axis_name is None else _parallel.size_of(axis_name))
-    chosen = _ids(ids, hidden, vocab)
+    chosen = _ids(ids, hidden, vocab, listed)
     options: dict[str, Any] = {
         "reduction": "none", "ignore_index": _ABSENT, "logit_scale": logit_scale,
         "softcap": softcap, "temperature": temperature, "memory": memory, "axis_name": axis_name,
@@ -617,6 +667,8 @@ def linear_logprobs_at(
         logprobs = _logprobs_at(made["logits_at"], *of_rows, chosen, there)
     if not names:
         return logprobs
+    if listed is not None and "argmax" in made:
+        made["argmax"] = listed.whole(made["argmax"])
     return logprobs, _statistics.Statistics(**{name: made[name] for name in names})
 
 

@@ -25,7 +25,8 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
-from logitless.torch import _chosen, _kept, _memory, _ops, _run
+from logitless._vocabulary import ABSENT
+from logitless.torch import _chosen, _kept, _memory, _ops, _run, _vocabulary
 from logitless.torch._autograd import (
     AFTER_STATISTICS,
     Call,
@@ -94,6 +95,7 @@ def passes_on(names: Sequence[str], of: Callable[..., Any]) -> Callable[[_F], _F
 
 _OF_LOGITS = (
     "linear_bias", "ignore_index", "logit_scale", "softcap", "temperature", "shift", "memory",
+    "vocab_ids",
 )  # fmt: skip
 _OF_LINEAR = (
     *_OF_LOGITS, "weight", "reduction", "label_smoothing", "z_loss", "token_weight", "normalizer",
@@ -270,6 +272,7 @@ def linear_cross_entropy(
     return_statistics: Any = (),
     empty_mean: EmptyMean = "zero",
     group: Any = None,
+    vocab_ids: Tensor | None = None,
     options: None = None,
     **old: Any,
 ) -> Any:
@@ -299,6 +302,11 @@ def linear_cross_entropy(
     that is a DTensor split like the input means local_tokens. Gradients are DTensors of their
     tensor's placements; the results are plain tensors.
 
+    `vocab_ids`: int64 or int32 [V'], each once, in any order: the softmax is over these rows of
+    linear_weight alone, which are copied. The tensors [V] stay, with gradients of 0 at other rows.
+    Targets are ids of the whole vocabulary, and so is the statistic argmax; a target that is not in
+    the list is out of range. A wrong list is an error on the CPU and NaN on a GPU.
+
     `options`: None. torch's LinearCrossEntropyOptions, which say how it computes, are refused.
     `old`: Split's fields under their former names (vocab_start, vocab_total, vocab_blocks, ...),
     with a DeprecationWarning.
@@ -314,7 +322,7 @@ def linear_cross_entropy(
     outputs = linear_outputs(
         input, linear_weight, target, wanted | _run.LOSS, linear_bias, weight, reduction,
         ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature, token_weight,
-        normalizer, shift, memory, empty_mean, group,
+        normalizer, shift, memory, empty_mean, group, vocab_ids,
     )  # fmt: skip
     return _result(outputs, wanted)
 
@@ -333,8 +341,8 @@ def linear_outputs(
     logit_scale: float = 1.0, softcap: float | None = 0.0, temperature: float | Tensor = 1.0,
     token_weight: Tensor | None = None, normalizer: float | Tensor | None = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
-    group: Any = None, *, main_grad: MainGrad | None = None, data: Any = None,
-    size: bool | None = None,
+    group: Any = None, vocab_ids: Tensor | None = None, *, main_grad: MainGrad | None = None,
+    data: Any = None, size: bool | None = None,
 ) -> Any:  # fmt: skip
     """The outputs of linear_cross_entropy's arguments that are `wanted`, as bits of _run, in their
     order. With LOGITS_AT the target is `ids` [..., K]. `main_grad`: where the weight's gradient
@@ -357,7 +365,7 @@ def linear_outputs(
                 input, linear_weight, target, linear_bias, weight, token_weight, normalizer,
                 temperature, split,
             ) = dtensors.local(given, "ids" if wanted & _run.LOGITS_AT else "target")  # fmt: skip
-    shard = ids = None
+    shard = ids = vocabulary = None
     check = _chosen.check_ids if wanted & _run.LOGITS_AT else check_target
     if split is None:
         check(input, target, "input")
@@ -373,6 +381,18 @@ def linear_outputs(
             if shard.size == 1 and not shard.blocks and not shard.replicas and shard.divisor == 1:
                 linear_weight, linear_bias = shards.of_one(shard, linear_weight, linear_bias)
                 shard = None
+        if vocab_ids is not None:
+            if main_grad is not None:
+                raise not_supported(
+                    'grad_accumulation is "main_grad"; allowed with vocab_ids: None'
+                )
+            vocabulary, shard = _vocabulary.listed(vocab_ids, linear_weight, shard)
+            classes = None if weight is None else _float_constant("weight", weight)
+            linear_weight, linear_bias, weight, target = vocabulary.arguments(
+                linear_weight, linear_bias, classes, target, ignore_index, int(shift),
+                "ids" if wanted & _run.LOGITS_AT else "target",
+            )  # fmt: skip
+            ignore_index = ABSENT
         if wanted & _run.LOGITS_AT:
             ids, wanted = target, _chosen.wanted_of(wanted, target)
             vocab = linear_weight.shape[0] if shard is None else shard.total
@@ -400,7 +420,8 @@ def linear_outputs(
             input, linear_weight, linear_bias, constants, options, bound, wanted,
             main_grad=main_grad, shard=shard, data=data,
         )  # fmt: skip
-        return outputs if ids is None else _chosen.outputs_of(outputs, ids)
+        outputs = outputs if ids is None else _chosen.outputs_of(outputs, ids)
+        return outputs if vocabulary is None else vocabulary.outputs_of(outputs)
     except LogitlessError as error:
         shape = constants.target.shape if data is None else (target.numel(),)
         ranks = None if shard is None else shard.gathered()
@@ -493,8 +514,19 @@ def workspace_size(
             "to_local, and no group"
         )
     wanted = wanted_of(return_statistics) | _run.LOSS
-    size: int = linear_outputs(input, linear_weight, target, wanted, **options, size=gradients)
-    return size
+    given: dict[str, Any] = {**options}
+    ids, copied = given.pop("vocab_ids", None), 0
+    if ids is not None:  # of as many rows as it lists the bytes are the same
+        check_matrix("linear_weight", linear_weight)
+        _vocabulary.check_list("vocab_ids", ids, linear_weight.shape[0], linear_weight)
+        linear_weight = linear_weight[: ids.shape[0]]
+        for name in ("linear_bias", "weight"):
+            given[name] = None if given.get(name) is None else given[name][: ids.shape[0]]
+        needs = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+        grad = gradients and (linear_weight.requires_grad or not needs)
+        copied = linear_weight.nbytes * (1 + grad) + 3 * 8 * ids.shape[0]
+    size: int = linear_outputs(input, linear_weight, target, wanted, **given, size=gradients)
+    return copied + size
 
 
 @overload
@@ -523,8 +555,8 @@ def linear_logprob(
     the entropy has no gradient, and nothing is kept for one. Ignored tokens give 0.
 
     `options` are linear_cross_entropy's that say what a token's logits are: linear_bias,
-    ignore_index, logit_scale, softcap, temperature (to which no gradient flows), shift; and memory.
-    `group`, a Split and DTensors: a vocabulary that is split over ranks, as there."""
+    ignore_index, logit_scale, softcap, temperature (to which no gradient flows), shift, vocab_ids;
+    and memory. `group`, a Split and DTensors: a vocabulary that is split over ranks, as there."""
     old = {name: options.pop(name) for name in tuple(options) if name not in _OF_LOGITS}
     if old:
         group = split_of_old(group, old, "linear_logprob", 4)
@@ -561,6 +593,7 @@ def linear_logprobs_at(
     memory: int | str | None = None,
     return_statistics: Any = (),
     group: Any = None,
+    vocab_ids: Tensor | None = None,
 ) -> Any:
     """Log-probabilities of the columns `ids` [..., K] of each token, int64 or int32, K from 1 to
     1024: f32 in the shape of `ids`, never above 0, each differentiable with any upstream gradient.
@@ -571,13 +604,14 @@ def linear_logprobs_at(
     CPU; on a GPU it is NaN, without a gradient. An id may be given more than once.
 
     The options are those of linear_logprob: temperature (a number, or a tensor in the shape of the
-    tokens), logit_scale, softcap, linear_bias, memory, group. `return_statistics`: names of
-    `Statistics` that are of no target; the result is then (logprobs, Statistics)."""
+    tokens), logit_scale, softcap, linear_bias, memory, group, vocab_ids (`ids` stay those of the
+    whole vocabulary). `return_statistics`: names of `Statistics` that are of no target; the result
+    is then (logprobs, Statistics)."""
     wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
     outputs = linear_outputs(
         input, linear_weight, ids, wanted | _run.LOGITS_AT, linear_bias, reduction="none",
         ignore_index=_chosen.ABSENT, logit_scale=logit_scale, softcap=softcap,
-        temperature=temperature, memory=memory, group=group,
+        temperature=temperature, memory=memory, group=group, vocab_ids=vocab_ids,
     )  # fmt: skip
     logprobs = outputs[_chosen.AT]
     return (logprobs, _result(outputs, wanted)[1]) if wanted else logprobs
