@@ -221,6 +221,11 @@ def listed(ids: Any, weight: Tensor, shard: Any = None) -> tuple[Vocabulary, Any
             "vocab_ids is given with a group under torch.compile, and how many of the ids a rank "
             "has is read on the host; allowed: the call outside of what is compiled"
         )
+    if shard is not None and shard.size > 1:
+        from logitless.torch._split import ranks
+
+        if ranks.ON:
+            ranks.before_list(name, ids, shard)
     ordered, _, wrong = _sorted(name, ids, vocab)
     order, rows = torch.arange(ids.shape[0], device=ids.device), ordered
     if shard is not None:
