@@ -223,6 +223,34 @@ def divergences_of_both_heads(me: Rank) -> Results:
 
 
 @case
+def a_divergence_whose_tokens_are_split(me: Rank) -> Results:
+    x, w, _ = head((2, 4 * me.size))
+    teacher, rows = torch.randn(2, 4 * me.size, 8), torch.randn(VOCAB, 8)
+    ids = LISTS["the last has none"]()
+    t = targets_of(ids, (2, 4 * me.size))
+    start, stop = bounds_of("even", me.size, VOCAB)[me.rank]
+    own = slice(4 * me.rank, 4 * me.rank + 4)
+    whole = leaves_of(x, w)
+    options: dict[str, Any] = {"kind": "jsd", "reduction": "none", "vocab_ids": ids}
+    theirs = linear_divergence(*whole, teacher, rows, target=t, **options)
+    expected = [v.double() for v in torch.autograd.grad(theirs.sum(), whole)]
+    for local in (False, True):
+        mine = leaves_of(x[:, own], w[start:stop])
+        split = Split(
+            dist.group.WORLD, start=start, total=VOCAB, sequence_dim=1, local_tokens=local
+        )
+        given, part = (t[:, own], theirs[:, own]) if local else (t, theirs)
+        loss = linear_divergence(
+            *mine, teacher[:, own], rows[start:stop], target=given, group=split, **options
+        )
+        close(loss, part.detach().double())
+        grads = torch.autograd.grad(loss.sum(), mine)
+        close(grads[0], expected[0][:, own])
+        near_rows(grads[1], expected[1], slice(start, stop))
+    return {}
+
+
+@case
 def dtensors_say_what_is_split(me: Rank) -> Results:
     if me.size != 2:
         return {}
