@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from logitless import _vocabulary
 from logitless._abi import F32_RANGE
 from logitless._errors import error_of, invalid, placed, wrong_dtype
 
@@ -65,3 +66,39 @@ def as_f32(name: str, value: Any) -> NDArray[np.float32]:
             place = f"[{', '.join(map(str, map(int, first)))}]" if first else ""
             raise invalid(f"{name}{place} is {given[first]}; allowed: {F32_RANGE}")
     return held
+
+
+def sorted_list(
+    name: str, ids: NDArray[Any], vocab: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """A list of rows in ascending order, and where each of these stands in it. Raises of an id that
+    is outside the vocabulary or given twice."""
+    outside = (ids < 0) | (ids >= vocab)
+    if outside.any():
+        place = int(outside.argmax())
+        raise _vocabulary.wrong_id(name, place, int(ids[place]), vocab)
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order].astype(np.int64)
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        again = int(twice.argmax())
+        first, place = int(order[again]), int(order[again + 1])
+        raise _vocabulary.given_twice(name, place, first, int(ids[place]))
+    return ordered, order
+
+
+def places_in(
+    target: NDArray[Any], ordered: NDArray[np.int64], order: NDArray[np.int64], ignored: int,
+    shift: int, name: str, listed: str,
+) -> NDArray[np.int64]:  # fmt: skip
+    """Of each target, or id, where it stands in the list; ABSENT where it is `ignored`."""
+    at = np.searchsorted(ordered, target).clip(max=len(ordered) - 1)
+    counts = target != ignored
+    missing = counts & (ordered[at] != target)
+    if shift:  # these move away, and nobody reads them
+        missing[..., :shift] = False
+    if missing.any():
+        place = int(missing.argmax())
+        value = int(target.flat[place])
+        raise _vocabulary.not_listed(name, place, value, target.shape, listed, ignored)
+    return np.where(counts, order[at], _vocabulary.ABSENT)

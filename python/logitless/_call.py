@@ -34,9 +34,12 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict of a type variable
         token_weight: A | None
         normalizer: float | A | None
 
-    class _OfHead(TypedDict, total=False):
-        shift: bool | int
+    class _OfRows(TypedDict, Generic[A], total=False):
         memory: int | str | None
+        vocab_ids: A | None
+
+    class _OfHead(_OfRows[A], total=False):
+        shift: bool | int
 
     class _OfBias(TypedDict, Generic[A], total=False):
         linear_bias: A | None
@@ -44,24 +47,23 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict of a type variable
     class LossOptions(_OfLogits[A], _OfLoss, _OfTokens[A], total=False):
         """The options of a loss of given logits."""
 
-    class LinearOptions(LossOptions[A], _OfHead, _OfBias[A], total=False):
+    class LinearOptions(LossOptions[A], _OfHead[A], _OfBias[A], total=False):
         """The options of linear_cross_entropy in every binding."""
 
-    class LogprobOptions(_OfLogits[A], _OfHead, _OfBias[A], total=False):
+    class LogprobOptions(_OfLogits[A], _OfHead[A], _OfBias[A], total=False):
         """The options of linear_logprob in every binding."""
 
-    class ChosenOptions(_OfBias[A], Generic[A], total=False):
+    class ChosenOptions(_OfRows[A], _OfBias[A], total=False):
         """The options of linear_logprobs_at and linear_topk in every binding."""
 
         logit_scale: float
         softcap: float | None
         temperature: float | A
-        memory: int | str | None
 
     class ModuleOptions(_OfLogits[A], _OfLoss, total=False):
         """The options that a module of given logits keeps, beside weight and reduction."""
 
-    class LinearModuleOptions(ModuleOptions[A], _OfHead, total=False):
+    class LinearModuleOptions(ModuleOptions[A], _OfHead[A], total=False):
         """The same of a linear loss."""
 
 

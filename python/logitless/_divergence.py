@@ -60,6 +60,8 @@ if TYPE_CHECKING:
         teacher_softcap: float | None
         empty_mean: _call.EmptyMean
         memory: int | str | None
+        vocab_ids: A | None
+        teacher_vocab_ids: A | None
 
     class DivergenceOptions(ModuleOptions[A], total=False):
         """The options of linear_divergence in every binding."""

@@ -14,10 +14,17 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("logitless.numpy needs NumPy 1.24 or newer: pip install numpy") from error
 
-from logitless import _abi, _divergence, _statistics
+from logitless import _abi, _divergence, _statistics, _vocabulary
 from logitless._abi import AnyOptions, Plan, View, parse_memory
-from logitless._arrays import as_f32, check_unmasked, with_cast
-from logitless._call import EmptyMean, Reduction, check_shift, is_flat, options_of
+from logitless._arrays import as_f32, check_unmasked, places_in, sorted_list, with_cast
+from logitless._call import (
+    IGNORE_INDEX,
+    EmptyMean,
+    Reduction,
+    check_shift,
+    is_flat,
+    options_of,
+)
 from logitless._errors import (
     OLD_OF_LOGPROB,
     LogitlessError,
@@ -250,6 +257,78 @@ def _temperature(
     return (_moved(held, shift, 1.0) if shift else held).reshape(-1)
 
 
+class _Listed:
+    """A list of rows as the vocabulary: arguments of a call as those of one on these rows alone,
+    and its results back. docs/semantics.md, "A list of rows as the vocabulary"."""
+
+    def __init__(self, name: str, ids: Any, vocab: int, rows: int | None = None) -> None:
+        """With `rows` the order is theirs, else ascending."""
+        ids = _array(name, ids)
+        _vocabulary.check_list(name, str(ids.dtype), ids.shape, vocab, rows)
+        self.name, self.vocab = name, vocab
+        self.ordered, self.order = sorted_list(name, ids, vocab)
+        self.rows = ids
+        if rows is None:
+            self.rows, self.order = self.ordered, np.arange(len(ids))
+
+    def of(self, name: str, array: Any, axis: int = 0) -> Any:
+        """The listed ones of a weight, a bias, class weights or, of the last axis, logits."""
+        if array is None:
+            return None
+        array = _array(name, array)
+        if array.ndim == 0 or array.shape[axis] != self.vocab:
+            raise _vocabulary.wrong_extent(name, array.shape, self.vocab, axis < 0)
+        return np.take(array, self.rows, axis)
+
+    def places(
+        self, target: Array, ignored: int | None, shift: int = 0, name: str = "target"
+    ) -> Array:
+        """ABSENT is their ignore_index."""
+        ignored = IGNORE_INDEX if ignored is None else ignored
+        _abi.check_ignore_index(ignored)
+        if shift:
+            check_shift(shift, target.shape)
+        return places_in(target, self.ordered, self.order, ignored, shift, name, self.name)
+
+    def whole(self, places: Array | None) -> Array | None:
+        """Ids of the whole vocabulary."""
+        return None if places is None else np.where(places < 0, places, self.ordered[places])
+
+    def gradients(self, made: Gradients) -> Gradients:
+        return Gradients(made.input, *(self._spread(grad) for grad in made[1:]))  # type: ignore[arg-type]
+
+    def _spread(self, grad: Array | None) -> Array | None:
+        if grad is None:
+            return None
+        whole = np.zeros((self.vocab, *grad.shape[1:]), grad.dtype)
+        whole[self.rows] = grad
+        return whole
+
+
+def _linear_of_list(
+    ids: Any, input: Array, linear_weight: Array, target: Array, linear_bias: Array | None,
+    memory: Any, gradients: bool, options: dict[str, Any],
+) -> Any:  # fmt: skip
+    listed = _Listed("vocab_ids", ids, len(_weight(linear_weight)))
+    checked = _target(target, _array("input", input), "input")
+    shift = _integer("shift", options["shift"])
+    places = listed.places(checked, options["ignore_index"], shift)
+    classes = options["weight"]
+    if classes is not None:
+        classes = listed.of("weight", as_f32("weight", classes))
+    given = {**options, "weight": classes, "ignore_index": _vocabulary.ABSENT}
+    made = _linear(
+        input, listed.of("linear_weight", linear_weight), places,
+        listed.of("linear_bias", linear_bias), memory, gradients, given,
+    )  # fmt: skip
+    grads: Any
+    result, grads = made if gradients else (made, None)
+    if options["return_statistics"]:
+        loss, statistics = result
+        result = (loss, statistics._replace(argmax=listed.whole(statistics.argmax)))
+    return (result, listed.gradients(grads)) if gradients else result
+
+
 def _linear(
     input: Array, linear_weight: Array, target: Array, linear_bias: Array | None, memory: Any,
     gradients: bool, options: dict[str, Any],
@@ -308,13 +387,14 @@ def linear_cross_entropy(
     softcap: float | None = 0.0, temperature: float | Array = 1.0,
     token_weight: Array | None = None, normalizer: float | Array | None = None,
     shift: bool | int = False, memory: int | str | None = None,
-    return_statistics: Any = (),
-    empty_mean: EmptyMean = "zero", return_gradients: bool = False,
+    return_statistics: Any = (), empty_mean: EmptyMean = "zero", vocab_ids: Array | None = None,
+    return_gradients: bool = False,
 ) -> Any:  # fmt: skip
     """Cross-entropy of input @ linear_weight.T + linear_bias without the logits; as in
     logitless.torch; `temperature` is a number, or an array in the target's shape, [N] or
     broadcastable to it. With `return_gradients` (mean, sum) the pair (result, Gradients), made in
-    one pass. `shift` moves with the targets what belongs to them, token_weight and temperature."""
+    one pass. `shift` moves with the targets what belongs to them, token_weight and temperature.
+    `vocab_ids` [V']: the softmax is over these rows alone."""
     options = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
         "label_smoothing": label_smoothing, "z_loss": z_loss, "logit_scale": logit_scale,
@@ -322,7 +402,8 @@ def linear_cross_entropy(
         "normalizer": normalizer, "shift": shift, "return_statistics": return_statistics,
         "empty_mean": empty_mean,
     }  # fmt: skip
-    return _linear(input, linear_weight, target, linear_bias, memory, return_gradients, options)
+    given = (input, linear_weight, target, linear_bias, memory, return_gradients, options)
+    return _linear(*given) if vocab_ids is None else _linear_of_list(vocab_ids, *given)
 
 
 @overload
@@ -340,15 +421,15 @@ def linear_logprob(
     input: Array, linear_weight: Array, target: Array, *, temperature: float | Array = 1.0,
     linear_bias: Array | None = None, ignore_index: int | None = -100, logit_scale: float = 1.0,
     softcap: float | None = 0.0, shift: bool | int = False, memory: int | str | None = None,
-    entropy: bool | str = False,
+    entropy: bool | str = False, vocab_ids: Array | None = None,
 ) -> Any:  # fmt: skip
     """Log-probability of every target token, never above 0, and with `entropy` (True or "detached")
-    the pair; ignored tokens give 0. `temperature` as in linear_cross_entropy."""
+    the pair; ignored tokens give 0. `temperature` and `vocab_ids` as in linear_cross_entropy."""
     entropy_detached(entropy)
     _, made = linear_cross_entropy(
         input, linear_weight, target, linear_bias=linear_bias, reduction="none",
         ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
-        temperature=temperature, shift=shift, memory=memory,
+        temperature=temperature, shift=shift, memory=memory, vocab_ids=vocab_ids,
         return_statistics=("logprob", "entropy") if entropy else "logprob",
     )  # fmt: skip
     return (made.logprob, made.entropy) if entropy else made.logprob
@@ -402,14 +483,14 @@ def linear_logprobs_at(
     input: Array, linear_weight: Array, ids: Array, *, over: str = "vocab",
     offsets: Array | None = None, temperature: float | Array = 1.0,
     linear_bias: Array | None = None, logit_scale: float = 1.0, softcap: float | None = 0.0,
-    memory: int | str | None = None,
+    memory: int | str | None = None, vocab_ids: Array | None = None,
 ) -> Array:  # fmt: skip
     """Log-probability of the columns `ids` [..., K] of each token, in their shape, never above 0;
     -inf where an id is -1, which is none. Tokens without any id are not computed. `over` is "vocab"
     for the softmax over the vocabulary, "ids" for that over the token's ids alone, which takes no
     product of the whole vocabulary. With `offsets` [N + 1] ids are [M]: token i, counted over all
     leading dimensions, has ids[offsets[i]:offsets[i + 1]]. `temperature` as in
-    linear_cross_entropy, in the shape of the tokens."""
+    linear_cross_entropy, in the shape of the tokens, and `vocab_ids`."""
     if over not in ("vocab", "ids"):
         raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
     rows = _array("input", input)
@@ -421,6 +502,11 @@ def linear_logprobs_at(
         chosen, ends = _lists(ids, offsets, tokens)
         places = ends
     weight = _weight(linear_weight)
+    if vocab_ids is not None:
+        listed = _Listed("vocab_ids", vocab_ids, len(weight))
+        chosen = listed.places(chosen, _vocabulary.ABSENT, name="ids")
+        weight = listed.of("linear_weight", weight)
+        linear_bias = listed.of("linear_bias", linear_bias)
     flat = chosen if ends is not None else chosen.reshape(tokens, chosen.shape[-1])  # [M] or [N, K]
     before = np.append(0, np.cumsum(chosen != -1)).take(places, mode="clip")  # [N + 1]
     none = np.diff(before) == 0  # [N]
@@ -436,11 +522,11 @@ def linear_logprobs_at(
         leading = rows.shape[:-1] if ends is None else chosen.shape
         error.args = (with_cast(placed(str(error), leading, name="ids")),)
         raise
-    token, listed = np.repeat(np.arange(tokens), np.diff(places)), logits.ravel()
+    token, each = np.repeat(np.arange(tokens), np.diff(places)), logits.ravel()
     if over == "ids":
-        logprobs = _among_ids(listed, token, tokens)
+        logprobs = _among_ids(each, token, tokens)
     else:
-        logprobs = _logprobs(listed, *(of_row[token] for of_row in state))
+        logprobs = _logprobs(each, *(of_row[token] for of_row in state))
     logprobs[chosen.ravel() == -1] = -np.inf
     return logprobs.reshape(chosen.shape)
 
@@ -497,13 +583,19 @@ def linear_topk(
 def linear_topk(
     input: Array, linear_weight: Array, k: int, *, linear_bias: Array | None = None,
     temperature: float | Array = 1.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
-    memory: int | str | None = None, return_statistics: Any = (),
+    memory: int | str | None = None, return_statistics: Any = (), vocab_ids: Array | None = None,
 ) -> Any:  # fmt: skip
     """The k likeliest classes of each token of `input` [..., D]: their log-probabilities, never
     above 0, and their ids, int64, both [..., k], the likeliest first, of equal logits the lowest id
     first. With `return_statistics`, of those that need no target, a triple. k is from 1 to 256, and
-    at most V. A row that holds a NaN is NaN, of any ids."""
+    at most V. A row that holds a NaN is NaN, of any ids. `vocab_ids` [V']: the classes are these
+    alone, and k is at most V'."""
     rows, weight = _array("input", input), _weight(linear_weight)
+    listed = None
+    if vocab_ids is not None:
+        listed = _Listed("vocab_ids", vocab_ids, len(weight))
+        weight = listed.of("linear_weight", weight)
+        linear_bias = listed.of("linear_bias", linear_bias)
     names = _statistics.names_of(return_statistics, _TARGETLESS)
     if rows.ndim == 0:
         raise wrong_shape("input has shape (); allowed: [..., D]")
@@ -524,6 +616,10 @@ def linear_topk(
         error.args = (with_cast(str(error)),)
         raise
     logprobs = _logprobs(logits, reference[:, None], log_sum[:, None])
+    if listed is not None:
+        ids = listed.ordered[ids]
+        if "argmax" in made:
+            made["argmax"] = listed.ordered[made["argmax"]]
     logprobs, ids = logprobs.reshape(*shape, count), ids.reshape(*shape, count)
     if not names:
         return logprobs, ids
@@ -647,11 +743,32 @@ def linear_divergence(
     teacher_bias: Array | None = None, teacher_logits: Array | None = None,
     token_weight: Array | None = None, reduction: Reduction = "mean",
     normalizer: float | Array | None = None, empty_mean: EmptyMean = "zero",
-    memory: int | str | None = None, return_statistics: Any = (), return_gradients: bool = False,
+    memory: int | str | None = None, return_statistics: Any = (), vocab_ids: Array | None = None,
+    teacher_vocab_ids: Array | None = None, return_gradients: bool = False,
 ) -> Any:  # fmt: skip
     """How far the student's head is from the teacher's, without either's logits: as in
     logitless.torch, with the formulas of docs/semantics.md, "Divergences of two heads". With
     `return_gradients` (mean, sum) the pair (result, Gradients) of the student's arrays."""
+    listed = paired = None
+    if vocab_ids is not None and teacher_vocab_ids is not None:
+        raise _vocabulary.both_given()
+    if vocab_ids is not None:
+        listed = _Listed("vocab_ids", vocab_ids, len(_weight(linear_weight)))
+        linear_weight = listed.of("linear_weight", linear_weight)
+        linear_bias = listed.of("linear_bias", linear_bias)
+    elif teacher_vocab_ids is not None:
+        vocab = _teachers_vocab(teacher_weight, teacher_logits)
+        rows = len(_weight(linear_weight))
+        paired = _Listed("teacher_vocab_ids", teacher_vocab_ids, vocab, rows)
+    of_both = listed or paired
+    if of_both is not None:
+        teacher_weight = of_both.of("teacher_weight", teacher_weight)
+        teacher_bias = of_both.of("teacher_bias", teacher_bias)
+        teacher_logits = of_both.of("teacher_logits", teacher_logits, -1)
+        if target is not None:
+            checked = _target(target, _array("input", input), "input")
+            target = of_both.places(checked, ignore_index, _integer("shift", shift))
+            ignore_index = _vocabulary.ABSENT
     names = _divergence.names_of(return_statistics)
     options = _divergence.options_of(
         kind, beta, label_weight, reduction, ignore_index, logit_scale, softcap, temperature,
@@ -679,7 +796,17 @@ def linear_divergence(
         return result
     grad_input: Any = grads["grad_input"]
     rest: Any = (grads["grad_weight"], grads["grad_bias"])
-    return result, Gradients(grad_input.reshape(np.shape(input)), *rest)
+    every = Gradients(grad_input.reshape(np.shape(input)), *rest)
+    return result, every if listed is None else listed.gradients(every)
+
+
+def _teachers_vocab(weight: Any, logits: Any) -> int:
+    """How many classes the teacher has; which of both it may be given the core says."""
+    if weight is None and logits is None:
+        raise _vocabulary.no_teacher()
+    if weight is not None:
+        return int(_array("teacher_weight", weight).shape[0])
+    return int(_array("teacher_logits", logits).shape[-1])
 
 
 @overload

@@ -56,6 +56,7 @@ OPTIONS = frozenset(
     "return_predicted_tokens return_lse filter_eps accum_e_fp32 accum_c_fp32 filter_e_grad "
     "filter_c_grad impl vocab_parallel_options dist_process_group ce_impl ce_mode "
     "kind beta label_weight teacher_temperature teacher_logit_scale teacher_softcap "
+    "vocab_ids teacher_vocab_ids "  # lists of rows
     "over offsets "  # how linear_logprobs_at takes its ids
     "teacher_logits "  # in the place of the teacher's head
     "chunk_mem_const group axis_name upstream tp_group "

@@ -109,6 +109,22 @@ def masked_and_nan_classes(me: Rank) -> Results:
     return {"logprobs": made[0], "ids": made[1]}
 
 
+@case
+def a_list_of_rows_as_the_vocabulary(me: Rank) -> Results:
+    vocab = 4 * me.size
+    own = slice(4 * me.rank, 4 * me.rank + 4)
+    x, w, b = head((6,), vocab)
+    for ids in (torch.tensor([vocab - 1, 0, 2]), torch.tensor([1, 3, 0, 2])):
+        made = linear_topk(
+            x, w[own], 3, linear_bias=b[own], group=dist.group.WORLD, vocab_ids=ids,
+            return_statistics="argmax",
+        )  # fmt: skip
+        whole = linear_topk(x, w, 3, linear_bias=b, vocab_ids=ids)
+        close(made[0], whole[0])
+        assert torch.equal(made[1], whole[1]) and torch.equal(made[2].argmax, whole[1][..., 0])
+    return {"logprobs": made[0], "ids": made[1]}
+
+
 def tokens_case(me: Rank, local_tokens: bool) -> Results:
     """The input's tokens are split over the ranks too."""
     x, w, _ = head((2, 4 * me.size), 4 * me.size)

@@ -120,6 +120,20 @@ def test_gradients_go_past_it() -> None:
     assert not np.any(ours[2]) and not np.any(ours[3])
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_list_of_rows_as_the_vocabulary(jitted: bool) -> None:
+    x, w, b, _ = problem((2, 5), 37, 16, jnp.float32, bias=True)
+    ids = np.array([31, 2, 17, 5, 8], np.int32)
+    call = functools.partial(linear_topk, k=3, return_statistics="argmax")
+    made = (jax.jit(call) if jitted else call)(x, w, linear_bias=b, vocab_ids=ids)
+    order = np.sort(ids)
+    alone = linear_topk(x, w[order], 3, linear_bias=b[order])
+    assert np.array_equal(made[0], alone[0]) and np.array_equal(made[1], order[alone[1]])
+    assert np.array_equal(made[2].argmax, made[1][..., 0])
+    with pytest.raises(ValueError, match=r"^k is 6; allowed: 1 to 5, the least of V and 256$"):
+        linear_topk(x, w, 6, vocab_ids=ids)
+
+
 @pytest.mark.parametrize("k", [0, -1, 10, 257, True])
 def test_no_such_k(k: Any) -> None:
     x, w, _, _ = problem((2, 5), 9, 16, jnp.float32)

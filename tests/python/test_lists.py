@@ -294,6 +294,11 @@ def test_bad_arguments(over: Any) -> None:
         call(ids[:3, None], over="ids", return_statistics=("lse",))
     with pytest.raises(NotImplementedError, match=r"^(over='ids'|offsets) is of one process; "):
         call(ids, over=over, offsets=offsets, group=Split(blocks=2))
+    with pytest.raises(NotImplementedError, match=r"^vocab_ids is given with over='ids'; "):
+        call(ids, over="ids", offsets=offsets, vocab_ids=ids)
+    made = call(ids, over="vocab", offsets=offsets, vocab_ids=torch.tensor([3, 1, 0, 2]))
+    theirs, _ = exact(x, w[:4], None, [[0, 1], [2], [3]], "vocab", {})
+    close(made, theirs)
     wrong = torch.tensor([[0], [9], [1]]).expand(3, 2)
     with pytest.raises(ValueError, match=r"^ids\[1, [01]\] is 9; allowed: "):
         call(wrong, over="ids")

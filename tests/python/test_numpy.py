@@ -14,6 +14,7 @@ import torch
 import logitless.numpy as ln
 import logitless.torch as lt
 from test_linear import F16, F32, OPTIONS, problem
+from test_vocab_ids import VOCAB, list_of, targets_of
 
 STATISTICS = ("lse", "target_logit", "logprob", "entropy", "argmax")
 
@@ -502,6 +503,121 @@ def test_shift_with_any_ignore_index(index: int) -> None:
     expected = ln.linear_cross_entropy(x, w, t, shift=True)
     for target in (t, t.astype(np.int32)):
         assert ln.linear_cross_entropy(x, w, target, shift=True, ignore_index=index) == expected
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_list_of_rows_has_the_bits_of_torch(name: str, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = dict(OPTIONS[name], reduction="sum", shift=True)
+    options.pop("normalizer", None)
+    options["weight"] = np.linspace(0.5, 2, VOCAB, dtype=np.float32)
+    ids = list_of()
+    x, w, b, _ = problem((3, 11), VOCAB, 24, dtype, bias=True)
+    ignored = options.get("ignore_index", -100)
+    t = targets_of(ids, (3, 11))
+    t = t.where(t != -100, torch.full_like(t, ignored))
+    xn, wn, bn, tn, listed = numpy(x, w, b, t, ids)
+    (loss, s), grads = ln.linear_cross_entropy(
+        xn, wn, tn, linear_bias=bn, return_statistics=STATISTICS, return_gradients=True,
+        vocab_ids=listed, **options,
+    )  # fmt: skip
+    options["weight"] = torch.from_numpy(options["weight"])
+    theirs, of = lt.linear_cross_entropy(
+        x, w, t, linear_bias=b, return_statistics=STATISTICS, vocab_ids=ids, **options
+    )
+    alone = lt.linear_cross_entropy(x, w, t, linear_bias=b, vocab_ids=ids, **options)
+    alone.backward()
+    assert loss == theirs.item()
+    for statistic in STATISTICS:
+        assert np.array_equal(getattr(s, statistic), getattr(of, statistic).detach().numpy())
+    for ours, v in zip(grads, (x, w, b)):
+        assert v is not None and v.grad is not None and np.array_equal(ours, v.grad.numpy())
+
+
+def test_every_function_takes_a_list_of_rows() -> None:
+    ids = list_of()
+    x, w, b, _ = problem((3, 11), VOCAB, 24, bias=True)
+    t = targets_of(ids, (3, 11))
+    xn, wn, bn, tn, listed = numpy(x, w, b, t, ids)
+    made = ln.linear_logprob(xn, wn, tn, linear_bias=bn, entropy=True, vocab_ids=listed)
+    by = lt.linear_logprob(x, w, t, linear_bias=b, entropy=True, vocab_ids=ids)
+    assert all(np.array_equal(o, v.detach().numpy()) for o, v in zip(made, by))
+    chosen = np.stack((tn, tn), -1).clip(min=-1)
+    at = ln.linear_logprobs_at(xn, wn, chosen, linear_bias=bn, vocab_ids=listed)
+    by_torch = lt.linear_logprobs_at(x, w, torch.from_numpy(chosen), linear_bias=b, vocab_ids=ids)
+    assert np.array_equal(at, by_torch.detach().numpy())
+    ends = np.arange(0, 67, 2)
+    ragged = ln.linear_logprobs_at(
+        xn, wn, chosen.ravel(), offsets=ends, linear_bias=bn, vocab_ids=listed
+    )
+    assert np.array_equal(ragged, at.ravel())
+    logprobs, top, s = ln.linear_topk(
+        xn, wn, 5, linear_bias=bn, vocab_ids=listed, return_statistics="argmax"
+    )
+    ordered = np.sort(listed)
+    by_hand = ln.linear_topk(xn, wn[ordered], 5, linear_bias=bn[ordered])
+    assert np.array_equal(logprobs, by_hand[0]) and np.array_equal(top, ordered[by_hand[1]])
+    assert s.argmax is not None and np.array_equal(s.argmax, top[..., 0])
+    with pytest.raises(ValueError, match=r"^k is 14; allowed: 1 to 13"):
+        ln.linear_topk(xn, wn, 14, vocab_ids=listed)
+
+
+@pytest.mark.parametrize("logits", [False, True])
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_divergence_over_a_list_of_rows(logits: bool, paired: bool) -> None:
+    ids = list_of()
+    x, w, b, _ = problem((3, 11), VOCAB, 24, bias=True)
+    assert b is not None
+    t = targets_of(ids, (3, 11))
+    teacher, head = torch.randn(3, 11, 8), torch.randn(VOCAB, 8)
+    of: dict[str, Any] = {"teacher_input": teacher, "teacher_weight": head}
+    if logits:
+        of = {"teacher_logits": teacher @ head.T}
+    if paired:
+        w, b = (v.detach()[:13].requires_grad_() for v in (w, b))
+    name = "teacher_vocab_ids" if paired else "vocab_ids"
+    options: dict[str, Any] = {"kind": "jsd", "label_weight": 0.3, "shift": True}
+    loss = lt.linear_divergence(x, w, linear_bias=b, target=t, **{name: ids}, **of, **options)
+    loss.backward()
+    xn, wn, bn, tn, listed = numpy(x, w, b, t, ids)
+    arrays = {key: value.numpy() for key, value in of.items()}
+    made, grads = ln.linear_divergence(
+        xn, wn, linear_bias=bn, target=tn, return_gradients=True, **{name: listed}, **arrays,
+        **options,
+    )  # fmt: skip
+    assert made == loss.item()
+    for ours, v in zip(grads, (x, w, b)):
+        assert v.grad is not None and np.array_equal(ours, v.grad.numpy())
+
+
+def test_wrong_lists_of_rows_are_named() -> None:
+    x, w, _, t = numpy(*problem((2, 5), VOCAB, 6, ignored=0))
+    t[...] = 7
+    for ids, message in (
+        ([7, 41], r"vocab_ids\[1\] is 41; allowed: 0 to 40, each once"),
+        ([7, -1], r"vocab_ids\[1\] is -1; allowed: 0 to 40, each once"),
+        ([7, 2, 2], r"vocab_ids\[2\] is 2, as vocab_ids\[1\] is; allowed: each id once"),
+        ([[7]], r"vocab_ids has shape \(1, 1\); allowed: \(V',\), of 1 to 41 ids"),
+        ([2, 8], r"target\[0, 0\] \(flat: target\[0\]\) is 7, which is not in vocab_ids; allowed"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            ln.linear_cross_entropy(x, w, t, vocab_ids=np.array(ids))
+    with pytest.raises(TypeError, match=r"^vocab_ids is uint8; allowed: int32, int64"):
+        ln.linear_topk(x, w, 1, vocab_ids=np.array([7], np.uint8))
+    with pytest.raises(
+        ValueError, match=r"^ids\[4\] is 9, which is not in vocab_ids; .* -1 for none"
+    ):
+        ln.linear_logprobs_at(
+            x, w, np.array([7, -1, 2, 7, 9]), offsets=np.array([0, 5, *[5] * 9]),
+            vocab_ids=np.array([2, 7]),
+        )  # fmt: skip
+    teacher: Any = {"teacher_input": x, "teacher_weight": w}
+    with pytest.raises(ValueError, match=r"^vocab_ids and teacher_vocab_ids are both given"):
+        ln.linear_divergence(x, w, vocab_ids=t[0], teacher_vocab_ids=t[0], **teacher)
+    with pytest.raises(
+        ValueError, match=r"^teacher_weight has shape \(40, 6\); allowed: 41 in its "
+    ):
+        ln.linear_divergence(x, w, x, w[1:], vocab_ids=np.array([2, 7]))
 
 
 def test_numpy_needs_no_torch() -> None:

@@ -194,6 +194,25 @@ def test_bad_arguments() -> None:
         linear_topk(x, w, 2, ignore_index=3)  # type: ignore[call-overload]
 
 
+def test_a_list_of_rows_as_the_vocabulary(device: str) -> None:
+    x, w, b, _ = problem((2, 5), 37, 16, device=device, bias=True)
+    assert b is not None
+    ids = torch.tensor([31, 2, 17, 5, 8], device=device)
+    made = linear_topk(x, w, 3, linear_bias=b, vocab_ids=ids, return_statistics=("lse", "argmax"))
+    order = ids.sort().values
+    alone = linear_topk(x, w[order], 3, linear_bias=b[order], return_statistics="lse")
+    assert torch.equal(made[0], alone[0]) and torch.equal(made[1], order[alone[1]])
+    assert torch.equal(made[2].lse, alone[2].lse) and torch.equal(made[2].argmax, made[1][..., 0])
+    equal = linear_topk(x, torch.ones_like(w), 5, vocab_ids=ids)
+    assert torch.equal(equal[1], order.expand(2, 5, 5))
+    for k in (0, 6):
+        with pytest.raises(ValueError, match=rf"^k is {k}; allowed: 1 to 5, the least of V and"):
+            linear_topk(x, w, k, vocab_ids=ids)
+    compiled = torch.compile(linear_topk, fullgraph=True, backend="aot_eager")
+    again = compiled(x, w, 3, linear_bias=b, vocab_ids=ids)
+    assert torch.equal(again[0], made[0]) and torch.equal(again[1], made[1])
+
+
 def test_every_option_beside_every_statistic() -> None:
     x, w, b, _ = problem((7,), 37, 6, bias=True)
     for names, bias, k in itertools.product([(), "argmax", ROWS], [None, b], [1, 36, 37]):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import jax
 
-from logitless import _abi, _divergence
+from logitless import _abi, _divergence, _vocabulary
 from logitless._abi import Divergence, parse_memory
 from logitless._call import IGNORE_INDEX
 from logitless._divergence import (
@@ -29,11 +29,13 @@ from logitless.jax._functions import (
     _exact_products,
     _integer,
     _labels,
+    _listed_rows,
     _normalizer,
     _number,
     _shaped,
     _temperature,
     _token_weight,
+    listed_of,
 )
 from logitless.jax._loss import loss
 from logitless.jax._run import Array
@@ -89,6 +91,8 @@ def linear_divergence(
     empty_mean: EmptyMean = "zero",
     memory: int | str | None = None,
     return_statistics: Any = (),
+    vocab_ids: Any = None,
+    teacher_vocab_ids: Any = None,
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
@@ -130,6 +134,11 @@ def linear_divergence(
     linear_weight, linear_bias, teacher_weight, teacher_bias and teacher_logits are then its own
     columns, everything else is the same on all devices of the axes, and so are all results, to the
     bit.
+
+    `vocab_ids`: [V'], each once: both softmaxes are over these rows of the heads, or columns of
+    teacher_logits, alone. `teacher_vocab_ids`: the teacher's alone, where linear_weight is [V', D]
+    and its row j belongs to the teacher's row teacher_vocab_ids[j]. Targets are ids of the whole
+    vocabulary, with either. Wrong lists are as in linear_cross_entropy.
     """
     shift = _integer("shift", shift)
     check_shift_has_target(shift, target)
@@ -144,10 +153,11 @@ def linear_divergence(
         "teacher_bias": teacher_bias, "teacher_logits": teacher_logits,
     }  # fmt: skip
     arrays = _heads(given)
+    listed = _listed(vocab_ids, teacher_vocab_ids, arrays, axis_name)
     one_temperature = teacher_temperature is None
     of_tokens, options = _of_tokens(
         arrays, target, token_weight, normalizer, _numbers(options), shift, one_temperature,
-        axis_name is None,
+        axis_name is None, listed,
     )  # fmt: skip
     shape = arrays["input"].shape[:-1]
     tokens = (shape or (1,)) if axis_name is None else (math.prod(shape),)
@@ -186,6 +196,29 @@ def _heads(given: dict[str, Any]) -> dict[str, Array]:
     return arrays
 
 
+def _listed(
+    vocab_ids: Any, teacher_vocab_ids: Any, arrays: dict[str, Array], axis_name: Any
+) -> Any:
+    """The list of rows, if one is given; replaces the arrays by what it chooses of them."""
+    if vocab_ids is None and teacher_vocab_ids is None:
+        return None
+    if vocab_ids is not None and teacher_vocab_ids is not None:
+        raise _vocabulary.both_given()
+    if vocab_ids is not None:
+        listed = _listed_rows(vocab_ids, arrays, axis_name)
+    else:
+        teacher = arrays.get("teacher_weight", arrays.get("teacher_logits"))
+        if teacher is None:
+            raise _vocabulary.no_teacher()
+        vocab = teacher.shape[0 if "teacher_weight" in arrays else -1] if teacher.ndim else 0
+        rows = arrays["weight"].shape[0] if arrays["weight"].ndim else 0
+        listed = listed_of("teacher_vocab_ids", teacher_vocab_ids, vocab, axis_name, rows)
+    for name, axis in (("teacher_weight", 0), ("teacher_bias", 0), ("teacher_logits", -1)):
+        if name in arrays:
+            arrays[name] = listed.of(name, arrays[name], axis)
+    return listed
+
+
 _NUMBERS = (
     "logit_scale", "softcap", "label_weight", "teacher_logit_scale", "teacher_softcap",
 )  # fmt: skip
@@ -202,7 +235,7 @@ _teacher_temperature = renames({"temperature": "teacher_temperature"})(_temperat
 
 def _of_tokens(
     arrays: dict[str, Array], target: Any, token_weight: Any, normalizer: Any, options: Divergence,
-    shift: int, one_temperature: bool, whole: bool,
+    shift: int, one_temperature: bool, whole: bool, listed: Any = None,
 ) -> tuple[dict[str, Array], Divergence]:  # fmt: skip
     """The arrays of tokens and the normalizer, those of labels moved by `shift`, and the options
     with what of the others is a number."""
@@ -213,7 +246,7 @@ def _of_tokens(
     if target is None:
         ignored = IGNORE_INDEX  # which nobody reads
     else:
-        found["target"], ignored = _labels(target, ignored, shift, arrays, whole)
+        found["target"], ignored = _labels(target, ignored, shift, arrays, whole, listed)
     if token_weight is not None:
         found["token_weight"] = _token_weight(token_weight, shape, shift)
     by, counted = _normalizer(normalizer)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from logitless import _abi, _statistics
+from logitless import _abi, _statistics, _vocabulary
 from logitless._abi import parse_memory
 from logitless._arrays import (
     as_f32,
@@ -49,6 +49,7 @@ from logitless.jax import _parallel
 from logitless.jax._call import TOP, Call
 from logitless.jax._loss import loss
 from logitless.jax._run import Array, Tensor, explicit_sharding, run
+from logitless.jax._vocabulary import Listed, host_of, refuse_axes
 
 Statistics: TypeAlias = _statistics.Statistics[Array]
 
@@ -293,11 +294,18 @@ def _vocab_of(arrays: dict[str, Array]) -> int:
     return arrays["logits"].shape[-1]
 
 
+def listed_of(name: str, value: Any, vocab: int, axis_name: Any, rows: int | None = None) -> Listed:
+    """A list of rows as the vocabulary; with `rows` one for each of these, in their order."""
+    refuse_axes(name, axis_name)
+    return Listed(name, _array(name, value), host_of(_looked_at(value)), vocab, rows)
+
+
 def _labels(
-    target: Any, ignore_index: int | None, shift: int, arrays: dict[str, Array], whole: bool
-) -> tuple[Array, int]:
+    target: Any, ignore_index: int | None, shift: int, arrays: dict[str, Array], whole: bool,
+    listed: Listed | None = None,
+) -> tuple[Array, int]:  # fmt: skip
     """The checked target, moved by `shift`, and its ignore_index. `whole`: the arrays have the
-    whole vocabulary."""
+    whole vocabulary, or what is `listed` of it."""
     what = next(iter(arrays))
     ignored = _integer("ignore_index", IGNORE_INDEX if ignore_index is None else ignore_index)
     _abi.check_ignore_index(ignored)
@@ -307,9 +315,14 @@ def _labels(
     if shift:
         check_shift(shift, held.shape)
     vocab = _vocab_of(arrays)
-    if looked_at is not None and vocab and whole:
+    if listed is not None:
+        listed.check(looked_at, ignored, shift, "target")
+    elif looked_at is not None and vocab and whole:
         check_range(looked_at, vocab, ignored, shift)
-    return (_moved(held, shift, held_ignored) if shift else held), held_ignored
+    moved = _moved(held, shift, held_ignored) if shift else held
+    if listed is None:
+        return moved, held_ignored
+    return listed.places(moved, held_ignored), _vocabulary.ABSENT
 
 
 @contextlib.contextmanager
@@ -337,13 +350,18 @@ def _loss(
     temperature: Any = 1.0, token_weight: Any = None, normalizer: Any = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
     axis_name: Any = None, upstream: str | None = None, ids: Array | None = None, k: int = 0,
+    vocab_ids: Any = None,
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits.
     `ids` [..., K] are those of `logits_at`, `k` is of `top_logits` and `top_ids`."""
     arrays = _arrays(rows)
     what = next(iter(arrays))
     shift = _integer("shift", shift)
-    target, ignore_index = _labels(target, ignore_index, shift, arrays, axis_name is None)
+    listed = None
+    if vocab_ids is not None:
+        listed = _listed_rows(vocab_ids, arrays, axis_name)
+        weight = None if weight is None else listed.of("weight", _f32("weight", weight))
+    target, ignore_index = _labels(target, ignore_index, shift, arrays, axis_name is None, listed)
     shape = target.shape
     number, counted = _normalizer(normalizer)
     degrees, temperatures = _temperature(temperature, shape, shift)
@@ -380,7 +398,21 @@ def _loss(
             made = _parallel.loss(call, operands, axis_name, upstream)
         else:
             made = loss(call, list(operands.values()))
+    if listed is not None and "argmax" in made:
+        made["argmax"] = listed.whole(made["argmax"])
     return _shaped(made, shape)
+
+
+def _listed_rows(vocab_ids: Any, arrays: dict[str, Array], axis_name: Any) -> Listed:
+    """Replaces the head's arrays by their listed rows."""
+    head = arrays["weight"]
+    if head.ndim != 2:
+        raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
+    listed = listed_of("vocab_ids", vocab_ids, head.shape[0], axis_name)
+    for name in ("weight", "bias"):
+        if name in arrays:
+            arrays[name] = listed.of(argument(name), arrays[name])
+    return listed
 
 
 def _result(made: dict[str, Array]) -> Any:
@@ -418,6 +450,7 @@ def linear_cross_entropy(
     memory: int | str | None = None,
     return_statistics: Any = (),
     empty_mean: EmptyMean = "zero",
+    vocab_ids: Any = None,
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
@@ -434,6 +467,11 @@ def linear_cross_entropy(
     which `shift` moves with the target; no gradient flows to it, and where it is not a positive
     normal number the token's loss is NaN. Differentiable once in input, linear_weight and
     linear_bias. Numbers, texts and `memory` are part of the compiled program.
+
+    `vocab_ids`: [V'], each once, in any order: the softmax is over these rows of linear_weight
+    alone, which are copied. The arrays [V] stay, with gradients of 0 at other rows; targets and the
+    statistic argmax are ids of the whole vocabulary. A target that is not in the list is out of
+    range. A wrong list is an error where it can be looked at, else every result is NaN.
 
     Sharded arrays: tokens may be split along any dimension and the vocabulary along the rows of
     linear_weight; under jax.jit and outside of it each device then has its own part, and no device
@@ -452,6 +490,7 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, token_weight=token_weight, normalizer=normalizer, shift=shift,
         memory=memory, empty_mean=empty_mean, axis_name=axis_name, upstream=upstream,
+        vocab_ids=vocab_ids,
     )  # fmt: skip
     return _result(made)
 
@@ -480,21 +519,22 @@ def linear_logprob(
     shift: bool | int = False,
     memory: int | str | None = None,
     entropy: bool | str = False,
+    vocab_ids: Any = None,
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
     """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
     learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
     the entropy has no gradient. Ignored tokens give 0. `temperature` is a number or an array, as in
-    linear_cross_entropy: no gradient flows to it. Sharded arrays, `axis_name` and `upstream` are as
-    there."""
+    linear_cross_entropy: no gradient flows to it. Sharded arrays, `vocab_ids`, `axis_name` and
+    `upstream` are as there."""
     detached = entropy_detached(entropy)
     made = _loss(
         {"input": input, "weight": linear_weight, "bias": linear_bias}, target,
         ("logprob", "entropy") if entropy else ("logprob",), reduction="none",
         ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, shift=shift, memory=memory, axis_name=axis_name,
-        upstream=upstream,
+        upstream=upstream, vocab_ids=vocab_ids,
     )  # fmt: skip
     if not entropy:
         return made["logprob"]
@@ -513,7 +553,7 @@ def _as_target(ids: Any) -> Array:
     return held
 
 
-def _ids(value: Any, input: Array, vocab: int | None) -> Array:
+def _ids(value: Any, input: Array, vocab: int | None, listed: Listed | None) -> Array:
     """The checked ids [..., K]. `vocab`: how many columns there are, where that is known."""
     ids = _as_target(value)
     tokens = input.shape[:-1]
@@ -523,6 +563,9 @@ def _ids(value: Any, input: Array, vocab: int | None) -> Array:
             f"shape of input with K, 1 to {_abi.MOST_CHOSEN}, in the place of its last dimension"
         )
     looked_at = _looked_at(value)
+    if listed is not None:
+        listed.check(looked_at, _ABSENT, 0, "ids")
+        return listed.places(ids, _ABSENT)
     if looked_at is not None and vocab:
         wrong = (looked_at < _ABSENT) | (looked_at >= vocab)
         if wrong.any():
@@ -583,6 +626,7 @@ def linear_logprobs_at(
     temperature: Any = 1.0,
     memory: int | str | None = None,
     return_statistics: Any = (),
+    vocab_ids: Any = None,
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
@@ -595,16 +639,22 @@ def linear_logprobs_at(
     CPU; on a GPU it is NaN, without a gradient. An id may be given more than once.
 
     The options are those of linear_logprob: temperature (a number, or an array in the shape of the
-    tokens), logit_scale, softcap, linear_bias, memory, axis_name, upstream. `return_statistics`:
-    names of `Statistics` that are of no target; the result is then (logprobs, Statistics)."""
-    rows = {"input": input, "weight": linear_weight, "bias": linear_bias}
+    tokens), logit_scale, softcap, linear_bias, memory, vocab_ids (`ids` stay those of the whole
+    vocabulary), axis_name, upstream. `return_statistics`: names of `Statistics` that are of no
+    target; the result is then (logprobs, Statistics)."""
+    rows: dict[str, Any] = {"input": input, "weight": linear_weight, "bias": linear_bias}
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
     _check_rows(hidden, "input")
     if head.ndim != 2:
         raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
+    listed = None
+    if vocab_ids is not None:
+        rows = _arrays(rows)
+        listed = _listed_rows(vocab_ids, rows, axis_name)
+        head = rows["weight"]
     vocab = head.shape[0] * (1 if axis_name is None else _parallel.size_of(axis_name))
-    chosen = _ids(ids, hidden, vocab)
+    chosen = _ids(ids, hidden, vocab, listed)
     options: dict[str, Any] = {
         "reduction": "none", "ignore_index": _ABSENT, "logit_scale": logit_scale,
         "softcap": softcap, "temperature": temperature, "memory": memory, "axis_name": axis_name,
@@ -623,6 +673,8 @@ def linear_logprobs_at(
         logprobs = _logprobs_at(made["logits_at"], *of_rows, chosen, there)
     if not names:
         return logprobs
+    if listed is not None and "argmax" in made:
+        made["argmax"] = listed.whole(made["argmax"])
     return logprobs, _statistics.Statistics(**{name: made[name] for name in names})
 
 
@@ -649,27 +701,34 @@ def linear_topk(
     memory: int | str | None = None,
     return_statistics: Any = (),
     axis_name: str | tuple[str, ...] | None = None,
+    vocab_ids: Any = None,
 ) -> Any:
     """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D]:
     (log-probabilities, f32 and never above 0, ids, int32), both [..., k]. The likeliest comes
     first, of equal logits the lowest id. k is a Python int from 1 to 256, and at most V. Neither
     has a gradient. A row that holds a NaN is NaN, of any ids.
 
-    The options are those of linear_logprobs_at. `return_statistics`: names of `Statistics` that are
-    of no target; the result is then (log-probabilities, ids, Statistics). k outside its range is a
-    LogitlessValueError. "Top-k" in docs/semantics.md says what the list is."""
+    The options are those of linear_logprobs_at; beside vocab_ids [V'] k is at most V'.
+    `return_statistics`: names of `Statistics` that are of no target; the result is then
+    (log-probabilities, ids, Statistics). k outside its range is a LogitlessValueError. "Top-k" in
+    docs/semantics.md says what the list is."""
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
     _check_rows(hidden, "input")
     if head.ndim != 2:
         raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
+    given: dict[str, Any] = {"input": hidden, "weight": head, "bias": linear_bias}
+    rows = _arrays(given)
+    listed = None
+    if vocab_ids is not None:
+        listed = _listed_rows(vocab_ids, rows, axis_name)
+        head = rows["weight"]
     count = _integer("k", k)
     vocab = head.shape[0] * (1 if axis_name is None else _parallel.size_of(axis_name))
     most = min(vocab, _abi.MOST_LISTED)
     if isinstance(k, bool) or not 1 <= count <= most:
         raise invalid(f"k is {k}; allowed: 1 to {most}, the least of V and {_abi.MOST_LISTED}")
-    rows = {"input": hidden, "weight": head, "bias": linear_bias}
-    rows = {name: x if x is None else lax.stop_gradient(_opened(x)) for name, x in rows.items()}
+    rows = {name: lax.stop_gradient(x) for name, x in rows.items()}
     if not isinstance(temperature, (int, float)):
         temperature = lax.stop_gradient(_opened(temperature))
     asked = dict.fromkeys((*TOP, "row_reference", "row_log_sum", *names))
@@ -679,6 +738,8 @@ def linear_topk(
         axis_name=axis_name, k=count,
     )  # fmt: skip
     logprobs = _less_lse(made["top_logits"], made["row_reference"], made["row_log_sum"])
+    if listed is not None:
+        made |= {name: listed.whole(made[name]) for name in ("top_ids", "argmax") if name in made}
     if not names:
         return logprobs, made["top_ids"]
     kept = _statistics.Statistics(**{name: made[name] for name in names})

@@ -12,11 +12,11 @@ from torch import Tensor
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import not_supported
+from logitless._vocabulary import ABSENT
 from logitless.torch import _lists, _run
 from logitless.torch._autograd import ONCE_ONLY
 from logitless.torch._run import matrix
 
-ABSENT = -1
 _INPUTS = ("input", "weight", "bias", "target", "temperature", "ids", "id_offsets")
 _FORWARD = (*_INPUTS, "logits_at")
 _BACKWARD = (*_INPUTS, "grad_logits_at", "grad_input", "grad_weight", "grad_bias")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from logitless import _abi
 from logitless._errors import not_supported, placed, wrong_device, wrong_dtype, wrong_shape
+from logitless._vocabulary import ABSENT
 from logitless.torch import _lists, _run
 from logitless.torch._checks import check_tensor
 
-ABSENT = -1  # an id, and the target of a row that has no other
 _SINGLE = _run.LOGITS_AT | _run.ROW_STATE
 _LOGPROB, AT = (list(_run.OUTPUTS).index(bit) for bit in (_run.LOGPROB, _run.LOGITS_AT))
 

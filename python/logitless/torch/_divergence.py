@@ -25,7 +25,8 @@ from logitless._errors import (
     wrong_device,
     wrong_shape,
 )
-from logitless.torch import _divergence_ops, _divergence_run, _memory, _ops
+from logitless._vocabulary import ABSENT
+from logitless.torch import _divergence_ops, _divergence_run, _memory, _ops, _vocabulary
 from logitless.torch._checks import (
     check_bias,
     check_matrix,
@@ -44,6 +45,7 @@ from logitless.torch._functions import (
 )
 from logitless.torch._route import dispatches
 from logitless.torch._run import replaced
+from logitless.torch._vocabulary import Heads
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,6 +100,8 @@ def linear_divergence(
     memory: int | str | None = None,
     return_statistics: Any = (),
     group: Any = None,
+    vocab_ids: Tensor | None = None,
+    teacher_vocab_ids: Tensor | None = None,
 ) -> Any:
     """How far the student's head is from the teacher's, over the whole vocabulary, without either's
     logits: for distillation, between the distributions p = softmax(input @ linear_weight.T +
@@ -136,6 +140,11 @@ def linear_divergence(
     blocks here; with its sequence_dim, teacher_input is split as `input` is, and teacher_logits
     are of all tokens.
 
+    `vocab_ids`: int64 or int32 [V'], each once: both softmaxes are over these rows of the heads, or
+    columns of teacher_logits, alone. `teacher_vocab_ids`: the teacher's alone, where linear_weight
+    is [V', D] and its row j belongs to the teacher's row teacher_vocab_ids[j], as that of a draft
+    model with a vocabulary of its own. Targets are ids of the whole vocabulary, with either.
+
     Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError, whose message
     names the argument, its value and what is allowed.
     """
@@ -150,6 +159,16 @@ def linear_divergence(
         check_shift_has_target(shift, target)
         if target is not None:
             _check_target(input, target, shard, shift)
+        if vocab_ids is not None or teacher_vocab_ids is not None:
+            heads, shard = _vocabulary.of_divergence(
+                vocab_ids, teacher_vocab_ids,
+                Heads(
+                    linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_logits, target
+                ),
+                ignore_index, shift, shard,
+            )  # fmt: skip
+            linear_weight, linear_bias, teacher_weight, teacher_bias, teacher_logits, target = heads
+            ignore_index = ignore_index if target is None else ABSENT
         names = names_of(return_statistics)
         wanted = BITS["loss"] + sum([BITS[name] for name in names])
         options = options_of(
@@ -176,7 +195,8 @@ def linear_divergence(
         elif every == input.shape[:-1] and _ops.shapes_alone(*inputs):
             _divergence_run.check_shapes(inputs.in_dtype(_autocast_dtype(input)), options, wanted)
     except LogitlessError as error:
-        error.args = (_in_callers_words(error, tokens, shift, None, memory is None),)
+        if error.status != "target_out_of_range":  # which has its place
+            error.args = (_in_callers_words(error, tokens, shift, None, memory is None),)
         if shard is not None:
             from logitless.torch._split import exchange
 

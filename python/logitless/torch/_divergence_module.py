@@ -21,12 +21,14 @@ R = TypeVar("R")
 
 class LinearDivergenceLoss(Options, Generic[R]):
     """linear_divergence, with the options kept. R is what a call gives: a Tensor, or with
-    statistics (Tensor, DivergenceStatistics). Temperatures that are tensors move with the module
-    and are no part of its checkpoint; each call may have others. `group` is a call's, as it is no
-    part of a checkpoint or a copy either."""
+    statistics (Tensor, DivergenceStatistics). Tensors among the options, temperatures and lists of
+    ids, move with the module and are no part of its checkpoint; each call may have temperatures of
+    its own. `group` is a call's, as it is no part of a checkpoint or a copy either."""
 
     temperature: float | Tensor
     teacher_temperature: float | Tensor | None
+    vocab_ids: Tensor | None
+    teacher_vocab_ids: Tensor | None
 
     if TYPE_CHECKING:
 
@@ -72,6 +74,8 @@ class LinearDivergenceLoss(Options, Generic[R]):
             empty_mean: EmptyMean = "zero",
             memory: int | str | None = None,
             return_statistics: Any = (),
+            vocab_ids: Tensor | None = None,
+            teacher_vocab_ids: Tensor | None = None,
         ) -> None:
             super().__init__()
             self.kind = kind
@@ -89,6 +93,8 @@ class LinearDivergenceLoss(Options, Generic[R]):
             self.empty_mean = empty_mean
             self.memory = memory
             self.return_statistics = return_statistics
+            self.register_buffer("vocab_ids", vocab_ids, persistent=False)
+            self.register_buffer("teacher_vocab_ids", teacher_vocab_ids, persistent=False)
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _OPTIONS}
@@ -129,5 +135,5 @@ class LinearDivergenceLoss(Options, Generic[R]):
 _OPTIONS = (
     "kind", "reduction", "beta", "label_weight", "ignore_index", "shift", "temperature",
     "teacher_temperature", "logit_scale", "softcap", "teacher_logit_scale", "teacher_softcap",
-    "empty_mean", "memory", "return_statistics",
+    "empty_mean", "memory", "return_statistics", "vocab_ids", "teacher_vocab_ids",
 )  # fmt: skip

@@ -25,7 +25,8 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
-from logitless.torch import _among, _chosen, _kept, _memory, _ops, _run, _top
+from logitless._vocabulary import ABSENT
+from logitless.torch import _among, _chosen, _kept, _memory, _ops, _run, _top, _vocabulary
 from logitless.torch._autograd import (
     AFTER_STATISTICS,
     Call,
@@ -98,6 +99,7 @@ def passes_on(names: Sequence[str], of: Callable[..., Any]) -> Callable[[_F], _F
 
 _OF_LOGITS = (
     "linear_bias", "ignore_index", "logit_scale", "softcap", "temperature", "shift", "memory",
+    "vocab_ids",
 )  # fmt: skip
 _OF_LINEAR = (
     *_OF_LOGITS, "weight", "reduction", "label_smoothing", "z_loss", "token_weight", "normalizer",
@@ -274,6 +276,7 @@ def linear_cross_entropy(
     return_statistics: Any = (),
     empty_mean: EmptyMean = "zero",
     group: Any = None,
+    vocab_ids: Tensor | None = None,
     options: None = None,
     **old: Any,
 ) -> Any:
@@ -303,6 +306,11 @@ def linear_cross_entropy(
     that is a DTensor split like the input means local_tokens. Gradients are DTensors of their
     tensor's placements; the results are plain tensors.
 
+    `vocab_ids`: int64 or int32 [V'], each once, in any order: the softmax is over these rows of
+    linear_weight alone, which are copied. The tensors [V] stay, with gradients of 0 at other rows.
+    Targets are ids of the whole vocabulary, and so is the statistic argmax; a target that is not in
+    the list is out of range. A wrong list is an error on the CPU and NaN on a GPU.
+
     `options`: None. torch's LinearCrossEntropyOptions, which say how it computes, are refused.
     `old`: Split's fields under their former names (vocab_start, vocab_total, vocab_blocks, ...),
     with a DeprecationWarning.
@@ -318,7 +326,7 @@ def linear_cross_entropy(
     outputs = linear_outputs(
         input, linear_weight, target, wanted | _run.LOSS, linear_bias, weight, reduction,
         ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature, token_weight,
-        normalizer, shift, memory, empty_mean, group,
+        normalizer, shift, memory, empty_mean, group, vocab_ids,
     )  # fmt: skip
     return _result(outputs, wanted)
 
@@ -337,8 +345,8 @@ def linear_outputs(
     logit_scale: float = 1.0, softcap: float | None = 0.0, temperature: float | Tensor = 1.0,
     token_weight: Tensor | None = None, normalizer: float | Tensor | None = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
-    group: Any = None, *, main_grad: MainGrad | None = None, data: Any = None,
-    size: bool | None = None, offsets: Tensor | None = None,
+    group: Any = None, vocab_ids: Tensor | None = None, *, main_grad: MainGrad | None = None,
+    data: Any = None, size: bool | None = None, offsets: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """The outputs of linear_cross_entropy's arguments that are `wanted`, as bits of _run, in their
     order. With LOGITS_AT the target is `ids` [..., K], or [M] beside `offsets`, with TOP it is k.
@@ -361,7 +369,7 @@ def linear_outputs(
                 input, linear_weight, target, linear_bias, weight, token_weight, normalizer,
                 temperature, split,
             ) = dtensors.local(given, "ids" if wanted & _run.LOGITS_AT else "target")  # fmt: skip
-    shard = ids = None
+    shard = ids = vocabulary = None
     check = _chosen.check_ids if wanted & _run.LOGITS_AT else check_target
     if split is not None:
         from logitless.torch._split import exchange, shards
@@ -372,9 +380,8 @@ def linear_outputs(
     elif not wanted & _run.TOP:
         check(input, target, "input")
     try:
+        k = target
         if wanted & _run.TOP:
-            total = linear_weight.shape[0] if shard is None else shard.total
-            _top.check_k(target, total)
             target = _top.target_of(input, shard)
         if shard is not None:
             shards.check_tokens(input, target, shard, int(shift), check)
@@ -383,6 +390,22 @@ def linear_outputs(
             if shard.size == 1 and not shard.blocks and not shard.replicas and shard.divisor == 1:
                 linear_weight, linear_bias = shards.of_one(shard, linear_weight, linear_bias)
                 shard = None
+        if vocab_ids is not None:
+            if main_grad is not None:
+                raise not_supported(
+                    'grad_accumulation is "main_grad"; allowed with vocab_ids: None'
+                )
+            vocabulary, shard = _vocabulary.listed(vocab_ids, linear_weight, shard)
+            if wanted & _run.TOP:  # any class that is listed
+                target = vocabulary.ordered[:1].expand(target.shape)
+            classes = None if weight is None else _float_constant("weight", weight)
+            linear_weight, linear_bias, weight, target = vocabulary.arguments(
+                linear_weight, linear_bias, classes, target, ignore_index, int(shift),
+                "ids" if wanted & _run.LOGITS_AT else "target",
+            )  # fmt: skip
+            ignore_index = ABSENT
+        if wanted & _run.TOP:
+            _top.check_k(k, linear_weight.shape[0] if shard is None else shard.total)
         if wanted & _run.LOGITS_AT:
             ids, single = target, _chosen.is_single(target, offsets)
             wanted = _chosen.wanted_of(wanted, single)
@@ -414,7 +437,8 @@ def linear_outputs(
             input, linear_weight, linear_bias, constants, options, bound, wanted,
             main_grad=main_grad, shard=shard, data=data,
         )  # fmt: skip
-        return outputs if ids is None else _chosen.outputs_of(outputs, ids, single)
+        outputs = outputs if ids is None else _chosen.outputs_of(outputs, ids, single)
+        return outputs if vocabulary is None else vocabulary.outputs_of(outputs)
     except LogitlessError as error:
         shape = constants.target.shape if data is None else (target.numel(),)
         ranks = None if shard is None else shard.gathered()
@@ -508,8 +532,19 @@ def workspace_size(
             "to_local, and no group"
         )
     wanted = wanted_of(return_statistics) | _run.LOSS
-    size: int = linear_outputs(input, linear_weight, target, wanted, **options, size=gradients)
-    return size
+    given: dict[str, Any] = {**options}
+    ids, copied = given.pop("vocab_ids", None), 0
+    if ids is not None:  # of as many rows as it lists the bytes are the same
+        check_matrix("linear_weight", linear_weight)
+        _vocabulary.check_list("vocab_ids", ids, linear_weight.shape[0], linear_weight)
+        linear_weight = linear_weight[: ids.shape[0]]
+        for name in ("linear_bias", "weight"):
+            given[name] = None if given.get(name) is None else given[name][: ids.shape[0]]
+        needs = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+        grad = gradients and (linear_weight.requires_grad or not needs)
+        copied = linear_weight.nbytes * (1 + grad) + 3 * 8 * ids.shape[0]
+    size: int = linear_outputs(input, linear_weight, target, wanted, **given, size=gradients)
+    return copied + size
 
 
 @overload
@@ -538,8 +573,8 @@ def linear_logprob(
     the entropy has no gradient, and nothing is kept for one. Ignored tokens give 0.
 
     `options` are linear_cross_entropy's that say what a token's logits are: linear_bias,
-    ignore_index, logit_scale, softcap, temperature (to which no gradient flows), shift; and memory.
-    `group`, a Split and DTensors: a vocabulary that is split over ranks, as there."""
+    ignore_index, logit_scale, softcap, temperature (to which no gradient flows), shift, vocab_ids;
+    and memory. `group`, a Split and DTensors: a vocabulary that is split over ranks, as there."""
     old = {name: options.pop(name) for name in tuple(options) if name not in _OF_LOGITS}
     if old:
         group = split_of_old(group, old, "linear_logprob", 4)
@@ -578,6 +613,7 @@ def linear_logprobs_at(
     group: Any = None,
     over: Literal["vocab", "ids"] = "vocab",
     offsets: Tensor | None = None,
+    vocab_ids: Tensor | None = None,
 ) -> Any:
     """Log-probabilities of the columns `ids` [..., K] of each token, int64 or int32, K from 1 to
     1024: f32 in the shape of `ids`, never above 0, each differentiable with any upstream gradient.
@@ -595,14 +631,17 @@ def linear_logprobs_at(
     on the CPU; on a GPU a place in no list is NaN. Beside offsets there is no `group`.
 
     The options are those of linear_logprob: temperature (a number, or a tensor in the shape of the
-    tokens), logit_scale, softcap, linear_bias, memory, group. `return_statistics`: names of
-    `Statistics` that are of no target; the result is then (logprobs, Statistics)."""
+    tokens), logit_scale, softcap, linear_bias, memory, group, vocab_ids (`ids` stay those of the
+    whole vocabulary). `return_statistics`: names of `Statistics` that are of no target; the result
+    is then (logprobs, Statistics)."""
     if over not in ("vocab", "ids"):
         raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
     alone = over == "ids"
     if alone or offsets is not None:
         beside = "over='ids'" if alone else "offsets"
         _chosen.refuse_groups((input, linear_weight, linear_bias, ids), group, beside)
+    if alone and vocab_ids is not None:
+        raise not_supported("vocab_ids is given with over='ids'; allowed: None, for only ids count")
     if alone:
         return _among_ids(
             input, linear_weight, linear_bias, ids, offsets, logit_scale, softcap, temperature,
@@ -611,8 +650,9 @@ def linear_logprobs_at(
     wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
     outputs = linear_outputs(
         input, linear_weight, ids, wanted | _run.LOGITS_AT, linear_bias, reduction="none",
-        ignore_index=_chosen.ABSENT, logit_scale=logit_scale, softcap=softcap,
+        ignore_index=ABSENT, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, memory=memory, group=group, offsets=offsets,
+        vocab_ids=vocab_ids,
     )  # fmt: skip
     logprobs = outputs[_chosen.AT]
     return (logprobs, _result(outputs, wanted)[1]) if wanted else logprobs
@@ -639,7 +679,7 @@ def _among_ids(
         _chosen.check_list(input, ids, offsets)
     number, temperatures = _temperature(temperature, input.shape[:-1], 0)
     options = options_of(
-        "none", _chosen.ABSENT, 0.0, 0.0, logit_scale, softcap, number, "zero"
+        "none", ABSENT, 0.0, 0.0, logit_scale, softcap, number, "zero"
     )  # fmt: skip
     bound = _memory.default() if memory is None else parse_memory(memory)
     dtype = _autocast_dtype(input)
@@ -677,6 +717,7 @@ def linear_topk(
     memory: int | str | None = None,
     return_statistics: Any = (),
     group: Any = None,
+    vocab_ids: Tensor | None = None,
 ) -> Any:
     """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D]:
     (log-probabilities, f32 and never above 0, ids, int64), both [..., k]. The likeliest comes
@@ -686,13 +727,14 @@ def linear_topk(
     The options are those of linear_logprobs_at. `return_statistics`: names of `Statistics` that are
     of no target; the result is then (log-probabilities, ids, Statistics). `group`, a Split and
     DTensors: a vocabulary that is split over ranks, each of which gets the same bits. k outside
-    its range is a LogitlessValueError. "Top-k" in docs/semantics.md says what the list is."""
+    its range is a LogitlessValueError. `vocab_ids` [V']: the classes are these alone, and k is at
+    most V'. "Top-k" in docs/semantics.md says what the list is."""
     wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
     with torch.no_grad():
         outputs = linear_outputs(
             input, linear_weight, k, wanted | _top.wanted_of(k), linear_bias, reduction="none",
             logit_scale=logit_scale, softcap=softcap, temperature=temperature, memory=memory,
-            group=group,
+            group=group, vocab_ids=vocab_ids,
         )  # fmt: skip
     made = outputs[_top.LOGITS], outputs[_top.IDS]
     return (*made, _result(outputs, wanted)[1]) if wanted else made

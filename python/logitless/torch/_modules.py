@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
 
@@ -69,7 +70,8 @@ class Options(torch.nn.Module):
             if not before.is_meta:
                 self._buffers[name] = before.to(now.device)
             elif not now.is_meta:
-                self._buffers[name] = torch.full_like(now, float("nan"), dtype=before.dtype)
+                none = float("nan") if before.is_floating_point() else -1  # which no list has
+                self._buffers[name] = torch.full_like(now, none, dtype=before.dtype)
         return moved
 
 
@@ -174,6 +176,8 @@ class CrossEntropyLoss(_Loss[R]):
 class LinearCrossEntropyLoss(_Loss[R]):
     """linear_cross_entropy, with the options kept."""
 
+    vocab_ids: Tensor | None
+
     if TYPE_CHECKING:
 
         def __call__(
@@ -210,6 +214,7 @@ class LinearCrossEntropyLoss(_Loss[R]):
         *,
         shift: bool | int = False,
         memory: int | str | None = None,
+        vocab_ids: Tensor | None = None,
     ) -> None:
         super().__init__(
             weight, reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap,
@@ -217,6 +222,7 @@ class LinearCrossEntropyLoss(_Loss[R]):
         )  # fmt: skip
         self.shift = shift
         self.memory = memory
+        self.register_buffer("vocab_ids", vocab_ids, persistent=False)
 
     def _check_weight(self, weight: Any) -> None:
         if isinstance(weight, int):  # the first argument of torch's module of that name
@@ -228,7 +234,10 @@ class LinearCrossEntropyLoss(_Loss[R]):
         super()._check_weight(weight)
 
     def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
-        return {**super()._options(temperature), "shift": self.shift, "memory": self.memory}
+        return {
+            **super()._options(temperature), "shift": self.shift, "memory": self.memory,
+            "vocab_ids": self.vocab_ids,
+        }  # fmt: skip
 
     def forward(
         self,
@@ -312,6 +321,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         (
             "weight", "reduction", "ignore_index", "label_smoothing", "z_loss", "logit_scale",
             "softcap", "temperature", "return_statistics", "empty_mean", "shift", "memory",
+            "vocab_ids",
         ),
         LinearCrossEntropyLoss,
     )  # fmt: skip
@@ -398,6 +408,9 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
             z = self._products(input) * loss.logit_scale
             if loss.softcap is not None and loss.softcap > 0:
                 z = torch.tanh(z / loss.softcap) * loss.softcap
+            if loss.vocab_ids is not None:
+                others = torch.ones(z.shape[-1], dtype=torch.bool, device=z.device)
+                z = z.masked_fill(others.index_fill(0, loss.vocab_ids.long(), False), -math.inf)
             return _divided(z, loss.temperature if temperature is None else temperature)
         options = self.loss._options(temperature)
         wanted = wanted_of(options.pop("return_statistics"))

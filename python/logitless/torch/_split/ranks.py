@@ -158,6 +158,14 @@ def before_divergence(inputs: Any, asked: Any, shard: Any) -> None:
     _compare(same, (shard.start, stop, shard.total), shard)
 
 
+def before_list(name: str, ids: Tensor, shard: Any) -> None:
+    """Compares a list of rows, before each rank takes its own."""
+    if not _real(ids):
+        return
+    same = {"the call": f"a list, {name}", f"{name}'s dtype and shape": _like(ids)}
+    _compare({**same, f"{name}'s values": digest(ids)}, None, shard)
+
+
 def instead_of_forward(error: LogitlessError, shard: Any) -> None:
     """Tells the ranks that wait in a forward that this one's arguments are wrong."""
     _compare({"the call": f"refused ({error})"}, None, shard)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A list of rows as the vocabulary: what its errors say, in every binding. The contract is
+docs/semantics.md, "A list of rows as the vocabulary"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from logitless._errors import LogitlessError, error_of, invalid, placed, wrong_dtype, wrong_shape
+
+ABSENT = -1  # what the ignored targets of a call of listed rows are
+
+
+def check_list(name: str, dtype: str, shape: Sequence[int], vocab: Any, rows: Any = None) -> None:
+    """What is known of a list without its ids. `rows`: how many it must have."""
+    if dtype not in ("int32", "int64"):
+        raise wrong_dtype(f"{name} is {dtype}; allowed: int32, int64")
+    if rows is not None and tuple(shape) != (rows,):
+        raise wrong_shape(
+            f"{name} has shape {tuple(shape)}; allowed: ({rows},), an id for each row of "
+            "linear_weight"
+        )
+    if len(shape) != 1 or not 1 <= shape[0] <= vocab:
+        raise wrong_shape(
+            f"{name} has shape {tuple(shape)}; allowed: (V',), of 1 to {vocab} ids, each once"
+        )
+
+
+def wrong_id(name: str, place: int, value: int, vocab: int) -> LogitlessError:
+    return invalid(f"{name}[{place}] is {value}; allowed: 0 to {vocab - 1}, each once")
+
+
+def given_twice(name: str, place: int, first: int, value: int) -> LogitlessError:
+    return invalid(f"{name}[{place}] is {value}, as {name}[{first}] is; allowed: each id once")
+
+
+def not_listed(
+    name: str, place: int, value: int, shape: Sequence[int], listed: str, ignored: int
+) -> LogitlessError:
+    """Of the element at the flat `place` of a target or of ids [..., K] of that `shape`."""
+    none = f"ignore_index ({ignored})"
+    where = f"{name}[{place}]"
+    if name == "ids":
+        none, shape = "-1 for none", (*shape[:-1], shape[-1])
+        row, column = divmod(place, shape[-1])
+        where, shape = f"ids[{row}, {column}]", shape[:-1]
+    message = f"{where} is {value}, which is not in {listed}; allowed: an id of the list, or {none}"
+    return error_of(8, placed(message, shape, name=name))
+
+
+def both_given() -> LogitlessError:
+    return invalid(
+        "vocab_ids and teacher_vocab_ids are both given; allowed: one of them, for the first "
+        "chooses rows of both heads, and beside the second linear_weight has the chosen rows alone"
+    )
+
+
+def no_teacher() -> LogitlessError:
+    return invalid(
+        "teacher_vocab_ids is given without a teacher's head; allowed: teacher_weight or "
+        "teacher_logits, whose rows or columns it chooses"
+    )
+
+
+def wrong_extent(name: str, shape: Sequence[int], vocab: Any, last: bool = False) -> LogitlessError:
+    """Of a tensor that the core sees the listed part of alone."""
+    of = "last" if last else "first"
+    return wrong_shape(
+        f"{name} has shape {tuple(shape)}; allowed: {vocab} in its {of} dimension, the vocabulary's"
+    )
