@@ -350,6 +350,14 @@ def errors_are_those_of_all_ranks(me: Rank) -> Results:
             linear_divergence(x, own, x, own, target=given, group=split, vocab_ids=ids)
         with pytest.raises(ValueError, match=rf"^ids\[1, 2, 0\] \(flat: ids\[6, 0\]\) {said}-1"):
             linear_logprobs_at(x, own, given[..., None], group=split, vocab_ids=ids)
+    local = Split(dist.group.WORLD, start=start, total=VOCAB, sequence_dim=1, local_tokens=True)
+    of_one = t.clamp(max=7 + (me.rank == 1))
+    for call in (
+        lambda: linear_cross_entropy(x, own, of_one, group=local, vocab_ids=ids),
+        lambda: linear_divergence(x, own, x, own, target=of_one, group=local, vocab_ids=ids),
+    ):
+        with pytest.raises(ValueError, match=rf"^target\[1, 2\] .* {said}.* \(on rank 1\)$"):
+            call()
     wrong = ids.clone()
     wrong[3] = 2 if me.rank == 1 else 11
     with pytest.raises(ValueError, match=r"^vocab_ids\[3\] is 2, as vocab_ids\[1\] is; allowed: e"):

@@ -344,6 +344,18 @@ def test_meta_and_fake_tensors() -> None:
                 linear_cross_entropy(x, w, t, vocab_ids=torch.zeros(20, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_its_ops_are_what_they_say_of_themselves(device: str, dtype: torch.dtype) -> None:
+    ids = torch.stack((list_of(device=device),) * 2, -1)[:, 0].to(dtype)
+    ordered, order, wrong = torch.ops.logitless.sort_list(ids, VOCAB, "vocab_ids")
+    torch.library.opcheck(torch.ops.logitless.sort_list.default, (ids, VOCAB, "vocab_ids"))
+    t = targets_of(ids, (6, 4)).to(dtype).t()
+    torch.library.opcheck(
+        torch.ops.logitless.places.default,
+        (t, ordered, order, wrong, -100, 1, "target", "vocab_ids"),
+    )
+
+
 def test_it_is_differentiated_once() -> None:
     x, w, _, t = problem((4,), 9, 6, ignored=0)
     made = linear_cross_entropy(x, w, t, vocab_ids=torch.arange(9))

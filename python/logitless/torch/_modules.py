@@ -280,7 +280,8 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
     where there is none) and leaves weight.grad alone. `parallelize` splits the vocabulary over a
     device mesh, that of tensor parallelism or that of data parallelism. The other keywords are
     linear_cross_entropy's, of which `weight` [V] is the classes' weights: the head's own are
-    `head.weight` and, where there is one, `head.bias`.
+    `head.weight` and, where there is one, `head.bias`. With `vocab_ids` logits are -inf at all
+    other rows.
     """
 
     sequence_dim: int | None = None

@@ -91,6 +91,8 @@ def _first(shard: Shard, error: Exception | None) -> Exception:
 def tell(error: LogitlessError, input: Tensor, shard: Shard) -> None:
     """Raises on every rank the first error about an argument: the others, whose arguments may be
     right, wait for this one where they first meet."""
+    if error.status == "target_out_of_range" and shard.gathered() is not None:
+        error.args = (f"{error} (on rank {shard.rank})",)  # whose target it is
     if shard.size == 1 or not shards.waits(input):
         return
     if ranks.ON:
