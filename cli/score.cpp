@@ -227,7 +227,7 @@ void add_score(CLI::App& app, Context& context) {
   ScoreArguments& a = *arguments;
   a.options.reduction = Reduction::none;
   add_head_options(*command, "score", a);
-  command->add_option("--top", a.top, "the so many likeliest tokens too: 1 to 256")
+  command->add_option("--top", a.top, "the K likeliest tokens too, 1 to 256")
       ->check(integer(1, 256));
   command->add_option("--out", a.out,
                       "write the lines to this file, and print what they come to; default: print "

@@ -55,10 +55,8 @@ def a_teacher() -> Names:
 
     wider = 2 * D
     teacher = torch.nn.Linear(wider, V, bias=False)
-    draft_ids = torch.randperm(V)[:9]
     return {
         **torch_tensors(), "teacher_hidden": torch.randn(B, T, wider), "teacher_head": teacher,
-        "draft_ids": draft_ids, "draft_head": torch.nn.Linear(D, 9, bias=False),
     }  # fmt: skip
 
 
