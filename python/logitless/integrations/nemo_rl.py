@@ -42,10 +42,11 @@ def get_distillation_topk_logprobs(
     of which hidden states [B, S, D] and the head [V, D] are given.
 
     With `zero_outside_topk` the student's log-probabilities are those of the whole vocabulary, else
-    of the k tokens alone. H_all is the sum of p log p, less than 0, with its gradient, where both
-    flags are set. `vocab_parallel_group`: the head is this rank's equal share of the rows, and the
-    hidden states are the same on every rank, whose gradients come summed. `memory`, which is ours,
-    is linear_logprobs_at's; None is what NeMo-RL's function takes, unless default_memory says
+    of the k tokens alone, without a product of the vocabulary where that is not split. H_all is the
+    sum of p log p, less than 0, with its gradient, where both flags are set.
+    `vocab_parallel_group`: the head is this rank's equal share of the rows, and the hidden states
+    are the same on every rank, whose gradients come summed. `memory`, which is ours, is
+    linear_logprobs_at's; None is what NeMo-RL's function takes, unless default_memory says
     another."""
     only("context_parallel_group", context_parallel_group, None)
     if teacher_topk_logits.shape != teacher_topk_indices.shape:
@@ -54,14 +55,16 @@ def get_distillation_topk_logprobs(
             f"{tuple(teacher_topk_indices.shape)}, that of teacher_topk_indices"
         )
     entropy = zero_outside_topk and calculate_entropy
+    split = vocab_parallel_group is not None or hasattr(weight, "placements")
+    alone = not zero_outside_topk and not split
     made: Any = linear_logprobs_at(
         student_hidden_states, weight, teacher_topk_indices.to(student_hidden_states.device),
-        temperature=temperature, group=vocab_parallel_group,
+        temperature=temperature, group=vocab_parallel_group, over="ids" if alone else "vocab",
         memory=frugal(memory, student_hidden_states, weight, _peak),
         return_statistics=("entropy",) if entropy else (),
     )  # fmt: skip
     student = made[0] if entropy else made
-    if not zero_outside_topk:
+    if not zero_outside_topk and not alone:
         student = student.log_softmax(-1)  # [B, S, k]
     teacher = teacher_topk_logits.to(student.device, student.dtype).log_softmax(-1)  # [B, S, k]
     every = -made[1].entropy[:, :-1] if entropy else None  # [B, S - 1]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from logitless._errors import invalid, renames, wrong_shape
-from logitless.torch import linear_cross_entropy, linear_topk
+from logitless.torch import _run, _top
+from logitless.torch._functions import linear_outputs
 
 
 class LogprobsTensors(NamedTuple):
@@ -57,20 +58,19 @@ def gather_logprobs(
             f"hidden_states has shape {tuple(hidden_states.shape)} and token_ids "
             f"{tuple(token_ids.shape)}; allowed: [N, D] and [N]"
         )
-    made: Any = linear_cross_entropy(
-        hidden_states, weight, token_ids.long(), reduction="none", ignore_index=None,
-        return_statistics=("logprob", "rank"), **options,
-    )[1]  # fmt: skip
-    logprobs, ids = made.logprob[:, None], token_ids[:, None].long()  # [N, 1]
+    # One call: a token that is in the list has that one's number, to the bit.
+    wanted = _run.LOGPROB | _run.BITS["rank"]
     if num_logprobs:
-        top_logprobs, top_ids = linear_topk(hidden_states, weight, num_logprobs, **options)
-        # A token that is in the list has that one's number, to the bit.
-        listed = top_ids == ids  # [N, k]
-        same = top_logprobs.masked_fill(~listed, -torch.inf).amax(-1, keepdim=True)  # [N, 1]
-        logprobs = torch.where(listed.any(-1, keepdim=True), same, logprobs)
-        logprobs = torch.cat([logprobs, top_logprobs], -1)  # [N, k + 1]
-        ids = torch.cat([ids, top_ids], -1)  # [N, k + 1]
-    return LogprobsTensors(ids.int(), logprobs, made.rank.long() + 1)
+        wanted |= _top.wanted_of(num_logprobs)
+    outputs = linear_outputs(
+        hidden_states, weight, token_ids.long(), wanted, reduction="none", k=num_logprobs, **options
+    )
+    made = dict(zip(_run.OUTPUTS.values(), outputs))
+    logprobs, ids = made["logprob"][:, None], token_ids[:, None].long()  # [N, 1]
+    if num_logprobs:
+        logprobs = torch.cat([logprobs, made["top_logits"]], -1)  # [N, k + 1]
+        ids = torch.cat([ids, made["top_ids"]], -1)  # [N, k + 1]
+    return LogprobsTensors(ids.int(), logprobs, made["rank"].long() + 1)
 
 
 def prompt_logprobs(

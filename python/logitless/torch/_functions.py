@@ -346,12 +346,12 @@ def linear_outputs(
     token_weight: Tensor | None = None, normalizer: float | Tensor | None = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
     group: Any = None, vocab_ids: Tensor | None = None, *, main_grad: MainGrad | None = None,
-    data: Any = None, size: bool | None = None, offsets: Tensor | None = None,
+    data: Any = None, size: bool | None = None, offsets: Tensor | None = None, k: int = 0,
 ) -> Any:  # fmt: skip
     """The outputs of linear_cross_entropy's arguments that are `wanted`, as bits of _run, in their
-    order. With LOGITS_AT the target is `ids` [..., K], or [M] beside `offsets`, with TOP it is k.
-    `main_grad`: where the weight's gradient goes. `data`: a shards.Data. `size`: whether gradients
-    are counted; the result is then the bytes that the call would take."""
+    order. With LOGITS_AT the target is `ids` [..., K], or [M] beside `offsets`; with TOP, which
+    has `k`, it may be None. `main_grad`: where the weight's gradient goes. `data`: a shards.Data.
+    `size`: whether gradients are counted; the result is then the bytes that the call would take."""
     check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
@@ -377,11 +377,11 @@ def linear_outputs(
         shard = shards.shard_of(split, input, linear_weight)
     elif offsets is not None:
         _chosen.check_list(input, target, offsets)
-    elif not wanted & _run.TOP:
+    elif target is not None or not wanted & _run.TOP:
         check(input, target, "input")
     try:
-        k = target
-        if wanted & _run.TOP:
+        anything = wanted & _run.TOP and target is None
+        if anything:
             target = _top.target_of(input, shard)
         if shard is not None:
             shards.check_tokens(input, target, shard, int(shift), check)
@@ -396,7 +396,7 @@ def linear_outputs(
                     'grad_accumulation is "main_grad"; allowed with vocab_ids: None'
                 )
             vocabulary, shard = _vocabulary.listed(vocab_ids, linear_weight, shard)
-            if wanted & _run.TOP:  # any class that is listed
+            if anything:  # a class that is listed
                 target = vocabulary.ordered[:1].expand(target.shape)
             classes = None if weight is None else _float_constant("weight", weight)
             linear_weight, linear_bias, weight, target = vocabulary.arguments(
@@ -732,9 +732,9 @@ def linear_topk(
     wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
     with torch.no_grad():
         outputs = linear_outputs(
-            input, linear_weight, k, wanted | _top.wanted_of(k), linear_bias, reduction="none",
+            input, linear_weight, None, wanted | _top.wanted_of(k), linear_bias, reduction="none",
             logit_scale=logit_scale, softcap=softcap, temperature=temperature, memory=memory,
-            group=group, vocab_ids=vocab_ids,
+            group=group, vocab_ids=vocab_ids, k=k,
         )  # fmt: skip
     made = outputs[_top.LOGITS], outputs[_top.IDS]
     return (*made, _result(outputs, wanted)[1]) if wanted else made
