@@ -225,7 +225,7 @@ class Build(FirstUse):
     def test_a_command_that_nobody_knows(self) -> None:
         code, said = run(*self.command("baseline", "demo;dance"))
         self.assertNotEqual(code, 0)
-        self.assertIn('has "dance"; allowed: all, or of info plan check loss bench demo', said)
+        self.assertIn('has "dance"; allowed: all, or of info plan check loss score bench demo', said)
 
     def steps(self, preset: str, *options: str) -> str:
         """What a build by this preset would do, in a folder of its own."""

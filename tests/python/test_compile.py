@@ -84,7 +84,7 @@ def test_opcheck_of_chosen_columns_alone(device: str, lists: bool) -> None:
     x, w, b, _ = problem((2, 5), 19, 8, F32, device, bias=True)
     ids = torch.randint(0, 19, (2, 5, 3), device=device)
     offsets = torch.arange(0, 31, 3, device=device) if lists else None
-    given = (x, w, b, None, ids.flatten() if lists else ids, offsets, 0.9, 7.0, 1.1, None)
+    given = (x, w, b, None, ids.flatten() if lists else ids, offsets, 0.9, 7.0, 1.1, None, None)
     torch.library.opcheck(torch.ops.logitless.logits_at, given)
     upstream = torch.randn(given[4].shape, device=device)
     fixed = [a.detach() if isinstance(a, Tensor) else a for a in given]

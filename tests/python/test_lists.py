@@ -212,8 +212,14 @@ def test_one_graph_checkpoint_and_autocast(device: str, over: Any, lists: bool) 
         cast = call(x, w, ids)
     rounded = call(x.to(BF16), w.to(BF16), ids)
     close(cast.nan_to_num(neginf=0), rounded.nan_to_num(neginf=0))
-    some = torch.autograd.grad(cast.nan_to_num(neginf=0).sum(), (x, w))
-    assert some[0].dtype is F32 and bool(some[0].any())
+    # Gradients of f32 parameters are never of a narrower dtype in between.
+    for upstream in (1.0, 1e-8):
+        given = torch.full_like(cast, upstream)
+        some = torch.autograd.grad(cast, (x, w), given, retain_graph=True)
+        assert all(g.dtype is F32 and not torch.equal(g, g.to(BF16).float()) for g in some)
+    halved = torch.autograd.grad(call(x, w, ids), (x, w), torch.full_like(cast, 1e-8))
+    for ours, of in zip(some, halved):
+        assert float((ours - of).norm() / of.norm()) < 0.05
 
 
 @OVER
@@ -247,6 +253,61 @@ def test_strides_and_shapes(device: str) -> None:
     one = linear_logprobs_at(x[0, 0, 0], w, ids[0, 0, 0], over="ids")
     close(one.nan_to_num(neginf=0), wanted[0, 0, 0].nan_to_num(neginf=0))
     assert linear_logprobs_at(x.to("meta"), w.to("meta"), ids.to("meta"), over="ids").is_meta
+
+
+@OVER
+def test_forward_mode_and_transforms_are_refused(over: Any) -> None:
+    x, w, _, _ = problem((4,), 9, 16)
+    ids = ids_of((4,), 9, 3, absent=0.0)
+
+    def call(x: Tensor) -> Tensor:
+        return linear_logprobs_at(x, w, ids, over=over)
+
+    with pytest.raises(NotImplementedError):
+        torch.func.jvp(call, (x.detach(),), (x.detach(),))
+    with pytest.raises(NotImplementedError):
+        torch.func.vmap(call)(x.detach().expand(2, 4, 16))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), x.detach())
+        with pytest.raises(NotImplementedError):
+            call(dual)
+
+
+@OVER
+def test_columns_of_hidden_states_under_inductors_rules(device: str, over: Any) -> None:
+    """Fake and real gradients have one order of strides, whichever the input has."""
+    w = problem((4,), 9, 16, device=device)[1]
+    ids = ids_of((2, 3), 9, 3, device, absent=0.0)
+    for x in (
+        torch.randn(2, 16, 3, device=device).transpose(1, 2),
+        torch.randn(16, 2, 3, device=device).permute(1, 2, 0),
+    ):
+        x = x.requires_grad_()
+        torch.library.opcheck(
+            torch.ops.logitless.logits_at_backward,
+            (x.detach(), w.detach(), None, None, ids, None, 1.0, 0.0, 1.0, None, None,
+             torch.randn(2, 3, 3, device=device), 3),
+        )  # fmt: skip
+        made = linear_logprobs_at(x, w, ids, over=over)
+        plain = x.detach().contiguous().requires_grad_()
+        theirs = linear_logprobs_at(plain, w, ids, over=over)
+        g = torch.randn(made.shape, device=device)
+        close(torch.autograd.grad(made, x, g)[0], torch.autograd.grad(theirs, plain, g)[0])
+
+
+@OVER
+def test_a_list_of_every_class_is_summed_exactly(device: str, over: Any) -> None:
+    """On the CPU its sum is one after the other, which f32 has not the digits for."""
+    x, w, b, _ = problem((1,), 20000, 16, device=device, bias=True)
+    assert b is not None
+    ids, offsets = torch.arange(20000, device=device), torch.tensor([0, 20000], device=device)
+    made = linear_logprobs_at(x, w, ids, linear_bias=b, over=over, offsets=offsets)
+    theirs, leaves = exact(x, w, b, [ids.tolist()], over, {})
+    g = torch.full((20000,), 0.1, device=device)
+    ours = torch.autograd.grad(made, b, g)[0].double()
+    of = torch.autograd.grad(theirs, leaves, g.double())[2]
+    scale = 2000 * theirs.detach().exp() + 0.1  # what the terms of each element are
+    assert float(((ours - of).abs() / scale).max()) < 2e-6
 
 
 def test_differentiated_once(device: str) -> None:
@@ -286,6 +347,10 @@ def test_bad_arguments(over: Any) -> None:
         call(ids[:, None], over=over, offsets=offsets)
     with pytest.raises(ValueError, match=r"^offsets has shape \(3,\); allowed: \(4,\), N \+ 1 of"):
         call(ids, over=over, offsets=offsets[:3])
+    with pytest.raises(
+        ValueError, match=r"^ids has shape \(4,\); allowed beside no tokens: \(0,\)$"
+    ):
+        linear_logprobs_at(x[:0], w, ids, over=over, offsets=offsets[:1])
     with pytest.raises(TypeError, match=r"^offsets is float32; allowed: int32, int64$"):
         call(ids, over=over, offsets=offsets.float())
     with pytest.raises(ValueError, match=r"^over is 'all'; allowed: 'vocab', 'ids'$"):

@@ -64,7 +64,15 @@ def test_it_names_no_folder_and_no_host(reported: tuple[str, str]) -> None:
         for word in (socket.gethostname(), str(pathlib.Path.home()), str(PYTHON), "/tmp"):
             assert word not in text
     line = command.scrubbed('Traceback\n  File "/home/ada/x.py"\nOSError: /home/ada/lib/a.so: no')
-    assert line == "OSError: .../a.so: no"
+    assert line == "OSError: a path: no"
+    for text in ("No file: '/home/ada lovelace/lib.so'", "Permission denied: '/home/ada'",
+                 f"in {pathlib.Path.home()} of {socket.gethostname()}"):  # fmt: skip
+        line = command.scrubbed(text)
+        assert "ada" not in line and "/" not in line
+        assert socket.gethostname() not in line.split()
+    report = command.Report("cpu", 100)
+    report.take({"record": "conformance", "failures": ["RuntimeError: /home/ada/x.so: no"]}, "cpu")
+    assert report.whole["conformance"][0]["failures"] == ["RuntimeError: a path: no"]
 
 
 def test_what_fails_is_told_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +124,7 @@ def test_time_that_is_up_leaves_out_and_says_so() -> None:
     report = command.Report("cpu", 100)
     report.part("heads", "cpu", 1)
     assert report.whole["left_out"] == [{"part": "heads", "engine": "cpu", "reason": "time"}]
-    assert not report.right(["cpu"])  # nothing was checked
+    assert report.right(["cpu"]) is None  # nothing was checked
     assert "left out for time: cpu, heads" in command.table(report.whole)
 
 
@@ -155,6 +163,7 @@ def test_a_head_that_does_not_fit_takes_fewer_tokens(monkeypatch: pytest.MonkeyP
     [
         (["report", "--limit", "1"], "--limit: 1.0 is out of range; allowed: 10 to 3600"),
         (["report", "--out", "no/such.json"], "--out: no/such.json: no such folder"),
+        (["report", "--out", "."], "--out: .: not a file that can be written"),
         (["report", "--frob"], "unrecognized arguments: --frob"),
         ([], "usage: python -m logitless report"),
         (["train"], "usage: python -m logitless report"),

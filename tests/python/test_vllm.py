@@ -122,3 +122,13 @@ def test_a_prompt_of_another_length_is_refused() -> None:
     for tokens in (t[:4], torch.cat([t, t]), t[None], t[:0]):
         with pytest.raises(LogitlessError, match="prompt_token_ids has shape"):
             vllm.prompt_logprobs(x, w, tokens, 2)
+
+
+def test_what_is_no_token_is_refused() -> None:
+    x, w = torch.randn(4, 6), torch.randn(50, 6)
+    with pytest.raises(ValueError, match=r"is -100; allowed: 0 to 49"):
+        vllm.gather_logprobs(x, w, 2, torch.tensor([1, -100, 3, 4]))
+    with pytest.raises(TypeError, match=r"^token_ids is float32; allowed: int32, int64$"):
+        vllm.gather_logprobs(x, w, 2, torch.tensor([1.9, 2.7, 3.0, 4.0]))
+    with pytest.raises(TypeError, match=r"^gather_logprobs\(\) got an unexpected keyword"):
+        vllm.gather_logprobs(x, w, 2, torch.arange(4), shift=True)  # type: ignore[call-arg]

@@ -871,3 +871,12 @@ def test_a_known_bug_makes_a_check_fail(name: str) -> None:
     check()
     with mock.patch.object(where, function, mutant), pytest.raises(BaseException):  # noqa: B017
         check()
+
+
+@pytest.mark.parametrize("wrong", [[-1, 2], [1, 1, 5], [1, 37], [-3]])
+def test_a_head_without_targets_checks_its_list_too(wrong: list[int]) -> None:
+    from logitless.torch import LinearCrossEntropyHead
+
+    head = LinearCrossEntropyHead(16, 37, vocab_ids=torch.tensor(wrong))
+    with pytest.raises(ValueError, match=r"^vocab_ids\[\d\] is "):
+        head(torch.randn(3, 16))

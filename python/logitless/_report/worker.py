@@ -37,7 +37,9 @@ def say(kind: str, **values: Any) -> None:
 
 
 def _of_nvidia_smi(fields: list[str]) -> dict[str, str]:
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    command.append("--id=0" if uuid is None else f"--id=GPU-{uuid}")
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

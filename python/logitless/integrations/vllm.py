@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless._errors import invalid, renames, wrong_shape
+from logitless._errors import invalid, renames, wrong_dtype, wrong_shape
 from logitless.torch import _run, _top
 from logitless.torch._functions import linear_outputs
 
@@ -33,6 +33,7 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
+_NEVER = -(1 << 63)  # an ignore_index that no token has
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
@@ -46,11 +47,13 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 )
 @torch.no_grad()
 def gather_logprobs(
-    hidden_states: Tensor, weight: Tensor, num_logprobs: int, token_ids: Tensor, **options: Any
-) -> LogprobsTensors:
+    hidden_states: Tensor, weight: Tensor, num_logprobs: int, token_ids: Tensor, *,
+    linear_bias: Tensor | None = None, temperature: float | Tensor = 1.0, logit_scale: float = 1.0,
+    softcap: float | None = 0.0, memory: int | str | None = None,
+) -> LogprobsTensors:  # fmt: skip
     """Of token_ids [N] behind hidden_states [N, D], as vLLM's Sampler.gather_logprobs makes them of
-    log-probabilities [N, V]. `num_logprobs` is 0 to 256 and at most V. `options` are those of
-    linear_topk: linear_bias, temperature, logit_scale, softcap, memory, group."""
+    log-probabilities [N, V]. `num_logprobs` is 0 to 256 and at most V. The
+    options are linear_topk's."""
     if isinstance(num_logprobs, bool) or not isinstance(num_logprobs, int) or num_logprobs < 0:
         raise invalid(f"num_logprobs is {num_logprobs!r}; allowed: 0 to 256, and at most V")
     if hidden_states.dim() != 2 or token_ids.shape != hidden_states.shape[:1]:
@@ -58,13 +61,17 @@ def gather_logprobs(
             f"hidden_states has shape {tuple(hidden_states.shape)} and token_ids "
             f"{tuple(token_ids.shape)}; allowed: [N, D] and [N]"
         )
+    if token_ids.is_floating_point():
+        raise wrong_dtype(f"token_ids is {str(token_ids.dtype)[6:]}; allowed: int32, int64")
     # One call: a token that is in the list has that one's number, to the bit.
     wanted = _run.LOGPROB | _run.BITS["rank"]
     if num_logprobs:
         wanted |= _top.wanted_of(num_logprobs)
     outputs = linear_outputs(
-        hidden_states, weight, token_ids.long(), wanted, reduction="none", k=num_logprobs, **options
-    )
+        hidden_states, weight, token_ids.long(), wanted, linear_bias, reduction="none",
+        ignore_index=_NEVER, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
+        memory=memory, k=num_logprobs,
+    )  # fmt: skip
     made = dict(zip(_run.OUTPUTS.values(), outputs))
     logprobs, ids = made["logprob"][:, None], token_ids[:, None].long()  # [N, 1]
     if num_logprobs:

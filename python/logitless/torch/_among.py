@@ -4,6 +4,7 @@ vocabulary ("Only chosen columns" of docs/semantics.md), and the log-softmax of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from logitless._abi import Options
 from logitless._errors import not_supported
 from logitless._vocabulary import ABSENT
 from logitless.torch import _lists, _run
-from logitless.torch._autograd import ONCE_ONLY
+from logitless.torch._autograd import ONCE_ONLY, cast, cast_bias
 from logitless.torch._run import matrix
 
 _INPUTS = ("input", "weight", "bias", "target", "temperature", "ids", "id_offsets")
@@ -24,14 +25,15 @@ _BACKWARD = (*_INPUTS, "grad_logits_at", "grad_input", "grad_weight", "grad_bias
 
 def logprobs(
     input: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, ids: Tensor,
-    offsets: Tensor | None, options: Options, memory: int | None,
+    offsets: Tensor | None, options: Options, memory: int | None, dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """In the shape of `ids`, [..., K], or [M] beside `offsets` [N + 1]."""
+    """In the shape of `ids`, [..., K], or [M] beside `offsets` [N + 1]. `dtype`: that of the
+    products under autocast; gradients have their tensors' own."""
     op: Any = torch.ops.logitless.logits_at
     absent = ids == ABSENT
     logits = op(
         input, weight, bias, temperature, ids, offsets, options.logit_scale, options.softcap,
-        options.temperature, memory,
+        options.temperature, memory, dtype,
     )  # fmt: skip
     among = logits.log_softmax(-1) if offsets is None else _lists.log_softmax(logits, offsets)
     # Of an absent id no upstream gradient goes on.
@@ -39,12 +41,12 @@ def logprobs(
     return made
 
 
-def _inputs(
-    input: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, ids: Tensor,
-    offsets: Tensor | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+def _inputs(tensors: Sequence[Any], dtype: torch.dtype | None) -> tuple[Tensor | None, ...]:
+    """_INPUTS of an op's tensors."""
+    input, weight, bias, temperature, ids, offsets = tensors
     tokens = input.shape[:-1].numel()
-    rows = input.reshape(tokens, input.shape[-1])  # [N, D]
+    rows = cast(input, dtype).reshape(tokens, input.shape[-1])  # [N, D]
+    weight, bias = cast(weight, dtype), cast_bias(bias, dtype)
     listed = ids if offsets is not None else matrix(ids)
     target = rows.new_zeros(tokens, dtype=torch.int64)  # [N]
     return rows, weight, bias, target, temperature, listed, offsets
@@ -58,9 +60,9 @@ def _options(logit_scale: float, softcap: float, temperature: float) -> Options:
 
 
 def _logits_at(*args: Any) -> Tensor:
-    *tensors, scale, softcap, temperature, memory = args
+    *tensors, scale, softcap, temperature, memory, dtype = args
     ids, offsets = tensors[4:]
-    given = _inputs(*tensors)
+    given = _inputs(tensors, dtype)
     logits = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
     flat = logits if offsets is not None else matrix(logits)
     options = _options(scale, softcap, temperature)
@@ -70,14 +72,12 @@ def _logits_at(*args: Any) -> Tensor:
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    *tensors, scale, softcap, temperature, memory, upstream, needs = args
+    *tensors, scale, softcap, temperature, memory, dtype, upstream, needs = args
     input, weight, bias, *_, offsets = tensors
-    given = _inputs(*tensors)
+    given = _inputs(tensors, dtype)
     upstream = upstream.resolve_neg().contiguous()
     flat = upstream if offsets is not None else matrix(upstream)
-    of = (given[0], weight, bias)
-    grads = [torch.empty_like(t) if t is not None and needs & 1 << i else None
-             for i, t in enumerate(of)]  # fmt: skip
+    grads = _gradients((input, weight, bias), given, needs)
     options = _options(scale, softcap, temperature)
     kind = _abi.LINEAR_CROSS_ENTROPY_BACKWARD
     asked = ("only_chosen", *(None if g is None else (g.dtype, g.stride()) for g in grads))
@@ -89,20 +89,29 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    needs = args[-1]
-    return tuple(
-        torch.empty_like(
-            t, memory_format=torch.contiguous_format if i == 0 else torch.preserve_format
-        )
-        if t is not None and needs & 1 << i
-        else args[0].new_empty(0)
-        for i, t in enumerate(args[:3])
-    )
+    dtype, _, needs = args[-3:]
+    input, weight, bias = args[:3]
+    rows = cast(input, dtype).reshape(-1, input.shape[-1])  # [N, D]
+    made = _gradients((input, weight, bias), (rows, cast(weight, dtype), bias), needs)
+    if made[0] is not None:
+        made[0] = made[0].view(input.shape)
+    return tuple(input.new_empty(0) if g is None else g for g in made)
+
+
+def _gradients(
+    of: Sequence[Tensor | None], given: Sequence[Tensor | None], needs: int
+) -> list[Tensor | None]:
+    """In the dtypes of the tensors, and in the order of strides of those that the core is given."""
+    made: list[Tensor | None] = []
+    for i, (tensor, like) in enumerate(zip(of, given)):
+        wanted = tensor is not None and like is not None and needs & 1 << i
+        made.append(torch.empty_like(like, dtype=tensor.dtype) if wanted else None)  # type: ignore[arg-type,union-attr]
+    return made
 
 
 _TENSORS = (
     "Tensor input, Tensor weight, Tensor? bias, Tensor? temperature, Tensor ids, Tensor? offsets, "
-    "float logit_scale, float softcap, float temperature_number, int? memory"
+    "float logit_scale, float softcap, float temperature_number, int? memory, ScalarType? dtype"
 )
 _make_library: Any = torch.library.Library
 _library = _make_library("logitless", "FRAGMENT")

@@ -50,6 +50,8 @@ def check_list(input: Tensor, ids: Any, offsets: Any) -> None:
     if ids.dim() != 1:
         raise wrong_shape(f"ids has shape {tuple(ids.shape)}; allowed beside offsets: (M,)")
     ends = input.shape[:-1].numel() + 1
+    if ends == 1 and ids.shape[0] > 0:
+        raise wrong_shape(f"ids has shape {tuple(ids.shape)}; allowed beside no tokens: (0,)")
     if tuple(offsets.shape) != (ends,):
         raise wrong_shape(
             f"offsets has shape {tuple(offsets.shape)}; allowed: ({ends},), N + 1 of the N tokens"

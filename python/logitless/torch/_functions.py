@@ -621,7 +621,8 @@ def linear_logprobs_at(
 
     The id -1 is none: -inf, and its upstream gradient is not read. A token without any other id is
     not computed, and its statistics are 0. Any other id outside the vocabulary is an error on the
-    CPU; on a GPU it is NaN, without a gradient. An id may be given more than once.
+    CPU; on a GPU it is NaN, without a gradient (over the ids alone, all of that token's are NaN).
+    An id may be given more than once.
 
     `over`: "vocab", the softmax over the whole vocabulary, or "ids", over the token's ids alone, an
     id that is given twice counted twice. That takes no product of the vocabulary, and has neither
@@ -682,10 +683,12 @@ def _among_ids(
         "none", ABSENT, 0.0, 0.0, logit_scale, softcap, number, "zero"
     )  # fmt: skip
     bound = _memory.default() if memory is None else parse_memory(memory)
-    dtype = _autocast_dtype(input)
-    x, w, b = cast(input, dtype), cast(linear_weight, dtype), cast_bias(linear_bias, dtype)
+    dispatches(input, linear_weight, linear_bias)  # which refuses what has no gradient here
     try:
-        return _among.logprobs(x, w, b, temperatures, ids, offsets, options, bound)
+        return _among.logprobs(
+            input, linear_weight, linear_bias, temperatures, ids, offsets, options, bound,
+            _autocast_dtype(input),
+        )  # fmt: skip
     except LogitlessError as error:
         places = ids.shape if offsets is None else (ids.shape[0], 1)
         if error.status == "target_out_of_range":

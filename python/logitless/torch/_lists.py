@@ -37,8 +37,12 @@ def log_softmax(logits: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _sums(values: Tensor, offsets: Tensor) -> Tensor:
-    ends = ends_of(offsets, values.shape[0])
-    return torch.segment_reduce(values.contiguous(), "sum", offsets=ends, unsafe=True)
+    return _summed(values, ends_of(offsets, values.shape[0])).float()
+
+
+def _summed(values: Tensor, ends: Tensor) -> Tensor:
+    """In f64: a list may have every class, and on the CPU its sum is one after the other."""
+    return torch.segment_reduce(values.double().contiguous(), "sum", offsets=ends, unsafe=True)
 
 
 def _log_softmax(logits: Tensor, offsets: Tensor) -> Tensor:
@@ -46,8 +50,7 @@ def _log_softmax(logits: Tensor, offsets: Tensor) -> Tensor:
     none = -float("inf")
     most = torch.segment_reduce(logits, "max", offsets=ends, unsafe=True, initial=none)
     shifted = logits - most[token]
-    total = torch.segment_reduce(shifted.exp(), "sum", offsets=ends, unsafe=True)
-    return shifted - total.log()[token]
+    return shifted - _summed(shifted.exp(), ends).log().float()[token]
 
 
 _make_library: Any = torch.library.Library

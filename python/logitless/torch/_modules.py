@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from logitless._call import EmptyMean, Reduction, is_flat
 from logitless._errors import invalid, not_supported, renames, wrong_dtype
+from logitless.torch import _vocabulary
 from logitless.torch._autograd import MainGrad
 from logitless.torch._checks import check_tensor
 from logitless.torch._functions import (
@@ -410,8 +411,11 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
             if loss.softcap is not None and loss.softcap > 0:
                 z = torch.tanh(z / loss.softcap) * loss.softcap
             if loss.vocab_ids is not None:
+                _vocabulary.check_list("vocab_ids", loss.vocab_ids, z.shape[-1], self.weight)
+                listed, _, wrong = _vocabulary.sorted_ids("vocab_ids", loss.vocab_ids, z.shape[-1])
                 others = torch.ones(z.shape[-1], dtype=torch.bool, device=z.device)
-                z = z.masked_fill(others.index_fill(0, loss.vocab_ids.long(), False), -math.inf)
+                z = z.masked_fill(others.index_fill(0, listed, False), -math.inf)
+                z = z.masked_fill(wrong, math.nan)
             return _divided(z, loss.temperature if temperature is None else temperature)
         options = self.loss._options(temperature)
         wanted = wanted_of(options.pop("return_statistics"))

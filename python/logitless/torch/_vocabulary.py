@@ -205,7 +205,7 @@ def check_list(name: str, ids: Any, vocab: Any, weight: Tensor, rows: Any = None
         )
 
 
-def _sorted(name: str, ids: Tensor, vocab: Any) -> tuple[Tensor, Tensor, Tensor]:
+def sorted_ids(name: str, ids: Tensor, vocab: Any) -> tuple[Tensor, Tensor, Tensor]:
     made: tuple[Tensor, Tensor, Tensor] = torch.ops.logitless.sort_list(ids, vocab, name)
     return made
 
@@ -227,7 +227,7 @@ def listed(ids: Any, weight: Tensor, shard: Any = None) -> tuple[Vocabulary, Any
 
         if ranks.ON:
             ranks.before_list(name, ids, shard)
-    ordered, _, wrong = _sorted(name, ids, vocab)
+    ordered, _, wrong = sorted_ids(name, ids, vocab)
     order, rows = torch.arange(ids.shape[0], device=ids.device), ordered
     if shard is not None:
         start, stop = shard.start, min(shard.start + weight.shape[0], shard.total)
@@ -242,7 +242,7 @@ def paired(ids: Any, weight: Tensor, vocab: Any) -> Vocabulary:
     """`teacher_vocab_ids`, whose order is that of the rows of the student's `weight`."""
     name = "teacher_vocab_ids"
     check_list(name, ids, vocab, weight, weight.shape[0])
-    ordered, order, wrong = _sorted(name, ids, vocab)
+    ordered, order, wrong = sorted_ids(name, ids, vocab)
     rows = torch.empty_like(ordered).index_copy_(0, order, ordered)
     return Vocabulary(name, vocab, ordered, order, wrong, rows)
 
