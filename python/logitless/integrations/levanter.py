@@ -32,7 +32,7 @@ _NAMES = {
 
 
 def _weights(weight: Any, where: Any, axes: Any) -> Any:
-    """What each token counts, or None where all count alike."""
+    """Each token's weight, or None if all count alike."""
     if where is not None:
         chosen = (where != 0).astype(jnp.float32)
         weight = chosen if weight is None else weight.astype(jnp.float32) * chosen
