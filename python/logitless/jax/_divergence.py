@@ -199,7 +199,7 @@ def _heads(given: dict[str, Any]) -> dict[str, Array]:
 def _listed(
     vocab_ids: Any, teacher_vocab_ids: Any, arrays: dict[str, Array], axis_name: Any
 ) -> Any:
-    """The list of rows, if one is given; replaces the arrays by what it chooses of them."""
+    """The list of rows, if one is given; replaces the arrays by their listed rows."""
     if vocab_ids is None and teacher_vocab_ids is None:
         return None
     if vocab_ids is not None and teacher_vocab_ids is not None:
@@ -237,14 +237,14 @@ def _of_tokens(
     arrays: dict[str, Array], target: Any, token_weight: Any, normalizer: Any, options: Divergence,
     shift: int, one_temperature: bool, whole: bool, listed: Any = None,
 ) -> tuple[dict[str, Array], Divergence]:  # fmt: skip
-    """The arrays of tokens and the normalizer, those of labels moved by `shift`, and the options
-    with what of the others is a number."""
+    """The arrays of tokens, those of labels moved by `shift`, and the normalizer; and the options,
+    with temperatures and a normalizer that are numbers."""
     shape = arrays["input"].shape[:-1]
     ignored = _integer("ignore_index", options.ignore_index)
     _abi.check_ignore_index(ignored)
     found = {}
     if target is None:
-        ignored = IGNORE_INDEX  # which nobody reads
+        ignored = IGNORE_INDEX  # not read
     else:
         found["target"], ignored = _labels(target, ignored, shift, arrays, whole, listed)
     if token_weight is not None:
