@@ -32,7 +32,7 @@ class VocabParallelOptions:
     processes), and whether the gradient of `e` is summed over the ranks.
 
     The signature is that of cut_cross_entropy/vocab_parallel/utils.py at commit d42911f. Where
-    `vocab_size` is None, as it is of Cut Cross Entropy's own options, every call asks the ranks for
+    `vocab_size` is None, as in Cut Cross Entropy's own options, every call asks the ranks for
     the largest `stop`, for which a GPU waits; `from_vocab` sets it.
     """
 

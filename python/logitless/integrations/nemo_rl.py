@@ -38,8 +38,8 @@ def get_distillation_topk_logprobs(
     memory: int | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(student_topk_logprobs [B, S - 1, k], teacher_topk_logprobs, H_all [B, S - 1] or None), as
-    get_distillation_topk_logprobs_from_logits makes them of student_logits [B, S, V], in the place
-    of which hidden states [B, S, D] and the head [V, D] are given.
+    get_distillation_topk_logprobs_from_logits makes them from student_logits [B, S, V]; here hidden
+    states [B, S, D] and the head [V, D] are given instead.
 
     With `zero_outside_topk` the student's log-probabilities are those of the whole vocabulary, else
     of the k tokens alone, without a product of the vocabulary where that is not split. H_all is the

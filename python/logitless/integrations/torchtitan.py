@@ -52,9 +52,9 @@ class HeadLoss:
 
         The interface is that of torchtitan 0.3.0, torchtitan/components/loss.py, and `loss_inputs`
         are unused as in its CrossEntropyLoss. Hooks of the lm_head run, FSDP's among them. A weight
-        that is a DTensor says itself over which ranks it is split; a plain one is a share of
-        `tp_group`, and then the gradient of pred is the rank's part of a sum, as that of lm_head's
-        product is under spmd_types, which sums it where pred was gathered.
+        that is a DTensor tells over which ranks it is split; a plain one is a share of `tp_group`,
+        and the gradient of pred is then the rank's part of a sum, like that of lm_head's product
+        under spmd_types, which sums it where pred was gathered.
         """
         head = self.lm_head
         if head is None:

@@ -138,8 +138,8 @@ def compute_forward_kl_topk(
 ) -> dict[str, Tensor]:
     """{"distillation_losses", "student_mass", "teacher_mass", "overlap_count",
     "overlap_token_advantage"} [1, T] each, as verl 0.9.1's function of this name in
-    verl/trainer/distillation/fsdp/losses.py makes them of student_logits [1, T, V], in whose place
-    hidden_states [1, T, D] and the head [V, D] are given. The first alone has a gradient.
+    verl/trainer/distillation/fsdp/losses.py makes them from student_logits [1, T, V]; here
+    hidden_states [1, T, D] and the head [V, D] are given instead. Only the first has a gradient.
 
     The teacher's tensors [1, T, k] may be nested, of sequences [T_i, k]. Of `config` its
     distillation_loss.log_prob_min_clamp is read. The overlap takes a product of its own;

@@ -119,7 +119,7 @@ def linear_divergence(
 
     input [..., D], linear_weight [V, D], linear_bias [V], teacher_input [..., Dt], teacher_weight
     [V, Dt], teacher_bias [V], all of one dtype, f32, f16 or bf16 (a bias may be f32); or
-    teacher_logits [..., V] of any of these, in the place of the teacher's head. target [...] of
+    teacher_logits [..., V] of any of these, in place of the teacher's head. target [...] of
     class indices, token_weight [...] f32. Leading dimensions are those of `input`. Each head has
     its logit_scale, softcap and temperature, numbers but the last, which may be a tensor [...], [N]
     or broadcastable to [...]; a teacher_temperature of None is `temperature`.
@@ -128,7 +128,7 @@ def linear_divergence(
     tensors require one, so that one weight may serve both heads. `beta` is read by "jsd" and
     "skew_kl" alone.
 
-    target: optional. Where it is ignore_index nothing of the token is read, and a mean does not
+    target: optional. Where it is ignore_index, nothing of the token is read, and a mean does not
     count it; without a target all tokens count. label_weight other than 0, "logprob" and `shift`
     need one. `shift`: position i is given the target of i + shift with that label's token_weight
     and temperatures; the last `shift` positions have none and do not count. reduction, normalizer,

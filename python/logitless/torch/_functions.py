@@ -512,14 +512,13 @@ def workspace_size(
     gradients: bool = True,
     **options: Unpack[LinearOptions],
 ) -> int:
-    """Bytes that linear_cross_entropy of these arguments takes beyond the tensors that it is given,
-    its results and the gradients: its workspace and, of a reduction "none" or a differentiable
-    statistic, what is kept from Forward to Backward with it. Nothing is computed, and no element
-    is read.
+    """Bytes that linear_cross_entropy with these arguments takes beyond its arguments, results and
+    gradients: its workspace and, with a reduction "none" or a differentiable statistic, what is
+    kept from Forward to Backward. Nothing is computed, and no element is read.
 
-    The arguments are linear_cross_entropy's, in the same shapes and with the same errors; of one
-    process, for a vocabulary that is split over ranks has no answer here. `gradients`: True counts
-    the backward too, of the tensors that require a gradient, or of all where none does, as if every
+    The arguments are linear_cross_entropy's, in the same shapes and with the same errors, but of
+    one process: a vocabulary that is split over ranks is not supported. `gradients`: True counts
+    the backward too, for the tensors that require a gradient, or for all if none does, as if every
     result had an upstream gradient; False is a call under no_grad. `memory` is never exceeded; None
     is that of `default_memory`. A compiled function may keep another amount."""
     for name in options:

@@ -46,9 +46,9 @@ def source() -> str:
 
 def set_default_memory(memory: int | str | None) -> None:
     """Sets the `memory` of every later call of this process, on whatever thread, that is given
-    none (or None): of logitless.torch and of the signatures of logitless.integrations. In bytes or
-    as "512MiB"; None is what each takes by itself: of logitless.torch what the library recommends,
-    of logitless.integrations what the function takes in whose name it is. An open `with
+    none (or None), in logitless.torch and logitless.integrations. In bytes or as "512MiB"; None is
+    what each takes by itself: in logitless.torch what the library recommends, in
+    logitless.integrations what the function that it replaces takes. An open `with
     default_memory(...)` goes before it. A compiled function takes the value that held when it was
     traced."""
     _settings[0].memory = parse_memory(memory)

@@ -440,7 +440,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         param_dtype: torch.dtype | None = None,
         gradient_divide_factor: float | None = None,
     ) -> LinearCrossEntropyHead[R]:
-        """Splits the vocabulary over a device mesh, of one dimension but where said otherwise, and
+        """Splits the vocabulary over a device mesh, of one dimension unless said otherwise, and
         returns the head.
 
         Weight and bias become DTensor parameters with Shard(0), made of the values of rank
