@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless bench measures the time of ops over a sweep of shapes, beside what the machine can do,
-// both in this run. FLOP are those of the products an op cannot avoid (a plan that recomputes the
-// logits does more); bytes are those of the head, or of the logits where they are given.
+// logitless bench: the time of ops over a sweep of shapes, beside what the machine can do, both
+// measured in this run. FLOP are those of the products that an op cannot avoid (a plan that
+// recomputes the logits does more); bytes are those of the head, or of given logits.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -36,8 +36,8 @@ struct BenchArguments {
   bool in_place = false, first_call = false, warmup = false, quick = false;
 };
 
-// Makes the sweep one small shape and few repeats, but for what the caller has named: CLI11 counts
-// that.
+// Makes the sweep one small shape with few repeats, except for options that the caller gave, by
+// CLI11's count.
 void make_quick(BenchArguments& a, const CLI::App& command) {
   const auto set = [&](const char* name, auto& value, auto quick) {
     if (command.count(name) == 0) value = quick;
@@ -54,9 +54,9 @@ struct Case {
   std::optional<uint64_t> memory;
 };
 
-// This is the best seen in this run, for one number of threads.
+// The best rates seen in this run, for one number of threads.
 struct Machine {
-  double fma = 0, bf16_dot = 0, amx = 0;  // they count FLOP/s, where 0 says that there is none
+  double fma = 0, bf16_dot = 0, amx = 0;  // FLOP/s; 0: none
   Bandwidth bandwidth;
 };
 
@@ -66,13 +66,13 @@ struct Row {
   cpu::Arithmetic arithmetic = cpu::Arithmetic::f32;
   Measurement m;
   Machine machine;
-  const GpuBench* gpu = nullptr;  // without one the CPU is measured
+  const GpuBench* gpu = nullptr;  // null: the CPU is measured
 
   double flops() const;
   uint64_t logits_bytes() const;
   double bytes() const;
   bool writes() const { return c.shape.op != "linear-forward" && c.shape.op != "forward"; }
-  double peak() const;  // it counts FLOP/s
+  double peak() const;  // FLOP/s
   double bandwidth() const { return writes() ? machine.bandwidth.copy : machine.bandwidth.read; }
   double rate() const { return flops() / m.median(); }
   double throughput() const { return bytes() / m.median(); }
@@ -116,7 +116,7 @@ std::vector<Case> cases(const BenchArguments& a) {
   for (const std::string& text : a.memories) memories.push_back(parse_bytes(text, "--memory"));
   if (memories.empty()) memories.emplace_back();
   std::vector<Case> all;
-  // The innermost loop is the one that keeps the tensors.
+  // The tensors stay the same in the innermost loop.
   for (const int64_t n : a.tokens)
     for (const int64_t d : a.hidden)
       for (const int64_t v : a.vocab)
@@ -137,13 +137,13 @@ std::vector<Case> cases(const BenchArguments& a) {
   return all;
 }
 
-// Refuses what would not fit before the system ends the process for it. The host holds a copy of a
-// GPU's tensors, and the device holds them and the workspace.
+// Refuses what would not fit, before the system ends the process for it. For a GPU the host holds a
+// copy of the tensors, and the device the tensors and the workspace.
 void check_fits(const Case& c, const GpuBench* gpu) {
   uint64_t needed = with_op(c.shape.op, [&](auto op) {
     uint64_t bytes = 0;
-    // The tensors lie somewhere, aligned and apart, because a device plans otherwise without
-    // addresses. Nothing is read.
+    // Made-up addresses, aligned and apart, because without any a device plans otherwise. Nothing
+    // is read.
     uintptr_t address = uintptr_t{1} << 32;
     set_views(op, c.shape, [&](const char*, TensorView view) {
       bytes += bytes_of(view);
@@ -255,7 +255,7 @@ Chart make_chart(const std::vector<Row>& rows) {
   return chart;
 }
 
-// Probes all of the machine once, then again what the next measurement is compared with, so that a
+// Probes the whole machine once, then before each measurement what it is compared with, so that a
 // machine that slows down slows both.
 void probe(Machine& machine, cpu::Arithmetic arithmetic) {
   constexpr int kFirst = 5, kAgain = 2;
@@ -280,7 +280,7 @@ void print_machine(int threads, const Machine& m) {
       m.bandwidth.copy * 1e-9);
 }
 
-// What others take is measured by programs that have PyTorch: our own products with whole logits
+// The time of others is measured by programs that have PyTorch: our own products with whole logits
 // would be a peer that nobody uses.
 void print_peers(const std::string& device, const std::vector<Row>& rows) {
   if (std::any_of(rows.begin(), rows.end(), [](const Row& row) { return row.c.shape.linear(); })) {

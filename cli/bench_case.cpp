@@ -17,10 +17,10 @@ namespace {
 // The reference holds the head in double, so this is 1 GiB.
 constexpr int64_t kLargestJudgedHead = int64_t{1} << 27;
 
-// Writes normal numbers, as many as `bytes` hold: blocks of one table, each from a place of its
-// own, so that gigabytes are filled at the speed of memory.
+// Fills the buffer with normal numbers: blocks from random places of one table, so that gigabytes
+// are filled at the speed of memory.
 void fill_normal(const Buffer& buffer, DType dtype, double scale) {
-  constexpr size_t kTable = 1 << 18, kBlock = 4096;  // they count elements
+  constexpr size_t kTable = 1 << 18, kBlock = 4096;  // elements
   std::mt19937_64 random(42);
   std::normal_distribution<float> normal(0, static_cast<float>(scale));
   const auto element = static_cast<size_t>(size_of(dtype));
@@ -59,7 +59,7 @@ void fill(const std::string& name, const TensorView& view, int64_t vocab, const 
   }
 }
 
-// Returns a line of /proc/self/status in bytes.
+// A line of /proc/self/status, in bytes.
 std::optional<uint64_t> process_memory(const std::string& wanted) {
   std::ifstream file("/proc/self/status");
   for (std::string key; file >> key;) {
@@ -70,13 +70,13 @@ std::optional<uint64_t> process_memory(const std::string& wanted) {
   return {};
 }
 
-// Measures what `work` adds at its peak to the memory the process has at its start.
+// What `work` adds, at its peak, to the memory that the process has at its start.
 template <class F>
 std::optional<uint64_t> rss_growth(F&& work) {
   bool reset;
   {
     std::ofstream file("/proc/self/clear_refs");
-    file << "5" << std::flush;  // the peak starts anew
+    file << "5" << std::flush;  // resets the peak
     reset = file.good();
   }
   const std::optional<uint64_t> before = process_memory("VmRSS:");
@@ -120,7 +120,7 @@ Op make_op(const OpShape& shape, Tensors& tensors) {
   return op;
 }
 
-// Prepares what Backward is given: Forward writes it on the same tensors.
+// Prepares the state that Backward is given, by a Forward on the same tensors.
 template <class Op>
 void prepare_state(const OpShape& shape, Tensors& tensors, GpuBench* gpu) {
   if constexpr (BackwardOnlyOp<Op>) {
@@ -135,7 +135,7 @@ void prepare_state(const OpShape& shape, Tensors& tensors, GpuBench* gpu) {
   }
 }
 
-// Starts the threads and brings the code in, so that only the op's memory is seen to grow.
+// Starts the threads and loads the code, so that only the op's memory grows afterwards.
 template <class Op>
 void warm_up(OpShape shape) {
   shape.tokens = 64;
@@ -146,7 +146,7 @@ void warm_up(OpShape shape) {
   run_recommended(make_op<Op>(shape, tensors), nullptr);
 }
 
-// These are the rows of the logits that judge() wants, saved before the run overwrites them.
+// The rows of the logits that judge() needs, saved before the run overwrites them.
 struct SavedRows {
   TensorView view{};
   Buffer buffer;
@@ -224,7 +224,7 @@ Measurement measure(const OpShape& shape, const MeasureOptions& options, Tensors
     } else {
       gpu->timed(op, m.workspace, true);
     }
-    // The suite judges the backend in the same way: see tests/support/device_cuda.cpp.
+    // As the suite does: tests/support/device_cuda.cpp.
     const bool tensor_cores =
         gpu != nullptr && gpu->has_tensor_cores() && shape.linear() && shape.dtype != DType::f32;
     m.error_ratio = error_ratio(op, shape, tensors, options.samples, saved, tensor_cores);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One measurement is of an op of one shape: its data, its time, the memory it touches and its
-// error.
+// One measurement of an op of one shape: its data, its time, the memory it touches and its error.
 #pragma once
 
 #include <functional>
@@ -15,13 +14,12 @@
 
 namespace logitless::cli {
 
-// Tensors have names, are allocated and touched once, and stay from one measurement to the next.
+// Tensors by name, allocated and touched once, which stay from one measurement to the next.
 class Tensors {
  public:
-  // Returns the view with memory of its size: numbers like a model's where it is an input, zeros
-  // elsewhere.
+  // The view with memory: numbers like a model's for an input, zeros otherwise.
   TensorView get(const std::string& name, TensorView view, int64_t vocab);
-  // its numbers were overwritten, so the next get makes new ones
+  // The next get makes new numbers, because these were overwritten.
   void forget(const std::string& name);
 
  private:
@@ -35,25 +33,24 @@ class Tensors {
 
 struct Measurement {
   WorkspaceSize size{};
-  uint64_t workspace = 0;              // the op was given so many bytes
-  std::vector<double> seconds;         // they are of every repeat, sorted
-  std::optional<uint64_t> rss_growth;  // it counts bytes, and is there where the system tells
-  std::optional<double> error_ratio;   // it is the worst error / bound over the sampled elements
+  uint64_t workspace = 0;              // bytes
+  std::vector<double> seconds;         // of each repeat, sorted
+  std::optional<uint64_t> rss_growth;  // bytes, where the system tells
+  std::optional<double> error_ratio;   // the worst error / bound of the sampled elements
 
   double median() const;
   double best() const { return seconds.front(); }
 };
 
 struct MeasureOptions {
-  // It counts bytes of workspace; without it the recommended one is taken.
-  std::optional<uint64_t> memory;
+  std::optional<uint64_t> memory;  // bytes of workspace; by default the recommended ones
   int repeats = 5;
-  GpuBench* gpu = nullptr;  // without one the CPU is measured
-  int samples = 2;          // so many tokens and vocabulary rows are judged
+  GpuBench* gpu = nullptr;  // null: the CPU is measured
+  int samples = 2;          // tokens, and vocabulary rows, that are judged
 };
 
-// Runs once unmeasured, which tells the error and the memory touched, then `repeats` times; tick(i)
-// comes before run i.
+// Runs once untimed, for the error and the memory touched, then `repeats` times; calls tick(i)
+// before run i.
 Measurement measure(const OpShape& shape, const MeasureOptions& options, Tensors& tensors,
                     const std::function<void(int)>& tick);
 

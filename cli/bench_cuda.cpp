@@ -25,8 +25,8 @@ void check_cuda(cudaError_t code, const char* what) {
 
 constexpr Device kDevice{DeviceType::cuda, 0};
 
-// Fills memory with numbers between 1/2 and 2 of either sign, as bf16 and as f32. Equal ones would
-// be multiplied at a higher clock.
+// Fills memory with bits that are numbers between 1/2 and 2 of either sign both as bf16 and as f32.
+// Products of equal numbers would run at a higher clock.
 void fill_random(char* data, uint64_t bytes) {
   std::mt19937 random(42);
   std::vector<uint16_t> table(1 << 20);
@@ -62,7 +62,7 @@ class CudaBench final : public GpuBench {
 
   char name_[64] = {};
   void* stream_ = nullptr;
-  void *start_ = nullptr, *stop_ = nullptr;  // they are events
+  void *start_ = nullptr, *stop_ = nullptr;  // events
   std::map<const void*, Copy> copies_;
   Copy scratch_;
 };

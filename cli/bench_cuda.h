@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These measurements on CUDA are timed by the device's own clock.
+// Measurements on CUDA, timed by the device's own clock.
 #pragma once
 
 #include <memory>

@@ -7,7 +7,7 @@
 namespace logitless::cli {
 namespace {
 
-// Returns the op with other data, on the device.
+// The op with other data, on the device.
 template <class Op, class F>
 Op moved(const Op& host, const Device& device, F&& data_of) {
   Op op = host;

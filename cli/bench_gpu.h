@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A device with memory of its own is measured here: an op runs on copies of its host tensors.
+// Measures a device that has its own memory: an op runs on copies of its host tensors.
 #pragma once
 
 #include <functional>
@@ -17,29 +17,29 @@ class GpuBench {
 
   template <class Op>
   WorkspaceSize size(const Op& host) const;
-  // Returns the seconds of one run. If `fetch`, what it wrote goes back to the host, unmeasured.
+  // Seconds of one run. With `fetch` its outputs are then copied to the host, untimed.
   template <class Op>
   double timed(const Op& host, uint64_t workspace, bool fetch);
-  // Frees the copies, because the host's memory may hold something else from now on.
+  // Frees the copies: the host's memory may hold something else from now on.
   virtual void forget() = 0;
 
   virtual const char* name() const = 0;
   virtual uint64_t free_bytes() const = 0;
-  // These are measured now: FLOP/s of a product of two square matrices, and bytes/s read and
-  // written by a copy.
+  // Measured by the call: FLOP/s of a product of two square matrices, and bytes/s read and written
+  // by a copy.
   virtual double product_rate(DType dtype) = 0;
   virtual double copy_bandwidth() = 0;
-  // Says what multiplies here, and how the suite judges it (tests/support/device_cuda.cpp).
+  // The arithmetic of products, and how the suite judges it (tests/support/device_cuda.cpp).
   virtual const char* arithmetic() const = 0;
   virtual bool has_tensor_cores() const = 0;
 
  protected:
   explicit GpuBench(Device device) : execution_{.device = device} {}
-  // Returns the device's copy of the tensor, which is made where there is none.
+  // The device's copy of the tensor, made if there is none.
   virtual void* device_of(const TensorView& host) = 0;
   virtual void fetch(const TensorView& host) = 0;
   virtual Workspace reserve(uint64_t bytes) = 0;
-  // Returns the seconds until what `work` asked for is done.
+  // Seconds until everything that `work` submits is done.
   virtual double seconds(const std::function<void()>& work) = 0;
 
   Execution execution_;

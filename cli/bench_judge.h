@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A run may be too large for the reference, so its error is judged on samples: some tokens of the
-// outputs and of grad_input, some vocabulary rows of grad_weight, each against the reference on
-// just those rows.
+// outputs and of grad_input, and some vocabulary rows of grad_weight, against the reference on just
+// those rows.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace logitless::cli {
 
-// Returns `count` rows of `view`, evenly spread.
+// `count` rows of `view`, evenly spread.
 inline TensorView sample_rows(TensorView view, int64_t count) {
   const int64_t rows = view.shape[0];
   const int64_t step = count > 1 ? (rows - 1) / (count - 1) : 1;
@@ -24,7 +24,7 @@ inline TensorView sample_rows(TensorView view, int64_t count) {
   return view;
 }
 
-// Returns the worst error / bound of one output.
+// The worst error / bound of one output.
 inline double worst_ratio(const reference::Output& want, const TensorView& view) {
   const std::vector<double> got = reference::read(view);
   double worst = 0;
@@ -60,7 +60,7 @@ const TensorView& rows_of(const Op& op) {
   }
 }
 
-// Returns the op on the same tokens alone: what a token gets does not depend on the others but for
+// The op on the sampled tokens alone: a token's results do not depend on the others, except through
 // the mean's divisor.
 template <class Op>
 Op sample_tokens(Op op, int64_t count) {
@@ -98,8 +98,8 @@ Op sample_tokens(Op op, int64_t count) {
   return op;
 }
 
-// Returns an op on `count` consecutive rows of grad_weight, the first target's among them: a shard
-// of the vocabulary with every token's state as the run itself wrote it.
+// An op on `count` consecutive rows of grad_weight, the first target's among them: a shard of the
+// vocabulary, with the tokens' states as the run itself wrote them.
 template <class Op>
 LinearCrossEntropyBackward sample_vocab(const Op& op, const TensorView& row_reference,
                                         const TensorView& row_log_sum, int64_t count) {
@@ -122,8 +122,8 @@ LinearCrossEntropyBackward sample_vocab(const Op& op, const TensorView& row_refe
   return shard;
 }
 
-// Returns error / bound of the worst sampled element of a finished run. `row_reference` and
-// `row_log_sum` are every token's, as the run wrote or was given them.
+// Error / bound of the worst sampled element of a finished run. `row_reference` and `row_log_sum`
+// are those of all tokens, as the run wrote or was given them.
 template <class Op>
 double judge(const Op& op, const TensorView& row_reference, const TensorView& row_log_sum,
              int64_t count, const TensorView& original_logits, const reference::BoundModel& model) {

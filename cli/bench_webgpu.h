@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These measurements on WebGPU go from the call until its queue is empty.
+// Measurements on WebGPU, timed from the call until the queue is empty.
 #pragma once
 
 #include <memory>

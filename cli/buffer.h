@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A buffer is memory for tensors and workspaces, straight from the system: zero pages, none of them
-// present until touched, and large pages where the system gives them, so that what a call touches
-// can be seen.
+// Memory for tensors and workspaces, straight from the system: zero pages, none of them present
+// until touched, so that the memory which a call touches can be measured; large pages where the
+// system gives them.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace logitless::cli {
 class Buffer {
  public:
   Buffer() = default;
-  // It is aligned to 64 bytes or better; where there is no room it throws Failure.
+  // Aligned to 64 bytes or better. Throws Failure where there is no memory.
   explicit Buffer(uint64_t bytes);
   ~Buffer();
   Buffer(Buffer&& other) noexcept;

@@ -11,9 +11,9 @@ namespace {
 
 constexpr const char* kColours[] = {"#2f6fb0", "#d08a2e", "#4a9a62", "#8a5aa8"};
 constexpr int kRow = 26, kBar = 16, kTop = 84, kBottom = 44, kMargin = 20;
-constexpr int kPlot = 420;  // so wide is the plot from share 0 to the last tick
+constexpr int kPlot = 420;  // width of the plot, from share 0 to the last tick
 constexpr double kLargestShare = 2;
-constexpr double kCharacter = 6.8;  // a character is so wide at the labels' size
+constexpr double kCharacter = 6.8;  // width of a character at the labels' size
 
 std::string escaped(const std::string& text) {
   std::string out;
@@ -88,7 +88,7 @@ std::string to_svg(const Chart& chart) {
     longest_note = std::max(longest_note, bar.note.size());
     largest = std::max(largest, bar.share);
   }
-  // Data that stays in a cache may pass the memory's line far, so its bar ends where the plot does.
+  // Data that stays in a cache may far exceed memory's limit, so its bar ends with the plot.
   const double right_share = std::min(std::ceil(largest * 5) / 5, kLargestShare);
   const double left = kMargin + text_width(longest_label) + 10;
   const double width = left + kPlot + 12 + text_width(longest_note) + kMargin;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws horizontal bars of shares of a limit, as an SVG file.
+// Horizontal bars of shares of a limit, as an SVG file.
 #pragma once
 
 #include <string>
@@ -8,15 +8,15 @@
 namespace logitless::cli {
 
 struct Bar {
-  std::string label;  // it stands left of the bar
-  std::string note;   // it stands right of it
-  double share = 0;   // it is a share of the limit, whose line is at 1
-  int group = 0;      // it decides the colour and the line of the legend
+  std::string label;  // left of the bar
+  std::string note;   // right of it
+  double share = 0;   // of the limit, whose line is at 1
+  int group = 0;      // chooses the colour and the line of the legend
 };
 
 struct Chart {
   std::string title, subtitle;
-  std::vector<std::string> legend;  // each group has one
+  std::vector<std::string> legend;  // by group
   std::vector<Bar> bars;
 };
 

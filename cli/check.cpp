@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless check runs cases of the conformance suite on this machine, and judges each element of
-// each output against the reference, within the bound that the contract promises for it. With
-// --shards the vocabulary of a case is split, and what becomes of its shards is judged too.
+// logitless check: runs cases of the conformance suite on this machine, and judges each element of
+// each output against the reference, within the contract's bound. With --shards it splits each
+// case's vocabulary, and judges the results of its shards too.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -35,30 +35,30 @@ constexpr OpKind kOps[] = {OpKind::softmax,
                            OpKind::linear_forward,
                            OpKind::linear_backward,
                            OpKind::linear_forward_backward};
-// These have ops on a shard of the vocabulary.
+// The ops that take a shard of the vocabulary.
 constexpr OpKind kShardOps[] = {OpKind::forward, OpKind::backward, OpKind::linear_forward,
                                 OpKind::linear_backward};
 constexpr DType kDtypes[] = {DType::f32, DType::f16, DType::bf16};
 
 struct CheckArguments {
-  std::vector<std::string> devices, ops, dtypes;  // an empty list stands for all
-  int64_t cases = 150;                            // so many of each op and dtype run
+  std::vector<std::string> devices, ops, dtypes;  // empty: all
+  int64_t cases = 150;                            // of each op and dtype
   double within = 1;
-  std::optional<int64_t> shards;  // the vocabulary is split into so many
+  std::optional<int64_t> shards;  // of the vocabulary
   bool full = false, every_isa = false;
 };
 
 struct Row {
   const TestDevice* device;
-  std::string isa;  // if it is empty, the one in force runs
+  std::string isa;  // empty: the one in force
   OpKind op;
   DType dtype;
-  int64_t cases = 0, failures = 0;  // so many cases ran, and so many failed
+  int64_t cases = 0, failures = 0;
   double worst_ratio = 0;
   std::string worst{}, report{};
 };
 
-// Returns `count` of the items, evenly spread; the first is always among them.
+// `count` of the items, evenly spread and with the first.
 template <class T>
 std::vector<T> spread(const std::vector<T>& items, int64_t count) {
   const auto size = static_cast<int64_t>(items.size());
@@ -73,8 +73,8 @@ struct NamedCase {
   std::string name;
 };
 
-// Returns options alone and in pairs on small shapes, then shapes that cross internal edges with
-// every option at once.
+// Options alone and in pairs on small shapes, then shapes that cross internal edges with all
+// options at once.
 std::vector<NamedCase> cases_of(OpKind op, DType dtype, const CheckArguments& a) {
   const int64_t most = a.full ? INT64_MAX : a.cases;
   std::vector<NamedCase> pairs, all;
@@ -104,7 +104,7 @@ bool wanted(const std::vector<std::string>& names, const std::string& name) {
   return names.empty() || std::find(names.begin(), names.end(), name) != names.end();
 }
 
-// The name linear_forward is linear-forward on the command line.
+// linear_forward is linear-forward on the command line.
 std::string op_name(OpKind op) {
   std::string name = conformance::name_of(op);
   std::replace(name.begin(), name.end(), '_', '-');
@@ -124,10 +124,10 @@ void refuse_ops_without_shards(const CheckArguments& a) {
 std::vector<Row> rows_of(const CheckArguments& a) {
   refuse_ops_without_shards(a);
   std::vector<Row> rows;
-  // this throws, and says why one is absent
+  // throws, with the reason, if one is absent
   for (const std::string& name : a.devices) parse_device(name);
   for (const auto& [name, device, reason] : conformance::all_devices()) {
-    // The reference is judged by itself, so it is checked only where it is asked for.
+    // The reference would judge itself, so it is checked only on request.
     if (a.devices.empty() ? name == "reference" : !wanted(a.devices, name)) continue;
     if (device == nullptr && a.devices.empty()) continue;
     if (device == nullptr) throw Failure(reason);
@@ -142,8 +142,8 @@ std::vector<Row> rows_of(const CheckArguments& a) {
   return rows;
 }
 
-// Judges the row's next case. Of shards each case has another content than the one before it, which
-// is added to the case's name.
+// Judges the row's next case. With shards, the cases take turns at the ways to split a vocabulary;
+// the way is added to the case's name.
 Comparison judge_case(const Row& row, NamedCase* named, const CheckArguments& a) {
   const auto memory =
       row.cases % 2 == 0 ? conformance::Memory::recommended : conformance::Memory::minimum;

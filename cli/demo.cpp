@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless demo trains a word-level language model on the text given, with the exact softmax over
-// its whole vocabulary, and says what it took and how well it does.
+// logitless demo: trains a word-level language model on a text, with the exact softmax over its
+// whole vocabulary, and prints what that took and how good the model is.
 #include <fmt/core.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -27,25 +27,25 @@ using namespace demo;
 
 struct DemoOptions {
   std::vector<std::string> paths;
-  int64_t steps = 0;   // 0 takes the default, or as many as `seconds` allows
-  double seconds = 0;  // 0 takes the default, or as long as `steps` take
+  int64_t steps = 0;   // 0: as many as `seconds` allow, or the default
+  double seconds = 0;  // 0: as long as `steps` take, or the default
   int64_t dim = 128, context = 16, units = 128;
-  int64_t batch = 0;  // 0 lets the text's length decide
+  int64_t batch = 0;  // 0: by the text's length
   int64_t vocab = 50257;
   uint64_t seed = 1;
-  int threads = 0;  // 0 takes the library's default
+  int threads = 0;  // 0: the library's default
   std::string dtype = "bf16";
   std::string save, generate;
   SampleOptions sample;
 };
 
-// Training alone takes them: with the build and the rest less than three minutes on two cores.
+// For training alone: with the build and the rest less than three minutes on two cores.
 constexpr int default_seconds = 65;
-constexpr int64_t default_passes = 4;  // a short text is read at most so often
+constexpr int64_t default_passes = 4;  // the most over a short text
 constexpr int64_t most_batch = 1024;
-constexpr int64_t most_heldout = 50000;  // so many words are scored: a perplexity to about 1 %
+constexpr int64_t most_heldout = 50000;  // words to score; gives a perplexity to about 1 %
 constexpr int64_t exactness_words = 16;
-constexpr double learning_rate = 0.004;  // it goes with a batch of most_batch
+constexpr double learning_rate = 0.004;  // for batches of most_batch
 
 TrainOptions train_options(const DemoOptions& options, const Text& text) {
   const auto words = static_cast<int64_t>(text.train.size());
@@ -62,7 +62,7 @@ TrainOptions train_options(const DemoOptions& options, const Text& text) {
   return train;
 }
 
-// Returns the words to score: all, or evenly chosen ones.
+// The words to score: all, or evenly spread ones.
 std::vector<int64_t> heldout_words(const Text& text) {
   const std::vector<int64_t> all = countable(text.heldout);
   if (static_cast<int64_t>(all.size()) <= most_heldout) return all;

@@ -31,7 +31,7 @@ double milliseconds(F&& work) {
       .count();
 }
 
-// These are zeros, because values have no effect on what is loaded.
+// Zeros, because values do not change which code is loaded.
 class Zeros {
  public:
   ~Zeros() {

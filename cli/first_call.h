@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A process pays this for its first call on CUDA, the driver being up: `logitless bench --device
-// cuda --first-call`.
+// What the first call on CUDA costs a process once the driver is up: `logitless bench --device cuda
+// --first-call`.
 #pragma once
 
 #include "cli/commands.h"

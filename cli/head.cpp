@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file makes the library's tensors of a file's, and tells what is wrong with them.
+// Turns the file's tensors into the library's, and reports what is wrong with them.
 #include "cli/head.h"
 
 #include <fmt/core.h>
@@ -22,8 +22,8 @@
 namespace logitless::cli {
 namespace {
 
-// Multiplies the first `count` sizes, which fits where no size after them is 0: the file holds that
-// many elements. An empty tensor may have sizes whose product does not.
+// The product of the first `count` sizes. It fits if no later size is 0, because the file holds
+// that many elements; the sizes of an empty tensor may have a product that does not.
 int64_t product(const std::vector<int64_t>& shape, size_t count) {
   const auto end = shape.begin() + static_cast<std::ptrdiff_t>(count);
   if (std::find(shape.begin(), end, 0) != end) return 0;
@@ -44,8 +44,7 @@ const SafetensorsTensor& find(const Safetensors& content, const std::string& nam
                              names.empty() ? "none" : names));
 }
 
-// `rank` is that of the view. Leading dimensions are flattened into its first one where `flatten`
-// is set.
+// `rank` is the view's. With `flatten`, leading dimensions become its first one.
 InputTensor load(const Safetensors& content, const std::string& name, const std::string& option,
                  int32_t rank, bool flatten, const std::vector<std::string>& dtypes) {
   InputTensor input;
@@ -92,7 +91,7 @@ std::string text_of(const std::vector<int64_t>& shape) {
   return joined(extents);
 }
 
-// A shift stays within a sequence, which both shapes must tell alike.
+// A shift stays within a sequence, so both shapes must have the same sequences.
 void check_sequences(const InputTensor& hidden, const InputTensor& of_tokens,
                      const std::string& option, const std::string& name) {
   const std::vector<int64_t> sequences(hidden.shape.begin(), hidden.shape.end() - 1);
@@ -102,8 +101,8 @@ void check_sequences(const InputTensor& hidden, const InputTensor& of_tokens,
                   option, in_quotes(name), text_of(of_tokens.shape), text_of(sequences)));
 }
 
-// Position i of the last dimension is given what position i + shift has, or `none` where there is
-// none. `at` reads an element.
+// Position i of the last dimension gets the element of position i + shift, or `none` past the end.
+// `at` reads an element.
 template <class T, class At>
 InputTensor shifted(const InputTensor& given, DType dtype, int64_t shift, T none, At&& at) {
   const int64_t tokens = given.view.shape[0];
@@ -120,8 +119,7 @@ InputTensor shifted(const InputTensor& given, DType dtype, int64_t shift, T none
   return moved;
 }
 
-// What belongs to a label moves with it: its weight too. Targets become i64, in which any
-// ignore_index fits.
+// A label moves together with its weight. Targets become i64, which holds any ignore_index.
 void shift(HeadInputs& inputs, const HeadArguments& arguments) {
   check_sequences(inputs.hidden, inputs.target, "--target", arguments.target);
   const TensorView target = inputs.target.view;
@@ -151,12 +149,12 @@ HeadInputs load_inputs(const SafetensorsFile& file, const HeadArguments& argumen
 
 #define LOGITLESS_CHANGED "the file changed while it was read"
 volatile std::sig_atomic_t json_wanted = 0;
-char changed_line[128];  // what stderr is told, with the name of the command
+char changed_line[128];  // for stderr, with the command's name
 
-// If another process cuts the file short while it is mapped, the command ends here, as for other
-// failures in main.
+// If another process cuts the mapped file short, the command ends here, like main does for other
+// failures.
 void on_bus_error(int) {
-  // Several threads read the file, and the first of them to come here speaks for all.
+  // Several threads read the file; only the first to come here writes the message.
   static std::atomic_flag told;
   while (told.test_and_set()) ::pause();
   constexpr char kJson[] =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A model's head and its tokens, as `logitless loss` and `logitless score` take them of a
+// A model's head and its tokens, as `logitless loss` and `logitless score` read them from a
 // .safetensors file.
 #pragma once
 
@@ -20,22 +20,22 @@ namespace logitless::cli {
 struct HeadArguments {
   std::string file;
   std::string hidden = "hidden", weight = "weight", target = "target";
-  // They are names; an empty one says that there is none.
+  // Names of tensors; empty: none.
   std::string bias, token_weight, vocab_weight;
   std::string device = "cpu";
-  std::optional<uint64_t> memory;  // it counts bytes; without it the recommended workspace is taken
-  int threads = 0;                 // 0 takes the default
-  int64_t shift = 0;  // a position has the target, and its weight, of the one so many behind it
+  std::optional<uint64_t> memory;  // bytes of workspace; by default the recommended ones
+  int threads = 0;                 // 0: the default
+  int64_t shift = 0;               // position i takes the target, and its weight, of i + shift
   LossOptions options{};
 };
-// Adds what every command has of these, with the file; `name` is the command's.
+// Adds the options that every such command has, and the file; `name` is the command's.
 void add_head_options(CLI::App& command, const std::string& name, HeadArguments& arguments);
 
-// The library takes a tensor of the file like this: leading dimensions are flattened, and a copy is
-// made where the data is not aligned to its elements.
+// A tensor of the file as the library takes it: leading dimensions flattened, and copied where the
+// data is not aligned to its elements.
 struct InputTensor {
   TensorView view{};
-  std::vector<int64_t> shape;  // it is as in the file
+  std::vector<int64_t> shape;  // as in the file
   Buffer copy;
 };
 
@@ -52,23 +52,23 @@ struct HeadInputs {
   int64_t vocab() const { return weight.view.shape[0]; }
   int64_t target_at(int64_t token) const;
 };
-// Maps the file, and calls `body` with what it holds. A file that is no longer whole ends the
-// command.
+// Maps the file, and calls `body` with what it holds. The command ends if the file is cut short
+// meanwhile.
 void with_head(const Context& context, const std::string& command, const HeadArguments& arguments,
                const std::function<void(const HeadInputs&)>& body);
 
-// The library counts the tokens that it is given; the file has its own dimensions, in which nothing
-// has moved: "target[3] is 99; ..." becomes "target[1, 1] is 99; ...". Token 0 of the call is
-// element `first` of the file's targets.
+// A message of the library with its token indices turned into the file's, whose tensors are neither
+// flattened nor shifted: "target[3] is 99; ..." becomes "target[1, 1] is 99; ...". Token 0 of the
+// call is element `first` of the file's targets.
 std::string in_the_file(const std::string& message, const HeadInputs& inputs, int64_t first);
 
 struct OpCost {
-  uint64_t workspace = 0;  // so many bytes of what `size` says were used
+  uint64_t workspace = 0;  // bytes used
   WorkspaceSize size{};
   double seconds = 0;
 };
 
-// Runs an op on tokens of the file from element `first` of its targets on, or throws what is wrong.
+// Runs an op on tokens of the file, from element `first` of its targets on; throws its errors.
 template <class Op>
 OpCost run_on_head(const Op& op, const HeadInputs& inputs, const HeadArguments& arguments,
                    int64_t first) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless info prints the version, the backends and why one is absent, the instruction set
-// chosen, and the threads and why.
+// logitless info: the version, the backends and why one is absent, the instruction set chosen, and
+// the number of threads and why.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -23,7 +23,7 @@ namespace {
 
 using nlohmann::json;
 
-// This is the rule of src/cpu/default_threads.cpp, in words.
+// The rule of src/cpu/default_threads.cpp, in words.
 std::string thread_reason() {
   for (const char* name : {"LOGITLESS_NUM_THREADS", "OMP_NUM_THREADS"}) {
     const char* value = std::getenv(name);
@@ -50,8 +50,8 @@ std::string cuda_version(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
 }
 
-// Tells, by the dtype of a linear forward's inputs, what row_reference is where no statistic needs
-// the maximum.
+// What row_reference is if no statistic needs the maximum, by the dtype of a linear forward's
+// inputs.
 json row_references(const cuda::DeviceInfo& device) {
   json out;
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
@@ -64,7 +64,7 @@ json row_references(const cuda::DeviceInfo& device) {
 json cuda_devices() {
   json devices = json::array();
   int count;
-  // the backend's own line says why there are none
+  // the backend's own line has the reason
   if (!cuda::count_devices(&count).ok()) return devices;
   for (int i = 0; i < count; ++i) {
     const cuda::DeviceInfo* device;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless loss computes the loss of a model's head on tensors of a .safetensors file and
-// statistics of its tokens, and writes gradients to another file.
+// logitless loss: the loss of a model's head on tensors of a .safetensors file, and statistics of
+// its tokens; writes gradients to another file.
 #include "cli/loss.h"
 
 #include <fmt/core.h>
@@ -39,7 +39,6 @@ struct Summary {
   }
 };
 
-// Tokens that count are summed up here, with what they say.
 struct TokenSummary {
   int64_t valid = 0, ignored = 0, outside = 0, correct = 0, not_finite = 0;
   Summary loss, lse, entropy, log_probability;
@@ -114,7 +113,7 @@ json report(const HeadInputs& inputs, const LossOutputs& outputs, const LossArgu
   return out;
 }
 
-// NaN has no sign for its reader.
+// A NaN's sign would only confuse its reader.
 double unsigned_nan(double value) { return std::isnan(value) ? std::fabs(value) : value; }
 
 void print_summary(const char* name, const Summary& s) {
@@ -145,7 +144,7 @@ void print_text(const HeadInputs& inputs, const LossOutputs& outputs,
     print_summary("entropy", summary.entropy);
     print_summary("lse", summary.lse);
   }
-  // A plain implementation holds the logits, and their gradient beside them.
+  // A plain implementation holds the logits and their gradient.
   const bool gradients = !arguments.gradients.empty();
   const uint64_t held = logits_bytes(inputs) * (gradients ? 2 : 1);
   const std::string remark =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These structs hold what `logitless loss` is asked, and what it makes of it.
+// The arguments and results of `logitless loss`.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace logitless::cli {
 
 struct LossArguments : HeadArguments {
   std::string reduction = "mean", grad_dtype = "f32";
-  std::string gradients, per_token;  // they are files to write; an empty one is not written
+  std::string gradients, per_token;  // files to write; empty: none
   bool statistics = false;
 
   bool wants_statistics() const { return statistics || !per_token.empty(); }
@@ -21,11 +21,11 @@ struct LossArguments : HeadArguments {
 
 struct LossOutputs {
   Buffer loss;        // [N] where the reduction is none, else [1]
-  Buffer token_loss;  // [N]  each token's where `loss` is [1] and is no number, or they are wanted
-  Buffer lse, target_logit, entropy;          // each is [N]
-  Buffer log_probability, mass_above;         // each is [N]
+  Buffer token_loss;  // [N]  if `loss` is [1], and not finite or the tokens' losses are wanted
+  Buffer lse, target_logit, entropy;          // [N]
+  Buffer log_probability, mass_above;         // [N]
   Buffer argmax, rank;                        // [N] i64
-  Buffer grad_input, grad_weight, grad_bias;  // they are shaped as hidden, weight and bias
+  Buffer grad_input, grad_weight, grad_bias;  // shaped as hidden, weight and bias
   OpCost cost;
 };
 LossOutputs compute_loss(const HeadInputs& inputs, const LossArguments& arguments);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file makes an op of a head, and tensors of a file of the op's outputs.
+// Makes an op from a head, and a file's tensors from the op's outputs.
 #include <fmt/core.h>
 
 #include <cmath>
@@ -58,8 +58,7 @@ void set_gradients(LinearCrossEntropyForwardBackward& op, LossOutputs& outputs, 
   if (op.bias) op.grad_bias = like(outputs.grad_bias, op.bias);
 }
 
-// Returns each token's loss, where the reduced one was asked for, by running the loss alone once
-// more.
+// Each token's loss where the reduced one was asked for, by running the loss alone once more.
 Buffer token_losses(const HeadInputs& inputs, const LossArguments& arguments) {
   LossOutputs outputs;
   LinearCrossEntropyForward op;
@@ -86,7 +85,7 @@ LossOutputs compute_loss(const HeadInputs& inputs, const LossArguments& argument
     set_gradients(op, outputs, parse_dtype(arguments.grad_dtype));
     outputs.cost = run_on_head(op, inputs, arguments, arguments.shift);
   }
-  // Those of a loss that is no number say whose fault it is.
+  // If the loss is not finite, they show which token's fault it is.
   if (arguments.options.reduction != Reduction::none &&
       (!arguments.per_token.empty() || !std::isfinite(*outputs.loss.as<const float>()))) {
     outputs.token_loss = token_losses(inputs, arguments);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the command line, logitless. Its exit code is 0 when all is done, 1 when a check failed
-// or the machine refused, and 2 for bad input. What went wrong is one line on stderr, and with
-// --json an object on stdout.
+// The command line, logitless. Exit codes: 0 when all is done, 1 when a check failed or the machine
+// refused, 2 for bad input. An error is one line on stderr and, with --json, an object on stdout.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -21,8 +20,7 @@
 namespace logitless::cli {
 namespace {
 
-// The arguments are asked, because a mistake in one of them ends the parsing before the flag is
-// set.
+// Searches the arguments, because an error in one of them ends the parsing before the flag is set.
 bool wants_json(int argc, char** argv) {
   return std::any_of(argv, argv + argc,
                      [](const char* argument) { return argument == std::string_view("--json"); });
@@ -35,7 +33,7 @@ int complain(const CLI::App& app, bool json, int exit_code, const CommandError& 
   const std::string where = chosen.empty() ? "" : chosen.front()->get_name() + ": ";
   fmt::print(stderr, "logitless: {}{}\n", where, message);
   if (json) {
-    nlohmann::json field;  // it is null
+    nlohmann::json field;  // null
     if (!error.field.empty()) field = error.field;
     print_json({{"error", {{"code", error.code}, {"field", field}, {"message", message}}}});
     std::fflush(stdout);
@@ -43,8 +41,8 @@ int complain(const CLI::App& app, bool json, int exit_code, const CommandError& 
   return exit_code;
 }
 
-// Returns the argument that a sentence of CLI11's is about: "V is required", "V: ...", "The
-// following argument was not expected: V", "Could not convert: V = ...".
+// The argument that a message of CLI11's is about: "V is required", "V: ...", "The following
+// argument was not expected: V", "Could not convert: V = ...".
 std::string field_of(const CLI::ParseError& error) {
   const std::string message = error.what();
   const size_t colon = message.find(": "), blank = message.find(' ');
@@ -58,7 +56,7 @@ std::string field_of(const CLI::ParseError& error) {
 }
 
 int main(int argc, char** argv) {
-  // A file that grows past the limit is an error of its writer, which has a sentence.
+  // A file that grows past the system's limit is then an error of write(), which gets a message.
   std::signal(SIGXFSZ, SIG_IGN);
   CLI::App app{"Logitless: exact cross-entropy for language models without the logits",
                "logitless"};
@@ -67,7 +65,7 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   Context context;
 #define COMMAND(name) add_##name(app, context)
-  LOGITLESS_CLI_COMMANDS;  // COMMAND(info), COMMAND(plan), ...: those that the build asks for
+  LOGITLESS_CLI_COMMANDS;  // COMMAND(info), COMMAND(plan), ...: those of this build
 #undef COMMAND
   const bool json = wants_json(argc, argv);
   try {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An op has a name on the command line and sizes; `plan` asks about it, `bench` runs it.
+// An op's name on the command line and its sizes, for `plan` and `bench`.
 #pragma once
 
 #include <string>
@@ -13,26 +13,26 @@ namespace logitless::cli {
 inline const std::vector<std::string> kOpNames{
     "linear-forward",   "linear-backward", "linear-forward-backward", "forward", "backward",
     "forward-backward", "softmax"};
-// `plan` asks about these too.
+// For `plan` only.
 inline const std::vector<std::string> kDivergenceNames{"divergence-forward", "divergence-backward",
                                                        "divergence-forward-backward"};
 
 struct OpShape {
   std::string op = "linear-forward-backward";
   int64_t tokens = 0, hidden = 0, vocab = 0;
-  DType dtype = DType::f32;                    // input and weight have it, or logits
-  DType grad_dtype = DType::f32;               // every gradient has it, and softmax's probabilities
-  bool grad_input = true, grad_weight = true;  // only linear ops with gradients have them
+  DType dtype = DType::f32;                    // of input and weight, or of logits
+  DType grad_dtype = DType::f32;               // of all gradients, and of softmax's probabilities
+  bool grad_input = true, grad_weight = true;  // for linear ops with gradients
   bool in_place = false;                       // gradients of the logits overwrite the logits
-  uint64_t kept = 0;                           // kept state takes at most so many bytes
-  int64_t vocab_total = 0;      // if not 0, `vocab` columns of so many, the first shard's
-  int64_t teacher_hidden = 0;   // 0: that of the student; of divergences alone
-  bool teacher_logits = false;  // they are given in the place of the teacher's head
+  uint64_t kept = 0;                           // the most bytes of kept state
+  int64_t vocab_total = 0;      // not 0: `vocab` columns are the first shard of this vocabulary
+  int64_t teacher_hidden = 0;   // for divergences; 0: the student's
+  bool teacher_logits = false;  // given in place of the teacher's head
   bool linear() const { return op.starts_with("linear"); }
   bool diverges() const { return op.starts_with("divergence"); }
 };
 
-// Calls f with an op of the name's type.
+// Calls f with an empty op of the type that `name` names.
 template <class F>
 decltype(auto) with_op(const std::string& name, F&& f) {
   if (name == "linear-forward") return f(LinearCrossEntropyForward{});
@@ -44,7 +44,7 @@ decltype(auto) with_op(const std::string& name, F&& f) {
   return f(LinearCrossEntropyForwardBackward{});
 }
 
-// The same of divergences too.
+// The same, for divergences too.
 template <class F>
 decltype(auto) with_planned_op(const std::string& name, F&& f) {
   if (name == "divergence-forward") return f(LinearDivergenceForward{});
@@ -61,8 +61,8 @@ Teacher teacher_of(const OpShape& s, Matrix&& matrix) {
           .weight = matrix("teacher_weight", s.dtype, s.vocab, width)};
 }
 
-// Fills the op's views from memory("input", view without data), which returns the view with data,
-// or as it is where only sizes are asked for. Backward gets the row state, Forward writes it.
+// Fills the op's views by memory("input", view without data), which adds the data, or returns the
+// view as it is if only sizes matter. Backward is given the row state, Forward writes it.
 template <class Op, class Memory>
 void set_views(Op& op, const OpShape& s, Memory&& memory) {
   const auto vector = [&](const char* name, DType dtype) {
@@ -101,7 +101,7 @@ void set_views(Op& op, const OpShape& s, Memory&& memory) {
       op.kept = matrix("kept", s.dtype, kept.shape[0], kept.shape[1]);
       op.kept_rows = matrix("kept_rows", DType::f32, kept.rows_shape[0], kept.rows_shape[1]);
       if constexpr (GradientOp<Op>) op.kept_key = kept.key;
-      if constexpr (DivergenceOp<Op> && GradientOp<Op>) op.teacher = {};  // nobody reads it then
+      if constexpr (DivergenceOp<Op> && GradientOp<Op>) op.teacher = {};  // not read then
       if constexpr (AnchoredOp<Op>) {
         if (s.vocab_total > 0) op.anchor = vector("anchor", DType::f32);
       }

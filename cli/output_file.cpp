@@ -23,8 +23,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// These are the temporary files that exist now. A handler of signals reads them, so they lie in
-// memory that never moves, and a name is whole before it is marked as used.
+// The temporary files that exist now. A signal handler reads them, so they lie in memory that never
+// moves, and a name is complete before it is marked as used.
 struct Unfinished {
   std::atomic<bool> used{false};
   char path[PATH_MAX];
@@ -32,13 +32,13 @@ struct Unfinished {
 static_assert(std::atomic<bool>::is_always_lock_free);
 Unfinished unfinished_files[4];
 
-// The default action follows when the handler returns, so the command ends by the signal it got.
+// When the handler returns the default action follows, so the command ends by the signal it got.
 void on_ending_signal(int number) {
   remove_unfinished_files();
   ::raise(number);
 }
 
-// A signal that whoever started the command chose to ignore (nohup) stays ignored.
+// A signal that was ignored when the command started (nohup) stays ignored.
 void handle_ending_signals() {
   for (const int number : {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGPIPE, SIGALRM, SIGXCPU}) {
     struct sigaction action{};
@@ -51,8 +51,7 @@ void handle_ending_signals() {
   }
 }
 
-// Does what mkostemp does, and no signal comes between the file and the note of it. `path` ends in
-// XXXXXX.
+// mkostemp, with no signal between the file and its entry in the list. `path` ends in XXXXXX.
 int make_unfinished(std::string& path) {
   auto* free = std::find_if(std::begin(unfinished_files), std::end(unfinished_files),
                             [](const Unfinished& file) { return !file.used; });
@@ -84,8 +83,8 @@ void forget_unfinished(const std::string& path) {
   throw BadInput(fmt::format("{}: {}: {}", name.option, name.path, reason));
 }
 
-// Finds where a file that is written to the path ends up: its last part may be a link to a file
-// that does not exist yet, which std::filesystem does not follow.
+// Where a file written to the path ends up: its last part may be a link to a file that does not
+// exist yet, which std::filesystem does not follow.
 fs::path destination_of(const OutputName& name) {
   constexpr int kMostLinks = 40;  // the kernel follows as many
   std::error_code failed;
@@ -100,8 +99,7 @@ fs::path destination_of(const OutputName& name) {
   return parent / path.filename();
 }
 
-// One file has one identity: its device and number, or those of its folder and its name there while
-// it does not exist.
+// A file's device and number or, while it does not exist, those of its folder and its name there.
 using Identity = std::tuple<dev_t, ino_t, std::string>;
 
 std::optional<Identity> identity_of(const fs::path& path) {
@@ -111,7 +109,7 @@ std::optional<Identity> identity_of(const fs::path& path) {
   return Identity{info.st_dev, info.st_ino, path.filename().string()};
 }
 
-// Finds the standard output, where it is a file.
+// The standard output, if it is a file.
 std::optional<struct stat> redirected_output() {
   struct stat info;
   if (::fstat(STDOUT_FILENO, &info) != 0 || !S_ISREG(info.st_mode)) return {};
@@ -137,7 +135,7 @@ void check_distinct(const std::vector<OutputName>& names, const std::vector<fs::
     }
     seen.emplace_back(*file, &name);
   }
-  // An input that the shell has emptied for the output holds nothing that could be lost.
+  // If the shell emptied an input for the output, nothing is left to lose.
   if (!output || output->st_size == 0) return;
   for (const fs::path& input : inputs) {
     if (is_output(identity_of(input))) {
@@ -194,8 +192,8 @@ void OutputFile::commit() {
   }
   forget_unfinished(temporary_);
   temporary_.clear();
-  // The name reaches the disk with its directory; where directories cannot be synchronized, the
-  // file is whole all the same.
+  // The name reaches the disk with its directory. Where directories cannot be synchronized, the
+  // file is complete all the same.
   const std::string parent = fs::path(destination_).parent_path();
   const int directory = ::open(parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (directory >= 0) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless plan --device cuda makes the plan of a linear op from its sizes and a workspace alone.
+// logitless plan --device cuda: plans from sizes and a workspace alone.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -9,12 +9,11 @@
 
 namespace logitless::cli {
 
-// Throws Failure where this library was built without CUDA, and BadInput for a workspace below the
-// minimum. With `steps` there is plan.steps, what the plan does in its order, alike steps once with
+// Throws Failure if this library was built without CUDA, and BadInput for a workspace below the
+// minimum. With `steps`, plan.steps lists what the plan does in order; equal steps stand once, with
 // their count.
 nlohmann::json cuda_plan(const OpShape& shape, std::optional<uint64_t> memory, bool steps);
-// Prints the lines of the plan itself; the other function prints those of its steps, where it has
-// them.
+// Print the lines of the plan, and those of its steps if it lists them.
 void print_cuda_plan(const nlohmann::json& out);
 void print_cuda_steps(const nlohmann::json& out);
 

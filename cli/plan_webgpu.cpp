@@ -18,8 +18,7 @@ using nlohmann::json;
 #ifdef LOGITLESS_WITH_WEBGPU
 namespace {
 
-// Puts dense tensors in buffers of their own, which are any number that is not null and no other
-// tensor's.
+// Puts a dense tensor into its own buffer: any number that is neither null nor another tensor's.
 TensorView in_a_buffer(TensorView view, uintptr_t number) {
   view.data = reinterpret_cast<void*>(number);
   view.device.type = DeviceType::webgpu;

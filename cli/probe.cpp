@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Twelve independent chains of multiply-adds hide their latency on every instruction set and fit
-// the sixteen registers of the smallest.
+// Twelve independent chains of multiply-adds hide the latency on every instruction set, and fit the
+// sixteen registers of the smallest.
 #include "cli/probe.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 #define LOGITLESS_CHAINS(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10) F(11)
 constexpr double kChains = 12;
 
-// Returns the FLOP done. `sink` takes the sums, so that no chain is dropped.
+// Returns the FLOP done. The sums go to `sink`, so that the compiler drops no chain.
 double fma_loop(int64_t rounds, float* sink) {
   const hn::ScalableTag<float> d;
   const auto a = hn::Set(d, sink[0] * 0.5f), b = hn::Set(d, 0.25f);
@@ -83,7 +83,7 @@ float read_loop(const float* from, size_t count) {
   return hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(sum0, sum1), hn::Add(sum2, sum3))));
 }
 
-// The copy goes past the caches, because one that reads its destination first would do more work.
+// Writes past the caches, because a copy that reads its destination first would do more work.
 void copy_loop(const float* from, size_t count, float* to) {
   const hn::ScalableTag<float> d;
   const size_t step = hn::Lanes(d);
@@ -178,7 +178,7 @@ double probe_amx(int repeats) {
 
 Bandwidth probe_bandwidth() {
   constexpr uint64_t kBytes = uint64_t{256} << 20;
-  constexpr size_t kBlock = 1 << 16;  // it counts floats
+  constexpr size_t kBlock = 1 << 16;  // floats
   constexpr int kRepeats = 5;
   const uint64_t bytes = std::min(kBytes, available_memory() / 8);
   const int64_t threads = cpu::default_executor().num_threads;

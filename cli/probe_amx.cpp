@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This multiplies AMX tiles from registers alone, because Highway has no AMX.
+// Multiplies AMX tiles in registers. Here, because Highway has no AMX.
 #include "cli/probe.h"
 #include "src/cpu/gemm.h"
 
@@ -19,10 +19,10 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// There are four sums, as many as the library's own tile of products has.
+// Four sums, like the library's own tile of products.
 __attribute__((target("amx-tile,amx-bf16"))) void multiply_tiles(int64_t rounds) {
   TileConfig config;
-  asm volatile("" : "+m"(config));  // the intrinsic does not say that it reads all of it
+  asm volatile("" : "+m"(config));  // the compiler does not know that the intrinsic reads all of it
   _tile_loadconfig(&config);
   _tile_zero(0);
   _tile_zero(1);

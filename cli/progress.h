@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Long work shows a progress bar on stderr, where stderr is a terminal, and nothing elsewhere.
+// A progress bar on stderr for long work, only if stderr is a terminal.
 #pragma once
 
 #include <chrono>
@@ -15,9 +15,9 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  // Shows `done` of the total, and what is under way. It is drawn at most ten times a second.
+  // Shows `done` of the total, and `text`. Draws at most ten times a second.
   void update(int64_t done, const std::string& text);
-  // Takes the bar away, so that a line can be printed.
+  // Removes the bar, so that a line can be printed.
   void clear();
 
  private:

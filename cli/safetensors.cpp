@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the format's rules about data: every tensor lies inside the file, its bytes are what
-// dtype and shape say, and the tensors cover the data without overlaps or holes.
+// The format's rules about data: every tensor lies inside the file, its bytes are those of its
+// dtype and shape, and the tensors cover the data without overlaps or holes.
 #include "cli/safetensors.h"
 
 #include <fcntl.h>
@@ -24,7 +24,7 @@ static_assert(std::endian::native == std::endian::little,
               "the data is used as it lies in the file");
 
 constexpr uint64_t kLengthBytes = 8;
-// it counts bytes; the format's own library has the same limit
+// Bytes; the format's own library has the same limit.
 constexpr uint64_t kMaxHeader = 100'000'000;
 
 struct KnownDtype {
@@ -54,9 +54,9 @@ const KnownDtype& known_dtype(const HeaderEntry& entry) {
   fail("tensor {} has the unknown dtype {}", in_quotes(entry.name), in_quotes(entry.dtype));
 }
 
-// Returns the bytes that dtype and shape ask for.
+// The bytes of the entry's shape; `bits` are those of an element.
 uint64_t bytes_of(const HeaderEntry& entry, uint64_t bits) {
-  // A dimension of 0 makes the tensor empty whatever the others are.
+  // A dimension of 0 makes the tensor empty, even if the others' product does not fit.
   if (std::find(entry.shape.begin(), entry.shape.end(), 0) != entry.shape.end()) return 0;
   uint64_t total = bits;
   for (const uint64_t size : entry.shape) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The header is read event by event: no tree is built of what the file says, nesting deeper than
-// the format's three levels stops at once, and a name given twice is seen.
+// Reads the header event by event: without building a tree, so that nesting deeper than the
+// format's three levels stops at once, and a name given twice is noticed.
 #include "cli/safetensors_header.h"
 
 #include <fmt/core.h>
@@ -155,7 +155,7 @@ class HeaderReader : public nlohmann::json_sax<json> {
 
 std::string in_quotes(std::string_view text) {
   constexpr size_t kLongest = 64;
-  // Such a byte goes on a character of UTF-8.
+  // A byte that continues a character of UTF-8.
   const auto continues = [](char c) { return (c & 0xC0) == 0x80; };
   size_t length = std::min(text.size(), kLongest);
   while (length > 0 && length < text.size() && continues(text[length])) --length;
@@ -172,7 +172,7 @@ std::string in_quotes(std::string_view text) {
 }
 
 Header parse_header(std::string_view text) {
-  // The parser takes a NUL for the end of its input, so it is looked for first.
+  // The parser takes a NUL for the end of its input, so find it first.
   if (const size_t nul = text.find('\0'); nul != text.npos) {
     throw SafetensorsError(fmt::format("the header is not JSON (byte {} of it)", nul + 1));
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the JSON header of a .safetensors file, syntax only: nothing is said yet about the data.
+// The JSON header of a .safetensors file: only its syntax, nothing about the data.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct HeaderEntry {
   std::string name;
   std::string dtype;
   std::vector<uint64_t> shape;
-  uint64_t begin = 0, end = 0;  // they count bytes from the end of the header
+  uint64_t begin = 0, end = 0;  // bytes from the end of the header
 };
 
 struct Header {
@@ -22,10 +22,10 @@ struct Header {
   std::map<std::string, std::string> metadata;
 };
 
-// Throws SafetensorsError where the header is not of the format.
+// Throws SafetensorsError if the header is not of the format.
 Header parse_header(std::string_view json);
 
-// Returns text of a file, shortened and made printable, in quotes.
+// Text of a file in quotes, shortened and made printable.
 std::string in_quotes(std::string_view text);
 
 }  // namespace logitless::cli

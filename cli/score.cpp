@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless score writes of each token of a .safetensors file its log-probability and rank, and the
-// likeliest others, one JSON object a line. Tokens go through in blocks: a token's results do not
-// depend on the others', and neither do the outputs' memory.
+// logitless score: for each token of a .safetensors file its log-probability, its rank and the
+// likeliest tokens, one JSON object a line. Tokens are taken in blocks, so that the outputs' memory
+// does not grow with their number; a token's results do not depend on the others.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -28,7 +28,7 @@ struct ScoreArguments : HeadArguments {
   std::string out;  // the file to write; empty: the standard output
 };
 
-// What is written of a block of tokens.
+// The op's outputs for a block of tokens.
 struct Outputs {
   explicit Outputs(int64_t tokens, int64_t top)
       : loss(bytes(tokens, 4)),
@@ -88,7 +88,7 @@ bool counts(const HeadInputs& inputs, const ScoreArguments& a, int64_t token) {
   return target != a.options.ignore_index && target >= 0 && target < inputs.vocab();
 }
 
-// JSON has no NaN and no infinities. The digits are those that tell an f32 from its neighbours.
+// JSON has no NaN and no infinities. As few digits as tell an f32 from its neighbours.
 void append(std::string& line, float value) {
   if (!std::isfinite(value)) {
     line += "null";
@@ -134,7 +134,7 @@ void append_line(std::string& lines, const HeadInputs& inputs, const ScoreArgume
   lines += "}\n";
 }
 
-// A target that is an error is one before anything is written: the library says so of that token.
+// An invalid target is an error before anything is written; the library's message names the token.
 void check_targets(const HeadInputs& inputs, const ScoreArguments& a) {
   if (a.options.out_of_range == OutOfRange::ignore) return;
   for (int64_t i = 0; i < inputs.tokens(); ++i) {

@@ -17,7 +17,7 @@ from logitless._errors import LogitlessError, argument, error_of, in_arguments, 
 i32, i64, u32, u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
 f32, f64, void_p = ctypes.c_float, ctypes.c_double, ctypes.c_void_p
 
-VERSION = (0, 1, 0)  # these structs are of that header; tests/python/test_abi.py compares them
+VERSION = (0, 1, 0)  # of the header with these structs; tests/python/test_abi.py compares them
 F32, F16, BF16, I32, I64 = range(5)
 CPU, CUDA, WEBGPU, REFERENCE = range(4)
 REDUCTION_NONE, REDUCTION_SUM, REDUCTION_MEAN = range(3)
@@ -45,26 +45,26 @@ TENSORS = (
     "grad_entropy", "grad_logits", "grad_input", "grad_weight", "grad_bias", "fault", "kept",
     "kept_rows",
 )  # fmt: skip
-# These came later, at the end of the struct.
+# Added later, at the end of the struct.
 MORE_TENSORS = (
     "temperature", "logprob", "sum_p_squared", "mean_logit", "rank", "anchor",
     "shard_row_reference", "shard_row_log_sum", "shard_target_logit", "shard_entropy",
     "shard_argmax", "shard_weighted_logit_sum", "shard_sum_p_squared", "shard_mean_logit",
     "max_logprob", "shard_max_logprob",
 )  # fmt: skip
-# Then came the options of a divergence, and these.
+# Added then, after the options of a divergence.
 DIVERGENCE_TENSORS = (
     "teacher_input", "teacher_weight", "teacher_bias", "teacher_logits", "teacher_temperature",
     "teacher_entropy", "acceptance", "mass_above", "teacher_row_reference", "teacher_row_log_sum",
     "divergence_sum", "slope_sum", "slope_mean",
 )  # fmt: skip
-# Then those of chosen columns.
+# Added for chosen columns.
 CHOSEN_TENSORS = ("ids", "logits_at", "grad_logits_at")
-MOST_CHOSEN = 1024  # a token has at most so many chosen columns
-# Then those of the largest logits.
+MOST_CHOSEN = 1024  # chosen columns of a token
+# Added for the largest logits.
 TOP_TENSORS = ("top_logits", "top_ids", "shard_top_logits", "shard_top_ids")
-MOST_LISTED = 256  # a token's list has at most so many
-# Then what makes lists of chosen columns.
+MOST_LISTED = 256  # entries of a token's list
+# Added for lists of chosen columns.
 LIST_TENSORS = ("id_offsets",)
 
 
@@ -183,8 +183,8 @@ def _load() -> ctypes.CDLL:
 
 
 library = _load()
-# These are bound once, because looking a function up costs as much as calling it. The arguments are
-# pointers made by ctypes, which needs no argtypes to pass them.
+# Bound once, because looking a function up costs as much as calling it. Without argtypes, which
+# ctypes does not need to pass its own pointers.
 _workspace = library.logitless_workspace
 _plan_create = library.logitless_plan_create
 _plan_run = library.logitless_plan_run
@@ -195,7 +195,7 @@ _keeps = library.logitless_keeps
 
 
 class Options(NamedTuple):
-    """LossOptions as plain values, in its order, less what this package leaves at its default."""
+    """LossOptions as plain values, in its order, without those that stay at their defaults here."""
 
     reduction: int = REDUCTION_MEAN
     ignore_index: int = -100
@@ -217,7 +217,7 @@ class Options(NamedTuple):
 
 class Divergence(NamedTuple):
     """The options of LinearDivergence ops as plain values: those of Options that they have, and
-    those of DivergenceOptions. It stands wherever Options do."""
+    those of DivergenceOptions. Taken wherever Options are."""
 
     reduction: int = REDUCTION_MEAN
     ignore_index: int = -100
@@ -248,21 +248,21 @@ class View(NamedTuple):
     device_type: int
     device_index: int
     shape: Sequence[int]
-    stride: Sequence[int]  # it counts elements
+    stride: Sequence[int]  # in elements
 
 
 class KeptSize(NamedTuple):
-    """What Forward keeps in so many bytes: docs/semantics.md, "Kept state"."""
+    """What Forward keeps in a number of bytes: docs/semantics.md, "Kept state"."""
 
-    columns: int  # the vocabulary's first so many are kept; 0 says that nothing is
-    shape: tuple[int, int]  # it is that of `kept`, whose dtype is the input's
-    rows_shape: tuple[int, int]  # it is that of `kept_rows`, in f32
-    bytes: int  # both together have so many
+    columns: int  # that are kept, the vocabulary's first ones; 0: nothing is
+    shape: tuple[int, int]  # of `kept`, in the input's dtype
+    rows_shape: tuple[int, int]  # of `kept_rows`, in f32
+    bytes: int  # of both
     key: int
 
 
 _KEPT_BLOCK, _KEPT_GROUP, _KEPT_ROW_WIDTH = 64, 3, 8
-KEPT_ELEMENT = {F32: 4, F16: 2, BF16: 2}  # an element has so many bytes
+KEPT_ELEMENT = {F32: 4, F16: 2, BF16: 2}  # bytes
 
 
 def _padded(size: Any) -> Any:
@@ -272,10 +272,10 @@ def _padded(size: Any) -> Any:
 def kept_formula(
     tokens: Any, vocab: Any, dtype: int, bytes: Any, least: Any = min, most: Any = max
 ) -> tuple[tuple[Any, int], tuple[Any, int]]:
-    """The shapes of `kept` and `kept_rows` in so many bytes, by the formula of docs/semantics.md.
+    """The shapes of `kept` and `kept_rows` within `bytes`, by the formula of docs/semantics.md.
 
-    The sizes may be symbols, if `least` and `most` take them: nothing asks for their values, so
-    that one graph serves them all. `kept` without rows: nothing is kept.
+    The sizes may be symbols, if `least` and `most` take them: their values are not read, so that
+    one graph serves them all. `kept` without rows: nothing is kept.
     """
     element = KEPT_ELEMENT.get(dtype)
     if element is None:
@@ -289,12 +289,12 @@ def kept_formula(
 
 
 def kept_bytes(tokens: Any, elements: Any, element: int) -> Any:
-    """The bytes of `kept`, so many elements of so many bytes, and of `kept_rows` [tokens, 8]."""
+    """The bytes of `kept`, with `elements` of `element` bytes, and of `kept_rows` [tokens, 8]."""
     return elements * element + 4 * _KEPT_ROW_WIDTH * tokens
 
 
 def whole_kept(tokens: Any, vocab: Any, dtype: int) -> Any:
-    """The bytes for kept state where `memory` bounds nothing: those of all logits, in the input's
+    """The bytes for kept state if `memory` does not bound it: those of all logits, in the input's
     dtype. The sizes may be symbols."""
     return kept_bytes(tokens, _padded(tokens) * _padded(vocab), KEPT_ELEMENT.get(dtype, 0))
 
@@ -318,8 +318,8 @@ _NUMBERS = {
 
 
 def _check_number(name: str, value: object) -> None:
-    """Refuses a number that its field would hold as 0 or as an infinity, and so as another option:
-    a softcap of 1e-46 would be none."""
+    """Refuses a number that its field would hold as 0 or as an infinity, which means another
+    option: a softcap of 1e-46 would be none."""
     if not isinstance(value, (int, float)):
         raise error_of(3, f"{name} is a {type(value).__name__}; allowed: a Python number")
     if name not in _NUMBERS:
@@ -353,7 +353,7 @@ def _divergence_struct(options: Divergence) -> DivergenceOptions:
 
 
 class _Call:
-    """The structs of a call, filled but for addresses. `fields` are the op's own beside its
+    """The structs of a call, filled except for addresses. `fields` are the op's own beside its
     tensors."""
 
     def __init__(
@@ -388,7 +388,8 @@ def _error(code: int, status: Status) -> Exception:
 
 
 class _Run:
-    """The structs of one run of a plan, filled but for what each brings. One run at a time."""
+    """The structs of one run of a plan, filled except for the arguments of run(). One run at a
+    time."""
 
     def __init__(self, plan: ctypes.c_void_p, tensors: int, bytes: int) -> None:
         self.addresses = (void_p * tensors)()
@@ -403,7 +404,7 @@ _PLACE = {name: place for place, (name, *_) in enumerate(Op._fields_)}
 
 
 def _in_words(bytes: int) -> str:
-    """As "502272 (490.5 KiB)", which is rounded as the command line's are."""
+    """As "502272 (490.5 KiB)", rounded like the command line's."""
     number, unit = float(bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if number >= 1024:
@@ -421,12 +422,12 @@ def too_small(memory: int, least: int, recommended: int) -> LogitlessError:
 
 
 class Plan:
-    """A call made ready: one shape, one set of options, one device. Threads may share it.
+    """A prepared call: one shape, one set of options, one device. Threads may share it.
 
-    `memory` bounds the workspace in bytes (None: what the core recommends); `most` is where more
-    would no longer be used. `room` bounds it too, but never below the minimum, as a `memory` below
-    0 does (see Room). It serves tensors that are aligned as `addresses` are, in the views' order;
-    without them it serves any, for which the workspace may have to be larger.
+    `memory` bounds the workspace in bytes (None: what the core recommends); more than `most` would
+    not be used. `room` bounds it too, but never below the minimum, as a `memory` below 0 does (see
+    Room). The plan serves tensors that are aligned as `addresses` are, in the views' order; without
+    them it serves any, for which the workspace may have to be larger.
     """
 
     def __init__(
@@ -468,19 +469,19 @@ class Plan:
             self.bytes = max(self.minimum, min(room, max(most, self.recommended)))
         self.room = room
         self.kept = kept
-        # logitless_op lists tensors in an order of its own.
+        # logitless_op has its own order of tensors.
         self._order = sorted(range(len(views)), key=lambda i: _PLACE[views[i].name])
         self._plan: ctypes.c_void_p | None = None
-        self._runs: list[_Run] = []  # these are not in use; append and pop are atomic
+        self._runs: list[_Run] = []  # not in use; append and pop are atomic
 
     def _create(self) -> ctypes.c_void_p:
-        """Where nothing is run, as when memory is asked for, nothing is created."""
+        """Creates the plan at the first run: a plan that only tells its bytes needs none."""
         plan, call = void_p(), self._call
         structs = byref(call.op), byref(call.execution), u64(self.bytes), byref(plan)
         code = _plan_create(*structs, byref(call.status))
         if code:
             raise _error(code, call.status)
-        # Two threads may create one each; both go with this object.
+        # Two threads may create one each; both are destroyed with this object.
         weakref.finalize(self, _plan_destroy, plan).atexit = False
         self._plan = plan
         return plan
@@ -489,7 +490,7 @@ class Plan:
         self, addresses: Sequence[int], workspace: int, stream: int = 0, normalizer: float = 0.0
     ) -> None:
         """Runs on the tensors at `addresses`, in the views' order, and `bytes` of workspace. A
-        `normalizer` other than 0 takes the place of the one that the call was planned with."""
+        `normalizer` other than 0 replaces the planned one."""
         try:
             run = self._runs.pop()
         except IndexError:
@@ -510,7 +511,7 @@ class Plan:
 def kept_size(
     views: Sequence[View], options: AnyOptions, device: tuple[int, int], bytes: int
 ) -> KeptSize:
-    """What a linear Forward of these inputs keeps in so many bytes."""
+    """What a linear Forward of these inputs keeps in `bytes`."""
     kind = LINEAR_CROSS_ENTROPY_FORWARD
     if isinstance(options, Divergence):
         kind = LINEAR_DIVERGENCE_FORWARD
@@ -528,7 +529,7 @@ def kept_size(
 
 
 def keeps(device_type: int, dtype: int, options: Options) -> bool:
-    """Whether Backward uses what a linear Forward keeps, of any sizes."""
+    """Whether Backward uses what a linear Forward keeps, whatever the sizes."""
     return bool(_keeps(device_type, dtype, byref(_options_struct(options))))
 
 
@@ -538,12 +539,12 @@ def follow_threads(threads: int) -> None:
         library.logitless_set_num_threads(threads)
 
 
-MOST_SCALED = 4  # logitless_scale_each takes at most so many vectors
+MOST_SCALED = 4  # vectors of one logitless_scale_each
 
 
 class Scale:
-    """One logitless_scale_each of contiguous vectors on a CUDA device, filled but for addresses
-    and the stream: each vector (dtype, count), at most MOST_SCALED. One call at a time."""
+    """One logitless_scale_each of contiguous vectors (dtype, count) on a CUDA device, at most
+    MOST_SCALED, filled except for addresses and the stream. One call at a time."""
 
     def __init__(self, vectors: Sequence[tuple[int, int]], device_index: int) -> None:
         cuda: dict[str, int] = {"device_type": CUDA, "device_index": device_index}
@@ -562,7 +563,7 @@ class Scale:
             values.data = address
 
     def run(self, factor: int, stream: int) -> None:
-        """Every value times the f32 at `factor`; nothing is read or written where that is 1."""
+        """Multiplies every value by the f32 at `factor`; reads and writes nothing if that is 1."""
         self.factor.data = factor
         self.execution.stream = stream
         code = _scale_each(self._each, self._count, *self._pointers)
@@ -575,15 +576,15 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 class Room(NamedTuple):
-    """A `memory` that gives way: a call that cannot do with so many bytes is given the least that
-    it takes, and no error."""
+    """A `memory` that gives way: a call that needs more bytes gets its minimum instead of an
+    error."""
 
     bytes: int
 
 
 def parse_memory(memory: Any) -> int | None:
-    """Bytes of `memory`: a number of bytes, or a text such as "64MiB". Those of a Room are below 0,
-    which is what torch's ops can be told of it."""
+    """Bytes of `memory`: a number of bytes, or a text such as "64MiB". A Room becomes a number
+    below 0, because torch's ops take only numbers."""
     if memory is None:
         return None
     if isinstance(memory, Room):
@@ -610,7 +611,7 @@ def parse_memory(memory: Any) -> int | None:
 
 
 def describe_backend(device_type: int) -> str:
-    """One line about a backend; raises where it is not available."""
+    """One line about a backend; raises if it is not available."""
     text = ctypes.create_string_buffer(512)
     status = Status()
     code = library.logitless_describe_backend(device_type, text, len(text), byref(status))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of the host as the core holds them, for the bindings that take NumPy arrays: nothing that
-the core's dtype cannot hold is lost without a word."""
+"""Host arrays in the core's dtypes, for the bindings that take NumPy arrays. What the dtype cannot
+hold is an error, never lost silently."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def check_unmasked(name: str, value: Any) -> None:
 
 
 def check_real(name: str, dtype: np.dtype[Any]) -> None:
-    """Of an imaginary part, of texts and of objects nothing sensible is left in f32."""
-    # ml_dtypes' types are of another kind, but can be cast.
+    """Refuses imaginary parts, texts and objects, which f32 cannot hold."""
+    # ml_dtypes' types have another kind, but can be cast.
     if dtype.kind not in "biuf" and not np.can_cast(dtype, np.float32):
         raise wrong_dtype(f"{name} is {dtype}; allowed: real numbers")
 
 
 def with_cast(message: str) -> str:
-    """A message about two dtypes says how one becomes the other."""
+    """A message about two dtypes, with how to cast one to the other."""
     if not message.endswith("the dtype of input"):
         return message
     return f"{message}; use {message.split(' ', 1)[0]}.astype(input.dtype)"
 
 
 def check_range(target: NDArray[Any], vocab: int, ignore_index: int, shift: int = 0) -> None:
-    """Of the host's targets [...] those that count are classes; a shift leaves out the first."""
+    """Raises if a host target [...] that counts is no class; a shift leaves out the first ones."""
     wrong = (target != ignore_index) & ((target < 0) | (target >= vocab))
     if shift and wrong.ndim:
         wrong[..., :shift] = False
@@ -53,7 +53,7 @@ def check_range(target: NDArray[Any], vocab: int, ignore_index: int, shift: int 
 
 def as_f32(name: str, value: Any) -> NDArray[np.float32]:
     """Real numbers, rounded to f32. One that would become 0 or infinite is refused: a weight of 0
-    is not a small one."""
+    means something else than a small one."""
     check_unmasked(name, value)
     given = np.asarray(value)
     check_real(name, given.dtype)
@@ -71,8 +71,8 @@ def as_f32(name: str, value: Any) -> NDArray[np.float32]:
 def sorted_list(
     name: str, ids: NDArray[Any], vocab: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A list of rows in ascending order, and where each of these stands in it. Raises of an id that
-    is outside the vocabulary or given twice."""
+    """A list of rows in ascending order, and each row's place in the given list. Raises for an id
+    that is outside the vocabulary or given twice."""
     outside = (ids < 0) | (ids >= vocab)
     if outside.any():
         place = int(outside.argmax())
@@ -91,11 +91,11 @@ def places_in(
     target: NDArray[Any], ordered: NDArray[np.int64], order: NDArray[np.int64], ignored: int,
     shift: int, name: str, listed: str,
 ) -> NDArray[np.int64]:  # fmt: skip
-    """Of each target, or id, where it stands in the list; ABSENT where it is `ignored`."""
+    """The place of each target, or id, in the list; ABSENT where it is `ignored`."""
     at = np.searchsorted(ordered, target).clip(max=len(ordered) - 1)
     counts = target != ignored
     missing = counts & (ordered[at] != target)
-    if shift:  # these move away, and nobody reads them
+    if shift:  # these are moved out, and not read
         missing[..., :shift] = False
     if missing.any():
         place = int(missing.argmax())

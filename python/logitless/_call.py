@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bindings make of a caller's options, once for all of them."""
+"""A caller's options as the core takes them, once for all bindings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict of a type variable
         """The options that a module of given logits keeps, beside weight and reduction."""
 
     class LinearModuleOptions(ModuleOptions[A], _OfHead[A], total=False):
-        """The same of a linear loss."""
+        """The same for a linear loss."""
 
 
 REDUCTIONS = {
@@ -87,8 +87,8 @@ def options_of(
     reduction: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, logit_scale: Any,
     softcap: Any, temperature: Any, empty_mean: Any,
 ) -> Options:  # fmt: skip
-    """The options but for the normalizer. None stands for the default ignore_index, as in
-    torch.nn.functional.linear_cross_entropy, and for no softcap, as in models' configurations."""
+    """The options without the normalizer. None means the default ignore_index, as in
+    torch.nn.functional.linear_cross_entropy, and no softcap, as in models' configurations."""
     return Options(
         one_of("reduction", reduction, REDUCTIONS),
         IGNORE_INDEX if ignore_index is None else ignore_index,
@@ -102,8 +102,8 @@ def options_of(
 
 
 def is_flat(temperature: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether a temperature of that shape is [N] beside a target of another; raises where it is
-    neither that nor broadcastable to the target's."""
+    """Whether a temperature of that shape is [N] while the target has another shape; raises if it
+    is neither [N] nor broadcastable to the target's shape."""
     tokens = math.prod(target)
     if len(temperature) == 1 and len(target) != 1 and temperature[0] == tokens:
         return True
@@ -117,8 +117,8 @@ def is_flat(temperature: Sequence[int], target: Sequence[int]) -> bool:
 
 
 def check_shift(shift: int, shape: Sequence[int]) -> None:
-    """Targets of `shape` [..., T]. By one may be of a single token, which has no next one, and of
-    none: its mean is empty."""
+    """Checks a shift of targets of `shape` [..., T]. A shift by one may leave no target, as of a
+    single token: the mean is then empty."""
     if not shape:
         raise wrong_shape("target has shape (); allowed with shift: [..., T]")
     tokens = shape[-1]

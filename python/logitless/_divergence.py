@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divergences of two heads: the names of their kinds and statistics, and a caller's options as the
-core takes them, once for every binding. The formulas are those of docs/semantics.md."""
+core takes them, once for all bindings. docs/semantics.md has the formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {
     "skew_kl": _abi.SKEW_KL,
     "tv": _abi.TV,
 }
-MIXTURES = (_abi.JSD, _abi.SKEW_KL)  # these alone read beta
+MIXTURES = (_abi.JSD, _abi.SKEW_KL)  # the kinds that read beta
 
 STATISTICS = {
     "entropy": Statistic("-sum p log p, of the student"),
@@ -97,9 +97,9 @@ def options_of(
     softcap: Any, temperature: Any, teacher_logit_scale: Any, teacher_softcap: Any,
     teacher_temperature: Any, empty_mean: Any,
 ) -> Divergence:  # fmt: skip
-    """The options but for the normalizer. Beside kinds that do not read it, beta is not looked at,
-    and does not tell one call from another. None stands for what it does in _call.options_of, and
-    of the teacher's temperature for the student's."""
+    """The options without the normalizer. For kinds that do not read it, beta is not checked and
+    does not tell one call from another. None means what it does in _call.options_of; as the
+    teacher's temperature, the student's."""
     code = _call.one_of("kind", kind, KINDS)
     return Divergence(
         reduction=_call.one_of("reduction", reduction, _call.REDUCTIONS),
@@ -120,7 +120,7 @@ def options_of(
 def check_teachers_rows(
     name: str, shape: Sequence[int], tokens: Sequence[int], whose: str = "the tokens of input"
 ) -> None:
-    """teacher_input and teacher_logits are [..., D] and [..., V], of the tokens of input."""
+    """Raises unless teacher_input [..., D] or teacher_logits [..., V] has the tokens of input."""
     if len(shape) == 0 or tuple(shape[:-1]) != tuple(tokens):
         allowed = ", ".join((*map(str, tokens), "V" if name == "teacher_logits" else "D"))
         raise wrong_shape(f"{name} has shape {tuple(shape)}; allowed: ({allowed}), {whose}")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core's status as exceptions. A message names the field, its value and what is allowed: as the
-caller of the Python function knows it, whatever the core calls it."""
+"""The core's status as exceptions. A message names the field, its value and what is allowed, in the
+names of the Python function's arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LogitlessNotSupportedError(LogitlessRuntimeError, NotImplementedError):
     """Something this library does not do; the message says what to do instead."""
 
 
-# A code of c.h has a name and an exception.
+# By code of c.h: its name and its exception.
 _STATUS: dict[int, tuple[str, type[LogitlessError]]] = {
     1: ("invalid_argument", LogitlessValueError),
     2: ("wrong_shape", LogitlessValueError),
@@ -83,14 +83,14 @@ def not_supported(message: str) -> LogitlessError:
 
 
 def _replaced(text: str, names: Mapping[str, str]) -> str:
-    """`text` with each of the names, where it is a word, replaced once."""
+    """`text` with each name that is a whole word replaced, once."""
     longest_first = sorted(map(re.escape, names), key=len, reverse=True)
     words = rf"(?<![\w.-])(?:{'|'.join(longest_first)})(?!\w)"
     return re.sub(words, lambda found: names[found.group()], text)
 
 
-# The core has other names for these arguments of linear_cross_entropy, cross_entropy and softmax,
-# which all bindings share. The core's weight and bias are the head's.
+# The core's names for arguments of linear_cross_entropy, cross_entropy and softmax, which all
+# bindings share. The core's weight and bias are the head's.
 _ARGUMENTS = {
     "weight": "linear_weight",
     "bias": "linear_bias",
@@ -99,7 +99,7 @@ _ARGUMENTS = {
     "id_offsets": "offsets",
     "probabilities": "logits",  # softmax in place calls it logits
     "grad_logits": "logits",  # cross_entropy in place calls it logits
-    "0: counted": "None: counted",  # here a normalizer of 0 is one
+    "0: counted": "None: counted",  # in Python 0 is a normalizer
 }
 
 
@@ -114,7 +114,7 @@ def argument(name: str) -> str:
 
 
 def in_arguments(message: str) -> str:
-    """A message of the core in the names of the arguments, and dtypes as Python has them."""
+    """A message of the core with Python's names of arguments and dtypes."""
     return _replaced(message, {**_ARGUMENTS, **_DTYPES})
 
 
@@ -122,23 +122,23 @@ def placed(
     message: str, shape: Sequence[int], shift: int = 0, name: str = "target",
     ranks: tuple[int, int] | None = None,
 ) -> str:  # fmt: skip
-    """A message about one element of a tensor that the core was given flat, in the caller's index:
-    "target[8] is 99; ..." of a target of `shape` (2, 5) is "target[1, 3] (flat: target[8]) is 99;
-    ...". Other messages come back as they are.
+    """A message about one element of a tensor that the core was given flat, with the caller's
+    index: "target[8] is 99; ..." for a target of `shape` (2, 5) becomes "target[1, 3] (flat:
+    target[8]) is 99; ...". Other messages are returned unchanged.
 
-    Of a matrix "ids[8, 1] is 99; ...", whose rows have that `shape`, it is "ids[1, 3, 1] (flat:
+    For a matrix whose rows have that `shape`, "ids[8, 1] is 99; ..." becomes "ids[1, 3, 1] (flat:
     ids[8, 1]) is 99; ...".
 
-    `shape` is the caller's. `shift`: how many places along the last dimension the binding had moved
-    the elements before the core counted them. `name` is the tensor's in the message. `ranks` are
-    (dim, size): the core counted a tensor that was gathered of so many ranks along that dimension
-    of `shape`, and the message names the rank too.
+    `shape` is the caller's. `shift`: the places along the last dimension by which the binding had
+    moved the elements before the core counted them. `name`: the tensor's name in the message.
+    `ranks` (dim, size): the core counted a tensor that was gathered from `size` ranks along that
+    dimension of `shape`, and the message names the rank too.
 
         except LogitlessError as error:
             error.args = (placed(str(error), target.shape, shift),)
             raise
 
-    or, where a microsecond does not count, `with places(target.shape, shift):`."""
+    or, where a microsecond does not matter, `with places(target.shape, shift):`."""
     found = re.search(rf"(?<![\w.-]){re.escape(name)}\[(\d+)((?:, \d+)*)\](?= is )", message)
     if found is None:
         return message
@@ -146,7 +146,7 @@ def placed(
     if ranks is not None:
         whole[ranks[0]] *= ranks[1]
     flat = int(found[1]) + shift
-    if flat >= math.prod(whole):  # it is no element of the caller's
+    if flat >= math.prod(whole):  # not an element of the caller's tensor
         return message
     index: list[int] = []
     for size in reversed(whole):
@@ -172,7 +172,7 @@ def places(
     shape: Sequence[int], shift: int = 0, name: str = "target",
     ranks: tuple[int, int] | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """An error that is raised within names its element as `placed` does."""
+    """A context in which errors name their element as `placed` does."""
     try:
         yield
     except LogitlessError as error:
@@ -181,8 +181,8 @@ def places(
 
 
 def renames(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function that calls another of this package with arguments of other names:
-    `names` are the other's and its own, in which errors are raised."""
+    """Decorates a function that calls another one of this package with differently named
+    arguments, so that errors have its own names. `names`: {the other's: its own}."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
@@ -199,8 +199,8 @@ def renames(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_
 
 
 def refuses(old: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function whose keywords were renamed: `old` are the names that it does not take
-    any more, and those that it takes instead."""
+    """Decorates a function whose keywords were renamed. `old`: {a name that it no longer takes: the
+    one that it takes instead}."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
@@ -221,11 +221,11 @@ def refuses(old: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P,
 
 
 def entropy_detached(entropy: object) -> bool:
-    """Whether linear_logprob shall return the entropy without a gradient."""
+    """Whether linear_logprob returns the entropy without a gradient."""
     if isinstance(entropy, str) and entropy != "detached":
         raise invalid(f'entropy is {entropy!r}; allowed: False, True, "detached"')
     return entropy == "detached"
 
 
-# linear_logprob called these arguments otherwise at first; `weight` is the classes' elsewhere.
+# linear_logprob's former names; elsewhere `weight` is the class weights.
 OLD_OF_LOGPROB = {"weight": "linear_weight", "bias": "linear_bias"}

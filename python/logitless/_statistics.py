@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statistics of a token: the one table that every binding reads. What each of them is stands in
-docs/semantics.md."""
+"""The statistics of a token: the one table that every binding reads. docs/semantics.md defines
+them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Statistic(NamedTuple):
     formula: str
     differentiable: bool = False
     indexes: bool = False  # an integer, not f32
-    extra: bool = False  # Combine is given it of each shard, beside the state that every loss has
-    of_whole_rows: bool = False  # no shard of the vocabulary has it
-    of_target: bool = False  # it compares with the target, or is its own
+    extra: bool = False  # Combine needs it from each shard, beside the state that every loss has
+    of_whole_rows: bool = False  # not available for a shard of the vocabulary
+    of_target: bool = False  # of the target, or compared with it
 
 
 STATISTICS = {
@@ -47,7 +47,7 @@ StatisticName: TypeAlias = Literal[
     "max_logprob", "mass_above",
 ]  # fmt: skip
 
-# A call without targets has these.
+# For calls without targets.
 RowStatisticName: TypeAlias = Literal[
     "lse", "entropy", "argmax", "sum_p_squared", "mean_logit", "max_logprob"
 ]
@@ -96,5 +96,5 @@ def names_of(names: Any, table: Mapping[str, Statistic] = STATISTICS) -> tuple[s
 
 
 def names_where(field: str) -> Sequence[str]:
-    """The statistics of which that field of the table is true."""
+    """The statistics for which that field of the table is true."""
     return [name for name, statistic in STATISTICS.items() if getattr(statistic, field)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of rows as the vocabulary: what its errors say, in every binding. The contract is
+"""A list of rows as the vocabulary: checks and errors that all bindings share. The contract is
 docs/semantics.md, "A list of rows as the vocabulary"."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Any
 
 from logitless._errors import LogitlessError, error_of, invalid, placed, wrong_dtype, wrong_shape
 
-ABSENT = -1  # what the ignored targets of a call of listed rows are
+ABSENT = -1  # an ignored target, in a call on listed rows
 
 
 def check_list(name: str, dtype: str, shape: Sequence[int], vocab: Any, rows: Any = None) -> None:
-    """What is known of a list without its ids. `rows`: how many it must have."""
+    """Checks what is known of a list without its ids. `rows`: the number it must have."""
     if dtype not in ("int32", "int64"):
         raise wrong_dtype(f"{name} is {dtype}; allowed: int32, int64")
     if rows is not None and tuple(shape) != (rows,):
@@ -38,7 +38,8 @@ def given_twice(name: str, place: int, first: int, value: int) -> LogitlessError
 def not_listed(
     name: str, place: int, value: int, shape: Sequence[int], listed: str, ignored: int
 ) -> LogitlessError:
-    """Of the element at the flat `place` of a target or of ids [..., K] of that `shape`."""
+    """The error about the element at the flat `place` of a target, or of ids [..., K], of that
+    `shape`."""
     none = f"ignore_index ({ignored})"
     where = f"{name}[{place}]"
     if name == "ids":
@@ -64,7 +65,7 @@ def no_teacher() -> LogitlessError:
 
 
 def wrong_extent(name: str, shape: Sequence[int], vocab: Any, last: bool = False) -> LogitlessError:
-    """Of a tensor that the core sees the listed part of alone."""
+    """The error about a tensor of which the core sees only the listed part."""
     of = "last" if last else "first"
     return wrong_shape(
         f"{name} has shape {tuple(shape)}; allowed: {vocab} in its {of} dimension, the vocabulary's"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logitless for NumPy, on the CPU: plain functions, gradients as results. What an option means is
-docs/semantics.md. Arrays are float32, float16 or ml_dtypes' bfloat16, targets int32 or int64."""
+"""Logitless for NumPy, on the CPU: plain functions, gradients as results. docs/semantics.md defines
+the options. Arrays are float32, float16 or ml_dtypes' bfloat16, targets int32 or int64."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 
 class Gradients(NamedTuple):
-    """Of the loss with respect to the arguments of these names; None where there is no bias."""
+    """The loss's gradients by the arguments of these names; None if there is no bias."""
 
     input: Array
     linear_weight: Array
@@ -88,7 +88,7 @@ class Gradients(NamedTuple):
 
 
 def _view(name: str, array: Array) -> tuple[View, Array]:
-    """A view the core can read: of another byte order, a negative stride or an odd one, a copy."""
+    """A view that the core can read; a copy for another byte order, or a negative or odd stride."""
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None:
         indexes = name in ("target", "ids", "id_offsets")
@@ -131,7 +131,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _target(value: Any, rows: Array, what: str) -> Array:
-    """Class indices in the shape of `rows` [..., D], which the caller calls `what`, less its last
+    """Class indices in the shape of `rows` [..., D] (`what` in messages) without the last
     dimension."""
     target = _array("target", value)
     if target.dtype.kind == "f":
@@ -151,7 +151,7 @@ def _target(value: Any, rows: Array, what: str) -> Array:
 
 
 def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
-    """[N], of an array in the shape of the tokens; goes with the target."""
+    """[N], from an array in the shape of the tokens; moved with the target."""
     held = as_f32("token_weight", value)
     if held.shape != shape:
         raise wrong_shape(f"token_weight has shape {held.shape}; allowed: {shape}")
@@ -159,7 +159,7 @@ def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
 
 
 class _Call:
-    """One loss: the flattened inputs, the options, and the outputs as they are made."""
+    """One loss: the flattened inputs, the options, and the outputs made so far."""
 
     def __init__(self, rows: Array, target: Array, what: str, options: dict[str, Any]) -> None:
         rows = _array(what, rows)
@@ -219,8 +219,8 @@ class _Call:
 
 
 def _normalizer(value: Any) -> float:
-    """As the core's options take it, in double: there 0 means that the tokens are counted, so that
-    a normalizer of 0 is given as an array."""
+    """The normalizer as the core's options take it, in double. There 0 means that the tokens are
+    counted, so a normalizer of 0 is passed as an array."""
     if value is None:
         return 0.0
     array = np.asarray(value)
@@ -250,7 +250,8 @@ def _moved(values: Array, shift: int, rest: float) -> Array:
 def _temperature(
     value: Array, shape: tuple[int, ...], shift: int, name: str = "temperature"
 ) -> Array:
-    """[N], of an array in the target's shape, [N] or broadcastable to it; goes with the target."""
+    """[N], from an array in the target's shape, [N] or broadcastable to it; moved with the
+    target."""
     held = as_f32(name, value)
     flat = is_flat(held.shape, shape)
     held = held.reshape(shape) if flat else np.broadcast_to(held, shape)
@@ -258,8 +259,8 @@ def _temperature(
 
 
 class _Listed:
-    """A list of rows as the vocabulary: arguments of a call as those of one on these rows alone,
-    and its results back. docs/semantics.md, "A list of rows as the vocabulary"."""
+    """A list of rows as the vocabulary: turns a call's arguments into those of a call on these rows
+    alone, and its results back. docs/semantics.md, "A list of rows as the vocabulary"."""
 
     def __init__(self, name: str, ids: Any, vocab: int, rows: int | None = None) -> None:
         """With `rows` the order is theirs, else ascending."""
@@ -272,7 +273,7 @@ class _Listed:
             self.rows, self.order = self.ordered, np.arange(len(ids))
 
     def of(self, name: str, array: Any, axis: int = 0) -> Any:
-        """The listed ones of a weight, a bias, class weights or, of the last axis, logits."""
+        """The listed rows of a weight, a bias or class weights or, along the last axis, logits."""
         if array is None:
             return None
         array = _array(name, array)
@@ -283,7 +284,7 @@ class _Listed:
     def places(
         self, target: Array, ignored: int | None, shift: int = 0, name: str = "target"
     ) -> Array:
-        """ABSENT is their ignore_index."""
+        """The place of each target, or id, in the list; ABSENT is then the ignore_index."""
         ignored = IGNORE_INDEX if ignored is None else ignored
         _abi.check_ignore_index(ignored)
         if shift:
@@ -458,7 +459,7 @@ def _ids(value: Any, rows: Array) -> Array:
 
 
 def _lists(ids: Any, offsets: Any, tokens: int) -> tuple[Array, Array]:
-    """Columns [M] of all tokens, and where each token's begin in them, [N + 1]."""
+    """Columns [M] of all tokens, and the start of each token's, [N + 1]."""
     listed, ends = _integers("ids", ids), _integers("offsets", offsets)
     if listed.ndim != 1:
         raise wrong_shape(f"ids has shape {listed.shape}; allowed beside offsets: (M,)")
@@ -468,7 +469,7 @@ def _lists(ids: Any, offsets: Any, tokens: int) -> tuple[Array, Array]:
 
 
 def _among_ids(logits: Array, token: Array, tokens: int) -> Array:
-    """The log-softmax of each token's own logits [P], which `token` [P] says."""
+    """The log-softmax over each token's own logits [P]; `token` [P] says whose each one is."""
     z = logits.astype(np.float64)
     most = np.full(tokens, -np.inf)
     np.maximum.at(most, token, z)
@@ -542,8 +543,8 @@ def _state_of(
     rows: Array, weight: Array, bias: Array | None, options: AnyOptions, memory: Any,
     more: dict[str, Array | None], states: bool = True,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Runs a Forward of `more`, and returns row_reference and row_log_sum [N], which it writes if
-    `states`."""
+    """Runs a Forward with the outputs `more`, and returns row_reference and row_log_sum [N], which
+    it writes if `states`."""
     tokens, hidden, vocab = math.prod(rows.shape[:-1]), rows.shape[-1], weight.shape[0]
     reference, log_sum = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
     arrays: dict[str, Array | None] = {
@@ -627,7 +628,7 @@ def linear_topk(
     return logprobs, ids, _statistics.Statistics(**kept)
 
 
-# A call without targets has these.
+# For calls without targets.
 _TARGETLESS = {
     name: statistic for name, statistic in _statistics.STATISTICS.items() if not statistic.of_target
 }
@@ -801,7 +802,7 @@ def linear_divergence(
 
 
 def _teachers_vocab(weight: Any, logits: Any) -> int:
-    """How many classes the teacher has; which of both it may be given the core says."""
+    """The number of the teacher's classes; the core checks that only one of both is given."""
     if weight is None and logits is None:
         raise _vocabulary.no_teacher()
     if weight is not None:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Awaited is what a callback of webgpu.h brings. It belongs to the one who waits for it and to the
-// callback, which may come after the other has given up, and it lives until both are done with it.
+// What a callback of webgpu.h delivers. The waiter and the callback share it, because the callback
+// may come after the waiter has given up; it lives until both are done with it.
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,8 @@ class Awaited {
   Awaited(const Awaited&) = delete;
   Awaited& operator=(const Awaited&) = delete;
 
-  // Returns the userdata for a callback, which calls `deliver` with it, once. After that callback
-  // has answered this may be called again, for another.
+  // The userdata for a callback, which must call `deliver` with it, once. Once it has answered,
+  // this may be called again for the next one.
   void* userdata() {
     shared_->value = T{};
     shared_->done = false;
@@ -34,13 +34,13 @@ class Awaited {
     leave(shared);
   }
 
-  // Returns what was brought, or nullptr where no answer has come in a thousand rounds of events.
-  // wgpu-native answers in the first one, or within the call that was given the userdata.
+  // What was delivered, or nullptr if no answer came in a thousand rounds of events. wgpu-native
+  // answers in the first round, or within the call that was given the userdata.
   const T* wait(const Library& call, WGPUInstance instance) {
     for (int i = 0; !shared_->done && i < 1000; ++i) call.InstanceProcessEvents(instance);
     return shared_->done ? &shared_->value : nullptr;
   }
-  // Leaves what was waited for to its callback.
+  // Leaves the value to its callback.
   void give_up() {
     auto* fresh = new Shared;
     leave(std::exchange(shared_, fresh));

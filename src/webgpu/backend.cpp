@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The WebGPU backend of native programs finds the device, and calls the op while no other thread
+// The WebGPU backend of native programs: finds the device, and calls the op while no other thread
 // records on it.
 #include "src/backend.h"
 

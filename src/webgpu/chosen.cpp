@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file does what is done with the chosen columns of a chunk of tokens: Forward makes each of
-// their logits by one dot product; Backward makes dz of them apart, with their own gradients, and
-// puts it in the place of what the window's other columns are made like.
+// The chosen columns of a chunk of tokens. Forward makes each of their logits by one dot product.
+// Backward makes their dz apart, with their own upstream gradients, and puts it into the window in
+// place of what the other columns' rule gave.
 #include "src/webgpu/run.h"
 
 namespace logitless::webgpu {
 
-// Copies the ids, of 64 bits their two words, and Backward's gradients. What is left of an id is
-// the column that it is.
+// Copies the ids, as two words where they have 64 bits, and Backward's gradients; then turns each
+// id into its column.
 void Run::begin_chosen(const Chunk& chunk) {
   if (!call_.ids || chunk.tokens == 0) return;
   const Part part{.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.chosen};
@@ -53,7 +53,7 @@ RowParams Run::chosen_params(const Chunk& chunk, const Window& window) const {
   return p;
 }
 
-// Makes the logits of what is chosen in the window; where no other logit is made, the targets' too.
+// Makes the logits of the window's chosen columns and, where no other logit is made, the targets'.
 // The weight and the bias are those of the window's product.
 void Run::make_chosen_logits(const Chunk& chunk, const Window& window, Binding weight,
                              const ProductParams& operands, Binding bias) {
@@ -81,7 +81,8 @@ void Run::make_chosen_logits(const Chunk& chunk, const Window& window, Binding w
                      blocks(chunk.tokens * (problem_.chosen + (with_target ? 1 : 0)), 64));
 }
 
-// Makes draw of the window's chosen columns, before the block's logits become gradients.
+// Makes the gradients of the window's chosen raw logits, before the block's logits become
+// gradients.
 void Run::make_chosen_gradients(const Chunk& chunk, const Window& window) {
   if (!call_.grad_logits_at) return;
   RowParams p = chosen_params(chunk, window);
@@ -100,7 +101,7 @@ void Run::make_chosen_gradients(const Chunk& chunk, const Window& window) {
                      blocks(chunk.tokens * problem_.chosen, 64));
 }
 
-// Puts it into the block.
+// Puts them into the block.
 void Run::put_chosen_gradients(const Chunk& chunk, const Window& window) {
   if (!call_.grad_logits_at) return;
   recorder_.dispatch("chosen", "put", {}, chosen_params(chunk, window),

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file does what is done with a chunk of tokens: it finds which of them count, makes their
-// logits a window at a time, the state of their rows, their gradients a window at a time, their
-// losses and statistics.
+// A chunk of tokens: finds which of them count, makes their logits a window at a time, the state of
+// their rows, their gradients a window at a time, their losses and statistics.
 #include <algorithm>
 #include <bit>
 #include <iterator>
@@ -12,7 +11,7 @@
 namespace logitless::webgpu {
 namespace {
 
-// Splits a number of double precision into two of single.
+// Splits a double into a sum of two floats.
 void split(double value, float* high, float* low) {
   *high = static_cast<float>(value);
   *low = static_cast<float>(value - static_cast<double>(*high));
@@ -24,14 +23,13 @@ MapFactors factors_of(const LossOptions& o) {
   MapFactors f;
   f.slope = static_cast<float>(static_cast<double>(o.logit_scale) / o.temperature);
   if (!capped(o)) return f;
-  // The factor is doubled because validation keeps that one normal, while a device may flush a
-  // subnormal to 0.
+  // Doubled, because validation keeps twice the factor normal: a device may flush a subnormal to 0.
   split(2.0 * o.logit_scale / o.softcap, &f.cap_in, &f.cap_in_low);
   split(static_cast<double>(o.softcap) / o.temperature, &f.cap_out, &f.cap_out_low);
   return f;
 }
 
-// Says which upstream gradients a token has.
+// Flags for the upstream gradients that each token has.
 uint32_t Run::gradient_flags() const {
   const bool each = given("grad_loss") && options_.reduction == Reduction::none;
   return (each ? kHasTokenGrad : 0u) | (given("grad_lse") ? kHasGradLse : 0u) |
@@ -77,7 +75,7 @@ Binding Run::whole_vocab_weight() const {
   return bound(call_["vocab_weight"], {.rows = problem_.vocab_total}, &base);
 }
 
-// Returns where the fault is, or what stands for it where there is none.
+// The fault's binding, or a spare one in its place.
 Binding Run::fault_of(TokenParams* params) const {
   if (!given("fault")) return role(Role::spare);
   int64_t base;
@@ -121,7 +119,7 @@ void Run::begin_chunk(const Chunk& chunk) {
   if (problem_.direct) copy_logits(chunk);
 }
 
-// Makes what a head's logits are made of: the factors of own temperatures, the rows of its input.
+// Makes what a head's logits need: the factors of own temperatures, the rows of its input.
 void Run::begin_head(const Chunk& chunk, const Head& head) {
   scale_chunk(chunk, head);
   if (!head.is_head) return;
@@ -130,7 +128,7 @@ void Run::begin_head(const Chunk& chunk, const Head& head) {
          dense(head.hidden_rows, 0, hidden), hidden, true);
 }
 
-// Makes the factors of the tokens' own temperatures, where they have them.
+// Makes the factors of the tokens' own temperatures, if they have them.
 void Run::scale_chunk(const Chunk& chunk, const Head& head) {
   const TensorView& view = head.temperature;
   if (chunk.tokens == 0 || !view) return;
@@ -182,7 +180,7 @@ RowParams Run::row_params(const Chunk& chunk, const Window& window, const Head& 
   flag(problem_.has_vocab_weight, kHasVocabWeight);
   flag(problem_.state_given, kHasState);
   flag(backward && given("entropy"), kHasEntropy);
-  flag(problem_.softmax || problem_.diverges, kIsSoftmax);  // it makes no loss of one head alone
+  flag(problem_.softmax || problem_.diverges, kIsSoftmax);  // no loss of this head alone
   flag(problem_.gradients, kWantsGradient);
   return p;
 }
@@ -224,7 +222,7 @@ Binding Run::block(const Chunk& chunk, const Window& window, RowParams* params) 
   return binding;
 }
 
-// Returns the weights of the window's columns; *base is where the first one lies in the binding.
+// The weights of the window's columns; *base is the first one's place in the binding.
 Binding Run::vocab_weight_window(const Window& window, uint32_t* base) const {
   *base = 0;
   if (!problem_.has_vocab_weight) return zeros();
@@ -259,7 +257,7 @@ void Run::product(const ProductParams& params, const ProductKind& kind, Binding 
         {"threads", static_cast<double>(tile.threads())}});
 }
 
-// Returns rows of the window, [columns, D] with D rounded up to 4, in the view itself or copied.
+// The window's rows, [columns, D] with D rounded up to 4, in the view itself or copied.
 Binding Run::weight_window(const Window& window, const Head& head, uint32_t* base,
                            uint32_t* stride) {
   const Part part{.first_row = window.first, .rows = window.columns, .columns = head.hidden};
@@ -303,7 +301,8 @@ void Run::make_logits(const Chunk& chunk, const Window& window, const Head& head
   Binding bias = zeros();
   const bool has_bias = static_cast<bool>(head.bias);
   if (has_bias) {
-    // Windows, and what is made again of one, start at multiples of 64 columns, as bindings do.
+    // Windows, and the rest of one that is made again, start at multiples of 64 columns: those are
+    // multiples of a binding's alignment.
     int64_t base;
     bias = head.bias_bound
                ? bound(head.bias, {.first_row = window.first, .rows = window.columns}, &base)
@@ -360,7 +359,6 @@ void Run::make_rows(const Chunk& chunk) {
                      blocks(chunk.tokens, 256 / threads));
 }
 
-// plain.wgsl does everything in one kernel.
 void Run::make_plain(const Chunk& chunk) {
   if (chunk.tokens == 0) return;
   scale_chunk(chunk, student_);
@@ -382,10 +380,10 @@ void Run::make_plain(const Chunk& chunk) {
                       .nan = kNan,
                       .slope = row.slope,
                       .z_loss = row.z_loss};
-  // A workgroup takes so many rows.
+  // The rows of a workgroup.
   const int64_t rows = row.columns <= 256 ? 16 : row.columns <= 1024 ? 4 : 1;
   const uint32_t groups = blocks(chunk.tokens, rows);
-  // An absent output takes any buffer that this dispatch does not have.
+  // For an absent output, any buffer that this dispatch does not bind.
   const Binding losses = role(problem_.reduces ? Role::losses : Role::more_sums);
   const uint32_t wide = device_->limits().groups;
   recorder_.dispatch("plain", "plain", {is_scaled(), own_temperature()}, p,
@@ -394,7 +392,7 @@ void Run::make_plain(const Chunk& chunk) {
   if (problem_.reduces) sum_losses(chunk);
 }
 
-// Folds what each shard wrote of the tokens, shard after shard.
+// Folds the tokens' states of each shard, shard after shard.
 void Run::fold_shards(const Chunk& chunk) {
   const auto of_shard = [&](std::string_view name, int64_t shard) {
     TensorView row = call_[name];
@@ -518,7 +516,7 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
                     .b_stride = hidden / 4,
                     .result_stride = hidden / 4,
                     .adds = adds ? 1u : 0u,
-                    // Chunks are blocks already, so a block need not be short.
+                    // Chunks are blocks already, so blocks need not be short.
                     .block_depth = std::max(32u, plan_.chunks > 1 ? u32(problem_.tokens / 8) : 0u)};
     Binding sum{workspace_[Role::grad_weight], static_cast<uint64_t>(window.first) * hidden * 4,
                 static_cast<uint64_t>(window.columns) * hidden * 4};
@@ -536,7 +534,7 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
   }
 }
 
-// Slices of the window's columns have a sum each; these are added afterwards.
+// Each slice of the window's columns has its own sum; these are added afterwards.
 void Run::add_to_grad_hidden(const ProductParams& params, Binding weight, const Window& window) {
   const ProductKind kind{.bounded = 1, .slices = plan_.slices};
   if (plan_.slices == 1) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file copies views to dense f32 and back, in as many dispatches as the limits of a binding
-// ask for.
+// Copies views to dense f32 and back, cut into dispatches that keep to a binding's limits.
 #include <algorithm>
 #include <utility>
 
@@ -9,31 +8,30 @@
 namespace logitless::webgpu {
 namespace {
 
-// gather.wgsl has the same struct.
+// As in gather.wgsl.
 struct GatherParams {
   uint32_t rows = 0, columns = 0, padded_columns = 0, base = 0, row_stride = 0, column_stride = 0,
            result_base = 0, result_row_stride = 0, result_column_stride = 0;
 };
 
-// scatter.wgsl has the same struct.
+// As in scatter.wgsl.
 struct ScatterParams {
   uint32_t columns = 0, value_base = 0, value_row_stride = 0, base = 0, row_stride = 0,
            column_stride = 0, by_token = 0, first_token = 0;
 };
 
 constexpr int64_t kMostRows = 32768;
-// A row of workgroups copies at most so many.
+// The most columns that a row of workgroups copies.
 constexpr int64_t kMostColumns = int64_t{kGroups} * 256;
 
-// Binds a dense buffer from the element on; *base is left as the rest below a multiple of 256
-// bytes.
+// Binds a dense buffer from element dense.base on, rounded down to 256 bytes; *base gets the rest.
 Binding slice(const Dense& dense, uint64_t most, int64_t* base) {
   const uint64_t start = static_cast<uint64_t>(dense.base) * 4 / 256 * 256;
   *base = dense.base - static_cast<int64_t>(start / 4);
   return {dense.buffer, start, std::min(dense.bytes - start, most)};
 }
 
-// Returns the halves of a part, whose rows or columns are cut.
+// The halves of a part, cut by rows or by columns.
 std::pair<Part, Part> cut(const Part& part, bool rows) {
   Part left = part, right = part;
   if (rows) {
@@ -52,15 +50,14 @@ Dense moved(Dense dense, int64_t rows, int64_t columns) {
   return dense;
 }
 
-// Returns whether the dense rows of a part lie in one binding; those of a chunk do by the plan.
+// Whether the dense rows of a part lie in one binding; the plan sees to it for a chunk's.
 bool fits_dense(const Dense& dense, const Part& part, const Limits& limits) {
   const int64_t last = (part.rows - 1) * dense.row_stride + part.columns * dense.column_stride;
   return last * 4 + 256 <= static_cast<int64_t>(limits.storage_binding_bytes);
 }
 
-// Returns whether a part of f16 and its f32 are one row of numbers each, from the start of their
-// bindings. The casts of cast.wgsl need that: they take two halves a thread, and write words
-// without atomics.
+// Whether a part in f16 and its f32 are each one contiguous row from the start of their bindings.
+// cast.wgsl needs that: it takes two halves a thread, and writes words without atomics.
 bool is_cast(const TensorView& v, const Part& part, const Dense& dense, int64_t base,
              int64_t dense_base) {
   return v.dtype == DType::f16 && v.rank == 2 && v.stride[1] == 1 && v.stride[0] == part.columns &&
@@ -68,7 +65,7 @@ bool is_cast(const TensorView& v, const Part& part, const Dense& dense, int64_t 
          dense_base == 0;
 }
 
-// Returns whether rows, not columns, are cut where a part is too much for one dispatch.
+// Whether a part that is too large for one dispatch is cut by rows, not columns.
 bool cut_rows(const TensorView& v, const Part& part) {
   if (part.columns <= 1) return true;
   return part.rows > 1 && (part.rows > kMostRows ||
@@ -174,7 +171,7 @@ void Run::scatter(const Dense& values, const TensorView& v, Part part, bool by_t
     const bool rows = !wide && (cut_rows(v, part) || (!dense_fits && part.rows > 1));
     const auto [left, right] = cut(part, rows);
     scatter(values, v, left, by_token, first_token);
-    // Values of tokens are found by their places, so they are not cut with the rows.
+    // Values by token are found through the list of tokens, so they are not cut with the rows.
     scatter(moved(values, rows && !by_token ? left.rows : 0, rows ? 0 : left.columns), v, right,
             by_token, first_token + (rows ? left.rows : 0));
     return;

@@ -7,18 +7,17 @@
 namespace logitless::webgpu {
 namespace {
 
-// Up to this many multiplications a product takes small tiles: SwiftShader (the browser without a
-// GPU) needs 0.2 s for them, and a GPU gets more workgroups, where larger tiles would leave it
-// idle.
+// Up to this many multiplications a product takes small tiles. SwiftShader (the browser without a
+// GPU) needs 0.2 s for them; a GPU, which larger tiles would leave idle, gets more workgroups.
 constexpr int64_t kSmallProduct = int64_t{1} << 26;
 
-constexpr int64_t kCores = 132;          // workgroups are spread over these
-constexpr int64_t kThreadsAtOnce = 512;  // a core's registers hold so many, with 8 x 8 sums each
-constexpr double kDispatch = 4;          // so many microseconds pass until the next one starts
-constexpr double kBytes = 2.5e6;         // so many are read or written in a microsecond
+constexpr int64_t kCores = 132;
+constexpr int64_t kThreadsAtOnce = 512;  // of a core, by its registers, with 8 x 8 sums each
+constexpr double kDispatch = 4;          // microseconds from one to the next
+constexpr double kBytes = 2.5e6;         // read or written per microsecond
 
-// Predicts the microseconds that all workgroups which are there at once take for 16 of k: the
-// loads' latency, and what a full core does.
+// Microseconds for 16 steps of k of all workgroups that run at once: the loads' latency, and a full
+// core's arithmetic.
 double step_time(const Tile& tile, int64_t groups) {
   const int64_t of_a_core =
       divide_up(std::min(groups, kCores * kThreadsAtOnce / tile.threads()), kCores);
@@ -38,7 +37,7 @@ double product_time(int64_t rows, int64_t columns, int64_t depth, int64_t slices
 
 double copy_time(double bytes) { return kDispatch + bytes / kBytes; }
 
-// Predicts a window's grad_input and grad_weight, and what follows on slices.
+// A window's grad_input and grad_weight, and the sum over slices.
 double gradient_time(const Problem& p, const Plan& plan, bool adds) {
   const auto block = 4.0 * static_cast<double>(plan.chunk * plan.window);
   double time = copy_time(2 * block);
@@ -99,7 +98,7 @@ double predicted_microseconds(const Problem& p, const Plan& plan) {
     if (p.teacher.is_head && !p.teacher.weight_bound) {
       teacher += copy_time(8.0 * static_cast<double>(plan.window * p.teacher.hidden));
     }
-    teacher += copy_time(block) + copy_time(2 * block);  // its slots, and the sums of both
+    teacher += copy_time(block) + copy_time(2 * block);  // its slots, and both heads' sums
   } else if (p.reads_kept) {
     logits = copy_time(2 * block);
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file does what is done with a chunk of tokens of a divergence: the raw logits of both heads,
-// each in a block of its own that holds all windows, the states of both rows, the sums over their
-// columns, and the gradient in place of the student's logits. docs/semantics.md has the formulas.
+// A chunk of tokens of a divergence: the raw logits of both heads, each in its own block that holds
+// all windows, the states of both rows, the sums over their columns, and the gradient in place of
+// the student's logits. docs/semantics.md has the formulas.
 #include "src/row/divergence.h"
 #include "src/webgpu/run.h"
 
@@ -13,22 +13,23 @@ const TensorView absent{};
 }  // namespace
 
 Head Run::student() const {
-  return {.input = call_.input,
-          .weight = call_.weight,
-          .bias = call_.bias,
-          .logits = call_.logits,
-          .temperature = call_.combines ? absent : call_.temperature,  // the shards had them
-          .options = options_,
-          .factors = factors_of(options_),
-          .is_head = problem_.linear,
-          .hidden = problem_.hidden,
-          .weight_bound = problem_.weight_bound,
-          .bias_bound = problem_.bias_bound,
-          .rows = Role::rows,
-          .extras = problem_.extras() ? Role::extras : Role::more_sums,
-          .bias_copy = Role::bias,
-          .hidden_rows = Role::hidden,
-          .block = Role::block};
+  return {
+      .input = call_.input,
+      .weight = call_.weight,
+      .bias = call_.bias,
+      .logits = call_.logits,
+      .temperature = call_.combines ? absent : call_.temperature,  // already in the shards' states
+      .options = options_,
+      .factors = factors_of(options_),
+      .is_head = problem_.linear,
+      .hidden = problem_.hidden,
+      .weight_bound = problem_.weight_bound,
+      .bias_bound = problem_.bias_bound,
+      .rows = Role::rows,
+      .extras = problem_.extras() ? Role::extras : Role::more_sums,
+      .bias_copy = Role::bias,
+      .hidden_rows = Role::hidden,
+      .block = Role::block};
 }
 
 Head Run::teacher() const {
@@ -73,7 +74,7 @@ Constant Run::divergence_kind() const {
   return {"divergence", static_cast<double>(effective_kind(call_.divergence))};
 }
 
-// Makes the raw logits of a head, and the states of its rows.
+// Makes a head's raw logits, and the states of its rows.
 void Run::make_states(const Chunk& chunk, const Head& head) {
   for (int64_t w = 0; w < plan_.windows; ++w) {
     make_logits(chunk, window_of(w), head);
@@ -92,7 +93,7 @@ void Run::sum_slots(const Chunk& chunk, const Window& window) {
       blocks(window.columns, kSlotColumns), p.rows);
 }
 
-// Makes the loss of each row of its sums, and the factor of its gradient.
+// Makes each row's loss from its sums, and the factor of its gradient.
 void Run::finish_rows(const Chunk& chunk, bool summed) {
   const Constant keeps{"keeps", call_.forward && call_.kept ? 1.0 : 0.0},
       is_kept{"is_kept", reads_kept() ? 1.0 : 0.0};
@@ -110,7 +111,7 @@ void Run::finish_rows(const Chunk& chunk, bool summed) {
                      blocks(chunk.tokens, 64));
 }
 
-// Turns the student's logits of a window into their gradient, or what Forward has kept of it.
+// Turns the student's logits of a window, or what Forward kept in their place, into their gradient.
 void Run::make_difference(const Chunk& chunk, const Window& window) {
   const RowParams p = pair_params(chunk, window);
   const uint32_t groups = blocks(window.columns, kSlotColumns);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file finds the devices: the library's own, made when it is first asked for, and the
-// callers'.
+// Finds the devices: the library's own, made when it is first asked for, and the callers'.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,13 +15,13 @@ namespace {
 
 struct Devices {
   std::mutex mutex;
-  WGPUInstance instance = nullptr;                 // the library's own devices are made in it
+  WGPUInstance instance = nullptr;                 // of the library's own devices
   std::vector<std::unique_ptr<NativeDevice>> all;  // [0] is the library's own
   // Lost devices stay, because workspaces may still name them.
   std::vector<std::unique_ptr<NativeDevice>> lost;
 };
 
-// These are never destroyed, because the driver may be gone before.
+// Never destroyed, because the driver may be unloaded earlier.
 Devices& devices() {
   static Devices* const all = [] {
     auto* made = new Devices;
@@ -32,7 +31,7 @@ Devices& devices() {
   return *all;
 }
 
-// A request leaves what was asked for here, or nullptr and the reason.
+// What a request delivers; nullptr has a reason.
 template <class Handle>
 struct Wanted {
   Handle made = nullptr;
@@ -68,8 +67,8 @@ WGPUAdapter request_adapter(const Library& call, WGPUInstance instance, Status* 
   return wait_for(call, instance, &wanted, "adapter", status);
 }
 
-// Requests a device with the adapter's own limits or, with LOGITLESS_WEBGPU_LIMITS=default, with
-// those that every device has.
+// Requests a device with the adapter's limits or, with LOGITLESS_WEBGPU_LIMITS=default, those that
+// every device has.
 WGPUDevice request_device(const Library& call, WGPUInstance instance, WGPUAdapter adapter,
                           Loss* loss, Status* status) {
   WGPULimits limits = WGPU_LIMITS_INIT;
@@ -79,7 +78,7 @@ WGPUDevice request_device(const Library& call, WGPUInstance instance, WGPUAdapte
   if (!defaults && call.AdapterGetLimits(adapter, &limits) == WGPUStatus_Success) {
     descriptor.requiredLimits = &limits;
   }
-  // This callback does nothing: without it an error that no scope caught would end the process.
+  // Without a callback, an error that no scope caught would end the process.
   descriptor.uncapturedErrorCallbackInfo.callback = [](const WGPUDevice*, WGPUErrorType,
                                                        WGPUStringView, void*, void*) {};
   descriptor.deviceLostCallbackInfo.mode = WGPUCallbackMode_AllowSpontaneous;
@@ -114,9 +113,9 @@ std::unique_ptr<NativeDevice> make_in(const Library& call, WGPUInstance instance
   return made;
 }
 
-// Makes the library's own device. Once there was a device this happens in the same instance always,
-// because the handles of another's objects mean nothing to it. Before that it is a new one, since
-// an instance has only the drivers that there were when it was made.
+// Makes the library's own device. After the first success always in the same instance, because one
+// instance cannot use another's handles; before that in a new one each time, because an instance
+// sees only the drivers that were there when it was made.
 std::unique_ptr<NativeDevice> make_own(Devices* d, Status* status) {
   const Library* call = find_library(status);
   if (call == nullptr) return nullptr;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward keeps for Backward raw logits of the vocabulary's first columns as f32, or a divergence's
-// gradient of all columns in the input's dtype, a token's in its own row, whatever chunks and
-// windows made them:
+// Kept state, which Forward writes for Backward: raw logits of the vocabulary's first columns as
+// f32 or, for a divergence, the gradient of all columns in the input's dtype. Each token has its
+// own row, whatever chunks and windows made it:
 //   kept       slabs of 4096 columns, the last one narrower, each [R, columns], one after the other
 //   kept_rows  [N, 8]  KeptRow
 // A chunk's rows of a slab lie within one binding of any device that keeps.
@@ -16,14 +16,15 @@ namespace logitless::webgpu {
 namespace {
 
 constexpr int64_t kSlabColumns = 4096;
-constexpr int64_t kRowUnit = 32;  // a slab's row has a multiple of so many: half of a block's
-// KeptRow::layout has these here.
+constexpr int64_t kRowUnit = 32;  // a slab's width is a multiple of it: half a block's columns
+// This backend's values of KeptRow::layout.
 constexpr float kLayout = 3, kDivergenceLayout = 4;
 
 }  // namespace
 
-// Returns all columns, or as many as let a window begin at a binding's offset behind them; of a
-// shard none, because Backward's kernels take the row's state for Forward's.
+// All columns, or as many whole blocks as fit, so that a window can begin behind them at a
+// binding's offset. For a shard none, because Backward's kernels expect the row's state to be
+// Forward's.
 int64_t columns_kept(const Call& call) {
   if (!call.kept || call.tokens() <= 0 || call.shard()) return 0;
   const int64_t blocks = call.kept.shape[0] / kept_rows_of(call.tokens());
@@ -32,8 +33,7 @@ int64_t columns_kept(const Call& call) {
   return room < call.vocab() ? room / kept_block * kept_block : call.vocab();
 }
 
-// Returns the bytes that a chunk of so many tokens takes of a slab, and those up to the first of
-// them.
+// The bytes of a chunk's rows in a slab, and up to 256 before the first one.
 uint64_t slab_binding_bytes(int64_t tokens) {
   return static_cast<uint64_t>(4 * tokens * kSlabColumns) + 256;
 }
@@ -70,7 +70,7 @@ void Run::keep_logits(const Chunk& chunk, const Window& window) {
   });
 }
 
-// Copies the window's kept logits to the block; it returns the columns that must be made again.
+// Copies the window's kept logits to the block; returns the columns that must be made again.
 Run::Window Run::take_logits(const Chunk& chunk, const Window& window) {
   const int64_t first =
       each_slab(chunk, window, [&](const TensorView& view, const Part& part, const Dense& rows) {
@@ -79,7 +79,7 @@ Run::Window Run::take_logits(const Chunk& chunk, const Window& window) {
   return {window.index, first, window.first + window.columns - first};
 }
 
-// Forward writes the rows' state here; Backward checks that it is the one that was given.
+// Forward writes the rows' state to `kept_rows`; Backward checks it against the state it was given.
 void Run::keep_or_check_rows(const Chunk& chunk) {
   if (!given("kept") || chunk.tokens == 0) return;
   int64_t base;
@@ -101,7 +101,7 @@ void Run::keep_or_check_rows(const Chunk& chunk) {
   recorder_.dispatch("keep", "check", {}, p, {role(Role::rows), role(Role::inputs), kept_rows},
                      groups);
   if (!given("fault")) return;
-  // The fault has a dispatch of its own, because no dispatch writes two of the caller's tensors.
+  // The fault has its own dispatch, because none writes two of the caller's tensors.
   const Binding fault = bound(call_["fault"], {}, &base);
   p.fault = u32(base);
   recorder_.dispatch("keep", "report", {}, p, {role(Role::rows), {}, {}, fault}, groups);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file finds wgpu-native: the file that LOGITLESS_WEBGPU_LIBRARY names, else what the program
-// has loaded itself, else a library of its usual names.
+// Finds wgpu-native: the file that LOGITLESS_WEBGPU_LIBRARY names, else what the program has loaded
+// itself, else a library by its usual names.
 #include "src/webgpu/library.h"
 
 #include <dlfcn.h>
@@ -14,12 +14,12 @@
 namespace logitless::webgpu {
 namespace {
 
-// The header's enums and structs are this version's; another's differ.
+// The version of the header: the enums and structs of others differ.
 constexpr uint32_t kMajor = 29;
 
 void* open_library() {
-  // A program with more rights than who runs it ignores the variable, because the file's code would
-  // have them too.
+  // secure_getenv: a program with more rights than its user ignores the variable, because the
+  // file's code would get those rights too.
   if (const char* named = secure_getenv("LOGITLESS_WEBGPU_LIBRARY"); named != nullptr) {
     return dlopen(named, RTLD_NOW | RTLD_LOCAL);
   }
@@ -57,8 +57,7 @@ Status load(Library* library) {
 
 }  // namespace
 
-// Only what was found is remembered, because the program may load a library, or name one, after it
-// asked.
+// Only success is remembered, because the program may load or name a library later.
 const Library* find_library(Status* status) {
   static std::mutex mutex;
   static Library library;

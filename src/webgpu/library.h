@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The native device calls these functions of webgpu.h, which are found in a loaded library.
+// The functions of webgpu.h that the native device calls, found in a loaded library.
 #pragma once
 
 #include <webgpu.h>

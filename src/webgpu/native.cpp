@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file has buffers, pipelines and dispatches on wgpu-native. What is recorded is checked
-// before it is submitted, because an invalid pipeline in a submitted command buffer ends the
-// process.
+// Buffers, pipelines and dispatches on wgpu-native. What is recorded is checked before it is
+// submitted, because an invalid pipeline in a submitted command buffer ends the process.
 #include "src/webgpu/native.h"
 
 #include <algorithm>
@@ -29,7 +28,7 @@ NativeDevice::NativeDevice(const Library& library, WGPUInstance instance, WGPUAd
     : call_(library), instance_(instance), device_(device), queue_(queue), loss_(loss) {
   WGPULimits limits = WGPU_LIMITS_INIT;
   if (call_.DeviceGetLimits(device_, &limits) == WGPUStatus_Success) {
-    // Offsets within a binding are counted in 32 bits, of elements of two bytes at the least.
+    // Shaders count offsets within a binding in 32 bits, in elements of at least two bytes.
     constexpr uint64_t most = (uint64_t{1} << 32) - 256;
     limits_.buffer_bytes = limits.maxBufferSize;
     limits_.storage_binding_bytes = std::min(limits.maxStorageBufferBindingSize, most) & ~255ull;
@@ -55,7 +54,7 @@ NativeDevice::~NativeDevice() {
 
 void NativeDevice::fail(const char* what, const char* why) {
   if (error_[0] != '\0') return;
-  // wgpu-native writes a paragraph, of which this makes a line.
+  // Joins wgpu-native's paragraph into one line.
   size_t length = static_cast<size_t>(std::snprintf(error_, sizeof(error_), "%s:", what));
   bool between_words = true;
   for (; *why != '\0' && length + 2 < sizeof(error_); ++why) {
@@ -97,13 +96,12 @@ Status NativeDevice::loss_after_failure() {
 }
 
 void NativeDevice::push_scope() {
-  // WGPUErrorFilter_Internal is left out: wgpu-native 29 knows no such filter and ends the process.
+  // Not WGPUErrorFilter_Internal: wgpu-native 29 does not know it and ends the process.
   call_.DevicePushErrorScope(device_, WGPUErrorFilter_OutOfMemory);
   call_.DevicePushErrorScope(device_, WGPUErrorFilter_Validation);
 }
 
-// Nothing is allocated here unless an answer is late, because an exception must not leave a scope
-// open.
+// Allocates nothing unless an answer is late, because an exception must not leave a scope open.
 bool NativeDevice::pop_scope() {
   bool clean = true;
   for (int i = 0; i < 2; ++i) {
@@ -154,7 +152,7 @@ void NativeDevice::destroy_buffer(Buffer buffer) {
   if (found == sizes_.end()) return;
   allocated_ -= found->second;
   sizes_.erase(found);
-  call_.BufferRelease(handle(buffer));  // it is destroyed once the queue is done with it
+  call_.BufferRelease(handle(buffer));  // destroyed once the queue is done with it
 }
 
 void NativeDevice::write(Buffer buffer, uint64_t offset, const void* data, uint64_t bytes) {
@@ -175,7 +173,7 @@ Pipeline NativeDevice::pipeline_of_text(const char* text, const char* entry,
   WGPUShaderModuleDescriptor shader = WGPU_SHADER_MODULE_DESCRIPTOR_INIT;
   shader.nextInChain = &source.chain;
   push_scope();
-  // The runtime check on every loop is left out, because its counter keeps drivers from unrolling.
+  // No runtime check on loops, because its counter keeps drivers from unrolling.
   const WGPUShaderModule module =
       call_.DeviceCreateShaderModuleTrusted(device_, &shader, WGPUShaderRuntimeChecks_BoundsChecks);
   if (!pop_scope() || module == nullptr) return 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the device interface on webgpu.h of wgpu-native, found at run time: the library's own
-// device, or one of the caller's.
+// The device interface on wgpu-native's webgpu.h, found at run time, for the library's own device
+// or one of the caller's.
 #pragma once
 
 #include <webgpu.h>
@@ -20,10 +20,10 @@
 
 namespace logitless::webgpu {
 
-// Returns the functions of webgpu.h, or nullptr and the reason why there are none.
+// The functions of webgpu.h; nullptr, with the reason in *status, if there are none.
 const Library* find_library(Status* status);
 
-// Copies what of a text has room in `to`.
+// Copies as much of a text as fits in `to`.
 template <size_t kRoom>
 void copy_text(WGPUStringView text, char (&to)[kRoom]) {
   if (text.data == nullptr) return;
@@ -31,18 +31,18 @@ void copy_text(WGPUStringView text, char (&to)[kRoom]) {
   std::snprintf(to, kRoom, "%.*s", static_cast<int>(length), text.data);
 }
 
-// The device-lost callback leaves this; it may come as long as the process lives, so this lives as
-// long.
+// What the device-lost callback writes. Never destroyed, because the callback may come as long as
+// the process lives.
 struct Loss {
   std::atomic<bool> is{false};
   std::atomic<bool> told{false};  // a caller has been told, in a status
-  char why[160] = {};             // it is written before `is`
+  char why[160] = {};             // written before `is`
 };
 
 class NativeDevice final : public Device {
  public:
-  // `loss` belongs to a device with our callback; it is nullptr for a caller's device, which is
-  // theirs to watch.
+  // `loss` is that of our device-lost callback; nullptr for a caller's device, which the caller
+  // watches.
   NativeDevice(const Library& library, WGPUInstance instance, WGPUAdapter adapter,
                WGPUDevice device, WGPUQueue queue, Loss* loss = nullptr);
   ~NativeDevice() override;
@@ -63,29 +63,28 @@ class NativeDevice final : public Device {
   void abandon() override;
   const char* error() override;
 
-  // These do what a page has no call for: wait for what was submitted and read.
+  // A page has no call for these: they wait for what was submitted.
   bool read(Buffer buffer, uint64_t offset, void* data, uint64_t bytes);
   void wait();
-  // Makes a pipeline of any text, which is not kept.
+  // Makes a pipeline of any text, without keeping it.
   Pipeline pipeline_of_text(const char* text, const char* entry, const Constant* constants,
                             uint32_t count);
   const std::string& description() const { return description_; }
-  uint64_t allocated() const { return allocated_; }  // the buffers have so many bytes now
-  uint64_t most_allocated() const { return most_; }  // they had at most so many since the next call
-  void forget_most_allocated() { most_ = allocated_; }  // the count of the most begins anew
+  uint64_t allocated() const { return allocated_; }  // bytes of all buffers, now
+  uint64_t most_allocated() const { return most_; }  // the most since forget_most_allocated()
+  void forget_most_allocated() { most_ = allocated_; }
   WGPUInstance instance() const { return instance_; }
   WGPUDevice wgpu_device() const { return device_; }
   WGPUQueue queue() const { return queue_; }
-  // Returns the status of a lost device, which from now on counts as told, or ok of a living one.
-  // After something failed it asks the device first, since wgpu-native calls back only when it is
-  // called.
+  // The error of a lost device, which counts as told from then on, or ok. After a failure,
+  // loss_after_failure() polls the device first, because wgpu-native calls back only from calls.
   Status loss();
   Status loss_after_failure();
   bool is_lost() const { return loss_ != nullptr && loss_->is; }
   bool is_loss_told() const { return is_lost() && loss_->told; }
-  // Sets smaller limits than the device has, for tests of what is beyond one binding.
+  // For tests: smaller limits than the device has.
   void set_limits(const Limits& limits) { limits_ = limits; }
-  // A caller of the functions above holds it for as long as it records.
+  // Held by who records with the functions above.
   std::mutex& mutex() { return mutex_; }
 
  private:
@@ -100,7 +99,7 @@ class NativeDevice final : public Device {
   void begin_pass();
   void end_pass();
   void push_scope();
-  bool pop_scope();  // it returns false where it caught something, or was not answered
+  bool pop_scope();  // false: it caught an error, or was not answered
   void fail(const char* what, const char* why);
 
   const Library& call_;
@@ -118,15 +117,15 @@ class NativeDevice final : public Device {
   uint64_t allocated_ = 0, most_ = 0;
   WGPUCommandEncoder encoder_ = nullptr;
   WGPUComputePassEncoder pass_ = nullptr;
-  bool broken_ = false;  // something recorded since the last submit could not be
+  bool broken_ = false;  // recording failed since the last submit
   std::mutex mutex_;
 };
 
-// Returns a device. 0 is the library's own, made at the first call; if it was lost the first call
-// is told, and the second makes it again. The others are as registered.
+// Device 0 is the library's own, made at the first call; if it was lost, the first call returns the
+// error and the second makes it again. The others are as registered.
 NativeDevice* find_device(int32_t index, Status* status);
 bool has_registered_device();
-// Returns the index of a caller's device, which is the same for the same device.
+// Returns an index, which is the same each time for the same device.
 int32_t register_device(WGPUInstance instance, WGPUDevice device, WGPUQueue queue, Status* status);
 
 }  // namespace logitless::webgpu

@@ -11,13 +11,13 @@
 namespace logitless::webgpu {
 namespace {
 
-// A chunk is a row of workgroups, so at most 65535 (but where one kernel does everything). Where
-// the matrix is not worked on in place, it is also one workgroup's list of tokens.
+// A chunk is a row of workgroups, so at most 65535 (except where one kernel does everything).
+// Unless the matrix is worked on in place, it is also one workgroup's list of tokens.
 constexpr int64_t kMostTokens = 4096, kMostInPlace = 65535;
 constexpr int64_t kLeastTokens = 64;
-constexpr int64_t kMostChosen = 64;       // chosen_ids.wgsl takes a thread each
-constexpr int64_t kColumnsAtOnce = 4096;  // a thread's registers hold 16 of a row
-// plain.wgsl sums the losses of at most so many tokens, and takes as many columns
+constexpr int64_t kMostChosen = 64;       // chosen_ids.wgsl has one thread for each
+constexpr int64_t kColumnsAtOnce = 4096;  // of a row in registers, 16 a thread
+// plain.wgsl's most tokens whose losses it sums, and its most columns.
 constexpr int64_t kMostPlain = int64_t{65535} * 256;
 constexpr uint64_t kParams = uint64_t{256} * 256, kSmall = 256;
 
@@ -28,7 +28,7 @@ void set_bytes(Plan* plan, Role role, int64_t bytes) {
 
 int64_t sums_of(int64_t values) { return (values + kValuesOfASum - 1) / kValuesOfASum; }
 
-// Counts the first sums, which are made chunk by chunk, and of the class weights.
+// The number of first sums: of losses, chunk by chunk, and of the class weights.
 int64_t first_sums(const Problem& p, const Plan& plan) {
   int64_t sums = plan.chunks * sums_of(plan.chunk);
   if (p.sums_vocab_weight) sums = std::max(sums, sums_of(p.vocab_total));
@@ -76,7 +76,7 @@ void fill_bytes(const Problem& p, Plan* plan) {
     set(Role::hidden, 4 * chunk * hidden);
     if (p.wants_grad_input) set(Role::grad_hidden, 4 * chunk * hidden);
     if (plan->slices > 1) set(Role::slices, 4 * plan->slices * chunk * hidden);
-    int64_t copied = p.weight_bound || p.reads_kept ? 0 : hidden;  // numbers of a row of a weight
+    int64_t copied = p.weight_bound || p.reads_kept ? 0 : hidden;  // elements per row of a weight
     if (p.wants_grad_input && !p.weight_bound) copied = hidden;
     if (p.has_teacher() && p.teacher.is_head && !p.teacher.weight_bound) {
       copied = std::max(copied, round_up(p.teacher.hidden, 4));
@@ -90,7 +90,7 @@ void fill_bytes(const Problem& p, Plan* plan) {
   for (const uint64_t bytes : plan->bytes) plan->total += bytes;
 }
 
-// Returns whether every binding and every buffer of the plan keeps to the limits.
+// Whether every binding and every buffer of the plan keeps to the limits.
 bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   // A view's binding starts at a multiple of 256 before it.
   const auto most = static_cast<int64_t>(limits.storage_binding_bytes) - 256;
@@ -156,14 +156,13 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   return plan;
 }
 
-// Returns whether a plan that holds more than a window at a time gains anything by it.
+// Whether holding more than a window at a time gains anything.
 bool wants_whole(const Problem& p) {
   return p.has_teacher() || (p.needs_logits_again() && !p.state_given && !p.reads_kept);
 }
 
-// Calls f(choice) for what may be chosen: a chunk of tokens is an even share of all, a window has
-// as many columns as f takes. Chunks of fewer than 64 tokens are only for limits that nothing else
-// keeps to.
+// Calls f(choice) for each choice: chunks are even shares of the tokens, windows are halved until f
+// takes one. Chunks of fewer than 64 tokens come only if nothing else keeps to the limits.
 template <class F>
 void each_choice(const Problem& p, const bool& kept_to_limits, F&& f) {
   const auto windows = [&](int64_t chunk, bool whole) {
@@ -204,19 +203,19 @@ bool is_bound_vector(const TensorView& v) {
 
 namespace {
 
-// Returns whether the kernels can work in the matrix that a logits op writes.
+// Whether the kernels can work in the matrix that a logits op writes.
 bool is_direct(const Call& call) {
   const TensorView& in = call["logits"];
   const TensorView& out = call[!call.loss_op ? "probabilities" : "grad_logits"];
   if (call.linear || !out || in.data == nullptr || out.data == nullptr) return false;
   if (out.dtype != DType::f32 || (out.stride[1] != 1 && out.shape[1] > 1)) return false;
-  // A buffer that a dispatch writes is bound once, so it must be one view or two buffers.
+  // A dispatch binds a buffer that it writes once, so in and out are one view or two buffers.
   return in.data != out.data ||
          (in.byte_offset == out.byte_offset && in.dtype == out.dtype && in.stride == out.stride);
 }
 
-// Returns false where the call has what plain.wgsl has not: other inputs and outputs, their
-// options, a part of the vocabulary.
+// Whether plain.wgsl has all of the call's inputs, outputs and options; it takes no part of a
+// vocabulary.
 bool is_plain(const Call& call, const Problem& p) {
   if (!p.direct || p.probabilities || p.vocab > kMostPlain) return false;
   for (const Field& field : call.fields()) {
@@ -232,9 +231,9 @@ bool is_plain(const Call& call, const Problem& p) {
          o.reduction != Reduction::none;
 }
 
-// On any device that has the limits of all, a row of one kernel lies in one binding, and so does a
-// slab of what is kept. The device alone decides, not the workspace: a token's bits depend on it,
-// and Backward reads what Forward has kept.
+// With the limits that every device has, a row of one kernel lies in one binding, and so does a
+// slab of kept state. The device decides, not the workspace: a token's bits depend on the choice,
+// and Backward reads what Forward kept.
 Problem on_device(Problem p, const Limits& limits) {
   p.plain &= p.vocab <= static_cast<int64_t>(limits.storage_binding_bytes - 512) / 4;
   if (limits.storage_binding_bytes < slab_binding_bytes(kMostTokens)) p.kept_columns = 0;
@@ -260,7 +259,7 @@ TeacherProblem teacher_of(const Call& call) {
   return t;
 }
 
-// Says which columns of each token the call names, or wants the names of.
+// Notes the columns that the call names for each token, or asks the names of.
 void choose(const Call& call, Problem* p) {
   p->chosen = call.chosen();
   if (call.ids) p->id_bytes = size_of(call.ids.dtype);
@@ -270,7 +269,7 @@ void choose(const Call& call, Problem* p) {
   p->lists = static_cast<bool>(call.top_logits);
 }
 
-// Returns whether a row of the tensor belongs to a token.
+// Whether the tensor has a row per token.
 bool is_of_tokens(std::string_view name, const Problem& p) {
   constexpr std::string_view kOthers[] = {"weight",      "bias",           "vocab_weight",
                                           "grad_weight", "grad_bias",      "fault",
@@ -304,9 +303,9 @@ Problem problem_of(const Call& call) {
   p.has_vocab_weight = static_cast<bool>(call["vocab_weight"]);
   p.vocab_weight_bound = is_bound_vector(call["vocab_weight"]);
   p.direct = is_direct(call);
-  // A log-probability is made of the sums of slots, so that it has the order of every other call.
+  // A log-probability comes from sums of slots, so that its order of addition is always the same.
   p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce && !call["logprob"];
-  p.temperatures = call["temperature"] && !call.combines;  // the shards had them
+  p.temperatures = call["temperature"] && !call.combines;  // already in the shards' states
   p.more_statistics = asks_extras(call);
   const TensorView& loss = call["loss"];
   if (!p.softmax) {
@@ -423,7 +422,7 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   Status status = make_plan(p, limits, 0, &plan);
   if (!status.ok()) return status;
   *minimum = plan.total;
-  // The default plan's blocks are a quarter of the f32 logits, and no less than 64 tokens' worth.
+  // The recommended plan's blocks are a quarter of the f32 logits, and at least 64 tokens.
   const int64_t tokens = p.direct ? most_tokens(p)
                                   : std::clamp(p.tokens / (p.has_teacher() ? 8 : 4),
                                                std::min(p.tokens, kLeastTokens), int64_t{1024});
@@ -432,7 +431,7 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   status = make_plan(part, limits, UINT64_MAX, &plan);
   if (!status.ok()) return status;
   const Plan own = plan_of(p, {plan.chunk, plan.window, 1, plan.whole});
-  // This is what a call makes of that many bytes.
+  // The recommended size is what a call makes of those bytes.
   status = make_plan(p, limits, std::max(own.total, *minimum), &plan);
   *recommended = plan.total;
   return status;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The recorder makes dispatches with their uniforms: each takes a slot of the params buffer, which
-// is written when it is full and at the end, before what reads it is submitted.
-// A call that cannot be recorded whole is not submitted: neither at its end nor, where an exception
-// ends it early, as a part of the next one.
+// Records dispatches with their uniforms. Each takes a slot of the params buffer, which is written
+// when it is full and at the end, before what reads it is submitted. After a failure nothing more
+// is submitted, and what an exception left unfinished is dropped, not left to the next call.
 #pragma once
 
 #include <cstring>
@@ -59,8 +58,7 @@ class Recorder {
     }
   }
 
-  // Submits what is left; it returns false where something went wrong, and device->error() says
-  // what.
+  // Submits the rest. Returns false where anything went wrong; device->error() says what.
   bool finish() {
     flush();
     finished_ = true;
@@ -68,7 +66,6 @@ class Recorder {
   }
 
  private:
-  // Returns the next slot of the params buffer, which holds these.
   template <class Params>
   Binding slot_of(const Params& params) {
     static_assert(sizeof(Params) <= kSlotBytes);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file has the order of a call: what is needed once, the chunks, what is made of all of them.
+// The order of a call: what is needed once, the chunks, what is made from all of them.
 #include "src/webgpu/run.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace logitless::webgpu {
 namespace {
 
-// Shards together are the whole vocabulary, wherever the options' one began.
+// A call that combines shards covers the whole vocabulary, whatever vocab_start its options have.
 LossOptions options_of(const Call& call) {
   LossOptions options = call.options;
   if (call.combines) options.vocab_start = 0;
@@ -40,8 +40,8 @@ Run::Chunk Run::chunk_of(int64_t index) const {
   return {first, std::min(plan_.chunk, problem_.tokens - first), index == 0};
 }
 
-// Sums `count` values of one sums role down to no more than `most`, and returns how many there are
-// then; *in says in which role.
+// Sums `count` values in role *in down to at most `most`; returns their number, and their role in
+// *in.
 int64_t Run::tree(int64_t count, int64_t most, Role* in) {
   while (count > most) {
     const Role to = *in == Role::sums ? Role::more_sums : Role::sums;
@@ -99,7 +99,7 @@ void Run::normalize() {
       p.view = u32(base * size_of(normalizer.dtype) / 4);
     } else if (options_.normalizer != 0) {
       p.kind = 2;
-      // An f32 does not reach as far as the caller's double, so the exponent goes apart.
+      // f32 has a smaller range than the caller's double, so the exponent is passed apart.
       p.number = static_cast<float>(std::frexp(options_.normalizer, &p.exponent));
     } else if (problem_.tokens == 0) {
       p.kind = 2;
@@ -117,7 +117,7 @@ void Run::normalize() {
                      {counted, {}, role(Role::scalars), view, grad}, 1);
 }
 
-// Sums c_t over the tokens that count, down to few values, which begin the binding.
+// Sums c_t over the tokens that count, down to `*few` values at the binding's start.
 Binding Run::count_tokens(uint32_t* few) {
   int64_t sums = 0;
   for (int64_t i = 0; i < plan_.chunks; ++i) {
@@ -159,7 +159,7 @@ void Run::finish_gradients() {
             {.rows = problem_.vocab, .columns = problem_.hidden}, false);
   }
   if (problem_.wants_grad_bias) {
-    // A column becomes a row here, because the view's one stride is that of its rows.
+    // As a column, not a row, because the view's one stride is that of its rows.
     TensorView view = call_["grad_bias"];
     view.rank = 2;
     view.shape = {1, problem_.vocab};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Run is one call on a device: every dispatch of an op, in order.
+// One call on a device: every dispatch of an op, in order.
 #pragma once
 
 #include "src/webgpu/recorder.h"
@@ -8,13 +8,13 @@
 
 namespace logitless::webgpu {
 
-// Records and submits, and waits for nothing. The plan is that of `budget` bytes.
+// Records and submits, without waiting, by the plan for `budget` bytes.
 Status run(const Call& call, uint64_t budget, WorkspaceBuffers* workspace);
 
-// The shaders have all of this too; tests/webgpu/shared_names_test.py holds both to the same names,
-// order and types.
+// The shaders repeat the flags and structs below; tests/webgpu/shared_names_test.py holds both to
+// the same names, order and types.
 
-// These flags stand in common/token.wgsl too.
+// As in common/token.wgsl.
 enum Flag : uint32_t {
   kHasVocabWeight = 1,
   kHasTokenWeight = 2,
@@ -116,18 +116,18 @@ inline uint32_t u32(int64_t value) { return static_cast<uint32_t>(value); }
 inline uint32_t blocks(int64_t count, int64_t of) { return u32((count + of - 1) / of); }
 inline bool capped(const LossOptions& o) { return o.softcap > 0; }
 
-// The factors of a map from raw logits to z, in RowParams' words.
+// The factors of the map from raw logits to z, named as in RowParams.
 struct MapFactors {
   float slope = 1, cap_in = 0, cap_in_low = 0, cap_out = 0, cap_out_low = 0;
 };
 MapFactors factors_of(const LossOptions& options);
 
-// This makes a head's logits: the op's own, or a teacher's.
+// What a head's logits are made from: the op's own, or a teacher's.
 struct Head {
   const TensorView &input, &weight, &bias, &logits, &temperature;
   LossOptions options;
   MapFactors factors;
-  bool is_head = false;  // it has an input and a weight, or given logits
+  bool is_head = false;  // else its logits are given
   int64_t hidden = 0;
   bool weight_bound = false, bias_bound = false;
   Role rows, extras, bias_copy, hidden_rows, block;
@@ -138,21 +138,20 @@ struct Head {
 constexpr uint32_t kNan = 0x7fc00000u;
 constexpr uint32_t kGroups = 65535;
 
-// A part is a rectangle of a view, or all of a vector.
+// A rectangle of a view, or a range of a vector.
 struct Part {
   int64_t first_row = 0, rows = 1, first_column = 0, columns = 1;
 };
 
-// Says where dense f32 rows lie: in a buffer, so many elements before the first one, so many from
-// row to row.
+// Where dense f32 rows lie in a buffer: `base` and the strides count elements.
 struct Dense {
   Buffer buffer = 0;
-  uint64_t bytes = 0;  // the buffer has so many
+  uint64_t bytes = 0;  // of the whole buffer
   int64_t base = 0, row_stride = 1, column_stride = 1;
 };
 
-// This class has the order of a call. chunk.cpp does what is done with a chunk, divergence.cpp that
-// of two heads, chosen.cpp chosen columns, kept.cpp kept state, copies.cpp copies of views.
+// The order of a call is in run.cpp; chunks are in chunk.cpp, and those of two heads in
+// divergence.cpp.
 class Run {
  public:
   Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBuffers* workspace);
@@ -167,7 +166,7 @@ class Run {
     int64_t index = 0, first = 0, columns = 0;
   };
 
-  // copies.cpp defines these.
+  // copies.cpp
   void gather(const TensorView& source, Part part, const Dense& result, int64_t padded_columns,
               bool counted_rows);
   void gather_vector(const TensorView& source, int64_t first, int64_t count, const Dense& result);
@@ -177,14 +176,14 @@ class Run {
   int64_t extent_of(const TensorView& view, Part part) const;
   bool fits(const TensorView& view, Part part) const;
 
-  // kept.cpp defines these.
+  // kept.cpp
   template <class F>
   int64_t each_slab(const Chunk& chunk, const Window& window, F&& f) const;
   void keep_logits(const Chunk& chunk, const Window& window);
   Window take_logits(const Chunk& chunk, const Window& window);
   void keep_or_check_rows(const Chunk& chunk);
 
-  // chosen.cpp defines these.
+  // chosen.cpp
   void begin_chosen(const Chunk& chunk);
   void make_chosen_logits(const Chunk& chunk, const Window& window, Binding weight,
                           const ProductParams& operands, Binding bias);
@@ -193,7 +192,7 @@ class Run {
   void emit_chosen(const Chunk& chunk);
   RowParams chosen_params(const Chunk& chunk, const Window& window) const;
 
-  // run.cpp defines these.
+  // run.cpp
   void prepare_vocabulary();
   void normalize();
   int64_t tree(int64_t count, int64_t most, Role* in);
@@ -204,7 +203,7 @@ class Run {
   Window window_of(int64_t index) const;
   Chunk chunk_of(int64_t index) const;
 
-  // divergence.cpp defines these.
+  // divergence.cpp
   Head student() const;
   Head teacher() const;
   void run_divergence(const Chunk& chunk);
@@ -215,7 +214,7 @@ class Run {
   Constant divergence_kind() const;
   RowParams pair_params(const Chunk& chunk, const Window& window) const;
 
-  // chunk.cpp defines these.
+  // chunk.cpp
   void begin_chunk(const Chunk& chunk);
   void begin_head(const Chunk& chunk, const Head& head);
   void scale_chunk(const Chunk& chunk, const Head& head);
@@ -240,9 +239,9 @@ class Run {
   Binding targets(const Chunk& chunk, TokenParams* params) const;
   Binding fault_of(TokenParams* params) const;
   Binding block(const Window& window, Role role = Role::block) const;
-  // Returns what the kernels on rows work in: the block, or the caller's matrix.
+  // What the kernels on rows work in: the block, or the caller's matrix.
   Binding block(const Chunk& chunk, const Window& window, RowParams* params) const;
-  const TensorView& result() const;  // a logits op has it
+  const TensorView& result() const;  // of a logits op
   RowParams row_params(const Chunk& chunk, const Window& window, const Head& head) const;
   RowParams row_params(const Chunk& chunk, const Window& window) const {
     return row_params(chunk, window, student_);
@@ -266,7 +265,7 @@ class Run {
   }
   Binding role(Role role) const { return {workspace_[role], 0, workspace_.bytes(role)}; }
   Binding zeros() const { return role(Role::zeros); }
-  // Where there are no extras, what stands for them is not touched.
+  // Without extras another buffer is bound in their place, and not touched.
   Binding extras() const { return problem_.extras() ? role(Role::extras) : zeros(); }
   Binding extras(const Head& head) const {
     return head.rows == Role::rows ? extras() : head.temperature ? role(head.extras) : zeros();
@@ -274,10 +273,10 @@ class Run {
   Binding written_extras() const {
     return role(problem_.extras() ? Role::extras : Role::more_sums);
   }
-  // Where no column is chosen, what stands for them is not touched.
+  // Without chosen columns another buffer is bound in their place, and not touched.
   Binding ids() const { return call_.ids ? role(Role::ids) : zeros(); }
   Binding chosen() const { return role(call_.ids ? Role::chosen : Role::spare); }
-  // Returns whether Backward takes what Forward has kept of a divergence.
+  // Whether this is a Backward of a divergence that reads what Forward kept.
   bool reads_kept() const { return problem_.reads_kept && plan_.kept_columns > 0; }
   Dense dense(Role role, int64_t base, int64_t row_stride, int64_t column_stride = 1) const {
     return {workspace_[role], workspace_.bytes(role), base, row_stride, column_stride};
@@ -290,11 +289,11 @@ class Run {
   const Problem& problem_;
   const Plan& plan_;
   const LossOptions options_;
-  const Head student_, teacher_;  // the teacher is a divergence's
+  const Head student_, teacher_;  // a teacher in divergences only
   const WorkspaceBuffers& workspace_;
   Device* const device_;
   Recorder recorder_;
-  int64_t sums_ = 0;  // so many sums of losses are made so far
+  int64_t sums_ = 0;  // the number of sums of losses made so far
 };
 
 }  // namespace logitless::webgpu

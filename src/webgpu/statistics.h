@@ -14,12 +14,12 @@
 namespace logitless::webgpu {
 
 constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 8;
-constexpr uint32_t kFoldWords = 14;  // they lie in two slots of a token
+constexpr uint32_t kFoldWords = 14;  // in two slots of a token
 
-// These are the words of a token's State that the host names.
+// The words of a token's State that the host names.
 enum class StateWord : uint32_t { m = 4, log_sum, target_logit, weighted, entropy, argmax, loss };
 
-// These are the words of its Extra.
+// The words of its Extra.
 enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank, max_logprob, mass_above };
 
 struct Word {
@@ -30,7 +30,7 @@ struct Word {
   uint32_t at;
 };
 
-// tokens.wgsl has the same numbers. An index of 64 bits is the number behind `index`.
+// As in tokens.wgsl, where the number after `index` is an index of 64 bits.
 enum class Emit : uint32_t { word = 0, lse, logprob, index, negative = 5 };
 
 struct StatisticWord {
@@ -61,7 +61,7 @@ constexpr bool names_every_statistic() {
 }
 static_assert(names_every_statistic());
 
-// A divergence has these beside an entropy and a logprob.
+// Of divergences only, beside entropy and logprob.
 inline constexpr StatisticWord kDivergenceWords[] = {
     {"teacher_entropy", Word(Role::teacher_rows, StateWord::entropy)},
     {"acceptance", StateWord::weighted}};
@@ -71,7 +71,7 @@ inline constexpr std::string_view kFoldInputs[] = {
     "shard_row_reference", "shard_row_log_sum",   "shard_target_logit", "shard_weighted_logit_sum",
     "shard_entropy",       "shard_sum_p_squared", "shard_mean_logit",   "shard_max_logprob"};
 
-// Calls f(view, word, emit) for each statistic that the call asks for.
+// Calls f(view, word, emit) for each requested statistic.
 template <class F>
 void for_each_asked(const Call& call, const F& f) {
   if (!call.forward) return;
@@ -89,7 +89,7 @@ void for_each_asked(const Call& call, const F& f) {
   }
 }
 
-// Returns whether the call asks for a statistic that is kept in Extra.
+// Whether the call asks for a statistic in Extra.
 inline bool asks_extras(const Call& call) {
   bool asks = false;
   for_each_asked(call,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the buffers of one call: one a role, made when a plan first wants them and kept for the
-// next call, never more than the budget together.
+// The buffers of a call, one per role: made when a plan first needs them, kept for the next call,
+// together never more than the budget.
 #pragma once
 
 #include "src/webgpu/plan.h"
@@ -16,11 +16,11 @@ class WorkspaceBuffers {
 
   Device* device() const { return device_; }
   uint64_t budget() const { return budget_; }
-  // Makes every role's buffer at least as large as the plan wants it; it returns false where there
-  // is no memory.
+  // Makes each role's buffer at least as large as the plan needs. Returns false where there is no
+  // memory.
   bool prepare(const Plan& plan);
   Buffer operator[](Role role) const { return buffers_[static_cast<size_t>(role)]; }
-  // Counts the bytes of the buffers there are.
+  // The bytes of all buffers.
   uint64_t made() const;
   uint64_t bytes(Role role) const { return bytes_[static_cast<size_t>(role)]; }
 

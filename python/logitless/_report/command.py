@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the parts of a report, and writes what they say as one JSON file and a table."""
+"""Runs the parts of a report, and writes their results as one JSON file and a table."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ WHO = {"ours": "ours", "compile": "torch.compile"}
 
 
 def engines() -> list[str]:
-    """The kernels that this GPU has, best first: the library lists them beside a name that it does
-    not know."""
+    """The engines that serve this GPU, best first, from the library's error about an unknown
+    name."""
     code = "import logitless\ntry: logitless.describe_backend('cuda')\nexcept "
     code += "logitless.LogitlessError as error: print(error)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
@@ -67,7 +67,7 @@ class Report:
         environment = os.environ | ({KERNELS: engine} if self.device == "cuda" else {})
         out, why = "", ""
         try:
-            # A worker ends by itself; what hangs is killed, and its records are read.
+            # A worker that hangs is killed; the records that it wrote are read all the same.
             done = subprocess.run(command, env=environment, capture_output=True, text=True,
                                   timeout=seconds + 45)  # fmt: skip
             out, why = done.stdout, scrubbed(done.stderr) if done.returncode else ""
@@ -111,7 +111,7 @@ def _cell(figures: dict[str, Any], floor: dict[str, Any], name: str) -> str:
 
 
 def table(whole: dict[str, Any]) -> list[str]:
-    """The report for people: a line a head and section, times in units of the bare products."""
+    """The report for people: one line per head and section, times in units of the bare products."""
     lines = [", ".join(f"{k} {v}" for k, v in whole["machine"].items()), ""]
     for row in whole["conformance"]:
         verdict = "; ".join(row["failures"][:3]) or "right"
@@ -148,7 +148,7 @@ def make(device: str, quick: bool, compiled: bool, limit: float) -> dict[str, An
     quickly = ["--quick"] if quick else []
     for name in names:
         report.part("conformance", name, min(45, report.left() / 4), *quickly)
-    # The best engine comes first, with torch.compile, which takes the most time.
+    # The best engine comes first, together with torch.compile, which takes the most time.
     for i, name in enumerate(names):
         rest = len(names) - 1 - i
         more = ["--compiled"] if compiled and i == 0 else []

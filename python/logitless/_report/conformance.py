@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of calls beside the formulas of docs/semantics.md in double, on the same device.
+"""A sample of calls, compared with the formulas of docs/semantics.md in double on the same device.
 
-The conformance suite judges every element by the contract's own bound, which takes the reference in
-C++. This is a sample for machines that have the package alone: whole gradients, in the 2-norm, by
-limits that are 3 to 10 times what a right kernel shows."""
+The conformance suite judges every element by the contract's own bound, which needs the reference in
+C++. This sample is for machines that have only the package: it judges whole gradients, in the
+2-norm, by limits of 3 to 10 times the error of a correct kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from logitless.torch import (
     linear_logprobs_at,
 )
 
-# Of the whole gradient, relative; a value may be off by `_VALUE` of 1 plus its largest logit.
+# Relative to the whole gradient; a value may be off by `_VALUE` times 1 plus its largest logit.
 _GRADIENT = {"f32": 2e-5, "f16": 2e-3, "bf16": 1.2e-2}
 _VALUE = 1e-5
 
@@ -37,7 +37,7 @@ KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd", "skew_kl")
 
 @dataclass
 class Sample:
-    """A call on random operands: what it gives, and what the formula does of the same in double."""
+    """A call on random operands: its results, and those of the formula in double."""
 
     ours: Callable[[list[Tensor]], Tensor]
     exact: Callable[[list[Tensor]], Tensor]
@@ -83,7 +83,7 @@ class Draw:
                 self.normal(self.vocab, hidden, scale=3 / hidden**0.5)]  # fmt: skip
 
     def row_options(self) -> dict[str, Any]:
-        """What a token's logits are."""
+        """Options that change a token's logits."""
         pick = self.random.choice
         return {"softcap": pick([0.0, 0.0, 5.0, 30.0]), "logit_scale": pick([1.0, 1.0, 0.5]),
                 "temperature": pick([1.0, 1.0, 0.7])}  # fmt: skip
@@ -140,7 +140,7 @@ def _logprob(draw: Draw) -> Sample:
 
 def _logprobs_at(draw: Draw) -> Sample:
     options, count = draw.row_options(), draw.random.choice([1, 2, 31, 64])
-    draw.vocab = max(draw.vocab, 50)  # 64 upstreams of few columns leave rounding alone
+    draw.vocab = max(draw.vocab, 50)  # 64 upstreams of few columns cancel to rounding
     ids = torch.randint(
         0, draw.vocab, (draw.tokens, count), device=draw.device, generator=draw.generator
     )  # [N, K]
@@ -236,7 +236,7 @@ def check(draw: Draw, make: Callable[[Draw], Sample], dtype: str) -> tuple[float
 
 
 def run(device: str, cases: int, seconds: Callable[[], float]) -> list[Row]:
-    """`cases` of each function and dtype, or as many as `seconds()` allow."""
+    """Runs `cases` of each function and dtype, or as many as `seconds()` allow."""
     rows = [Row(function, dtype) for function in FUNCTIONS for dtype in DTYPES]
     for case in range(cases):
         for row in rows:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time and memory of one LM head: ours, the matrix products that nobody avoids, and
-torch.compile of the same. The contenders take turns in bursts, in an order that turns round every
-round. Random data."""
+"""The time and memory of one LM head on random data: ours, the matrix products that cannot be
+avoided, and torch.compile of the same. The contenders take turns in bursts, in an order that is
+reversed every round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from logitless.torch import linear_cross_entropy, linear_logprob
 
 MIB = 1 << 20
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-SECTIONS = {  # of each, the number of products that its time is compared with
+SECTIONS = {  # the number of products that each one's time is compared with
     "loss + gradients": 3,
     "none + gradients": 3,
     "log-probability + entropy": 3,
@@ -59,8 +59,8 @@ class Bench:
         self.x, self.w = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
         self.t = torch.randint(0, head.vocab, (head.tokens,), device=device)
         self.upstream = [torch.randn(head.tokens, device=device) for _ in range(2)]
-        # Without a scaler's factor the dz of a mean is 0 in f16 but at the targets, and products of
-        # zeros take less power, and time.
+        # Without a scaler's factor the dz of a mean is 0 in f16 except at the targets, and products
+        # of zeros take less power and time.
         self.factor = torch.tensor(2.0**16 if head.dtype == "f16" else 1.0, device=device)
         padded = (head.vocab + 63) // 64 * 64
         self.padded = torch.zeros(padded, head.hidden, device=device, dtype=dtype)
@@ -92,7 +92,7 @@ class Bench:
         return self._calls("ours", linear_cross_entropy, none, logprob)
 
     def compiled(self) -> Calls:
-        torch._dynamo.reset()  # after eight shapes it falls back to eager, and does not say so
+        torch._dynamo.reset()  # after eight shapes it would silently fall back to eager
         return self._calls("compile", *map(torch.compile, (_mean, _none, _logprob)))
 
     def _calls(self, who: str, mean: Any, none: Any, logprob: Any) -> Calls:
@@ -112,7 +112,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def burst(self, call: Callable[[], None], seconds: float) -> float:
-        """Milliseconds of one call, of as many as fill `seconds`."""
+        """Milliseconds per call, over as many calls as fill `seconds`."""
         self.wait()
         start, count = time.perf_counter(), 0
         while count < 2 or time.perf_counter() - start < seconds:
@@ -124,7 +124,7 @@ class Bench:
         return (time.perf_counter() - start) * 1e3 / count
 
     def peak(self, call: Callable[[], None]) -> float | None:
-        """MiB that the allocator holds at most beyond the inputs and their gradients."""
+        """The most MiB that the allocator holds beyond the inputs and their gradients."""
         if not self.x.is_cuda:
             return None
         self.x.grad = self.w.grad = None
@@ -139,7 +139,7 @@ class Bench:
 
 
 def measure(bench: Bench, calls: Calls, rounds: int, seconds: float) -> Figures:
-    """Of each contender {"ms", "mib"}, medians of `rounds`; {"failed"} of one that raises."""
+    """By contender {"ms", "mib"}, medians of `rounds`; {"failed"} for one that raises."""
     figures: Figures = {}
     taken: dict[str, list[float]] = {}
     for name, call in calls.items():

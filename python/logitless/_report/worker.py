@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One part of a report, in a process of its own: the library reads which kernels to take once, and
-what crashes here takes no other part with it. Each record is a line of JSON on stdout."""
+"""One part of a report, in its own process: the library reads only once which kernels to use, and a
+crash here does not end other parts. Each record is a line of JSON on stdout."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def _that_fits(head: heads.Head) -> heads.Head:
-    """The head with as many tokens, halved, as the GPU's free memory takes."""
+    """The head, with its tokens halved until it fits into the GPU's free memory."""
     size: int = heads.DTYPES[head.dtype].itemsize
     free, _ = torch.cuda.mem_get_info()
     while head.tokens > 512:
-        # Weight, its gradient and the padded copy; then the products' logits and as much again.
+        # Weight, its gradient and the padded copy; then twice the logits of the products.
         need = size * (3 * head.vocab * head.hidden + 3 * head.tokens * head.hidden)
         if need + 2 * size * head.tokens * head.vocab <= 0.9 * free:
             break

@@ -3,9 +3,9 @@
 
 `liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl`, `unsloth` and `vllm` are
 modules of drop-in names; `patch_transformers` makes a causal LM compute its loss without logits,
-and `patch_trl` TRL's trainers their log-probabilities and divergences; `lm_eval` has a model class
-of lm-evaluation-harness; `levanter` is in JAX. An argument without a counterpart raises unless it
-is at its default. Each is imported when it is first asked for: who has JAX need not have torch.
+and `patch_trl` does so for TRL's log-probabilities and divergences; `lm_eval` has a model class for
+lm-evaluation-harness; `levanter` is in JAX. An argument without a counterpart raises unless it is
+at its default. Each is imported when it is first used: JAX users need not have torch.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _MODULES = {
     "patch_trl": "trl",
 }
 
-# `import *` leaves these out: two hold the patches and have the names of what they patch; the
-# others need more than torch, and would fail for who has that alone.
+# `import *` leaves these out: two hold the patches and are named like what they patch; the others
+# need more than torch, and would fail without it.
 _UNSTARRED = ("transformers", "trl", "levanter", "lm_eval")
 
 
@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With what can be imported here: of each name what it needs is there."""
+    """Only names whose requirements are installed."""
     needs: dict[str, tuple[str, ...]] = dict.fromkeys((*__all__, *_UNSTARRED), ("torch",))
     needs |= {"levanter": ("jax", "haliax"), "lm_eval": ("torch", "lm_eval")}
     there = [name for name, need in needs.items() if all(map(importlib.util.find_spec, need))]

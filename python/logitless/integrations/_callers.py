@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who calls a patched model: a Trainer that will ask for logits is told before it is too late."""
+"""Who calls a patched model: raises early for a Trainer that will ask for logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRAINER, _STEPS = "transformers.trainer", ("training_step", "prediction_step")
 
 
 def _trainer_frame() -> FrameType | None:
-    """The frame of a step of transformers' Trainer that this thread is in."""
+    """The frame of the step of transformers' Trainer in which this thread is, if any."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _STEPS and frame.f_globals.get("__name__") == _TRAINER:
@@ -23,7 +23,7 @@ def _trainer_frame() -> FrameType | None:
 
 
 def _wants_logits(frame: FrameType) -> bool:
-    """Whether the call is an evaluation for its logits, or training before such a one."""
+    """Whether the call is an evaluation that needs logits, or training before one."""
     if frame.f_code.co_name == "prediction_step":
         return not frame.f_locals.get("prediction_loss_only", True)
     trainer: Any = frame.f_locals.get("self")
@@ -32,12 +32,12 @@ def _wants_logits(frame: FrameType) -> bool:
         return False
     generates = getattr(arguments, "predict_with_generate", False)
     when = getattr(arguments, "eval_strategy", "no")
-    never = getattr(when, "value", when) == "no"  # a later evaluate() is told
+    never = getattr(when, "value", when) == "no"  # a later evaluate() raises itself
     return not (arguments.prediction_loss_only or generates or never)
 
 
 def check() -> None:
-    """Raises where a Trainer above will make something of logits that are not made."""
+    """Raises if a Trainer up the stack will use logits that are not made."""
     frame = _trainer_frame()
     if frame is not None and _wants_logits(frame):
         raise not_supported(

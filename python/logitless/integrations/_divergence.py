@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions in other libraries' names share that measure a student's head against a
-teacher's: one dtype for both, and the memory that they take by default."""
+"""What the drop-in divergences of a student's and a teacher's head share: one dtype for both heads,
+and the default memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Head(NamedTuple):
     bias: Tensor | None = None  # [V]
 
     def to(self, own: torch.dtype, dtype: torch.dtype) -> Head:
-        """Rounded to `own`, and then in `dtype`, which holds that exactly."""
+        """Rounded to `own`, then cast to `dtype`, which holds that exactly."""
         hidden, weight = (_rounded(t, own, dtype) for t in (self.hidden, self.weight))
         return self._replace(hidden=hidden, weight=weight)
 
@@ -33,7 +33,7 @@ class Head(NamedTuple):
 
 
 class _Rounded(torch.autograd.Function):
-    """A tensor as it is rounded to `own`; its gradient is not rounded."""
+    """Rounds a tensor to `own`, but not its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, own: torch.dtype, dtype: torch.dtype) -> Tensor:
@@ -62,10 +62,11 @@ def generalized_jsd(
     student: Head, teacher: Head, of: Literal["hidden", "weight"], memory: int | str | None,
     peak: Callable[[Sizes], int], held: int = 0, **options: Any,
 ) -> Any:  # fmt: skip
-    """linear_divergence of the kind that others call the generalized JSD. They have each head's
-    product in the dtype `of` its hidden states or its weight, outside autocast, and round the other
-    to it; where the two heads' differ both products are made in the wider, which holds the other's
-    numbers exactly. `held` are bytes that their `peak` counts and this call's memory does not."""
+    """linear_divergence of the kind that others call the generalized JSD. Outside autocast they
+    make each head's product in the dtype `of` its hidden states or of its weight, and round the
+    other operand to it. If the two heads' dtypes differ, both products are made in the wider one
+    here, which holds the other's numbers exactly. `held`: bytes that their `peak` counts and this
+    call's memory does not."""
     check_heads(student, teacher)
     dtypes = getattr(student, of).dtype, getattr(teacher, of).dtype
     context: Any = contextlib.nullcontext()
@@ -89,7 +90,7 @@ def generalized_jsd(
 
 
 def bias_of(head: Head) -> Any:
-    """In f32, [V]: a row [1, V] is added to logits alike."""
+    """The bias in f32, [V]; it may be given as a row [1, V]."""
     bias = head.bias
     if not isinstance(bias, Tensor):
         return bias
@@ -97,5 +98,5 @@ def bias_of(head: Head) -> Any:
 
 
 def counted(keep: Tensor) -> Tensor:
-    """A target that says which tokens count, and of which no more is used."""
+    """A target that only says which tokens count."""
     return torch.zeros_like(keep, dtype=torch.int64).masked_fill(~keep, IGNORE_INDEX)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands where a model's lm_head was: a plain Linear, or what PEFT has made of it.
+"""The head of a model: a plain Linear, or what PEFT has made of it.
 
-PEFT is no dependency: its classes are looked up where it has been imported, for no module can be
-one of them elsewhere.
+PEFT is no dependency: its classes are only looked up if it has been imported, because no module can
+be one of them otherwise.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ALLOWED = (
 
 
 def through(head: Any, function: Callable[[Tensor], Any], input: Tensor) -> Any:
-    """function(input) in the place of the head's forward: the hooks around it run, which gather its
-    parameters under FSDP and wait for them under Megatron's distributed optimizer."""
+    """function(input) in place of the head's forward. The head's hooks run: they gather its
+    parameters under FSDP, and wait for them under Megatron's distributed optimizer."""
     own = head.__dict__.get("forward")
     head.forward = function
     try:
@@ -39,7 +39,7 @@ def through(head: Any, function: Callable[[Tensor], Any], input: Tensor) -> Any:
 
 
 def _is(module: Any, name: tuple[str, str]) -> bool:
-    """Whether it is of that class, or one derived of it that computes the same (as FSDP's are)."""
+    """Whether it is of that class, or of a derived one that computes the same (as FSDP's do)."""
     known = getattr(sys.modules.get(name[0]), name[1], None)
     return known is not None and isinstance(module, known) and _computes_as(module, known)
 
@@ -64,8 +64,8 @@ def is_lora(module: Any) -> bool:
 
 
 def parts(head: Any) -> tuple[Any, ...]:
-    """The modules of the head that may be called to make its logits; raises where it is of a kind
-    that is not known here."""
+    """The modules of the head that may be called to make its logits; raises for a head of an
+    unknown kind."""
     if _is_linear(head):
         return (head,)
     # One of them is called: a copy of the head for every adapter, or the head itself.
@@ -89,7 +89,7 @@ def check_dtype(part: Any) -> None:
 
 
 def slot(part: Any) -> str:
-    """Where the part's forward is, behind accelerate's hooks if it has some."""
+    """The name of the part's forward, which is another one behind accelerate's hooks."""
     found = vars(part)
     if "_hf_hook" in found and "_old_forward" in found:
         return "_old_forward"
@@ -103,12 +103,12 @@ def slot(part: Any) -> str:
 
 
 def is_off(layer: Any) -> bool:
-    """Whether the layer within makes the logits, as it is or with the LoRA in its weight."""
+    """Whether the base layer makes the logits, as it is or with the LoRA merged into its weight."""
     return bool(layer.disable_adapters or layer.merged)
 
 
 def is_random(part: Any) -> bool:
-    """Whether two calls make different logits, by a dropout of a LoRA."""
+    """Whether two calls make different logits, because of a LoRA's dropout."""
     if not is_lora(part) or is_off(part):
         return False
     dropouts = [part.lora_dropout[name] for name in _active(part)]
@@ -140,8 +140,9 @@ def _check_lora(layer: Any) -> None:
 
 def with_lora(layer: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """(input [..., D + r], weight [V, D + r], bias) whose logits are those of PEFT's LoRA on the
-    head: W·x + s·B·(A·x) is one product of [W, B] and [x, s·A·x], so that the sum is never
-    rounded. A and B are cast to the dtypes of input and weight where PEFT keeps them wider."""
+    head: W·x + s·B·(A·x) is one product of [W, B] and [x, s·A·x], so that the two terms are never
+    rounded before their sum. A and B are cast to the dtypes of input and weight if PEFT keeps them
+    wider."""
     base = layer.base_layer
     input = input.to(base.weight.device)
     inputs, weights = [input], [base.weight]

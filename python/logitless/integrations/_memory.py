@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default `memory` of functions that stand in for others which are chosen for the little memory
-that they take: as much as those take beyond their inputs and gradients."""
+"""The default `memory` of drop-in functions: what the function that they replace takes beyond its
+inputs and gradients, since that is chosen for taking little."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from logitless.torch._functions import _autocast_dtype
 
 
 class Sizes(NamedTuple):
-    """Of a call on this rank."""
+    """The sizes of a call on this rank."""
 
     tokens: int
     width: int
     vocab: int  # rows of the weight
     size: int  # bytes of an element of the products' operands
     gradients: bool  # whether there will be any
-    f32_sums: int  # bytes of f32 sums beside the gradients in 16 bits, of input and weight
-    f32_weight_sums: int  # those of the weight alone
+    f32_sums: int  # bytes of f32 sums beside the 16-bit gradients of input and weight
+    f32_weight_sums: int  # the weight's part of these
 
 
 def _sums(tensor: Tensor) -> int:
@@ -35,12 +35,11 @@ def frugal(
     memory: int | str | None, hidden: Any, weight: Any, peak: Callable[[Sizes], int],
     tokens: int | None = None,
 ) -> Any:  # fmt: skip
-    """The `memory` of a call: what its caller says, or default_memory, or else as many bytes as the
-    function takes at most in whose name the call is made, `peak` of hidden [..., D] and weight
-    [V, D], but no more than all logits in 16 bits, or a third of them in f32, beside the sums: a
-    chunk of a small call may be most of it. And the least that the call takes where that is more.
-    `tokens`: where they are not those of hidden. Where sizes are symbols of a compiler it is the
-    least."""
+    """The `memory` of a call: its caller's, or default_memory's, or else `peak` of hidden [..., D]
+    and weight [V, D], the most bytes that the replaced function takes. That is bounded by all
+    logits in 16 bits, or a third of them in f32, plus the sums, because in a small call one chunk
+    may be most of the logits; and it gives way to the call's own minimum. `tokens`: their number,
+    if it is not that of hidden. If sizes are a compiler's symbols, the minimum is taken."""
     if memory is not None or _memory.default() is not None:
         return memory
     call = _sizes(hidden, weight, tokens)
@@ -53,9 +52,9 @@ def frugal(
 def frugal_beside(
     memory: int | str | None, hidden: Any, weight: Any, peak: Callable[[Sizes], int], held: int
 ) -> Any:
-    """The same of a divergence: a twentieth more than the other function takes, less the bytes
-    `held` that are taken beside the call, such as copies of weights, and without the bound: it is
-    meant for one head's logits."""
+    """The same for a divergence: a twentieth more than the replaced function takes, less the bytes
+    `held` outside the call, such as copies of weights; without the bound, which is meant for one
+    head's logits."""
     if memory is not None or _memory.default() is not None:
         return memory
     call = _sizes(hidden, weight)
@@ -63,9 +62,9 @@ def frugal_beside(
 
 
 def _sizes(hidden: Any, weight: Any, tokens: int | None = None) -> Any:
-    """Sizes, or the `memory` where there are none."""
+    """The Sizes, or the `memory` to take if there are none."""
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
-        return None  # the call itself says what is wrong
+        return None  # the call itself raises
     hidden, weight = (t.to_local() if hasattr(t, "to_local") else t for t in (hidden, weight))
     if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         return None

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model makes of its head's logits what the loss takes them for.
+"""Checks that a model does to its head's logits what the loss assumes.
 
-The head gives the model a few rows of all its columns in the place of logits: logits of hidden
-states of the call, and made-up ones. What the model has made of them in the end, every column, must
-be what the loss was told of scale, softcap and vocabulary. Some rows are NaN, so that a model that
-makes more of its logits than the loss has a loss of NaN. In the backward pass a gradient of ones
-goes the same way back, and must come as that of the loss would: so a use of the logits that the
-forward pass does not show is found, and logits that are detached.
+In place of logits, the head gives the model a few rows of all columns: logits of some of the call's
+hidden states, and made-up ones. What the model makes of them must, in every column, be what the
+loss was told of scale, softcap and vocabulary. Some rows are NaN, so that a model that uses its
+logits for more than the loss gets a loss of NaN. In the backward pass a gradient of ones goes the
+same way back and must arrive as the loss's gradient would, which finds uses that the forward pass
+does not show, and detached logits.
 
-These are ops, so that compiled code asks as well as other code. On the CPU every call is looked at
-before its loss is used. On a GPU that is so where something is new; of every other call the device
-makes the loss NaN where the rows differ, and a later call says so.
+The checks are ops, so that compiled code makes them too. On the CPU every call is checked before
+its loss is used. On a GPU only a new call is; for any other the device makes the loss NaN if the
+rows differ, and a later call raises.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from torch import Tensor
 from logitless._errors import not_supported
 from logitless.integrations import _callers
 
-# Keys of calls that are not compiled. A compiled program has one of its own, for what it looks at
-# when it runs for the first time.
+# Keys of calls that are not compiled. A compiled program has its own key, because it checks at its
+# first run.
 SETTLED, NEW = 0, -1
 
 _REAL = 3  # rows that are logits of hidden states
-# Each of a number's bytes times one of these makes a row: small ones show a scale beneath one, the
-# largest bend any softcap, and all are exact in 16 bits.
+# Each byte of a number times one of these makes a row: small ones show a scale under a softcap,
+# the largest are bent by any softcap, and all are exact in 16 bits.
 _FACTORS = (2.0**-6, 2.0**-2, 1.0, 2.0**6)
-# Rows of NaN stand first, in the middle and last, since a model may leave some out. The small
+# Rows of NaN are first, in the middle and last, because a model may leave some out. The small
 # made-up rows, which no softcap in use bends much, follow the real ones.
 _COUNT = 11
 _MIDDLE = slice(1 + _REAL, 3 + _REAL)
-_MASKED = -6e4  # a column of such logits is none, and 16 bits hold it
+_MASKED = -6e4  # the logit of a masked column; 16 bits hold it
 _BLOCK = 8192  # columns whose weights are cast at a time
 
-_settled: set[int] = set()  # the programs that have been found right
+_settled: set[int] = set()  # programs that passed the check
 _programs = itertools.count(1)
-_late: deque[tuple[Any, Tensor, str]] = deque()  # what a GPU has yet to say: event, report, model
+_late: deque[tuple[Any, Tensor, str]] = deque()  # unread reports: event, report, model
 _late_lock = threading.Lock()
 
 
@@ -55,23 +55,23 @@ def new_program() -> int:
 
 
 class Transform(NamedTuple):
-    """What a model makes of its head's logits, as the loss is told."""
+    """What a model makes of its head's logits, as the loss was told."""
 
     scale: float
     softcap: float  # 0: none
-    columns: int  # those behind are no words
+    columns: int  # further ones are no words
 
 
 class _Report(NamedTuple):
-    """What was found, in numbers that a device makes."""
+    """What a check found, in numbers that the device computes."""
 
-    differing: float  # columns
-    first: float  # of these
-    made: float  # there
-    known: float  # there
-    ratio: float  # of all columns to those known, or 0
-    poisoned: float  # whether the loss is NaN where ours is not
-    others: float  # of the tensors beside, the first that differs, from 1 on
+    differing: float  # number of columns
+    first: float  # of these columns
+    made: float  # the model's value there
+    known: float  # the expected value there
+    ratio: float  # of all columns' values to the expected ones, or 0
+    poisoned: float  # whether the loss is NaN and ours is not
+    others: float  # the first of the other tensors that differs, counted from 1
 
 
 def _is_settled(key: int) -> bool:
@@ -108,12 +108,12 @@ def chosen(input: Tensor) -> Tensor:
 
 def _answer(real: Tensor) -> Tensor:
     columns = torch.arange(real.shape[-1], device=real.device)
-    number = columns * 2654435761  # of 32 bits, another one for every column
+    number = columns * 2654435761  # 32 bits, different for every column
     rows = [
         (((number >> shift) & 255) - 128) * factor
         for shift, factor in zip((0, 8, 16, 24), _FACTORS)
     ]
-    zeros = torch.zeros_like(rows[0])  # shows what is added
+    zeros = torch.zeros_like(rows[0])  # shows an addition
     # autograd's search for NaN would find it too
     nan = torch.full_like(zeros, 0 if torch.is_anomaly_enabled() else torch.nan)
     made_up = [torch.stack(part).to(real.dtype) for part in ([*rows[:2], nan, *rows[2:]], [zeros])]
@@ -127,23 +127,23 @@ def _known(rows: Tensor, scale: float, softcap: float) -> Tensor:
 
 
 def _report_of(made: Tensor, rows: Tensor, transform: Transform) -> list[Tensor]:
-    """The first five numbers of a report, of made [K, C] with C >= columns."""
+    """The first five numbers of a report, for made [K, C] with C >= columns."""
     u = _unit(rows, made)
     columns = transform.columns
     known = _known(rows[:, :columns], transform.scale, transform.softcap)
     known = known.to(made.dtype).float()
     words, behind = made[:, :columns].float(), _finite(made)[:, columns:].float()
-    if torch.float16 in (rows.dtype, made.dtype):  # it has infinities where f32 has numbers
+    if torch.float16 in (rows.dtype, made.dtype):  # f16 has infinities where f32 has numbers
         words, known = (t.clamp(_MASKED, -_MASKED) for t in (words, known))
-    # a division, a tanh, a product and one more rounding, and that of what is known
+    # roundings of a division, a tanh, a product, one more, and the expected value's own
     wrong = ~words.isclose(known, rtol=6 * u, atol=1e-6, equal_nan=True)
     small, known_small = words[_MIDDLE], known[_MIDDLE]
     ratio = (small * known_small).sum() / known_small.square().sum()
     columns_wrong = torch.cat([wrong.any(0), ~(behind <= _MASKED).all(0)])
-    if columns >= 64:  # roundings are of both signs, so that a scale shows before they do
+    if columns >= 64:  # roundings have both signs, so a wrong scale shows in the ratio first
         columns_wrong |= ~((ratio - 1).abs() <= 2 * u)
     first = columns_wrong.int().argmax()
-    # Picked by ops: an index that is a tensor of no dimension would be read, and waited for.
+    # By ops: the host would read an index that is a tensor [], and wait for it.
     at = first.clamp(max=columns - 1)[None]
     row = wrong.index_select(1, at)[:, 0].int().argmax()[None]
     picked = [t.index_select(1, at).index_select(0, row).sum() for t in (words, known)]
@@ -154,12 +154,12 @@ def _report_of(made: Tensor, rows: Tensor, transform: Transform) -> list[Tensor]
 
 
 def _finite(rows: Tensor) -> Tensor:
-    """The rows that are not NaN, by slices: a list of indices would be copied to a GPU, in wait."""
+    """The rows that are not NaN, by slices: the host would wait for a list's copy to a GPU."""
     return torch.cat([rows[1:6], rows[7:10]])
 
 
 def _unit(*tensors: Tensor, least: float = 2.0**-14) -> float:
-    """The unit roundoff of the coarsest of their dtypes; of f32 `least`, that of a quick tanh."""
+    """The unit roundoff of the coarsest dtype; for f32 `least`, that of a fast tanh."""
     return max(least, *(torch.finfo(t.dtype).eps / 2 for t in tensors))
 
 
@@ -168,7 +168,7 @@ def _differ(given: Tensor, known: Tensor) -> Tensor:
 
 
 def _check_shapes(made: Tensor, rows: Tensor, transform: Transform, who: str) -> None:
-    """These are known without a look at the device."""
+    """Checks what is known without reading from the device."""
     count, total = rows.shape[1:]
     columns = transform.columns
     if made.dim() == 3 and made.shape[:2] == (1, count) and made.shape[2] in (columns, total):
@@ -210,8 +210,8 @@ def _raise(report: _Report, names: Sequence[str], total: int, who: str) -> None:
 
 
 def check_head(own: Tensor, real: Tensor) -> None:
-    """Of the same hidden states: what the head's own forward makes, and what we make of its weight
-    and bias."""
+    """Compares, for the same hidden states, the output of the head's own forward with ours from its
+    weight and bias."""
     half = own.dtype != torch.float32 or real.dtype != torch.float32
     own, real = own.detach().float(), real.float()
     if own.shape != real.shape:
@@ -253,7 +253,7 @@ def _raise_late() -> None:
         return
     while (found := _next_late()) is not None:
         values, who = found
-        if len(values) == 1:  # of a backward pass
+        if len(values) == 1:  # from a backward pass
             if values[0]:
                 raise not_supported(f"in an earlier call {who} {_GRADIENT}")
             continue
@@ -286,7 +286,7 @@ def _checked(
     report = torch.stack([number.to(made.device, torch.float32) for number in numbers])
     if _waits(made.device, key):
         _raise(_Report(*report.tolist()), told, made.shape[2], who)
-        if key > 0 and all(a.numel() for a in given):  # an empty batch has shown nothing
+        if key > 0 and all(a.numel() for a in given):  # an empty batch shows nothing
             _settled.add(key)
         return out.clone(), torch.ones_like(out)
     bad = (report[0] + report[5] + report[6]) > 0
@@ -297,7 +297,7 @@ def _checked(
 
 def _tell_later(report: Tensor, who: str) -> None:
     if _is_capturing():
-        return  # what a captured graph finds is NaN alone
+        return  # a captured graph can only make the loss NaN
     host = torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda)
     host.copy_(report, non_blocking=True)
     make_event: Any = torch.cuda.Event
@@ -316,7 +316,7 @@ _GRADIENT = (
 def _returned(
     grad: Tensor, real: Tensor, scale: float, softcap: float, columns: int, who: str
 ) -> Tensor:
-    """0, or NaN where the gradient of the answer [1, K, V] is not that of ones at the logits."""
+    """0, or NaN if the gradient of the answer [1, K, V] is not what ones at the logits give."""
     rows = _finite(_answer(real)[0])[:, :columns].float()
     given = _finite(grad[0])[:, :columns].float()
     known = torch.full_like(rows, scale)
@@ -373,14 +373,14 @@ _ops: Any = torch.ops.logitless
 def real_rows(
     input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, key: int
 ) -> Tensor:
-    """[3, V]: logits of three of the hidden states [..., D], or zeros where nothing is new."""
+    """[3, V]: logits of three of the hidden states [..., D], or zeros if nothing is new."""
     bias = None if bias is None else bias.detach()
     made: Tensor = _ops.rows_real(input.detach(), weight.detach(), bias, dtype, key)
     return made
 
 
 def answer(real: Tensor) -> Tensor:
-    """[1, K, V], what the head gives the model in the place of logits: those of `real` and more."""
+    """[1, K, V], what the head gives the model in place of logits: `real` and made-up rows."""
     made: Tensor = _ops.rows_answer(real)
     return made
 
@@ -399,8 +399,8 @@ class _Asked(torch.autograd.Function):
 
 
 class _Answered(torch.autograd.Function):
-    """The answer, whose backward pass comes before that of the loss: hooks around the head see one
-    begin, in which FSDP gathers what it has freed since."""
+    """The answer. Its backward pass comes before the loss's: hooks around the head see it begin, so
+    that FSDP gathers what it has freed since."""
 
     @staticmethod
     def forward(
@@ -430,7 +430,7 @@ def answered(made: Tensor, loss: Tensor, real: Tensor, transform: Transform, who
 
 
 def asked(loss: Tensor, logits: Tensor) -> Tensor:
-    """The loss, for a model that asks for it with what it has made of the answer."""
+    """The loss, for a model that asks for it with what it made of the answer."""
     apply: Any = _Asked.apply
     result: Tensor = apply(loss, logits)
     return result
@@ -440,9 +440,9 @@ def checked(
     out: Tensor, loss: Tensor, made: Tensor, real: Tensor, pairs: Sequence[tuple[str, Any, Any]],
     transform: Transform, who: str, key: int, asks: bool,
 ) -> Tensor:  # fmt: skip
-    """`out`, the loss of the model, in which `loss` of ours is, if `made` is what `transform` makes
-    of the answer, and the two tensors of each pair are the same; else an error, or NaN. A Trainer
-    that will want logits is told that there are none, if the call `asks`."""
+    """`out`, the model's loss, which contains our `loss`, if `made` is what `transform` makes of
+    the answer and the two tensors of each pair are the same; else an error, or NaN. If the call
+    `asks`, raises for a Trainer that will want logits."""
     given = [a.detach() for _, a, _ in pairs]
     known = [b.detach() for _, _, b in pairs]
     names = " ".join(name for name, _, _ in pairs)

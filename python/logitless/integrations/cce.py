@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut Cross Entropy's signature. The gradients here are always exact and summed in f32, so that no
-filtering of small ones can be asked for."""
+"""Cut Cross Entropy's signature. Gradients here are always exact and summed in f32: filtering of
+small ones cannot be asked for."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import Split
 from logitless.torch import linear_cross_entropy as _linear_cross_entropy
 
-# Cut Cross Entropy's presets; all but the first ask for sums in f32. The gradients here are those
-# of the most exact one, whichever is asked for.
+# Cut Cross Entropy's presets; all but the first ask for sums in f32. The gradients here are always
+# those of the most exact one.
 _PRESETS = (
     "cce", "cce_exact", "cce_kahan", "cce_kahan_full", "cce_kahan_full_c", "cce_kahan_full_e",
     "cce_kahan_full_c_full_e",
@@ -32,7 +32,7 @@ class VocabParallelOptions:
     processes), and whether the gradient of `e` is summed over the ranks.
 
     The signature is that of cut_cross_entropy/vocab_parallel/utils.py at commit d42911f. Where
-    `vocab_size` is None, as it is of Cut Cross Entropy's own options, every call asks the ranks for
+    `vocab_size` is None, as in Cut Cross Entropy's own options, every call asks the ranks for
     the largest `stop`, for which a GPU waits; `from_vocab` sets it.
     """
 
@@ -114,7 +114,7 @@ def linear_cross_entropy(
     name = name.lower() if isinstance(name, str) else name
     only("impl", name, *_PRESETS)
 
-    def peak(call: Sizes) -> int:  # what it takes are the f32 sums that are asked for
+    def peak(call: Sizes) -> int:  # the f32 sums that are asked for
         of_c = call.f32_weight_sums if accum_c_fp32 or name != "cce" else 0
         of_e = call.f32_sums - call.f32_weight_sums if accum_e_fp32 or name != "cce" else 0
         return of_c + of_e

@@ -32,7 +32,7 @@ _NAMES = {
 
 
 def _weights(weight: Any, where: Any, axes: Any) -> Any:
-    """What each token counts, or None where all count alike."""
+    """Each token's weight, or None if all count alike."""
     if where is not None:
         chosen = (where != 0).astype(jnp.float32)
         weight = chosen if weight is None else weight.astype(jnp.float32) * chosen
@@ -129,8 +129,8 @@ def maybe_fused_next_token_loss(
     loss_mask: Any = None,
     memory: int | str | None = None,
 ) -> Any:
-    """The loss of each token's successor along Pos, of which the last token has none. It makes no
-    logits, whatever `block_size` is. `loss_mask` is what releases on PyPI call `loss_weight`."""
+    """The loss of each token's successor along Pos; the last token has none. Makes no logits,
+    whatever `block_size` is. `loss_mask` is what releases on PyPI call `loss_weight`."""
     Pos = pred_embeddings.resolve_axis(Pos.name)
     weight = hax.arange(Pos) != Pos.size - 1
     for given in (loss_weight, loss_mask):

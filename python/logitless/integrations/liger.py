@@ -20,7 +20,7 @@ from logitless.torch._checks import check_tensor
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What is returned where more than the loss is asked for."""
+    """The result where more than the loss is asked for."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -35,7 +35,7 @@ def _mean(values: Tensor, valid: Tensor, reduction: str) -> Tensor:
     return total if reduction == "sum" else total / valid.sum().clamp(min=1)
 
 
-# These are linear_cross_entropy's arguments and Liger's names for them.
+# linear_cross_entropy's arguments, and Liger's names for them.
 _ARGUMENTS = {
     "input": "_input",
     "linear_weight": "weight",
@@ -48,9 +48,9 @@ _ARGUMENTS = {
 def _peak(
     call: Sizes, reduction: str, accum_dtype: torch.dtype | None, chunk_mem_const: int
 ) -> int:
-    """Bytes that Liger's function takes at most: the logits of a chunk of tokens, twice where their
-    gradients are multiplied by an upstream gradient, and the sums of the weight's gradient where
-    `accum_dtype` asks for f32 ones."""
+    """The most bytes that Liger's function takes: the logits of a chunk of tokens, twice if their
+    gradients are multiplied by an upstream gradient, and the weight gradient's f32 sums if
+    `accum_dtype` asks for them."""
     chunks = -(-call.vocab // max(chunk_mem_const * call.width, 1))
     rows = -(-call.tokens // max(chunks, 1))
     rows = min(1 << max(rows - 1, 0).bit_length(), call.tokens)
@@ -101,7 +101,7 @@ class FusedLinearCrossEntropyFunction:
             lambda call: _peak(call, reduction, accum_dtype, chunk_mem_const),
         )  # fmt: skip
         token_weight = None
-        if use_token_scaling:  # every loss is multiplied by its own probability, held constant
+        if use_token_scaling:  # each loss times its own probability, held constant
             with torch.no_grad():
                 loss = linear_cross_entropy(
                     _input, weight, target, linear_bias=bias, ignore_index=ignore_index,
@@ -217,15 +217,15 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
 
 
 def _jsd_peak(call: Sizes) -> int:
-    """Bytes that Liger's function takes at most, on a GPU before Blackwell: nine f32 tensors of a
-    chunk's logits, eight where there is one chunk, and the weight's f32 sums."""
+    """The most bytes that Liger's function takes on a GPU before Blackwell: nine f32 tensors of a
+    chunk's logits, eight if there is one chunk, and the weight's f32 sums."""
     chunks = -(-call.vocab // max(call.width, 1))
     rows = -(-call.tokens // max(chunks, 1))
     rows = min(1 << max(rows - 1, 0).bit_length(), call.tokens)
     return (8 if rows == call.tokens else 9) * 4 * rows * call.vocab
 
 
-# These are linear_divergence's arguments and Liger's names for them.
+# linear_divergence's arguments, and Liger's names for them.
 _JSD_ARGUMENTS = {
     "input": "student_input",
     "linear_weight": "student_weight",
@@ -370,7 +370,7 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
                 student, teacher, target=true_labels, ignore_index=self.ignore_index,
                 label_weight=hard / soft,
             )  # fmt: skip
-        # Where there are two passes, the first one's gradients wait beside the second.
+        # With two passes, the first one's gradients wait in memory during the second.
         both = parts or (hard != 0 and soft != 0)
         if not both and hard != 0:
             self._check_teacher(student, teacher)
@@ -399,13 +399,13 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
         return loss
 
     def _check_teacher(self, student: Head, teacher: Head) -> None:
-        """Liger makes the divergence even where its weight is 0, and raises what is wrong with it.
-        Here it is asked of tensors without memory."""
+        """Liger makes the divergence even if its weight is 0, and raises its errors. Here a call on
+        tensors without memory finds them."""
         with torch.no_grad():
             self._divergence(student.on_meta(), teacher.on_meta())
 
     def _peak(self, call: Sizes) -> int:
-        """Bytes that Liger's loss takes at least, compiled: a chunk's logits of both heads and
-        their gradients, and the weight's gradient of a chunk beside that of all."""
+        """The least bytes that Liger's loss takes, compiled: a chunk's logits of both heads and
+        their gradients, and a chunk's gradient of the weight beside the whole one."""
         rows = -(-call.tokens // max(call.tokens // self.chunk_size, 1))
         return call.size * (3 * rows * call.vocab + call.vocab * call.width)

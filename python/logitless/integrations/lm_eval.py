@@ -7,9 +7,9 @@ logits.
 
     lm_eval.simple_evaluate(model=LogitlessLM("meta-llama/Llama-3.1-8B", batch_size=8), tasks=[...])
 
-It is their HFLM with its options but for how log-likelihoods are made: by the head itself, in f32,
-of the continuations' positions alone. Prefix, windows and truncation are theirs, and generate_until
-is the model's own.
+Their HFLM with its options, except for how log-likelihoods are made: by the head itself, in f32, at
+the continuations' positions only. Prefix, windows and truncation are theirs, and generate_until is
+the model's own.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 from logitless._errors import invalid, not_supported
 from logitless.integrations.transformers import patch_transformers, score
 
-# (the strings that are asked about or None, tokens of the context, tokens of the continuation)
+# (the request's strings or None, tokens of the context, tokens of the continuation)
 _Request = tuple[Any, list[int], list[int]]
 _Answer = tuple[float, bool]
 
 
 @register_model("logitless")  # type: ignore[untyped-decorator,unused-ignore]
 class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
-    """HFLM, with `memory` of linear_cross_entropy beside its options. A model that is given as such
-    is patched by patch_transformers, and stays so: without labels it works as ever."""
+    """HFLM, with `memory` of linear_cross_entropy beside its options. A model that is passed as an
+    object is patched by patch_transformers, and stays so: without labels it works as ever."""
 
     def __init__(
         self, pretrained: Any, backend: str = "causal", *, memory: int | str | None = None,
@@ -63,7 +63,7 @@ class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
             return score(self.model, input, *wanted)  # type: ignore[no-any-return]
 
     def _model_call(self, inps: Tensor, attn_mask: Any = None, labels: Any = None) -> Tensor:
-        """Their search for a batch size makes it of whole logits, of which there are none here."""
+        """Their search for a batch size calls it for whole logits, which are not made here."""
         if not self._detects:
             return super()._model_call(inps, attn_mask, labels)  # type: ignore[no-any-return]
         count, length = inps.shape
@@ -89,13 +89,13 @@ class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
                     answers[index] = answer
                     if (
                         asked := requests[index][0]
-                    ) is not None:  # a window of loglikelihood_rolling
+                    ) is not None:  # None: a window of loglikelihood_rolling
                         self.cache_hook.add_partial("loglikelihood", asked, answer)
                     progress.update()
         return answers
 
     def _input(self, request: _Request) -> tuple[int, ...]:
-        """What the model is given: all but the last token, cut from the left."""
+        """The model's input: all but the last token, cut from the left."""
         _, context, continuation = request
         if not context or not 0 < len(continuation) <= self.max_length:
             raise invalid(
@@ -107,8 +107,8 @@ class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
     def _batches(
         self, requests: list[_Request], override_bs: int | None
     ) -> Iterator[list[tuple[tuple[int, ...], list[int]]]]:
-        """Of inputs with the requests that they serve, the longest first. Continuations that differ
-        in their last token have one input."""
+        """Batches of inputs with the requests that they serve, the longest first. Continuations
+        that differ only in their last token share an input."""
         served: dict[Any, list[int]] = {}
         for index, request in enumerate(requests):
             tokens = self._input(request)
@@ -117,7 +117,7 @@ class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
         inputs = [(self._input(requests[indices[0]]), indices) for indices in served.values()]
         inputs.sort(key=lambda row: (-len(row[0]), row[0]))
         size = override_bs if self.batch_size == "auto" else self.batch_size
-        self.batch_sizes: dict[int, int] = {}  # else those that were found for other lengths
+        self.batch_sizes: dict[int, int] = {}  # forget those found for other lengths
         ordered = [requests[indices[0]] for _, indices in inputs]
         start = 0
         while start < len(inputs):
@@ -137,7 +137,7 @@ class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
             rows += [row] * len(continuation)
             positions += range(length - len(continuation), length)
             target += continuation
-        # Behind the end comes what no position before it sees.
+        # Padding behind the end, which no earlier position sees.
         padded = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(tokens) for tokens, _ in batch], batch_first=True
         ).to(self.device)  # [B, T]

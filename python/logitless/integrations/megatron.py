@@ -21,19 +21,19 @@ from logitless.torch import linear_cross_entropy as _linear_cross_entropy
 _ARGUMENTS = {"input": "hidden", "linear_weight": "weight", "target": "labels", "group": "tp_group"}
 
 
-# Megatron's kernels make the logits, and their gradients, of so many columns at a time.
+# Columns whose logits, and gradients, Megatron's kernels make at a time.
 _COLUMNS = 3072
 
 
 def _peak(call: Sizes) -> int:
-    """Bytes that Megatron's fused function takes at most: the gradients of those columns' logits,
-    f32 sums of the gradient of hidden, and two numbers a token for each so many columns."""
+    """The most bytes that Megatron's fused function takes: the gradients of _COLUMNS columns'
+    logits, f32 sums of the gradient of hidden, and two numbers per token and _COLUMNS columns."""
     columns = call.size * min(_COLUMNS, call.vocab) + 8 * -(-call.vocab // _COLUMNS)
     return call.tokens * (columns + 4 * call.width)
 
 
 def _where(group: Any, sequence_parallel: bool, reduce_input_grad: bool = True) -> Split | None:
-    """Under sequence parallelism the first dimension of tokens is split over the same ranks."""
+    """The group's Split. Under sequence parallelism the first dimension of tokens is split too."""
     if group is None:
         return None
     return Split(
@@ -149,7 +149,7 @@ def output_processor(
 
 
 class _GivesLoss:
-    """The forward that is put in front of ColumnParallelLinear's."""
+    """A forward in front of ColumnParallelLinear's."""
 
     def forward(
         self,
@@ -178,7 +178,7 @@ class _GivesLoss:
 
 @functools.cache
 def module_of(column_parallel_linear: type) -> type:
-    """A LinearCrossEntropyModule of the given ColumnParallelLinear."""
+    """A LinearCrossEntropyModule that is derived from the given ColumnParallelLinear."""
     text = (
         "A ColumnParallelLinear whose forward gives the loss where it is given labels, with the "
         "arguments of Megatron-LM's module of this name at commit 0053230."
@@ -190,7 +190,7 @@ def module_of(column_parallel_linear: type) -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """LinearCrossEntropyModule, which is derived of Megatron-Core's class and imports it."""
+    """LinearCrossEntropyModule, made late because it imports Megatron-Core's class."""
     if name != "LinearCrossEntropyModule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megatron.core.tensor_parallel import (  # type: ignore[import-not-found,unused-ignore]

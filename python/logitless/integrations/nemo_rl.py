@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NeMo-RL's DistillationLossFn takes of a student at the likeliest tokens of its teacher, made
-of the student's hidden states and head. The loss itself is small and stays NeMo-RL's."""
+"""What NeMo-RL's DistillationLossFn needs of a student at its teacher's likeliest tokens, made from
+the student's hidden states and head. The loss itself is small and stays NeMo-RL's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from logitless.torch import linear_logprobs_at
 
 
 def _peak(call: Sizes) -> int:
-    """Bytes that NeMo-RL's function takes at the least: f32 logits and their log-softmax, and with
+    """The least bytes that NeMo-RL's function takes: f32 logits and their log-softmax, and with
     gradients those of the logits."""
     return (12 if call.gradients else 8) * call.tokens * call.vocab
 
@@ -38,8 +38,8 @@ def get_distillation_topk_logprobs(
     memory: int | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(student_topk_logprobs [B, S - 1, k], teacher_topk_logprobs, H_all [B, S - 1] or None), as
-    get_distillation_topk_logprobs_from_logits makes them of student_logits [B, S, V], in the place
-    of which hidden states [B, S, D] and the head [V, D] are given.
+    get_distillation_topk_logprobs_from_logits makes them from student_logits [B, S, V]; here hidden
+    states [B, S, D] and the head [V, D] are given instead.
 
     With `zero_outside_topk` the student's log-probabilities are those of the whole vocabulary, else
     of the k tokens alone, without a product of the vocabulary where that is not split. H_all is the

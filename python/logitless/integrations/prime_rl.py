@@ -11,7 +11,7 @@ from logitless._errors import invalid, renames, wrong_shape
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_logprob
 
-# prime-rl's layer makes the logits of so many columns and `chunk_size` tokens at a time.
+# Columns whose logits prime-rl's layer makes at a time, for `chunk_size` tokens.
 _COLUMNS = 8192
 
 
@@ -29,8 +29,8 @@ class FusedOutputLinear(torch.nn.Linear):
         self.memory = memory
 
     def _peak(self, call: Sizes) -> int:
-        """Bytes that prime-rl's layer takes at most: of a tile the logits and five f32 tensors, or
-        three without gradients."""
+        """The most bytes that prime-rl's layer takes: a tile's logits and five f32 tensors of it,
+        or three without gradients."""
         tile = min(call.tokens, self.chunk_size) * min(call.vocab, _COLUMNS)
         return (call.size + (20 if call.gradients else 12)) * tile
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's loss: in the place of ChunkedLossWrapper, whose interface it has. The trainer gives
+"""torchtitan's loss, with the interface of ChunkedLossWrapper, which it replaces. The trainer gives
 it hidden states and the lm_head, on the last pipeline stage only."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class HeadLoss:
         return None
 
     def _peak(self, call: Sizes) -> int:
-        """Bytes that torchtitan's wrapper takes at most: of a chunk the logits and two f32 tensors,
-        and f32 sums of the gradient of hidden."""
+        """The most bytes that torchtitan's wrapper takes: a chunk's logits and two f32 tensors of
+        it, and f32 sums of the gradient of hidden."""
         chunk = -(-call.tokens // self.num_chunks) * call.vocab
         return (call.size + 8) * chunk + 4 * call.tokens * call.width
 
@@ -52,9 +52,9 @@ class HeadLoss:
 
         The interface is that of torchtitan 0.3.0, torchtitan/components/loss.py, and `loss_inputs`
         are unused as in its CrossEntropyLoss. Hooks of the lm_head run, FSDP's among them. A weight
-        that is a DTensor says itself over which ranks it is split; a plain one is a share of
-        `tp_group`, and then the gradient of pred is the rank's part of a sum, as that of lm_head's
-        product is under spmd_types, which sums it where pred was gathered.
+        that is a DTensor tells over which ranks it is split; a plain one is a share of `tp_group`,
+        and the gradient of pred is then the rank's part of a sum, like that of lm_head's product
+        under spmd_types, which sums it where pred was gathered.
         """
         head = self.lm_head
         if head is None:
@@ -82,7 +82,7 @@ class HeadLoss:
 
 
 def _spmd_group() -> Any:
-    """The tensor-parallel group of torchtitan's spmd_types backend, where there is one."""
+    """The tensor-parallel group of torchtitan's spmd_types backend, if there is one."""
     import spmd_types as spmd  # type: ignore[import-not-found,unused-ignore]
     from torchtitan.distributed import (  # type: ignore[import-not-found,unused-ignore]
         spmd_types,
@@ -128,7 +128,7 @@ def _loss_class() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """LinearCrossEntropyLoss, which is derived of torchtitan's class and imports it."""
+    """LinearCrossEntropyLoss, made late because it imports torchtitan's class."""
     if name != "LinearCrossEntropyLoss":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _loss_class()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hugging Face causal LM that computes its loss without logits.
 
-With labels, the model's own forward runs with them, but its lm_head makes the loss instead of the
-logits (a module call as ever, so that hooks of FSDP, DDP and accelerate run), and its loss_function
-hands that loss over: what the model adds to it, it adds.
+With labels the model's own forward runs, but its lm_head makes the loss instead of the logits (as a
+module call, so that hooks of FSDP, DDP and accelerate run), and its loss_function returns that
+loss. Whatever the model adds to its loss, it still adds.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from logitless._errors import LogitlessError, invalid, not_supported, renames
 from logitless.integrations import _callers, _heads, _rows, trl
 from logitless.torch import linear_cross_entropy, workspace_size
 
-# A patched module keeps these beside its `forward`; Patch.unpatch takes them away again.
+# Attributes of a patched module beside its `forward`; Patch.unpatch removes them.
 _PATCH, _OWN_FORWARD, _OWN_LOSS = "_logitless_patch", "_logitless_forward", "_logitless_loss"
 _REPLICATE = "_replicate_for_data_parallel"
 _KINDS = ("cpu", "cuda")
-_STATES = 64  # a model that is new in every call is looked at in every call, and nothing grows
-# accelerate calls a module's forward, and what was there before its hooks, by these names.
+_STATES = 64  # a model that is new in every call is checked in every call, and `seen` stays small
+# accelerate's names for a module's forward, and for the one before its hooks.
 _FORWARDS = ("forward", "_old_forward")
-_OWN_INIT = "_logitless_init"  # a patched class keeps its own there
-# transformers keeps a loss_function there that is not the one of the model's kind.
+_OWN_INIT = "_logitless_init"  # where a patched class keeps its own __init__
+# Where transformers keeps a loss_function other than that of the model's kind.
 _LOSS_FUNCTION = "_loss_function"
-# linear_cross_entropy may be told this beside what the model and its call tell it.
+# Options of linear_cross_entropy that the user may set; the model and its call set the others.
 _OPTIONS = (
     "weight", "reduction", "label_smoothing", "z_loss", "temperature", "token_weight", "normalizer",
     "memory", "empty_mean",
 )  # fmt: skip
-# What the model does to its logits is found under these names, of the model or its configuration,
-# unless it is told; the check sees whether it is so.
+# What the model does to its logits. Found in the model or its configuration under these names,
+# unless the user sets it; the check finds out whether it is true.
 _TRANSFORM = ("logit_scale", "softcap", "vocab_size")
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# By this power of logits_scaling the logits are multiplied; other models divide by it. MiniCPM 3
+# The power of logits_scaling that multiplies the logits; other models divide by it. MiniCPM 3
 # divides before its head.
 _POWERS = {"hyperclovax": 1.0, "minicpm3": 0.0}
 
 
 class _Calls(threading.local):
-    """The forward calls that this thread is within: several threads may call one model, and
-    autograd's own run a checkpointed one again while others are in it."""
+    """The forward calls that this thread is in: several threads may call one model, and autograd's
+    threads rerun a checkpointed one while others are in it."""
 
     def __init__(self) -> None:
-        self.pending: dict[Any, _Pending] = {}  # of a model, and of the parts of its head
+        self.pending: dict[Any, _Pending] = {}  # by model, and by part of its head
         self.inside: tuple[_Settings, ...] = ()  # those of the models that run
-        self.kind: Callable[..., _Pending] | None = None  # what is made of a call, if not a loss
+        self.kind: Callable[..., _Pending] | None = None  # None: _Pending, for a loss
 
 
 _calls = _Calls()
@@ -75,15 +75,15 @@ class _Pending:
         self.ignore_index = kwargs.get("ignore_index", -100)
         self.model: Any = None
         self.key = _rows.NEW
-        self.state: tuple[Any, ...] = ()  # of what the call depends on
+        self.state: tuple[Any, ...] = ()  # what the call depends on
         self.loss: Tensor | None = None
-        self.asked = False  # the model has not asked for the loss yet
-        self.looked = False  # nor has it been seen what it makes of hidden states
-        self.pairs: list[tuple[str, Tensor, Tensor]] = []  # what it was given, and what it gives
+        self.asked = False  # whether the model has asked for the loss
+        self.looked = False  # whether the head's own forward has been checked
+        self.pairs: list[tuple[str, Tensor, Tensor]] = []  # (name, the model's, the head's)
 
     @renames({"target": "labels", "linear_weight": "lm_head.weight", "linear_bias": "lm_head.bias"})
     def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """The loss, of the input that the model gives its head and of what the head holds."""
+        """Makes the loss from the head's input and its parameters."""
         if self.loss is not None:
             raise not_supported("the model calls its lm_head more than once in a forward")
         labels = self.labels.to(input.device)
@@ -119,8 +119,8 @@ class _Pending:
         return loss
 
     def answer(self) -> Tensor:
-        """What the head gives the model for logits. It hangs on the loss, and the loss that
-        loss_function gives hangs on it."""
+        """What the head returns in place of logits. In autograd's graph it depends on the loss, and
+        the loss that loss_function returns depends on it."""
         assert self.loss is not None
         made = _rows.answer(self.real)
         if not self.loss.requires_grad:
@@ -137,7 +137,7 @@ class _Pending:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """ForCausalLMLoss for the length of the call: the loss that the head made, if the model
+        """Stands for ForCausalLMLoss during the call: the loss that the head made, if the model
         asks for that one."""
         if self.asked:
             raise not_supported("the model asks for its loss more than once in a forward")
@@ -175,7 +175,7 @@ class _Pending:
             raise _rows.other(name)
 
     def checked(self, out: Tensor) -> Tensor:
-        """The model's loss, if its logits are what ours was made of."""
+        """The model's loss, if its logits are those that our loss assumes."""
         assert self.loss is not None
         return _rows.checked(
             out, self.loss, self.made, self.real, self.pairs, self.transform, self.who, self.key,
@@ -189,7 +189,7 @@ def _dtype_of_logits(input: Tensor) -> torch.dtype:
 
 
 def _check_head(part: Any, input: Tensor, pending: _Pending) -> None:
-    """What the loss took for the head must be what its own forward makes."""
+    """Raises unless the head's own forward makes the logits that the loss assumes."""
     if input.numel() == 0:
         return
     pending.looked = True
@@ -217,7 +217,8 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
 
 
 def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Of PEFT's LoRA around the head. Where it is off or merged, the head within makes the loss."""
+    """The forward of PEFT's LoRA around the head. If it is off or merged, the head within makes the
+    loss."""
     pending = _calls.pending.get(self)
     if pending is None or _heads.is_off(self):
         logits: Tensor = _own_forward(self)(input, *args, **kwargs)
@@ -234,14 +235,14 @@ def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 
 class Scored(_Pending):
-    """A forward call of which the statistics of chosen positions are wanted. Its loss is made for
-    the model alone, whose logits are judged by it as ever."""
+    """A forward call for statistics of chosen positions. Its loss is only made for the check of the
+    model's logits."""
 
     def __init__(
         self, length: int, rows: Tensor, positions: Tensor, target: Tensor, *call: Any
     ) -> None:
         super().__init__(*call)
-        self.length = length  # T, of the tokens that the caller gave
+        self.length = length  # T, of the caller's tokens
         self.rows, self.positions, self.target = rows, positions, target  # [M] each
 
     def make(
@@ -262,8 +263,8 @@ class Scored(_Pending):
 
 
 def score(model: Any, input: Tensor, rows: Tensor, positions: Tensor, target: Tensor) -> Any:
-    """(log-probability f32, whether it is the likeliest token) [M] of target[m] behind position
-    positions[m] of input[rows[m]], by a patched model that is given input [B, T]."""
+    """(log-probability f32, whether it is the likeliest token) [M] of target[m] after position
+    positions[m] of input[rows[m]], by a patched model that is called with input [B, T]."""
     made: list[Scored] = []
 
     def kind(*call: Any) -> Scored:
@@ -285,16 +286,16 @@ def score(model: Any, input: Tensor, rows: Tensor, positions: Tensor, target: Te
 
 
 class _Loss(NamedTuple):
-    """The loss of a model that is patched."""
+    """The loss_function that a patched model had."""
 
-    own: Any  # it makes the loss of a call that the patch has nothing to do with
+    own: Any  # makes the loss of calls that the patch leaves alone
     in_dict: bool  # whether the model held it in its __dict__
     kind: Any  # the model's loss_type, by which transformers finds the function
 
 
 def _own_loss(model: Any) -> _Loss:
-    """Before the patch, of the class that looks for _LOSS_FUNCTION: those derived of it may change
-    what it finds."""
+    """The loss before the patch, as the class that looks for _LOSS_FUNCTION finds it: derived ones
+    may change that."""
     own = None
     for cls in reversed(type(model).__mro__):
         if isinstance(found := vars(cls).get("loss_function"), property):
@@ -336,7 +337,8 @@ def _names_in_forward(cls: Any) -> tuple[str, ...]:
 
 
 def _check_no_loss_of_its_own(cls: Any) -> None:
-    """What can be told before a forward: that it has a cross-entropy in place of loss_function."""
+    """Raises for a cross-entropy of its own in place of loss_function, which shows before a
+    forward."""
     names = _names_in_forward(cls)
     if "loss_function" not in names and {"CrossEntropyLoss", "cross_entropy"} & set(names):
         raise not_supported(
@@ -352,10 +354,10 @@ def _own_forward(module: Any) -> Any:
 
 def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     settings: _Settings | None = self.__dict__.get(_PATCH)
-    if settings is None:  # it was taken away while others' wrappers stay around
+    if settings is None:  # unpatched, while others' wrappers stay
         return _own_forward(self)(*args, **kwargs)
     names = settings.names[: len(args)]
-    # Labels were given by position, as others may be.
+    # Labels were passed by position; other arguments may be too.
     if "labels" in names and not set(names) & set(kwargs):
         kwargs |= dict(zip(names, args))
         args = args[len(names) :]
@@ -375,7 +377,7 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _through_its_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own forward, in which its backbone is not called by itself."""
+    """The model's own forward, whose call of the backbone gives no warning."""
     before = _calls.inside
     _calls.inside = (*before, model.__dict__[_PATCH])
     try:
@@ -385,7 +387,8 @@ def _through_its_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """TRL's trainers call it in place of the model, whose labels they keep."""
+    """Warns in training: TRL's trainers call the backbone in place of the model, and keep the
+    labels."""
     settings: _Settings | None = self.__dict__.get(_PATCH)
     trained = self.training and torch.is_grad_enabled()
     if trained and settings is not None and settings not in _calls.inside:
@@ -394,14 +397,14 @@ def _backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own forward, whose head and loss_function are in this thread `pending`'s."""
+    """The model's own forward, with `pending`'s head and loss_function in this thread."""
     _check_loss_function(model)
     if not isinstance(model.__dict__.get(_LOSS_FUNCTION), _BoundLoss):
-        _install_loss(model)  # somebody gave the model its function since
+        _install_loss(model)  # the model's function was set anew since
     _check_loss_type(model)
     parts = _heads.parts(model.get_output_embeddings())
     for part in parts:
-        if _PATCH not in part.__dict__:  # the part was put there since, as adapters are
+        if _PATCH not in part.__dict__:  # a part that came later, like an adapter
             _install_part(part, pending.settings)
     pending.settings.prepare(pending, model, parts)
     before = _calls.pending
@@ -427,7 +430,8 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
 def _say_of_no_use(what: str) -> bool:
-    """Whether it was said: in compiled code when that is made, and never when it runs."""
+    """Warns, and returns whether it did. Compiled code warns when it is compiled, not when it
+    runs."""
     if trl.is_patched():
         return False
     warnings.warn(
@@ -440,7 +444,7 @@ def _say_of_no_use(what: str) -> bool:
     return True
 
 
-_left_alone: weakref.WeakSet[type] = weakref.WeakSet()  # these classes have been warned of
+_left_alone: weakref.WeakSet[type] = weakref.WeakSet()  # classes with a warning
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
@@ -455,8 +459,9 @@ def _say_of_a_derived_class(cls: type, patched: str, why: str) -> None:
 
 
 def _is_left_alone(model: Any, patched: str) -> bool:
-    """Nobody asked for this model, but for the class that its own is derived of: it works as ever
-    where it cannot be served. It can be told when it is whole, after the __init__ of its class."""
+    """Whether a model of a class that is derived from the patched one cannot be served: then it
+    works as ever, because the user did not name its class. Known after the __init__ of its
+    class."""
     try:
         _check_model(model)
     except LogitlessError as error:
@@ -474,17 +479,17 @@ def _number(owner: Any, names: tuple[str, ...]) -> float | None:
 
 
 def _state_of(module: Any) -> tuple[Any, ...]:
-    """What of a module decides what its call makes, but for its parameters."""
+    """What decides the result of a module's call, besides its parameters."""
     found = vars(module)
     hooks = [tuple(found[name]) for name in ("_forward_pre_hooks", "_forward_hooks")]
-    # A bound function keeps its module alive, and replicas of a module have bindings of their own.
+    # Without the binding, which would keep the module alive and differs between replicas.
     bound = map(found.get, _FORWARDS)
     held = (f.func if isinstance(f, _Bound) else getattr(f, "__func__", f) for f in bound)
     return type(module).forward, *held, *hooks
 
 
 class _Settings:
-    """How the model makes logits of its head's products. Plain data: copies with the model."""
+    """How the model makes logits from its head's products. Plain data: copied with the model."""
 
     def __init__(self, model: Any, options: dict[str, Any], derived_of: str = "") -> None:
         self.given = options
@@ -492,20 +497,20 @@ class _Settings:
         self.options = {name: options[name] for name in _OPTIONS if name in options}
         self.options.setdefault("empty_mean", "nan")
         self.eval_logits: bool | None = options.get("eval_logits")
-        self.derived_of = derived_of  # the class that was patched, if it is not the model's own
+        self.derived_of = derived_of  # the patched class, if not the model's own
         self.config = model.config.get_text_config() if hasattr(model, "config") else None
-        self.seen: set[tuple[Any, ...]] = set()  # the states in which a call was found right
+        self.seen: set[tuple[Any, ...]] = set()  # states in which a call passed the check
         self.warned = False
         self.calls = 0
         parameters = inspect.signature(model.forward).parameters.values()
         self.names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has seen nothing."""
+        """A copy starts without checked states."""
         return {**self.__dict__, "seen": set()}
 
     def transform(self, model: Any, rows: int) -> _rows.Transform:
-        """As the model and its configuration say now, of a head with so many rows."""
+        """What the model and its configuration say now, for a head with `rows` rows."""
         config, told = self.config, self.told
         scale = _number(model, ("logit_scale",)) or _number(config, _SCALES)
         if scale is None and (scaling := _number(config, ("logits_scaling",))):
@@ -526,10 +531,10 @@ class _Settings:
         pending.state = self._state(model, parts)
         pending.key = _rows.SETTLED if pending.state in self.seen else _rows.NEW
         if self.eval_logits is None and not model.training:
-            _callers.check()  # another Trainer may ask than before
+            _callers.check()  # this call's Trainer may be another one
 
     def _state(self, model: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a call that was found right says of others."""
+        """The state in which one checked call vouches for others."""
         everywhere = torch.nn.modules.module
         hooks = everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks
         heads = [
@@ -542,7 +547,7 @@ class _Settings:
         return *map(tuple, hooks), *modes, *transform, *_state_of(model), *heads
 
     def count(self, pending: _Pending) -> None:
-        """Not in compiled code, of which a number that changes would make a program each time."""
+        """Counts a loss, but not in compiled code, which a changing number would compile anew."""
         if not torch.compiler.is_compiling():
             with _counting:
                 self.calls += 1
@@ -552,7 +557,7 @@ class _Settings:
                 self.seen.add(pending.state)
 
     def warn(self, what: str) -> None:
-        """Once: a trainer that keeps the labels to itself makes the patch useless, unseen."""
+        """Warns once: a trainer that keeps the labels silently makes the patch useless."""
         if torch.compiler.is_compiling():
             _say_of_no_use(what)
         elif not self.warned:
@@ -561,12 +566,11 @@ class _Settings:
 
 class _Bound:
     """A function as a method of one module. Unlike a method it is copied, pickled and replicated
-    with that module, and it has the signature of the module's own forward, at which trainers
-    look."""
+    with that module, and it has the signature of the module's own forward, which trainers read."""
 
     def __init__(self, module: Any, function: Callable[..., Any]) -> None:
         self.module = module
-        self.func = function  # its name in functools.partial
+        self.func = function  # named as in functools.partial
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.func(self.module, *args, **kwargs)
@@ -577,8 +581,8 @@ class _Bound:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """As a method has it: accelerate wraps this one and binds what it gets to the module, so
-        that a copy of the module calls the copy."""
+        """Like a method's: accelerate wraps it and binds the result to the module, so that a copy
+        of the module calls the copy."""
         function, own = self.func, self.__signature__
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -592,7 +596,7 @@ class _Bound:
 
 
 class _BoundLoss(_Bound):
-    """transformers finds it in the place of the function that it is named as."""
+    """transformers finds it in place of the function whose name it has."""
 
     __name__ = "ForCausalLMLoss"
 
@@ -602,7 +606,7 @@ class _BoundLoss(_Bound):
 
 
 def _replicate(self: Any) -> Any:
-    """DataParallel's replicas are shallow copies: what is bound to the module is bound anew."""
+    """Binds functions anew: DataParallel's replicas are shallow copies."""
     replica = type(self)._replicate_for_data_parallel(self)
     for name, value in self.__dict__.items():
         if isinstance(value, _Bound):
@@ -613,10 +617,10 @@ def _replicate(self: Any) -> Any:
 def _install(
     module: Any, function: Callable[..., Any], settings: _Settings, slot: str = "forward"
 ) -> None:
-    """Puts the forward of a patched model, backbone, head or LoRA in the place of the module's."""
-    # else the patched forward is still there, within others' wrappers
+    """Replaces the forward of a module: a patched model, backbone, head or LoRA."""
+    # If it is there, the patched forward still is too, within others' wrappers.
     if _OWN_FORWARD not in module.__dict__:
-        # Another thread may do the same: whichever is first has found the module's own.
+        # Another thread may do the same: the first one has found the module's own.
         module.__dict__.setdefault(_OWN_FORWARD, module.__dict__.get(slot))
         module.__dict__[slot] = _Bound(module, function)
         module.__dict__[_REPLICATE] = _Bound(module, _replicate)
@@ -624,7 +628,7 @@ def _install(
 
 
 def _install_part(part: Any, settings: _Settings) -> None:
-    """Hooks that accelerate has put around a part of the head stay around."""
+    """Replaces the forward of a part of the head, inside accelerate's hooks."""
     slot = "forward" if _OWN_FORWARD in part.__dict__ else _heads.slot(part)
     _install(part, _lora_forward if _heads.is_lora(part) else _head_forward, settings, slot)
 
@@ -639,7 +643,7 @@ def _install_loss(model: Any) -> None:
 def _restore_loss(module: Any) -> None:
     known: _Loss | None = module.__dict__.pop(_OWN_LOSS, None)
     if known is None or not isinstance(module.__dict__.get(_LOSS_FUNCTION), _BoundLoss):
-        return  # the user has put another there since
+        return  # the user has set another one since
     if known.in_dict:
         module.__dict__[_LOSS_FUNCTION] = known.own
     else:
@@ -653,7 +657,7 @@ def _restore(model: Any) -> None:
         _restore_loss(module)
         held = [name for name in _FORWARDS if isinstance(module.__dict__.get(name), _Bound)]
         if not held:
-            continue  # others have wrapped it since (accelerate's autocast), so it hands on
+            continue  # wrapped since (by accelerate's autocast), so it stays and passes calls on
         del module.__dict__[_REPLICATE]
         own = module.__dict__.pop(_OWN_FORWARD)
         if own is not None:
@@ -665,8 +669,8 @@ def _restore(model: Any) -> None:
 
 
 def _base_of(model: Any) -> Any:
-    """The model to which PEFT's, torch.compile's or data parallelism's module around it hands its
-    calls, or the model itself."""
+    """The model inside PEFT's, torch.compile's or data parallelism's wrappers, or the model
+    itself."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         return _base_of(model.get_base_model())
     if isinstance(compiled := getattr(model, "_orig_mod", None), torch.nn.Module):
@@ -682,10 +686,10 @@ class Patch:
 
     def __init__(self, model: Any, **given: Any) -> None:
         self.model = model
-        self.given = given  # the options of a class's models
+        self.given = given  # options for a class's models
         settings = None if isinstance(model, type) else _base_of(model).__dict__.get(_PATCH)
         self._settings: list[_Settings] = [] if settings is None else [settings]
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # a class has made them
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # a class's models
 
     def __repr__(self) -> str:
         model = self.model
@@ -739,7 +743,7 @@ def _check_model(model: Any) -> tuple[Any, ...]:
     trl.check_forward(model)
     _check_loss_function(model)
     if "loss_function" not in _names_in_forward(type(model)):
-        for module in model.modules():  # XLM's loss is made by the module around its head
+        for module in model.modules():  # XLM's loss is made in the module around its head
             if module is not model and head in module.children():
                 _check_no_loss_of_its_own(type(module))
     return parts
@@ -760,7 +764,7 @@ def _patch_model(model: Any, options: dict[str, Any]) -> _Settings:
 
 
 def _check_alike(known: dict[str, Any], given: dict[str, Any], what: str, way: str) -> None:
-    """A cell of a notebook may run twice."""
+    """Raises unless a second patch has the same options, as when a notebook's cell runs twice."""
     alike = known.keys() == given.keys() and all(
         value is known[name] or (not isinstance(value, Tensor) and bool(value == known[name]))
         for name, value in given.items()
@@ -779,8 +783,8 @@ def _install_model(model: Any, settings: _Settings) -> None:
 
 
 def _patch_derived(model: Any, cls: type, options: dict[str, Any]) -> _Settings | None:
-    """A model of a class that is derived of the patched one, whose __init__ may go on: its head and
-    its loss_function are found in its forward. None: it is as ever."""
+    """Patches a model of a class that is derived from the patched one. Its __init__ may still run,
+    so its head and its loss_function are found in its forward. None: it works as ever."""
     try:
         _check_no_loss_of_its_own(type(model))
     except LogitlessError as error:
@@ -792,13 +796,13 @@ def _patch_derived(model: Any, cls: type, options: dict[str, Any]) -> _Settings 
 
 
 def _class_patch(cls: type) -> Patch | None:
-    """That of the class, or of the nearest that it is derived of."""
+    """The patch of the class, or of its nearest base."""
     found = (vars(c)[_PATCH] for c in cls.__mro__ if _PATCH in vars(c))
     return next(found, None)
 
 
 def _patch_class(cls: type, options: dict[str, Any]) -> Patch:
-    """Every model is patched at the end of the class's __init__, as if it had been given."""
+    """Patches every model at the end of the class's __init__."""
     if not (hasattr(cls, "can_generate") and hasattr(cls, "forward") and cls.can_generate()):
         raise invalid(
             f"{cls.__name__} is no class of models that generate; allowed: that of a "
@@ -815,7 +819,7 @@ def _patch_class(cls: type, options: dict[str, Any]) -> Patch:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         if _class_patch(type(self)) is not patch or _PATCH in self.__dict__:
-            return  # a class between has been patched too: one patch is enough
+            return  # a class in between is patched too: one patch is enough
         if type(self) is cls:
             settings: _Settings | None = _patch_model(self, options)
         else:
@@ -831,7 +835,7 @@ def _patch_class(cls: type, options: dict[str, Any]) -> Patch:
 
 
 def _check_options(options: dict[str, Any], rows: int | None) -> None:
-    """A small call is planned, which says what is wrong before a training has begun."""
+    """Plans a small call, so that bad options are an error before training starts."""
     known = (*_OPTIONS, *_TRANSFORM)
     if unknown := sorted(set(options) - set(known)):
         raise invalid(f"{unknown[0]} is no option; allowed: {', '.join(known)}")

@@ -32,9 +32,9 @@ class _Known(NamedTuple):
     """A function of TRL's."""
 
     name: str
-    module: str  # its trainers look it up there at every call
+    module: str  # where its trainers look it up at every call
     arguments: tuple[str, ...]
-    also: str | None = None  # from there others would import it
+    also: str | None = None  # a module from which others would import it
 
 
 _LOGPROB = _Known(
@@ -49,10 +49,10 @@ _DIVERGENCE = _Known(
      "student_final_logit_softcapping", "teacher_logit_scale", "teacher_final_logit_softcapping"),
     "trl.kernels.chunked_divergence",
 )  # fmt: skip
-# It gives these beside the log-probabilities, where `outputs` names them, and None elsewhere.
+# What TRL's function returns beside the log-probabilities; None unless `outputs` names it.
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# Each output is made of one of these statistics. The rank does not serve, because it is 0 for every
-# one of several largest logits.
+# The statistic from which each output is made. Not the rank, which is 0 for all of several equal
+# largest logits.
 _STATISTICS: dict[str, StatisticName] = {
     "entropy": "entropy", "log_sum_sq_probs": "sum_p_squared", "mean_logits": "mean_logit",
     "is_top1": "argmax",
@@ -202,22 +202,22 @@ def _check_whole(name: str, weight: Tensor) -> None:
         )
 
 
-# TRL's function makes the logits of so many tokens and `chunk_size` columns at a time.
+# Tokens whose logits TRL's function makes at a time, for `chunk_size` columns.
 _TOKENS = 4096
 
 
 def _peak(call: Sizes, chunk_size: int) -> int:
-    """Bytes that TRL's function takes at most: a tile of logits, and f32 sums of 16-bit gradients
+    """The most bytes that TRL's function takes: a tile of logits, and f32 sums of 16-bit gradients
     from its first tile on."""
     return call.size * min(call.tokens, _TOKENS) * chunk_size + call.f32_sums
 
 
-_COLUMNS = 32768  # of a tile of the divergence's, whether or not there are so many
+_COLUMNS = 32768  # of a tile of the divergence's, even if the vocabulary has fewer
 
 
 def _divergence_peak(call: Sizes) -> int:
-    """Bytes that TRL's function takes at most, which is at the end of its Backward: a tile of f32
-    logits of either head, a copy of the last one's gradients in 16 bits, and their f32 sums."""
+    """The most bytes that TRL's function takes, at the end of its Backward: a tile of f32 logits of
+    either head, a copy of the last one's gradients in 16 bits, and their f32 sums."""
     tiles = 8 * min(call.tokens, _TOKENS) * _COLUMNS
     if not call.gradients or call.size == 4:
         return tiles
@@ -230,8 +230,8 @@ def _divergence_peak(call: Sizes) -> int:
 def _alike(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Any]:
-    """(weight, bias, context) for products in the dtype that TRL has them in: that of
-    autocast, or else that of the hidden states. The gradient of an f32 weight is formed in f32."""
+    """(weight, bias, context) for products in TRL's dtype of them: that of autocast, or else that
+    of the hidden states. The gradient of an f32 weight is formed in f32."""
     kind, dtype = hidden.device.type, hidden.dtype
     context: Any = contextlib.nullcontext()
     if _autocast_dtype(hidden) is not None:
@@ -244,7 +244,8 @@ def _alike(
 
 
 def _functions() -> tuple[Any, Any]:
-    """TRL's own, if all about them is as known; else an error that says what is not."""
+    """TRL's own functions, if everything known about them holds; else an error about what does
+    not."""
     try:
         trl = importlib.import_module("trl")
     except ModuleNotFoundError as error:
@@ -294,19 +295,19 @@ def _own(version: str, known: _Known, outputs: tuple[str, ...] | None = None) ->
     return function
 
 
-# Where TRL's formulas are known, ours differ from them by a few roundings in f32.
+# If TRL's formulas are the known ones, ours differ from them by a few roundings in f32.
 _PROBE_ERROR = 1e-4
 _TOKENS_OF_PROBE, _VOCAB_OF_PROBE = 6, 11
 
 
 def _wave(*shape: int, step: float) -> Tensor:
-    """Numbers between -2 and 2 that no generator is asked for, and that have a gradient."""
+    """Numbers between -2 and 2 that require a gradient, without the use of a random generator."""
     count = torch.arange(shape[0] * (shape[1] if len(shape) > 1 else 1), device="cpu")
     return (2 * (step * (count + 1)).sin()).float().reshape(shape).requires_grad_()
 
 
 def _probe_logprob(function: Any) -> list[Tensor]:
-    """Outputs and gradients, of all that the trainers ask for, on the CPU."""
+    """All outputs that the trainers ask for, and gradients, on the CPU."""
     x, w = _wave(_TOKENS_OF_PROBE, 5, step=0.7), _wave(_VOCAB_OF_PROBE, 5, step=1.3)
     b, t = _wave(_VOCAB_OF_PROBE, step=2.1), torch.arange(_TOKENS_OF_PROBE, device="cpu")
     t = t.masked_fill(t == 2, IGNORE_INDEX)
@@ -338,7 +339,7 @@ def _probe_divergence(function: Any) -> list[Tensor]:
 
 @torch.enable_grad()
 def _check_numbers(version: str, known: _Known, theirs: Any, ours: Any, probe: Any) -> None:
-    """Raises unless both give the same numbers; a signature says nothing of a formula."""
+    """Raises unless both give the same numbers: a signature says nothing about the formula."""
     full = f"{known.module}.{known.name}"
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
         exact = probe(ours)
@@ -358,8 +359,8 @@ def _check_numbers(version: str, known: _Known, theirs: Any, ours: Any, probe: A
 
 
 def check_forward(model: Any) -> None:
-    """Raises where a trainer of TRL has replaced the model's forward, which makes its loss of its
-    own then."""
+    """Raises if a trainer of TRL has replaced the model's forward, which then makes its own
+    loss."""
     forward = vars(model).get("forward")
     while forward is not None:
         function = getattr(forward, "func", None) or getattr(forward, "__func__", forward)

@@ -14,13 +14,13 @@ from logitless.integrations._divergence import Head, check_heads, counted, gener
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_logprob
 
-# Unsloth's function makes so many bytes of logits at a time.
+# Bytes of logits that Unsloth's function makes at a time.
 _TILE = 256 << 20
 
 
 def _peak(call: Sizes) -> int:
-    """Bytes that Unsloth's function takes at most, of a head that is trained: a tile of logits and
-    f32 sums of the gradient of hidden_states."""
+    """The most bytes that Unsloth's function takes, for a head that is trained: a tile of logits,
+    and f32 sums of the gradient of hidden_states."""
     sums = 4 * call.tokens * call.width if call.gradients else 0
     return min(_TILE, call.size * call.tokens * call.vocab) + sums
 
@@ -56,9 +56,9 @@ def chunked_hidden_states_selective_log_softmax(
 
 
 def _jsd_peak(call: Sizes, rows: int | None) -> int:
-    """Bytes that Unsloth's function takes at most on a GPU with Triton: a chunk's logits of both
-    heads in f32 and their gradients; in 16 bits the weight's f32 sums, beside which at the end its
-    gradient is there instead of the chunk."""
+    """The most bytes that Unsloth's function takes on a GPU with Triton: a chunk's logits of both
+    heads in f32 and their gradients; in 16 bits also the weight's f32 sums, and at the end its
+    gradient instead of the chunk."""
     rows = rows or min(
         1024, max(64, 1 << max(((1 << 26) // max(call.vocab, 1)).bit_length() - 1, 0))
     )
@@ -133,7 +133,7 @@ def fused_linear_jsd(
 
 
 def _number(name: str, value: Any) -> float:
-    """As Unsloth takes them: of a tensor of one element too."""
+    """A number, or as Unsloth allows, a tensor of one element."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise wrong_shape(f"{name} has shape {tuple(value.shape)}; allowed: one element")
     try:
@@ -143,7 +143,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _flat(head: Head) -> Head:
-    """Hidden states [N, D] and a bias [V], where the weight is."""
+    """The head with hidden states [N, D] and a bias [V] on the weight's device."""
     hidden, weight, bias = head
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(weight.device)
     if bias is not None and bias.numel() == len(weight):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's fused kernels: log-probabilities and entropies of every token, both differentiable; and
-its distillation of a teacher's likeliest tokens."""
+its distillation from a teacher's likeliest tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from logitless._errors import invalid, renames, wrong_shape
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import Split, linear_logprob, linear_logprobs_at, linear_topk
 
-# verl's kernel makes the gradients of the logits of so many columns at a time, and its forward pass
-# three numbers a token for each so many.
+# verl's kernel makes gradients of the logits for _COLUMNS columns at a time; its forward pass makes
+# three numbers per token and _SPLIT columns.
 _COLUMNS, _SPLIT = 9504, 1024
 
 
 def _peak(call: Sizes) -> int:
-    """Bytes that verl's kernel takes at most: those, and beside the gradients of the logits a
-    product that is added to the gradient of hidden, or a copy of the last columns' ones."""
+    """The most bytes that verl's kernel takes: those and, beside the gradients of the logits, a
+    product that is added to the gradient of hidden, or a copy of the last columns' gradients."""
     if not call.gradients:
         return 12 * call.tokens * -(-call.vocab // _SPLIT)
     columns = max(min(_COLUMNS, call.vocab), 1)
@@ -66,7 +66,7 @@ def linear_cross_entropy(
 
 
 def _flat(temperature: float | Tensor | None, labels: Tensor) -> float | Tensor:
-    """A number, or one of each token [N]."""
+    """A number, or one per token [N]."""
     if not isinstance(temperature, Tensor):
         return 1.0 if temperature is None else temperature
     if temperature.numel() != labels.numel():
@@ -75,7 +75,7 @@ def _flat(temperature: float | Tensor | None, labels: Tensor) -> float | Tensor:
 
 
 class LinearCrossEntropy:
-    """What stands behind verl's linear_cross_entropy."""
+    """The class behind verl's linear_cross_entropy."""
 
     apply = staticmethod(linear_cross_entropy)
 
@@ -95,9 +95,9 @@ class FusedLinearForPPO(torch.nn.Module):
         self.memory = memory
 
     def _peak(self, call: Sizes) -> int:
-        """Bytes that verl's module takes at most. Its own forward has three f32 tensors of a
-        chunk's logits at once, its backward five beside the logits, and a product that is added to
-        the gradient of the weight; Liger's has the gradients of the logits of 1024 tokens."""
+        """The most bytes that verl's module takes. Its own forward has three f32 tensors of a
+        chunk's logits at once; its backward has five beside the logits, and a product that is added
+        to the gradient of the weight. Liger's has the gradients of 1024 tokens' logits."""
         if self.impl_backend == "liger":
             return call.size * min(call.tokens, 1024) * call.vocab
         chunk = min(call.tokens, self.chunk_size) * call.vocab
@@ -118,7 +118,7 @@ class FusedLinearForPPO(torch.nn.Module):
 
 
 def _topk_peak(call: Sizes) -> int:
-    """Bytes that verl's function takes at the least: the logits and their log-softmax, and with
+    """The least bytes that verl's function takes: the logits and their log-softmax, and with
     gradients those of the logits."""
     return (3 if call.gradients else 2) * call.size * call.tokens * call.vocab
 
@@ -138,8 +138,8 @@ def compute_forward_kl_topk(
 ) -> dict[str, Tensor]:
     """{"distillation_losses", "student_mass", "teacher_mass", "overlap_count",
     "overlap_token_advantage"} [1, T] each, as verl 0.9.1's function of this name in
-    verl/trainer/distillation/fsdp/losses.py makes them of student_logits [1, T, V], in whose place
-    hidden_states [1, T, D] and the head [V, D] are given. The first alone has a gradient.
+    verl/trainer/distillation/fsdp/losses.py makes them from student_logits [1, T, V]; here
+    hidden_states [1, T, D] and the head [V, D] are given instead. Only the first has a gradient.
 
     The teacher's tensors [1, T, k] may be nested, of sequences [T_i, k]. Of `config` its
     distillation_loss.log_prob_min_clamp is read. The overlap takes a product of its own;

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's log-probabilities in the shapes of vLLM's: each token's own, its rank, and the
-likeliest others, of hidden states and head, without logits.
+"""A prompt's log-probabilities in vLLM's shapes: each token's own, its rank, and the likeliest
+tokens, from hidden states and head, without logits.
 
 vLLM is not imported. LogprobsTensors and Logprob are tuples with the names and the order of vLLM's
 own; `LogprobsTensors(*ours)` makes one of theirs.
@@ -20,7 +20,7 @@ from logitless.torch._functions import linear_outputs
 
 
 class LogprobsTensors(NamedTuple):
-    """The token that is there comes first, then the likeliest ones."""
+    """The prompt's own token comes first, then the likeliest ones."""
 
     logprob_token_ids: Tensor  # [N, k + 1] int32
     logprobs: Tensor  # [N, k + 1] f32
@@ -63,7 +63,7 @@ def gather_logprobs(
         )
     if token_ids.is_floating_point():
         raise wrong_dtype(f"token_ids is {str(token_ids.dtype)[6:]}; allowed: int32, int64")
-    # One call: a token that is in the list has that one's number, to the bit.
+    # In one call, so that a token that is also in the list has the same number there, to the bit.
     wanted = _run.LOGPROB | _run.BITS["rank"]
     if num_logprobs:
         wanted |= _top.wanted_of(num_logprobs)

@@ -7,7 +7,7 @@ try:
     import jax
 except ImportError as error:
     raise ImportError("logitless.jax needs JAX 0.6.1 or newer: pip install jax") from error
-# This has XLA's foreign function interface before its version 0.1.
+# Earlier ones have XLA's foreign function interface before its version 0.1.
 if jax.__version_info__ < (0, 6, 1):
     raise ImportError(f"logitless.jax needs JAX 0.6.1 or newer; this is {jax.__version__}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss is asked for, and what its Backward is given: the same on one device and on many."""
+"""A call's request, and its Backward's: the same on one device and on many."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ OF_TWO_HEADS = Kinds(
 
 
 class Call(NamedTuple):
-    """What a loss is asked for, beside the arrays."""
+    """A call without its arrays."""
 
-    names: tuple[str, ...]  # the operands have these names
-    outputs: tuple[str, ...]  # "loss" comes first, and statistics after it
+    names: tuple[str, ...]  # of the operands
+    outputs: tuple[str, ...]  # "loss", then statistics
     options: AnyOptions
     memory: int | None = None
-    k: int = 0  # how many of the largest logits, where TOP is among the outputs
+    k: int = 0  # the number of largest logits, if TOP is among the outputs
 
     @property
     def linear(self) -> bool:
@@ -64,12 +64,12 @@ class Call(NamedTuple):
 
     @property
     def of_loss(self) -> Options:
-        """The options of what is no divergence."""
+        """The options of a call that is no divergence."""
         assert isinstance(self.options, Options)
         return self.options
 
     def of_shards(self, vocab: int) -> Call:
-        """The same of a device's columns, as the first of so many."""
+        """The same call on a device's columns, as the first ones of a vocabulary of `vocab`."""
         return self._replace(options=self.options._replace(vocab_start=0, vocab_total=vocab))
 
     @property
@@ -95,8 +95,8 @@ class Call(NamedTuple):
 
 
 def tokens_of(operands: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of the tokens. A divergence may have no target; beside given logits, which have any
-    number of dimensions, the target has one."""
+    """The shape of the tokens. Not always the target's: a divergence may have none, and given
+    logits may have any number of dimensions beside a target [N]."""
     shape = operands["input"].shape[:-1] if "input" in operands else operands["target"].shape
     return tuple(shape)
 
@@ -113,9 +113,9 @@ def output_of(call: Call, name: str, operands: Mapping[str, Any]) -> Tensor:
 
 
 def kept_of(call: Call, input: Array, weight: Array) -> list[Tensor]:
-    """What Forward keeps for Backward, by a closed formula: one program may run on any platform,
-    for none of which anything is planned yet. `memory` would bound it by what is. It is nothing
-    where the CPU would have no use for it: a divergence's every backend uses."""
+    """What Forward keeps for Backward, by a closed formula: a program may run on any platform, and
+    nothing is planned yet. Nothing with a `memory`, whose bound needs plans, and nothing where the
+    CPU would not use it; every backend uses a divergence's."""
     tokens, vocab = math.prod(input.shape[:-1]), weight.shape[0]
     dtype = np.dtype(input.dtype)
     code = DTYPES.get(dtype.name, -1)
@@ -131,7 +131,7 @@ def kept_of(call: Call, input: Array, weight: Array) -> list[Tensor]:
 
 
 def reads_logits(call: Call, cotangents: Sequence[Any]) -> bool:
-    """Whether Backward does: the gradient of target_logit alone reads no other logit."""
+    """Whether Backward reads all logits: the gradient of target_logit alone reads no other."""
     moving = {n for n, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)}
     return bool(moving - {"target_logit"})
 
@@ -139,8 +139,8 @@ def reads_logits(call: Call, cotangents: Sequence[Any]) -> bool:
 def asked_of(
     call: Call, cotangents: Sequence[Any], tokens: tuple[int, ...]
 ) -> tuple[Call, dict[str, Array]]:
-    """What Backward is asked for, and its upstream gradients. An absent one of a statistic is 0, of
-    the loss it would be 1."""
+    """Backward's call and its upstream gradients. An absent one of a statistic means 0; of the loss
+    it would mean 1."""
     given = {
         name: ct
         for name, ct in zip(call.outputs, cotangents)
@@ -150,7 +150,7 @@ def asked_of(
     if "loss" in given:
         found["grad_loss"] = given["loss"]
     else:
-        # The 0 of a mean would be NaN where it divides by 0.
+        # 0 for each token, because the 0 of a mean is NaN if it divides by 0.
         options = call.options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
         names = tuple(name for name in call.names if name != "normalizer")
         call = call._replace(names=names, options=options)

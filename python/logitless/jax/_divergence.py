@@ -112,7 +112,7 @@ def linear_divergence(
 
     input [..., D], linear_weight [V, D], linear_bias [V], teacher_input [..., Dt], teacher_weight
     [V, Dt], teacher_bias [V], all of one dtype, f32, f16 or bf16 (a bias may be f32); or
-    teacher_logits [..., V] of any of these, in the place of the teacher's head. target [...] of
+    teacher_logits [..., V] of any of these, in place of the teacher's head. target [...] of
     class indices, token_weight [...]. Leading dimensions are those of `input`. Each head has its
     logit_scale, softcap and temperature, Python numbers but the last, which may be an array [...],
     [N] or broadcastable to [...]; a teacher_temperature of None is `temperature`.
@@ -121,7 +121,7 @@ def linear_divergence(
     arrays are zeros, which nothing is computed for, so that one weight may serve both heads. `beta`
     is read by "jsd" and "skew_kl" alone.
 
-    target: optional. Where it is ignore_index nothing of the token is read, and a mean does not
+    target: optional. Where it is ignore_index, nothing of the token is read, and a mean does not
     count it; without a target all tokens count. label_weight other than 0, "logprob" and `shift`
     need one. `shift`: position i is given the target of i + shift with that label's token_weight
     and temperatures; the last `shift` positions have none and do not count. reduction, normalizer,
@@ -199,7 +199,7 @@ def _heads(given: dict[str, Any]) -> dict[str, Array]:
 def _listed(
     vocab_ids: Any, teacher_vocab_ids: Any, arrays: dict[str, Array], axis_name: Any
 ) -> Any:
-    """The list of rows, if one is given; replaces the arrays by what it chooses of them."""
+    """The list of rows, if one is given; replaces the arrays by their listed rows."""
     if vocab_ids is None and teacher_vocab_ids is None:
         return None
     if vocab_ids is not None and teacher_vocab_ids is not None:
@@ -237,14 +237,14 @@ def _of_tokens(
     arrays: dict[str, Array], target: Any, token_weight: Any, normalizer: Any, options: Divergence,
     shift: int, one_temperature: bool, whole: bool, listed: Any = None,
 ) -> tuple[dict[str, Array], Divergence]:  # fmt: skip
-    """The arrays of tokens and the normalizer, those of labels moved by `shift`, and the options
-    with what of the others is a number."""
+    """The arrays of tokens, those of labels moved by `shift`, and the normalizer; and the options,
+    with temperatures and a normalizer that are numbers."""
     shape = arrays["input"].shape[:-1]
     ignored = _integer("ignore_index", options.ignore_index)
     _abi.check_ignore_index(ignored)
     found = {}
     if target is None:
-        ignored = IGNORE_INDEX  # which nobody reads
+        ignored = IGNORE_INDEX  # not read
     else:
         found["target"], ignored = _labels(target, ignored, shift, arrays, whole, listed)
     if token_weight is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions a user calls. What every option means is docs/semantics.md."""
+"""The functions a user calls. docs/semantics.md defines every option."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 
 def _opened(value: Any) -> Any:
-    """A variable of a framework, as flax's nnx.Param, stands for its array."""
+    """The array of a framework's variable, such as flax's nnx.Param."""
     if isinstance(value, (jax.Array, np.ndarray)) or not hasattr(type(value), "__jax_array__"):
         return value
     return value.__jax_array__()
@@ -104,7 +104,7 @@ _OPTIONAL = ("bias", "teacher_input", "teacher_weight", "teacher_bias", "teacher
 
 
 def _arrays(given: dict[str, Any]) -> dict[str, Array]:
-    """Those that a loss is of; which of the optional ones go together the core says."""
+    """The arrays that are given; the core checks which optional ones go together."""
     return {
         name: _array(argument(name), value)
         for name, value in given.items()
@@ -113,14 +113,14 @@ def _arrays(given: dict[str, Any]) -> dict[str, Array]:
 
 
 def _on_host(value: Any) -> bool:
-    """Whether what is in an array can be looked at, and nothing waits for another device."""
+    """Whether an array's values can be read without waiting for another device."""
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return False
     return value.is_fully_addressable and {d.platform for d in value.devices()} == {"cpu"}
 
 
 def _looked_at(value: Any) -> Any:
-    """What is in an array of the host; None of another, and of what is traced."""
+    """The values of an array on the host; None for others, and for traced ones."""
     value = _opened(value)
     if isinstance(value, np.ndarray):
         return value
@@ -141,8 +141,8 @@ _INT32 = np.iinfo(np.int32)
 
 
 def _as_int32(target: np.ndarray[Any, Any], ignore_index: int) -> tuple[Array, int]:
-    """A host's target and its ignore_index as int32 holds them: an ignore_index beyond it becomes
-    the least int32, which then is no target."""
+    """A host target and its ignore_index in int32. An ignore_index that does not fit becomes the
+    least int32, which is then no target."""
     ignored = target == ignore_index
     beyond = not _INT32.min <= ignore_index <= _INT32.max
     least = _INT32.min + beyond
@@ -160,14 +160,14 @@ def _as_int32(target: np.ndarray[Any, Any], ignore_index: int) -> tuple[Array, i
 
 
 def _target(value: Any, ignore_index: int) -> tuple[Array, int]:
-    """The target, and the ignore_index as its dtype holds it. Without jax_enable_x64 JAX keeps the
-    low 32 bits of an int64, and says nothing."""
+    """The target, and the ignore_index in its dtype. Without jax_enable_x64 JAX silently keeps only
+    the low 32 bits of an int64."""
     value = _opened(value)
     check_unmasked("target", value)
     narrow = jax.dtypes.canonicalize_dtype(np.int64) != np.int64
     if narrow and isinstance(value, jax.Array) and value.dtype == np.int64:
-        # The array was made where jax_enable_x64 was set, so whatever is computed of it here would
-        # be cut.
+        # The array was made with jax_enable_x64, so anything computed from it here would be cut to
+        # 32 bits.
         if isinstance(value, jax.core.Tracer):
             raise wrong_dtype("target is int64; allowed: int32 where jax_enable_x64 is not set")
         value = np.asarray(value)
@@ -185,7 +185,7 @@ def _target(value: Any, ignore_index: int) -> tuple[Array, int]:
 
 
 def _number(name: str, value: Any) -> float:
-    """Options are part of the compiled program."""
+    """A Python number, because options are part of the compiled program."""
     real = isinstance(value, (int, float, np.integer, np.floating))
     if isinstance(value, bool) or not real:
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a Python number")
@@ -235,7 +235,7 @@ def _moved(values: Array, shift: int, rest: float) -> Array:
     if given is None:
         end = jnp.full_like(values[..., :shift], rest)
         return jnp.concatenate([values[..., shift:], end], axis=-1)
-    # JAX slices only what is whole there, and joins only what is sharded alike.
+    # JAX slices only dimensions that are whole, and joins only arrays with the same sharding.
     spec = (*given.spec, *[None] * values.ndim)[: values.ndim - 1]
     whole = jax.sharding.NamedSharding(given.mesh, jax.sharding.PartitionSpec(*spec, None))
     values = jax.sharding.reshard(values, whole)
@@ -246,8 +246,8 @@ def _moved(values: Array, shift: int, rest: float) -> Array:
 
 
 def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float, Array | None]:
-    """A number, which is part of the program, or in the target's shape an array in it, [N] or
-    broadcastable to it; that goes with the target."""
+    """A number, which is part of the program, or an array: in the target's shape, [N] or
+    broadcastable to it; `shift` moves it with the target."""
     value = _opened(value)
     if not isinstance(value, (jax.Array, np.ndarray)):
         return _number("temperature", value), None
@@ -258,7 +258,7 @@ def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float,
 
 
 def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
-    """[...], which goes with the target."""
+    """[...], moved with the target."""
     weights = _f32("token_weight", value)
     if weights.shape != shape:
         raise wrong_shape(f"token_weight has shape {weights.shape}; allowed: {shape}")
@@ -266,7 +266,7 @@ def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
 
 
 def _normalizer(value: Any) -> tuple[float, Array | None]:
-    """As the core takes it: a host number other than 0, or an array []."""
+    """The normalizer as the core takes it: a host number other than 0, or an array []."""
     value = _opened(value)
     if value is None:
         return 0.0, None
@@ -277,25 +277,25 @@ def _normalizer(value: Any) -> tuple[float, Array | None]:
             raise wrong_dtype("normalizer is bool; allowed: a number or an array []")
         return 0.0, _f32("normalizer", value)
     number = _number("normalizer", value)
-    # In the options 0 means that tokens are counted.
+    # In the options, 0 means that tokens are counted.
     return (number, None) if number else (0.0, jnp.float32(0))
 
 
 def _exact_products() -> bool:
-    """JAX's own switch, where it was set; by default f32 products are not made of rounded ones."""
+    """Whether f32 products take operands unrounded: the default, unless JAX's switch was set."""
     precision = jax.config.values["jax_default_matmul_precision"]
     return precision in (None, "highest", "float32", "F32_F32_F32")
 
 
 def _vocab_of(arrays: dict[str, Array]) -> int:
-    """V; 0 where what has it is of a wrong shape, which is said later."""
+    """V; 0 if the array that has it has a wrong shape, which is an error later."""
     if "weight" in arrays:
         return arrays["weight"].shape[0] if arrays["weight"].ndim == 2 else 0
     return arrays["logits"].shape[-1]
 
 
 def listed_of(name: str, value: Any, vocab: int, axis_name: Any, rows: int | None = None) -> Listed:
-    """A list of rows as the vocabulary; with `rows` one for each of these, in their order."""
+    """A list of rows as the vocabulary; with `rows`, one for each of these rows, in their order."""
     refuse_axes(name, axis_name)
     return Listed(name, _array(name, value), host_of(_looked_at(value)), vocab, rows)
 
@@ -304,8 +304,8 @@ def _labels(
     target: Any, ignore_index: int | None, shift: int, arrays: dict[str, Array], whole: bool,
     listed: Listed | None = None,
 ) -> tuple[Array, int]:  # fmt: skip
-    """The checked target, moved by `shift`, and its ignore_index. `whole`: the arrays have the
-    whole vocabulary, or what is `listed` of it."""
+    """The checked target, moved by `shift`, and its ignore_index. `whole`: the arrays hold the
+    whole vocabulary, or the `listed` rows of it."""
     what = next(iter(arrays))
     ignored = _integer("ignore_index", IGNORE_INDEX if ignore_index is None else ignore_index)
     _abi.check_ignore_index(ignored)
@@ -327,7 +327,7 @@ def _labels(
 
 @contextlib.contextmanager
 def _casts_named() -> Iterator[None]:
-    """An error about a dtype says how it becomes the input's."""
+    """Errors about a dtype say how to cast to the input's."""
     try:
         yield
     except LogitlessError as error:
@@ -336,7 +336,7 @@ def _casts_named() -> Iterator[None]:
 
 
 def _shaped(made: dict[str, Array], shape: tuple[int, ...]) -> dict[str, Array]:
-    """What tokens have, in their shape."""
+    """Outputs of tokens, in the tokens' shape."""
     columns = {name: (x.shape[-1],) for name, x in made.items() if name in ("logits_at", *TOP)}
     return {
         name: x.reshape(*shape, *columns.get(name, ())) if x.ndim else x for name, x in made.items()
@@ -353,7 +353,7 @@ def _loss(
     vocab_ids: Any = None,
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits.
-    `ids` [..., K] are those of `logits_at`, `k` is of `top_logits` and `top_ids`."""
+    `ids` [..., K] are for `logits_at`, `k` is for `top_logits` and `top_ids`."""
     arrays = _arrays(rows)
     what = next(iter(arrays))
     shift = _integer("shift", shift)
@@ -374,7 +374,7 @@ def _loss(
         normalizer=number, allow_tf32="weight" in arrays and not _exact_products()
     )
     operands = dict(arrays)
-    # A linear loss keeps the dimensions of its tokens, each of which may be sharded.
+    # A linear loss keeps its dimensions of tokens, because each may be sharded.
     keeps = what == "input" and axis_name is None
     tokens = (shape or (1,)) if keeps else (math.prod(shape),)
     if what == "input" or not shape:
@@ -546,7 +546,7 @@ _ABSENT = -1
 
 @renames({"target": "ids"})
 def _as_target(ids: Any) -> Array:
-    """Of the dtypes that a target may have."""
+    """Ids in a dtype that a target may have."""
     held, _ = _target(ids, _ABSENT)
     if held.dtype not in (jnp.int32, jnp.int64):
         raise wrong_dtype(f"target is {held.dtype}; allowed: int32, int64")
@@ -554,7 +554,7 @@ def _as_target(ids: Any) -> Array:
 
 
 def _ids(value: Any, input: Array, vocab: int | None, listed: Listed | None) -> Array:
-    """The checked ids [..., K]. `vocab`: how many columns there are, where that is known."""
+    """The checked ids [..., K]. `vocab`: the number of columns, if it is known."""
     ids = _as_target(value)
     tokens = input.shape[:-1]
     if ids.ndim == 0 or ids.shape[:-1] != tokens or not 1 <= ids.shape[-1] <= _abi.MOST_CHOSEN:
@@ -581,7 +581,8 @@ def _ids(value: Any, input: Array, vocab: int | None, listed: Listed | None) -> 
 def _logprobs_at(
     logits: Array, lse: Array, reference: Array, log_sum: Array, ids: Array, there: Array
 ) -> Array:
-    """[..., K] of the logits at `ids`, of which not all are `there`; log p is logits - lse."""
+    """[..., K]: the logits at `ids` less the lse, -inf for absent ids; gradients are for those that
+    are `there`."""
     return jnp.where(ids == _ABSENT, -jnp.inf, _less_lse(logits, reference, log_sum))
 
 
@@ -660,7 +661,7 @@ def linear_logprobs_at(
         "softcap": softcap, "temperature": temperature, "memory": memory, "axis_name": axis_name,
         "upstream": upstream,
     }  # fmt: skip
-    if chosen.shape[-1] == 1:  # the way, and the bits, of linear_logprob
+    if chosen.shape[-1] == 1:  # as linear_logprob does, with its bits
         made = _loss(rows, chosen[..., 0], ("logprob", *names), **options)
         logprobs = jnp.where(chosen == _ABSENT, -jnp.inf, made["logprob"][..., None])
     else:

@@ -3,11 +3,11 @@
 
 Gradients, by jax.custom_vjp. Sum and mean of a linear loss: made with the loss, in one pass, and
 multiplied by the upstream gradient in backward. Otherwise (reduction "none", a differentiable
-statistic, given logits): Forward, then Backward, which of a linear loss uses what Forward has kept.
+statistic, given logits): Forward, then Backward, which for a linear loss uses what Forward kept.
 
-vmap over tokens and targets alone: one call of all tokens with reduction "none", reduced for each
-element of the batch, so that there is one gradient of the weight and not one for each element. Only
-a primitive of its own sees whether vmap is inside grad (this) or around it (gradients of each
+vmap over only tokens and targets: one call on all tokens with reduction "none", reduced for each
+element of the batch, so that there is one gradient of the weight and not one per element. Only a
+primitive of our own sees whether vmap is inside grad (this) or around it (gradients of each
 element, one call after another).
 """
 
@@ -50,13 +50,13 @@ _OF_ROWS = (
 def _run(
     call: Call, kind: int, operands: dict[str, Array], results: list[Tensor]
 ) -> dict[str, Array]:
-    """A linear op of sharded arrays is split over their devices."""
+    """Runs an op; a linear op on sharded arrays is split over their devices."""
     made = _partition.run if call.linear else run
     return made(kind, operands, results, call.options, call.memory)
 
 
 def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dict[str, Array]:
-    """The outputs and, with `state`, what Backward takes of them."""
+    """The outputs and, with `state`, what Backward needs."""
     names = dict.fromkeys((*call.outputs, *(_STATE if state and not call.diverges else ())))
     results = [output_of(call, name, operands) for name in names]
     if state and call.linear and _partition.may_keep(operands["input"], operands["weight"]):
@@ -65,7 +65,8 @@ def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dic
 
 
 def _gradients(wrt: Sequence[Tensor], held: bool) -> list[Tensor]:
-    """Where `held`, f16 gradients wait for their upstream factor in f32: f16 has no range to."""
+    """The gradients. If `held`, f16 ones wait for their upstream factor in f32, which has the
+    range."""
     return [
         Tensor(f"grad_{name}", shape, _F32 if held and dtype == np.float16 else dtype)
         for name, shape, dtype in wrt
@@ -123,8 +124,8 @@ def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangen
 
 
 def _as_given(primal: Array, gradient: Array) -> Array:
-    """The gradient, sharded as its primal is in its type: that of given logits is made whole on
-    every device."""
+    """The gradient, sharded like its primal's type: that of given logits is made whole on every
+    device."""
     given = explicit_sharding(primal)
     if given is None or given == explicit_sharding(gradient):
         return gradient
@@ -138,7 +139,7 @@ loss_p = Primitive("logitless_loss")
 
 
 def loss(call: Call, operands: Sequence[Array]) -> dict[str, Array]:
-    """The outputs by name. Tokens have one dimension, of a linear loss any number."""
+    """The outputs by name. Tokens have one dimension, in a linear loss any number."""
     lowered = _partition.FOR_DEVICES if call.linear else None
     return dict(zip(call.outputs, loss_p.bind(*operands, call=call, lowered=lowered)))
 
@@ -178,7 +179,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, **_: An
 
 
 def _normalizer(call: Call, operands: dict[str, Array], tokens: int, target: Array | None) -> Array:
-    """What each element of the batch, of so many tokens, is divided by for its mean, as the core
+    """What the mean of each element of the batch, with `tokens` tokens, divides by, as the core
     counts it."""
     if "normalizer" in operands:
         return operands["normalizer"]
@@ -195,7 +196,7 @@ def _normalizer(call: Call, operands: dict[str, Array], tokens: int, target: Arr
 
 
 def _mean(call: Call, total: Array, divisor: Array) -> Array:
-    """[B]; where there is nothing to divide by, 0 with no gradient, or NaN as its gradient is."""
+    """[B]. If there is nothing to divide by: 0 without a gradient, or NaN with a NaN gradient."""
     some = divisor != 0
     if call.options.empty_mean == _abi.EMPTY_MEAN_NAN:
         return total / jnp.where(some, divisor, jnp.nan)
@@ -203,9 +204,9 @@ def _mean(call: Call, total: Array, divisor: Array) -> Array:
 
 
 def _one_call(call: Call, given: dict[str, tuple[Array, int | None]]) -> bool:
-    """Whether one call of all tokens serves: the elements have only their tokens and normalizers of
-    their own; a normalizer belongs to a mean (the core refuses it elsewhere); and a number is one
-    that XLA can divide by, which multiplies with the f32 inverse."""
+    """Whether one call on all tokens serves: elements differ only in tokens and normalizers; a
+    normalizer comes with a mean (the core refuses it elsewhere); and if it is a number, XLA can
+    divide by it, which multiplies by the f32 inverse."""
     if any(d is not None and n not in (*_OF_ROWS, "normalizer") for n, (_, d) in given.items()):
         return False
     number = call.options.normalizer
@@ -226,7 +227,7 @@ def _batched(
         for name, (x, d) in given.items()
         if name in _OF_ROWS
     }
-    of_each = math.prod(tokens_of(rows)[1:])  # which no size of 0 hides
+    of_each = math.prod(tokens_of(rows)[1:])  # known even if a size is 0
     flat = {name: x for name, (x, _) in given.items() if name != "normalizer"} | rows
     if not call.linear:
         flat |= {name: x.reshape(size * of_each) for name, x in rows.items() if name != "logits"}

@@ -11,15 +11,15 @@ the weight; hidden states and targets are the same on all P.
                its grad_weight is done, its grad_input is a part in f32; the parts are exchanged and
                added up in the axis' order
 
-One program runs on every device, and options are part of it: vocab_start cannot differ. A device is
-told that its columns are the first ones, and gets targets and class weights rotated by its start:
-(target - start) mod V is below V/P where the target is its own, and another shard's otherwise.
+One program runs on every device, and options are part of it, so vocab_start cannot differ. Each
+device calls its columns the first ones, and rotates targets and class weights by its start:
+(target - start) mod V is below V/P exactly if the target is among its columns.
 
-What an upstream gradient is. With check_vma=True JAX's types say it: the outputs are the same on
-all devices, and so are their gradients; hidden states of which every device has a copy of its own
-get their own part of the gradient. With check_vma=False nothing says it. jax.grad inside of
-jax.shard_map hands every device the whole upstream gradient; jax.grad around it hands each 1/P,
-and JAX's own collectives take gradients for parts that add up. The caller says which.
+The meaning of an upstream gradient. With check_vma=True JAX's types tell: the outputs are the same
+on all devices, and so are their gradients; hidden states of which every device has its own copy get
+their own part of the gradient. With check_vma=False nothing tells. jax.grad inside of jax.shard_map
+hands every device the whole upstream gradient; jax.grad around it hands each 1/P, and JAX's own
+collectives take gradients for parts that add up. The caller says which.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WHOLE, _PARTS = "whole", "parts"
 _PRIMALS = ("input", "weight", "bias")
 _STATE = ("row_reference", "row_log_sum")
 _EXTRA = (*names_where("extra"), "weighted_logit_sum")
-# Beside them `ids`, where these are asked for.
+# And `ids`, if their logits are asked for.
 _OF_FORWARD = ("input", "weight", "bias", "target", "vocab_weight", "normalizer", "temperature")
 _OF_COMBINE = ("target", "token_weight", "vocab_weight", "normalizer")
 _OWN_IGNORED = np.iinfo(np.int32).min
@@ -65,7 +65,7 @@ class Shard(NamedTuple):
     size: int  # P
     checked: bool  # jax.shard_map checks types
     upstream: str | None
-    part_of_input: bool  # the gradient of a device's hidden states is its own part
+    part_of_input: bool  # a device's gradient of hidden states is only its part
 
 
 # --- the axis ---
@@ -91,12 +91,12 @@ def _size_of(axes: tuple[str, ...]) -> int:
 
 
 def size_of(axis_name: Any) -> int:
-    """Over how many devices the vocabulary is split."""
+    """The number of devices over which the vocabulary is split."""
     return _size_of(_axes_of(axis_name))
 
 
 def _shard_of(axes: tuple[str, ...], operands: dict[str, Array], upstream: Any) -> Shard:
-    """Checks what JAX's types say, if they are there."""
+    """The shard, checked against JAX's types if they are tracked."""
     if upstream not in (None, _WHOLE, _PARTS):
         raise invalid(f"upstream is {upstream!r}; allowed: None, {_WHOLE!r}, {_PARTS!r}")
     size = _size_of(axes)
@@ -126,7 +126,7 @@ def _shard_of(axes: tuple[str, ...], operands: dict[str, Array], upstream: Any) 
 
 
 def _gather(x: Array, shard: Shard) -> Array:
-    """[P, ...] of every device's [...], in the axis' order, and the same on all in its type too."""
+    """[P, ...] from every device's [...], in the axis' order; the same on all, also by its type."""
     if not shard.checked:
         gathered: Array = lax.all_gather(x, shard.axes)
         return gathered
@@ -141,8 +141,8 @@ def _gather(x: Array, shard: Shard) -> Array:
 
 
 def _summed(part: Array, shard: Shard, dtype: Any) -> Array:
-    """The sum of the devices' [N, D] in the axis' order, rounded once: each device adds up its
-    share of the rows, so that all get the same bits, whatever the backend does."""
+    """The sum of the devices' [N, D] in the axis' order, rounded once. Each device sums its share
+    of the rows, so that all get the same bits on any backend."""
     tokens, hidden = part.shape
     padded = jnp.pad(part, ((0, -tokens % shard.size), (0, 0)))
     shares = padded.reshape(shard.size, -1, hidden)  # [P, N/P, D]
@@ -155,7 +155,7 @@ def _summed(part: Array, shard: Shard, dtype: Any) -> Array:
 
 
 def _own_options(call: Call) -> Any:
-    """An ignore_index that is no target has no other meaning after the rotation."""
+    """The options with an ignore_index that keeps its meaning after the rotation."""
     options = call.options
     if 0 <= options.ignore_index < options.vocab_total:
         options = options._replace(ignore_index=_OWN_IGNORED)
@@ -181,8 +181,8 @@ def _rotated(call: Call, shard: Shard, operands: dict[str, Array]) -> dict[str, 
 
 
 def _from(start: Array, columns: Array, total: int) -> tuple[Array, Array]:
-    """The columns, as a device counts them that begins at `start`, and which there are; others stay
-    what they are."""
+    """Columns counted from a device's `start`, and which of them exist; the others stay as they
+    are."""
     local = columns - start.astype(columns.dtype)
     local = jnp.where(local < 0, local + total, local)
     inside = (columns >= 0) & (columns < total)
@@ -193,7 +193,7 @@ def _run(
     kind: int, operands: dict[str, Array], results: Sequence[Tensor], options: Any,
     memory: int | None = None,
 ) -> dict[str, Array]:  # fmt: skip
-    """Of operands whose types vary alike."""
+    """Runs an op on operands that vary over the same axes."""
     axes = _union(map(varying, operands.values()))
     alike = {name: pvary(x, axes) for name, x in operands.items()}
     return run(kind, alike, results, options, memory)
@@ -203,15 +203,15 @@ def _run(
 
 
 def _anchor(own: Array, shard: Shard) -> Array:
-    """[N]: the targets' logits, of which a device has those of its own columns; else -inf."""
+    """[N]: the targets' logits, from each device's `own`: -inf except at its columns."""
     return _gather(own, shard).max(0)  # a NaN stays
 
 
 def _states(
     call: Call, shard: Shard, operands: dict[str, Array], keeps: bool
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The states of every device's columns [P, N], as Combine takes them; and what this device has
-    kept of its own, with the whole vocabulary's `logits_at`."""
+    """The states of every device's columns [P, N], as Combine takes them; and what this device
+    kept, with the whole vocabulary's `logits_at`."""
     rotated, options = _rotated(call, shard, operands), _own_options(call)
     given = {name: rotated[name] for name in _OF_FORWARD if name in rotated}
     shape = operands["target"].shape
@@ -244,7 +244,7 @@ def _states(
             states[f"shard_{name}"] = _gather(x, shard).reshape(shard.size, -1)  # [P, N k]
     kept_state = {name: made[name] for name in KEPT if name in made}
     if "logits_at" in asked:
-        at = _gather(made["logits_at"], shard).max(0)  # elsewhere it is -inf, and a NaN stays
+        at = _gather(made["logits_at"], shard).max(0)  # -inf at others' columns; a NaN stays
         return states, kept_state | {"logits_at": at}
     return states, kept_state
 
@@ -252,7 +252,7 @@ def _states(
 def forward(
     call: Call, shard: Shard, operands: dict[str, Array], keeps: bool = False
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The outputs, and what Backward takes of them: where Forward `keeps`, what it can."""
+    """The outputs, and what Backward needs, with kept state if `keeps`."""
     states, kept = _states(call, shard, operands, keeps)
     given = {name: operands[name] for name in _OF_COMBINE if name in operands} | states
     names = dict.fromkeys((*call.outputs, *_STATE))
@@ -267,15 +267,15 @@ def forward(
 def own_gradients(
     call: Call, shard: Shard, operands: dict[str, Array], wanted: list[Tensor]
 ) -> dict[str, Array]:
-    """Of this device's columns the gradients `wanted`, of the whole vocabulary's states and
-    upstream gradients; that of the input is a part in f32."""
+    """The gradients `wanted` of this device's columns, from the whole vocabulary's states and
+    upstream gradients; that of the input is a part, in f32."""
     parts = [t._replace(dtype=_F32) if t.name == "grad_input" else t for t in wanted]
     given, kind = _rotated(call, shard, operands), _abi.LINEAR_CROSS_ENTROPY_BACKWARD
     return _run(kind, given, parts, _own_options(call), call.memory)
 
 
 def exchanged(shard: Shard, made: dict[str, Array], wanted: list[Tensor]) -> dict[str, Array]:
-    """The gradients `wanted` of what every device has made of its columns."""
+    """The gradients `wanted`, from those of every device's columns."""
     for name, _, dtype in wanted:
         if name == "grad_input":
             own = shard.part_of_input
@@ -292,8 +292,7 @@ def _differentiable(
 
 
 def refuse_to_differentiate(shard: Shard, rest: Any) -> None:
-    """What the rule of a forward refuses: constants that move, and gradients of which nothing says
-    what is handed on."""
+    """Refuses tangents of constants, and gradients if nothing tells what `upstream` means."""
     for name, p in rest.items():
         if p.perturbed and jnp.issubdtype(p.value.dtype, jnp.floating):
             name = argument(name)
@@ -357,7 +356,7 @@ def _refuse(call: Call, operands: dict[str, Array], total: int) -> None:
 
 
 def loss(call: Call, operands: dict[str, Array], axis_name: Any, upstream: Any) -> dict[str, Array]:
-    """The outputs by name, of a weight [V/P, D] and a bias [V/P]."""
+    """The outputs by name, for a weight [V/P, D] and a bias [V/P]."""
     axes = _axes_of(axis_name)
     if operands["weight"].ndim != 2:
         raise wrong_shape(
@@ -375,7 +374,7 @@ def applied(
     shard: Shard, operands: dict[str, Array], axes: Sequence[str],
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs of a call whose vocabulary is split over the axes."""
-    # Over other axes all vary alike from here on: JAX itself adds up the gradients of those that
+    # From here on all vary over the same other axes: JAX itself sums the gradients of those that
     # did not.
     others = _union(map(varying, operands.values())) - set(axes)
     alike = {name: pvary(x, others) for name, x in operands.items()}

@@ -8,7 +8,7 @@ device holds V/P rows of both heads, and the hidden states of both are the same 
     backward   each device's Backward on its columns, from the global states and the global mean
                that dz subtracts; grad_input's parts are exchanged as _parallel.py has it
 
-Targets are rotated and upstream gradients handed on as there.
+Targets are rotated and upstream gradients treated as there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _subtracts_mean(options: Divergence) -> bool:
 
 
 def _tokens(call: Call, operands: dict[str, Array]) -> tuple[Array, Options]:
-    """The targets and options of Combine; without targets one stands in that is never ignored."""
+    """The targets and options for Combine; without targets, one that is never ignored."""
     options = _options(call)
     ignored = options.ignore_index if "target" in operands else -1
     target = operands.get("target")
@@ -105,7 +105,7 @@ def _losses(call: Call, operands: dict[str, Array], found: dict[str, Array]) -> 
         losses = losses * operands["token_weight"]
     target, of_combine = _tokens(call, operands)
     tokens = _shards.Tokens(target, of_combine.ignore_index, options.vocab_total)
-    losses = jnp.where(tokens.outside(), jnp.nan, losses)  # the CPU has refused it
+    losses = jnp.where(tokens.outside(), jnp.nan, losses)  # on the CPU an error already
     losses = jnp.where(tokens.ignored(), 0.0, losses)
     if call.per_token:
         return losses
@@ -123,7 +123,7 @@ def _losses(call: Call, operands: dict[str, Array], found: dict[str, Array]) -> 
 def forward(
     call: Call, shard: Shard, operands: dict[str, Array], gradients: bool = False
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The outputs, and what Backward takes of them."""
+    """The outputs, and what Backward needs."""
     own, options = _own(call, shard, operands)
     found = _folded(call, shard, operands, own, options)
     names = ["divergence_sum"]
@@ -178,7 +178,7 @@ _differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _check_split(shard: Shard, operands: dict[str, Array]) -> None:
-    """What of the teacher is split over the axes, as far as JAX's types say it."""
+    """Checks which of the teacher's arrays are split over the axes, as far as JAX's types tell."""
     axes = varying(jax.lax.axis_index(shard.axes)) if shard.checked else frozenset[str]()
     for name in _SPLIT:
         if name in operands and not axes <= varying(operands[name]):

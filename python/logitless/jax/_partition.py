@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear losses of sharded arrays under plain jax.jit: XLA's partitioner asks, by
-jax.experimental.custom_partitioning, what every device shall do.
+"""Linear losses of sharded arrays under plain jax.jit: XLA's partitioner asks, through
+jax.experimental.custom_partitioning, what each device has to do.
 
     tokens       [...], split over the mesh axes of the input's dimensions but the last: every
                  device has its own; a mean's normalizer, a reduced loss and the gradients of weight
@@ -10,17 +10,16 @@ jax.experimental.custom_partitioning, what every device shall do.
                  combined, the parts of the input's gradient exchanged and added up. A divergence
                  of two heads refuses it
 
-The hidden dimension is whole on every device. Where the axes do not divide the tokens, the last
-device's end in some that are ignored; a vocabulary that they do not divide is whole on every
-device.
+The hidden dimension is whole on every device. If the axes do not divide the tokens, ignored ones
+pad the last device's; a vocabulary that they do not divide is whole on every device.
 
-Kept state has a layout that only the call knows which made it. A device keeps that of its own
-tokens and columns, as [..., b, 64] and [..., p, 8], where its tokens are a multiple of 64 and its
-columns whole blocks of 64; p is into how many parts a vocabulary can be split then. `kept_parts`
-says into how many each dimension of the tokens was split, and last the vocabulary, or 0 where
-nothing was kept; Backward, which the partitioner may split otherwise, makes the logits again where
-these are other numbers. Loss and gradients of one call leave nothing for another: there a device
-keeps state of any tokens and columns.
+Only the call that made kept state knows its layout. A device keeps that of its own tokens and
+columns, as [..., b, 64] and [..., p, 8], if its tokens are a multiple of 64 and its columns whole
+blocks of 64; p is the number of parts into which a vocabulary can then be split. `kept_parts` holds
+the number of parts of each dimension of the tokens, and last of the vocabulary, or 0 if nothing was
+kept. The partitioner may split Backward otherwise: then these numbers differ, and it makes the
+logits again. Loss and gradients in one call leave nothing for another: there a device keeps state
+of any tokens and columns.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ from logitless.jax._call import Call, tokens_of
 from logitless.jax._run import Array, Tensor
 
 _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
-_BLOCK = 64  # kept state holds blocks of so many columns, of a multiple of so many tokens
+_BLOCK = 64  # columns in a block of kept state, whose tokens are a multiple of it too
 _PARTS = "kept_parts"
 KEPT = (*_run.KEPT, _PARTS)
-# The factors of dimensions, after which the partitioner splits arrays alike. Those of the tokens
-# are n0, n1, ...; v is the vocabulary, and k its blocks of kept state, which are split as v is or
-# not at all; no other may be split. What is not named here is [...].
+# The factors of dimensions, by which the partitioner splits arrays alike. Those of the tokens are
+# n0, n1, ...; v is the vocabulary, and k its blocks of kept state, split like v or not at all; no
+# other may be split. Arrays that are not listed are [...].
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "weight": ("v", "d"),
     "bias": ("v",),
@@ -63,7 +62,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "teacher_weight": ("v", "t"),
     "teacher_bias": ("v",),
 }
-_ROWS: dict[str, tuple[str, ...]] = {  # what follows the tokens
+_ROWS: dict[str, tuple[str, ...]] = {  # dimensions after the tokens
     "input": ("d",),
     "ids": ("a",),
     "logits_at": ("a",),
@@ -74,7 +73,7 @@ _ROWS: dict[str, tuple[str, ...]] = {  # what follows the tokens
     "teacher_input": ("t",),
     "teacher_logits": ("v",),
 }
-# Backward of a divergence's kept state has no use for these.
+# Not needed by Backward from a divergence's kept state.
 _TEACHER = (
     "teacher_input", "teacher_weight", "teacher_bias", "teacher_logits", "teacher_temperature",
 )  # fmt: skip
@@ -86,8 +85,8 @@ def _partitioned_call() -> Any:
     return jax.make_jaxpr(call)(jax.ShapeDtypeStruct((), _F32))
 
 
-# JAX lowers a program without saying on which devices it will run, but for one that has such a call
-# in it, or among the parameters of a primitive.
+# JAX lowers a program without knowing its devices, unless it has such a call in it, or among the
+# parameters of a primitive.
 FOR_DEVICES = _partitioned_call()
 
 
@@ -107,7 +106,7 @@ class Op(NamedTuple):
         return any(result.name == "kept" for result in self.results)
 
     def made(self) -> list[Tensor]:
-        """The results and, where state is kept, how it is split."""
+        """The results and, if state is kept, how it is split."""
         parts = Tensor(_PARTS, (len(self.tokens) + 1,), _I32)
         return [*self.results, *([parts] if self.keeps else [])]
 
@@ -119,10 +118,10 @@ def run(
     kind: int, operands: dict[str, Array], results: Sequence[Tensor], options: AnyOptions,
     memory: int | None,
 ) -> dict[str, Array]:  # fmt: skip
-    """As _run.run, of a linear op on arrays that may be sharded, whose tokens have any number of
-    dimensions; beside `kept` it gives and takes `kept_parts`."""
+    """_run.run for a linear op on arrays that may be sharded, with any number of dimensions of
+    tokens; returns and takes `kept_parts` beside `kept`."""
     tokens = tokens_of(operands)
-    whole = isinstance(options, Divergence)  # no device has a part of its vocabulary
+    whole = isinstance(options, Divergence)  # its vocabulary is not split
     parts = 1 if whole else _most_parts(operands["weight"].shape[0])
     spread = tuple(_spread(result, tokens, parts) for result in results)
     op = Op(kind, tuple(operands), spread, options, memory, tokens)
@@ -131,8 +130,8 @@ def run(
 
 
 def _most_parts(vocab: int) -> int:
-    """Into how many parts of whole blocks the vocabulary of kept state can be split, over as many
-    devices as there are: where the program will run is not known yet."""
+    """The number of parts of whole blocks into which kept state's vocabulary can be split, over all
+    devices there are: it is not known yet where the program will run."""
     if vocab % _BLOCK:
         return 1
     default = jax.config.values.get("jax_default_device")
@@ -140,20 +139,20 @@ def _most_parts(vocab: int) -> int:
 
 
 def _usable(parts: int, devices: int) -> int:
-    """The parts, of a program for so many devices. An axis that shares no divisor with them could
-    not split the vocabulary any more: where there may be one the parts are one."""
+    """The parts that a program for `devices` devices can use. An axis that shares no divisor with
+    them could no longer split the vocabulary: if there may be one, 1."""
     return parts if pow(parts, devices, devices) == 0 else 1
 
 
 def _kept_parts(tensors: Sequence[Tensor], devices: int) -> int:
-    """Into how many parts the vocabulary of the kept state among these may be split."""
+    """The number of parts into which the vocabulary of the kept state among these may be split."""
     parts = (x.shape[-2] for x in tensors if x.name == "kept_rows")
     return _usable(max(parts, default=1), devices)
 
 
 def _spread(result: Tensor, tokens: tuple[int, ...], parts: int) -> Tensor:
-    """Kept state by its tokens, where a device could have some of them; the rows' state, of which
-    every part of the vocabulary has its own."""
+    """Kept state with the tokens' own dimensions, if devices could share them; of the rows' state,
+    one per part of the vocabulary."""
     count = math.prod(tokens)
     if result.name == "kept_rows":
         return result._replace(shape=(*tokens, parts, *result.shape[1:]))
@@ -163,7 +162,7 @@ def _spread(result: Tensor, tokens: tuple[int, ...], parts: int) -> Tensor:
 
 
 def may_keep(input: Any, weight: Any) -> bool:
-    """Whether state can be kept of arrays whose sharding is known already, outside of jax.jit."""
+    """Whether state can be kept for arrays whose sharding is known already, outside of jax.jit."""
     if isinstance(input, jax.core.Tracer) or isinstance(weight, jax.core.Tracer):
         return True
     own, columns = (x.sharding.shard_shape(x.shape) for x in (input, weight))
@@ -174,7 +173,7 @@ def may_keep(input: Any, weight: Any) -> bool:
 
 
 def factors(name: str, dimensions: int) -> tuple[str, ...]:
-    """Of the dimensions of an operand or a result."""
+    """The factors of the dimensions of an operand or a result."""
     name = name.removeprefix("grad_")
     if name in _COLUMNS:
         return _COLUMNS[name]
@@ -189,7 +188,7 @@ def _may_be_split(factor: str) -> bool:
 
 
 def _flat(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of an operand or a result as the core has it, with one dimension of tokens."""
+    """The core's shape of an operand or a result, with one dimension of tokens."""
     name, shape, _ = tensor
     if name == "kept_rows":
         return (math.prod(shape[:-2]), shape[-1])
@@ -208,7 +207,7 @@ def _flattened(given: dict[str, Array]) -> dict[str, Array]:
 
 def _shaped(name: str, x: Array, shape: tuple[int, ...]) -> Array:
     """A result in its own shape. The rows' state has a place for each part of the vocabulary; a
-    device that has more than one fills all of its places alike."""
+    device with several fills them all with the same."""
     if name != "kept_rows" or x.shape == shape:
         return x.reshape(shape)
     return jnp.broadcast_to(x.reshape(*shape[:-2], 1, shape[-1]), shape)
@@ -222,7 +221,7 @@ def _tensor(name: str, aval: Any) -> Tensor:
 
 
 class Split:
-    """How the partitioner has split the factors of an op: over which axes, into how many parts."""
+    """How the partitioner split the factors of an op: the axes, and the numbers of parts."""
 
     def __init__(self, mesh: Any, axes: dict[str, tuple[str, ...]], op: Op, vocab: int) -> None:
         self.mesh, self.axes, self.tokens, self.vocab = mesh, axes, op.tokens, vocab
@@ -249,12 +248,12 @@ class Split:
 
     @property
     def kept_parts(self) -> list[int] | None:
-        """Those of kept state, or None where nothing can be kept."""
+        """The numbers of parts for kept state, or None if nothing can be kept."""
         return [*self.token_parts, self.parts.get("v", 1)] if self.keeps else None
 
 
 def _sum_of_scalars(x: Array, split: Split) -> Array:
-    """[] of each device's, in an order that all share."""
+    """[]: the sum of each device's scalar, in an order that all share."""
     if not split.token_axes:
         return x
     return _shards.tree_sum(lax.all_gather(x, split.token_axes))
@@ -265,8 +264,8 @@ def _sum_of_gradients(x: Array, split: Split) -> Array:
 
 
 def _padded(target: Array | None, split: Split, options: AnyOptions) -> Array | None:
-    """The targets, of which those behind the last token are ignored. Tokens that have none get some
-    where there are such."""
+    """The targets, with those behind the last token ignored. Without targets, some are made if
+    there is such padding."""
     if target is None and not split.even:
         target = jnp.zeros(split.own(Tensor("target", split.tokens, _I32)), _I32)
     if target is None:
@@ -281,7 +280,7 @@ def _padded(target: Array | None, split: Split, options: AnyOptions) -> Array | 
 
 
 def _counted(operands: dict[str, Array], split: Split, options: AnyOptions) -> dict[str, Array]:
-    """With the normalizer that a mean over all devices' tokens has."""
+    """The operands with the normalizer of a mean over all devices' tokens."""
     counted = options.reduction == _abi.REDUCTION_MEAN and not options.normalizer
     if not split.token_axes or not counted or "normalizer" in operands:
         return operands
@@ -294,9 +293,9 @@ def _counted(operands: dict[str, Array], split: Split, options: AnyOptions) -> d
 
 
 def _agreed(operands: dict[str, Array], split: Split, options: AnyOptions) -> dict[str, Array]:
-    """With targets [N] and ids [N, K]; where another device has a wrong one, with a wrong one too.
-    The CPU's call then fails on every device, where else the others would wait for it in a
-    collective."""
+    """The operands with targets [N] and ids [N, K]. If another device has a wrong one, this one
+    gets a wrong one too: the CPU's call then fails on every device, instead of leaving the others
+    waiting in a collective."""
     target = operands["target"]
     if not split.token_axes or not target.size:
         return operands
@@ -307,14 +306,14 @@ def _agreed(operands: dict[str, Array], split: Split, options: AnyOptions) -> di
         some, index, value = _first_wrong(ids.reshape(-1), wrong.reshape(-1), split)
         row, column = index // ids.shape[1], index % ids.shape[1]
         ids = ids.at[row, column].set(jnp.where(some, value, ids[row, column]))
-        counts = target.at[row].set(jnp.where(some, 0, target[row]))  # or it were not looked at
+        counts = target.at[row].set(jnp.where(some, 0, target[row]))  # or it would not be read
         operands, target = operands | {"ids": ids}, counts
     some, index, value = _first_wrong(operands["target"], tokens.outside(), split)
     return operands | {"target": target.at[index].set(jnp.where(some, value, target[index]))}
 
 
 def _first_wrong(values: Array, wrong: Array, split: Split) -> tuple[Array, Array, Array]:
-    """Whether any device has a wrong value, where it lies there, and what it is."""
+    """Whether any device has a wrong value, its place there, and the value."""
     first = jnp.argmax(wrong)
     own = jnp.stack([wrong.any().astype(values.dtype), first.astype(values.dtype), values[first]])
     every = lax.all_gather(own, split.token_axes)  # [P, 3]
@@ -326,7 +325,7 @@ def _with_kept(
     parts: Sequence[int] | None, operands: dict[str, Array],
     made: Callable[[dict[str, Array]], dict[str, Array]],
 ) -> dict[str, Array]:  # fmt: skip
-    """What `made` makes of the operands; of kept state only where it was split into these parts.
+    """What `made` makes of the operands, with kept state only if it was split into these parts.
     None: it cannot have been."""
     if _PARTS not in operands:
         return made(operands)
@@ -345,7 +344,7 @@ def _with_kept(
 
 
 def _of_tokens(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Array]:
-    """On a device that has the whole vocabulary."""
+    """The results on a device that has the whole vocabulary."""
     results = [r for r in op.results if split.keeps or r.name not in KEPT]
     return _with_kept(
         split.kept_parts, operands,
@@ -354,7 +353,7 @@ def _of_tokens(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Ar
 
 
 def _of_shards(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Array]:
-    """On a device that has a shard of the vocabulary."""
+    """The results on a device that has a shard of the vocabulary."""
     names = tuple(name for name in operands if name not in KEPT)
     wanted = [result for result in op.results if result.name.startswith("grad_")]
     state = ("row_reference", "row_log_sum")
@@ -395,8 +394,8 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
     if target is not None:
         given["target"] = target
     operands = _counted(_flattened(given), split, op.options)
-    # A loss's Backward takes states of its Forward, which has failed before it. A divergence's may
-    # take nothing of one.
+    # A loss's Backward takes states of its Forward, which would have failed already. A divergence's
+    # may take nothing from one.
     if fails and target is not None and op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD:
         operands = _agreed(operands, split, op.options)
     made = (_of_shards if split.vocab_axes else _of_tokens)(split, own, operands)
@@ -417,10 +416,10 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
 
 
 def _axes(name: str, mesh: Any, array: Any) -> dict[str, tuple[str, ...]]:
-    """The mesh axes over which an array's factors are split: along these a device's part begins
-    elsewhere."""
+    """The mesh axes over which an array's factors are split: those along which a device's part
+    starts elsewhere."""
     of = factors(name, len(array.shape))
-    # Every split divides these dimensions, which need not be the array's.
+    # A made-up shape, which every split divides; the array's own may have a remainder.
     parts = array.sharding.devices_indices_map((mesh.size,) * len(of))
     found = {}
     for i, factor in enumerate(of):
@@ -438,8 +437,8 @@ def _axes(name: str, mesh: Any, array: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _split(mesh: Any, op: Op, input: Any, weight: Any, parts: int) -> Split:
-    """Of the shardings that the partitioner suggests for the input and the weight, and of kept
-    state of at most so many parts of the vocabulary."""
+    """The split, from the shardings that the partitioner suggests for the input and the weight,
+    with kept state of at most `parts` parts of the vocabulary."""
     vocab = weight.shape[0]
     if mesh.empty:  # nothing is known of the arrays' axes
         devices = list(input.sharding.devices_indices_map((1,) * len(input.shape)))
@@ -457,8 +456,8 @@ def _split(mesh: Any, op: Op, input: Any, weight: Any, parts: int) -> Split:
 
 
 def _refuse_vocabulary(split: Split, given: Iterable[tuple[str, Any]]) -> None:
-    """A divergence's, split over axes that do not split its tokens. Over those that do, as FSDP has
-    it, XLA gathers it."""
+    """Refuses a divergence's vocabulary that is split over axes which do not split its tokens. Over
+    those that do, as in FSDP, XLA gathers it."""
     for name, array in given:
         axes = _axes(name, split.mesh, array).get("v", ())
         others = [axis for axis in axes if axis not in split.token_axes]
@@ -482,8 +481,8 @@ def _refuse(split: Split, op: Op) -> None:
 
 
 def _rule(given: Sequence[Tensor], made: Sequence[Tensor], parts: int) -> dict[str, Any]:
-    """Shardy's, the factors that may not be split, in the rule's order, and the sizes of those that
-    are part of a dimension: where kept state has several parts, every dimension of the vocabulary
+    """Shardy's rule, the factors that may not be split, in the rule's order, and the sizes of those
+    that are part of a dimension: if kept state has several parts, every dimension of the vocabulary
     is first split into these."""
     sizes: dict[str, int] = {}
 
@@ -542,7 +541,7 @@ linear_p.def_impl(functools.partial(_run.evaluate, linear_p))
 
 
 def _on_one_device(*arrays: Array, op: Op) -> list[Array]:
-    """Kept state may be another program's, which was split."""
+    """The op on one device. Kept state may come from another program, which was split."""
     results, whole = op.flat().results, [1] * (len(op.tokens) + 1)
     made = _with_kept(
         whole, _flattened(dict(zip(op.names, arrays))),
@@ -567,8 +566,8 @@ def _abstract(*avals: Any, op: Op) -> Any:
 
 
 def _typed(result: Tensor, op: Op, avals: Sequence[Any]) -> Any:
-    """A result's type; on a mesh of explicit axes it says how the result is sharded: a gradient as
-    what it is of, or not at all, whatever the other operands are."""
+    """A result's type. On a mesh of explicit axes it includes the sharding: a gradient's is that of
+    its primal, others have none, whatever the other operands are."""
     known = {name: getattr(aval, "sharding", None) for name, aval in zip(op.names, avals)}
     given = {name: s for name, s in known.items() if s is not None and not s.mesh.empty}
     if not given:

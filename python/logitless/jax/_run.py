@@ -36,19 +36,19 @@ DTYPES = {
     "int32": _abi.I32,
     "int64": _abi.I64,
 }
-# The core may write the one over the other; XLA copies the operand first where it is needed
+# The core may write the second over the first; XLA copies the operand first if it is needed
 # afterwards.
 _IN_PLACE = (("logits", "grad_logits"), ("logits", "probabilities"))
 KEPT = ("kept", "kept_rows")
 BACKWARD_OF_KEPT = (_abi.LINEAR_CROSS_ENTROPY_BACKWARD, _abi.LINEAR_DIVERGENCE_BACKWARD)
-# It overwrites them, and nothing reads them afterwards: they are results that nobody takes.
+# Overwrites kept state, which is therefore a result too, though an unused one.
 _CONSUMES_KEPT = _abi.LINEAR_CROSS_ENTROPY_BACKWARD
 _OF_KEY = ("input", "weight", "bias", "target", "temperature")  # that of kept state
-# These are [..., V], of which the custom call makes [N, V]: had a reshape made it, XLA would copy
-# what is written over.
+# [..., V], which the custom call itself takes as [N, V]: after a reshape XLA would copy what is
+# written over.
 _FLAT = ("logits", "grad_logits", "probabilities")
 _OF_SHARD = ("vocab_start", "vocab_total")  # options of a shard alone
-_ATTRIBUTES = {"kind": "divergence"}  # of a custom call, which has a kind of its own
+_ATTRIBUTES = {"kind": "divergence"}  # renamed, because a custom call has its own `kind`
 ONCE_ONLY = (
     "logitless: the loss can be differentiated once only; its gradients have no gradient (use "
     "optax.softmax_cross_entropy_with_integer_labels for second derivatives)"
@@ -91,7 +91,7 @@ def _plan(
 ) -> _Workspace:  # fmt: skip
     views = [_view(tensor, device) for tensor in tensors]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    most = 0  # it is all logits and all gradients in f32, which no plan passes
+    most = 0  # all logits and all gradients in f32: no plan takes more
     if "weight" in shapes and len(shapes["weight"]) == 2:
         (tokens, hidden), vocab = shapes["input"], shapes["weight"][0]
         logits = (2 if isinstance(options, Divergence) else 1) * tokens * vocab
@@ -102,7 +102,7 @@ def _plan(
         kept_bytes = _abi.kept_bytes(tokens, math.prod(shapes["kept"]), _abi.KEPT_ELEMENT[code])
         if kind in BACKWARD_OF_KEPT and options is not None:
             inputs = [view for view in views if view.name in _OF_KEY]
-            if isinstance(options, Divergence):  # Forward has a teacher, which enters no key
+            if isinstance(options, Divergence):  # Forward has a teacher, which no key includes
                 teacher = View("teacher_logits", code, *device, (tokens, vocab), (vocab, 1))
                 inputs.append(teacher)
             key = _abi.kept_size(inputs, options, device, kept_bytes).key
@@ -112,11 +112,11 @@ def _plan(
 
 
 def _devices(device_type: int) -> Sequence[int]:
-    """The devices that a program may run on: XLA names one only when it runs."""
+    """The devices that a program may run on: XLA chooses one only when it runs."""
     if device_type == _abi.CUDA:
         try:
             return sorted(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
-        except RuntimeError:  # there is none, because the program is exported, or only looked at
+        except RuntimeError:  # none here: the program is exported, or only lowered
             pass
     return [0]
 
@@ -125,7 +125,7 @@ def _planned(
     device_type: int, avals: Sequence[Any], kind: int, names: Sequence[str],
     results: tuple[Tensor, ...], options: AnyOptions | None, memory: int | None,
 ) -> _Workspace:  # fmt: skip
-    """What is enough on every device that the core serves."""
+    """A plan's sizes that are enough on every device that the core serves."""
     operands = tuple(
         Tensor(name, tuple(aval.shape), np.dtype(aval.dtype)) for name, aval in zip(names, avals)
     )
@@ -135,7 +135,7 @@ def _planned(
         device = (device_type, index)
         try:
             made.append(_plan(device, kind, operands + results, options, memory, threads))
-        except LogitlessRuntimeError as error:  # an older device stands beside those served
+        except LogitlessRuntimeError as error:  # an older device beside those that are served
             refused.append(error)
     if not made:
         raise refused[0]
@@ -169,8 +169,8 @@ def evaluate(primitive: Primitive, *operands: Array, **params: Any) -> Any:
 
 
 def varying(x: Any) -> frozenset[str]:
-    """The mesh axes over which a value varies, as its type says under jax.shard_map's check_vma, in
-    words that change from one JAX to the next."""
+    """The mesh axes over which a value varies, by its type under jax.shard_map's check_vma; the
+    attribute's name changes with JAX's version."""
     aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
     found = getattr(aval, "vma", None) or getattr(
         getattr(aval, "manual_axis_type", None), "varying", None
@@ -179,7 +179,7 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def pvary(x: Array, axes: frozenset[str]) -> Array:
-    """The value, whose type then varies over these axes too."""
+    """The value, with a type that varies over these axes too."""
     missing = tuple(sorted(axes - varying(x)))
     if not missing:
         return x
@@ -189,7 +189,7 @@ def pvary(x: Array, axes: frozenset[str]) -> Array:
 
 
 def explicit_sharding(x: Any) -> Any:
-    """How a value is sharded by its type, on a mesh of explicit axes; None where it is not."""
+    """How a value is sharded by its type, on a mesh of explicit axes; None if it is not."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not any(sharding.spec):
         return None
@@ -210,7 +210,7 @@ def refuse_checked(avals: Sequence[Any]) -> None:
 
 
 def _results_like(aval: Any, results: Sequence[Tensor]) -> Any:
-    """The results' types, which vary as that of an operand does."""
+    """The results' types, which vary like an operand's."""
     axes = varying(aval)
     if not axes:
         return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
@@ -226,10 +226,9 @@ def abstract(
     *avals: Any, results: tuple[Tensor, ...], memory: int | None, options: AnyOptions | None,
     **params: Any,
 ) -> Any:  # fmt: skip
-    if not _is_of_shard(options):  # a shard's operands vary alike
+    if not _is_of_shard(options):  # a shard's operands all vary over the same axes
         refuse_checked(avals)
-    # A call that is found wrong here is found wrong where it was traced. The workspace is the
-    # device's.
+    # Only to raise errors where the call is traced: the workspace depends on the device.
     _planned(_abi.CPU, avals, results=results, memory=None, options=options, **params)
     return _results_like(avals[0], results)
 
@@ -301,7 +300,7 @@ ad.primitive_jvps[run_p] = jvp
 def one_after_another(
     primitive: Primitive, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
 ) -> Any:
-    """The batching rule of what has no better one: a loop of whole ops."""
+    """The batching rule of primitives without a better one: a loop of whole ops."""
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims) if d is not None]
 
     def one(slices: Sequence[Array]) -> Any:

@@ -20,7 +20,7 @@ def ordered_sum(values: Sequence[Array]) -> Array:
 
 
 def tree_sum(values: Array) -> Array:
-    """[] of [N] in a fixed order, whose error grows like log N."""
+    """[]: the sum of [N] in a fixed order, with an error that grows like log N."""
     if not values.shape[0]:
         return jnp.zeros((), values.dtype)
     while values.shape[0] > 1:
@@ -31,7 +31,7 @@ def tree_sum(values: Array) -> Array:
 
 
 class Tokens(NamedTuple):
-    """What says which tokens count."""
+    """What decides which tokens count."""
 
     target: Array  # [N]  of the whole vocabulary
     ignore_index: int
@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
         return self.target == self.ignore_index
 
     def outside(self) -> Array:
-        """Targets that are errors. The CPU raises; a GPU's rows are NaN."""
+        """Which targets are errors. The CPU raises; a GPU's rows are NaN."""
         inside = (self.target >= 0) & (self.target < self.vocab)
         return ~inside & ~self.ignored()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of rows as the vocabulary: the arguments of a call as those of one on the listed rows
-alone, which are copied, and its results as those of the whole vocabulary. The contract is
-docs/semantics.md, "A list of rows as the vocabulary". Arrays that can be looked at are checked;
-of others what is wrong becomes NaN."""
+"""A list of rows as the vocabulary: turns a call's arguments into those of a call on the listed
+rows alone, which are copied, and its results into those of the whole vocabulary. The contract is
+docs/semantics.md, "A list of rows as the vocabulary". Arrays whose values can be read are checked;
+errors in others become NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from logitless.jax._run import Array, explicit_sharding
 
 @jax.custom_vjp
 def _rows(tensor: Array, rows: Array, wrong: Array) -> Array:
-    """The rows of an array, the first NaN where the list is `wrong`."""
+    """The rows of an array; the first is NaN if the list is `wrong`."""
     made = jnp.take(tensor, rows, axis=0, mode="clip")
     return made.at[0].set(jnp.where(wrong, jnp.asarray(jnp.nan, made.dtype), made[0]))
 
@@ -40,7 +40,7 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 class Listed:
-    """A list of rows of a vocabulary of `vocab`. `looked_at`: its ids, where they can be. With
+    """A list of rows of a vocabulary of `vocab`. `looked_at`: its ids, if they can be read. With
     `rows` the order is theirs, else ascending."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Listed:
             self.rows, self.order = self.ordered, jnp.arange(len(ids))
 
     def of(self, name: str, tensor: Array | None, axis: int = 0) -> Any:
-        """The listed ones of a weight, a bias, class weights or, of the last axis, logits."""
+        """The listed rows of a weight, a bias or class weights or, along the last axis, logits."""
         if tensor is None:
             return None
         if tensor.ndim == 0 or tensor.shape[axis] != self.vocab:
@@ -73,13 +73,13 @@ class Listed:
         return jnp.moveaxis(made, 0, axis)
 
     def check(self, looked_at: Any, ignored: int, shift: int, name: str) -> None:
-        """Raises of an id that is not in the list, where both can be looked at."""
+        """Raises for an id that is not in the list, if both can be read."""
         if self.host is not None and looked_at is not None:
             places_in(looked_at, *self.host, ignored, shift, name, self.name)
 
     def places(self, target: Array, ignored: Any) -> Array:
-        """Where each target, or id, is in the list: ABSENT where it is `ignored`, beyond the list
-        where that has no such id; in a wrong list the first, whose row is NaN."""
+        """The place of each target, or id, in the list: ABSENT if it is `ignored`, beyond the list
+        if that has no such id; in a wrong list the first place, whose row is NaN."""
         last = self.ordered.shape[0] - 1
         at = jnp.minimum(jnp.searchsorted(self.ordered, target), last)
         made = jnp.where(self.ordered[at] == target, self.order[at], last + 1)
@@ -101,5 +101,5 @@ def refuse_axes(name: str, axis_name: Any) -> None:
 
 
 def host_of(value: Any) -> Any:
-    """A list's ids as NumPy has them; what is no vector is refused by its shape."""
+    """A list's ids as a NumPy array; one that is no vector is refused by its shape."""
     return value if isinstance(value, np.ndarray) and value.ndim == 1 else None

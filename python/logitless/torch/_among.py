@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities among a token's ids alone: their logits, whose Backward takes no product of the
-vocabulary ("Only chosen columns" of docs/semantics.md), and the log-softmax of these."""
+"""Log-probabilities among a token's ids alone: their logits, whose Backward needs no product of the
+vocabulary ("Only chosen columns" in docs/semantics.md), and the log-softmax of these."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def logprobs(
         options.temperature, memory, dtype,
     )  # fmt: skip
     among = logits.log_softmax(-1) if offsets is None else _lists.log_softmax(logits, offsets)
-    # Of an absent id no upstream gradient goes on.
+    # Stops the upstream gradient of absent ids.
     made: Tensor = among.masked_fill(absent, -float("inf"))
     return made
 

@@ -2,9 +2,9 @@
 """The eager autograd rule of the loss.
 
 Sum and mean of a linear loss: the gradients are made with the loss, for an upstream gradient of 1,
-and backward hands them out scaled by the upstream gradient; a second one makes the call again.
+and backward returns them scaled by the upstream gradient; a second one makes the call again.
 Otherwise (reduction "none", a differentiable statistic, given logits): Forward, then Backward,
-which of a linear loss uses what Forward has kept.
+which for a linear loss uses what Forward kept.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from logitless.torch._run import Constants, Upstream
 
 
 def held_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype a gradient waits in for its upstream factor: f16 has no range to wait in."""
+    """The dtype in which a gradient waits for its upstream factor: not f16, which lacks the
+    range."""
     return torch.float32 if dtype is torch.float16 else dtype
 
 
 class Asked(NamedTuple):
-    """What Backward is asked for."""
+    """A request to Backward."""
 
     upstream: Upstream
     options: Options
@@ -42,8 +43,8 @@ AFTER_STATISTICS = 1 + len(_run.STATISTICS)
 
 
 def asked_of(grads: Sequence[Tensor | None], options: Options, vocab: Any, *saved: Any) -> Asked:
-    """`grads` are those of the outputs in their order, of a head of so many columns here; `saved`
-    are the constants, row_state and the entropy."""
+    """The request to Backward. `grads` are those of the outputs, in their order; `vocab` is the
+    number of the head's columns here; `saved` are the constants, row_state and the entropy."""
     constants, (row_state, entropy) = Constants(*saved[:-2]), saved[-2:]
     grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = grads[:5]
     ids, grad_logits_at = constants.ids, grads[_LOGITS_AT]
@@ -67,7 +68,7 @@ def asked_of(grads: Sequence[Tensor | None], options: Options, vocab: Any, *save
                 grad_logprob = grad_target_logit + grad_logprob
             grad_target_logit = grad_logprob
     if grad_loss is None:
-        # An absent grad_loss would mean 1, and the 0 of a mean is NaN where it divides by 0.
+        # An absent grad_loss would mean 1, and the 0 of a mean is NaN if it divides by 0.
         grad_loss = row_state.new_zeros(()).expand(row_state.shape[1])  # [N]
         options = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
         constants = constants._replace(normalizer=None)
@@ -83,8 +84,8 @@ def _difference(a: Tensor | None, b: Tensor) -> Tensor:
 
 
 def of_columns(grads: Sequence[Tensor | None]) -> bool:
-    """Whether Backward reads the logits of every column: that of target_logit alone does not, and
-    has no use for kept state."""
+    """Whether Backward reads the logits of every column: for target_logit alone it does not, and
+    needs no kept state."""
     return any(g is not None for g, bit in zip(grads, _run.OUTPUTS) if bit != _run.TARGET_LOGIT)
 
 
@@ -93,18 +94,18 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def cast_bias(bias: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """A bias may be f32 beside 16-bit inputs, and then stays what it is."""
+    """The bias in the dtype, except that an f32 one stays f32 beside 16-bit inputs."""
     return bias if bias is None or bias.dtype is torch.float32 else cast(bias, dtype)
 
 
 class MainGrad(NamedTuple):
-    """Where grad_weight is added to."""
+    """The tensor to which grad_weight is added."""
 
     weight: Tensor
     buffer: Tensor  # [V, D] f32
 
     def added(self) -> None:
-        # Megatron's optimizer looks at this attribute
+        # Megatron's optimizer reads this attribute
         if hasattr(self.weight, "grad_added_to_main_grad"):
             self.weight.grad_added_to_main_grad = True
 
@@ -115,7 +116,7 @@ _CONSTANT = sum(_run.CONSTANTS) | _run.DETACHED
 
 
 class Call:
-    """What a loss is asked for, beside the tensors that have gradients."""
+    """A call of a loss, without the tensors that have gradients."""
 
     __slots__ = (
         "constants",
@@ -136,13 +137,13 @@ class Call:
         self.options = options
         self.memory = memory
         self.wanted = wanted
-        self.dtype = dtype  # under autocast the products have this dtype
+        self.dtype = dtype  # of the products, under autocast
         self.in_place = in_place  # the gradient overwrites the logits
-        self.statistics: Any = ()  # a fused call has them beside its one output
+        self.statistics: Any = ()  # of a fused call, beside its one output
         self.main_grad = main_grad
 
     def release(self) -> Constants:
-        """The constants, which are no longer the call's: it lives as long as the loss, they need
+        """Returns the constants and drops them: the call lives as long as the loss, they need
         not."""
         constants, self.constants = self.constants, _NONE
         return constants
@@ -164,9 +165,9 @@ class Call:
     def _keeps_f16(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, all_needed: bool
     ) -> bool:
-        """Whether f16 gradients are better made of what Forward keeps, when the factor of their
-        scaler is known: made before, they wait for it in f32. Not for what takes more than twice
-        the bytes of those; f32 gradients, of f32 parameters under autocast, need not wait."""
+        """Whether f16 gradients are better made from kept state, once their scaler's factor is
+        known: made before, they wait for it in f32. Not if kept state takes more than twice the
+        bytes of those; f32 gradients, of f32 parameters under autocast, need not wait."""
         given = [t for t in (input, weight, bias) if t is not None]
         needed = [t for t in given if all_needed or t.requires_grad]
         if all(t.dtype is not torch.float16 for t in needed):
@@ -180,7 +181,7 @@ class Call:
     def keep(
         self, input: Tensor, dtypes: tuple[torch.dtype | None, ...], device: str
     ) -> Keep | None:
-        """What Forward of the `input` as it is cast is told, where gradients of `dtypes` follow."""
+        """What Forward of the cast `input` is told if gradients of `dtypes` follow."""
         serves = _kept.serves(input.dtype, device, self.options) and not _kept.hooked()
         if not serves and self.memory is None:
             return None
@@ -218,8 +219,8 @@ ONCE_ONLY = (
 
 
 class Once(Function):
-    """Marks gradients made under create_graph: to differentiate one, with respect to anything that
-    it depends on, is an error and never a silent zero."""
+    """Marks gradients made under create_graph: differentiating one by anything that it depends on
+    is an error, never a silent zero."""
 
     @staticmethod
     def forward(ctx: Any, anchors: int, *tensors: Tensor) -> Any:
@@ -233,7 +234,7 @@ class Once(Function):
 
 def once(anchors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Any:
     """The gradients, marked. Autograd visits a node only on its way to what is differentiated, so
-    that every input and upstream gradient they were made of must be an anchor."""
+    every input and upstream gradient they were made from must be an anchor."""
     given = [g for g in grads if g is not None]
     if not given:
         return tuple(grads)
@@ -246,8 +247,8 @@ def once(anchors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> An
 
 
 def first_order(ctx: Any, gradients: Any, upstream: Sequence[Tensor | None]) -> Any:
-    """What `gradients` makes of the upstream ones, marked under create_graph. The first tensors
-    that the context has saved are those that have gradients."""
+    """What `gradients` makes of the upstream ones, marked under create_graph. The context's first
+    saved tensors are those that have gradients."""
     if not torch.is_grad_enabled():
         return gradients(ctx, *upstream)
     call = getattr(ctx, "call", None)  # an op has none, and no main_grad
@@ -314,7 +315,7 @@ class FusedLoss(Function):
     @staticmethod
     def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
         refuse_batches((factor,))
-        # They are no longer the context's, so that .grad may take them.
+        # No longer the context's, so that .grad may take them.
         grads: list[Tensor | None] | None
         grads, ctx.grads = ctx.grads, None
         if grads is None:
@@ -338,8 +339,8 @@ class FusedLoss(Function):
 
 
 class Loss(Function):
-    """The outputs in their order of input, weight, bias; None where not wanted. Without a weight,
-    of the logits."""
+    """The outputs in their order, None where not wanted, from input, weight and bias; without a
+    weight, from the logits."""
 
     @staticmethod
     def forward(
@@ -377,8 +378,8 @@ class Loss(Function):
 
     @staticmethod
     def _gradients(ctx: Any, *upstream: Tensor | None) -> Sequence[Tensor | None]:
-        """Kept state serves one Backward at a time, so that of another thread does without; and it
-        serves none after one of the entropy or of f16, whose dz is formed in its place."""
+        """Kept state serves one Backward at a time; another thread's does without. It serves none
+        after one with the entropy or in f16, which forms dz in its place."""
         refuse_batches(upstream)
         state = taken(ctx.kept) if ctx.kept and of_columns(upstream) else None
         if state is None:
@@ -394,7 +395,7 @@ class Loss(Function):
 
 
 def taken(unused: list[Any]) -> Any:
-    """What was there, or None: of two threads one has it."""
+    """Takes the list's element, or None: only one of two threads gets it."""
     try:
         return unused.pop()
     except IndexError:
@@ -404,7 +405,7 @@ def taken(unused: list[Any]) -> Any:
 def _dtypes(
     ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[torch.dtype | None, ...]:
-    """Those of the gradients that are needed."""
+    """The dtypes of the gradients that are needed."""
     needs = ctx.needs_input_grad
     return (
         input.dtype if needs[0] else None,
@@ -416,8 +417,7 @@ def _dtypes(
 def recompute(
     ctx: Any, *upstream: Tensor | None, kept: Kept | None = None
 ) -> Sequence[Tensor | None]:
-    """The gradients by Backward, from what the forward call was given, its row state and what it
-    has kept."""
+    """The gradients by Backward, from the forward call's inputs, its row state and what it kept."""
     call = ctx.call
     main_grad = call.main_grad if ctx.needs_input_grad[1] else None
     saved = ctx.saved_tensors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of the tensors given, beyond what the core asks."""
+"""Checks of given tensors, beyond the core's own."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def check_rows(name: str, value: Any, shape: str) -> None:
 
 
 def check_real(name: str, value: Tensor) -> None:
-    """Of an imaginary part nothing sensible is left."""
+    """Refuses complex numbers, whose imaginary part would be lost."""
     if value.is_complex():
         raise wrong_dtype(f"{name} is {str(value.dtype)[6:]}; allowed: real numbers")
 
 
 def as_f32(name: str, value: Tensor) -> Tensor:
-    """In f32. A number that would become 0 or infinite is refused where looking costs no wait and
-    there is something to see: in f64 on the CPU, outside of torch.compile, tracers and modes."""
+    """The tensor in f32. A number that would become 0 or infinite is refused if reading it needs no
+    wait: in f64 on the CPU, outside of torch.compile, tracers and modes."""
     check_real(name, value)
     held = value.float()
     if value.dtype is not torch.float64 or not value.is_cpu or type(value) not in _PLAIN:
@@ -80,8 +80,8 @@ def check_matrix(name: str, weight: Any) -> None:
 
 
 def check_bias(bias: Any, weight: Tensor) -> None:
-    """The core checks its length, of which ranks tell each other; no block can be cut of another
-    rank."""
+    """Refuses a bias with a wrong number of dimensions, which could not be cut into blocks. The
+    core checks its length, which ranks tell each other."""
     check_tensor("linear_bias", bias)
     if bias.dim() != 1:
         raise wrong_shape(
@@ -90,8 +90,8 @@ def check_bias(bias: Any, weight: Tensor) -> None:
 
 
 def check_overwritten(logits: Tensor) -> None:
-    """Backward writes over the logits as torch's own in-place functions write: over no memory of a
-    parameter, which would become its own gradient, and each element once."""
+    """Refuses logits that torch's own in-place functions refuse: a parameter's memory, which would
+    become its own gradient, and elements that share memory."""
     if logits.is_leaf:
         raise invalid("logits is a leaf that requires grad; cross_entropy_ would overwrite it")
     if torch.compiler.is_compiling():  # a compiled program writes elsewhere

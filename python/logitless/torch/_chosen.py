@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chosen columns: what a call is given of `ids` [..., K], and what the caller gets back. A row has
-a target as that of any loss does; of a single id it is that id, with the way, and the bits, of
-linear_logprob."""
+"""Chosen columns: how `ids` [..., K] become arguments of a call, and its outputs the caller's
+results. A row has a target as in any loss; with a single id the target is that id, and the call is
+linear_logprob's, with its bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOGPROB, AT = (list(_run.OUTPUTS).index(bit) for bit in (_run.LOGPROB, _run.LOG
 
 
 def check_ids(input: Tensor, ids: Any, what: str) -> None:
-    """As check_target of the columns of each token."""
+    """check_target, for the columns of each token."""
     check_tensor("ids", ids)
     if ids.dtype not in (torch.int32, torch.int64):
         way = " (ids.long())" if not ids.is_floating_point() else ""
@@ -38,7 +38,7 @@ def check_ids(input: Tensor, ids: Any, what: str) -> None:
 
 
 def check_list(input: Tensor, ids: Any, offsets: Any) -> None:
-    """As check_ids of ids [M] beside offsets [N + 1]."""
+    """check_ids, for ids [M] with offsets [N + 1]."""
     for name, tensor in (("ids", ids), ("offsets", offsets)):
         check_tensor(name, tensor)
         if tensor.dtype not in (torch.int32, torch.int64):
@@ -66,7 +66,7 @@ def refuse_groups(tensors: Sequence[Any], group: Any, beside: str) -> None:
 
 
 def targets_of_lists(input: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-    """[...]: as targets_of. A list's target is no id of it, but 0."""
+    """[...]: targets_of, for lists. A list's target is 0, not one of its ids."""
     places = ids.shape[0]
     there = torch.cat((ids.new_zeros(1, dtype=torch.int64), (ids != ABSENT).long().cumsum(0)))
     some = there[_lists.ends_of(offsets, places)].diff() > 0  # [N]
@@ -75,8 +75,8 @@ def targets_of_lists(input: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
 
 
 def targets_of(ids: Tensor, vocab: Any) -> Tensor:
-    """[...]: of a row an id that it has, ABSENT where it has none. It is in the vocabulary, so that
-    a wrong id is found where it stands and costs no other one its value."""
+    """[...]: one of each row's ids, or ABSENT if it has none. Always within the vocabulary, so that
+    a wrong id is found at its own place and the others keep their values."""
     if ids.shape[-1] == 1:
         return ids[..., 0]
     some = (ids != ABSENT).any(-1)
@@ -88,12 +88,12 @@ def is_single(ids: Tensor, offsets: Tensor | None) -> bool:
 
 
 def wanted_of(wanted: int, single: bool) -> int:
-    """The bits of _run that a call of ids is asked for, of one or more a token."""
+    """The bits of _run for a call with ids; `single`: one per token."""
     return wanted & ~_SINGLE | _run.LOGPROB if single else wanted | _run.ROW_STATE
 
 
 def outputs_of(outputs: Sequence[Any], ids: Tensor, single: bool) -> list[Any]:
-    """Those that were wanted, of what the call has made."""
+    """The wanted ones of a call's outputs."""
     made = list(outputs)
     if single:
         logprob, made[_LOGPROB] = made[_LOGPROB].unsqueeze(-1), None

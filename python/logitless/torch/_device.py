@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dtypes and devices as the core numbers them; and what a CUDA device takes beside the C call: its
+"""Dtypes and devices as the core numbers them; and what a CUDA device needs besides the C call: its
 stream, memory in the stream's order, torch's switch for TF32, gradients that wait for a factor."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DTYPES = {
 }
 DEVICES = {"cpu": _abi.CPU, "cuda": _abi.CUDA}
 
-MOST_SHAPES = 1024  # beyond so many shapes and options what is kept of them is made anew
-_scales: dict[tuple[object, ...], list[_abi.Scale]] = {}  # these are ready to be used again
+MOST_SHAPES = 1024  # entries of a cache by shapes and options
+_scales: dict[tuple[object, ...], list[_abi.Scale]] = {}  # ready for reuse
 _warm: set[int] = set()
 # Only torch for CUDA has this function.
 _allocate: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
@@ -32,7 +32,7 @@ _fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
 def allows_tf32() -> bool:
-    """What torch.backends.cuda.matmul.fp32_precision says, without its detours: it follows every
+    """What torch.backends.cuda.matmul.fp32_precision says, read more directly: it follows every
     setter, old or new, while torch.get_float32_matmul_precision raises after the new ones."""
     if _fp32_precision is None:  # torch before 2.9 has the old setters only
         return torch.get_float32_matmul_precision() != "highest"
@@ -40,8 +40,8 @@ def allows_tf32() -> bool:
 
 
 def _warm_up(index: int) -> None:
-    """Loads what the first call would load, where that can be done early; where it cannot, the
-    calls load what they need, and say what is missing."""
+    """Loads early what the first call would load. If that fails, the calls load what they need, and
+    report what is missing."""
     try:
         _abi.warmup(_abi.CUDA, index)
     except LogitlessError as error:
@@ -51,15 +51,15 @@ def _warm_up(index: int) -> None:
 
 
 def run_cuda(plan: _abi.Plan, addresses: list[int], index: int, normalizer: float = 0.0) -> None:
-    if torch._C._cuda_getDevice() != index:  # the allocator takes memory of the current device
+    if torch._C._cuda_getDevice() != index:  # the allocator uses the current device
         with torch.cuda.device(index):
             run_cuda(plan, addresses, index, normalizer)
         return
     if index not in _warm and not torch.cuda.is_current_stream_capturing():
         _warm_up(index)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    # torch.cuda.caching_allocator_alloc calls the same: it gives memory of this stream without a
-    # tensor around it, which goes back when the kernels are queued, to whatever comes after them.
+    # As torch.cuda.caching_allocator_alloc does: memory of this stream without a tensor around it,
+    # returned as soon as the kernels are queued, for whatever comes after them.
     workspace = _allocate(plan.bytes, stream)
     try:
         plan.run(addresses, workspace, stream, normalizer)
@@ -68,8 +68,8 @@ def run_cuda(plan: _abi.Plan, addresses: list[int], index: int, normalizer: floa
 
 
 class Scale:
-    """Dense values on a CUDA device that wait for their factor: made ready where they are made, so
-    that backward, in a thread of its own, has little left to do."""
+    """Dense values on a CUDA device that wait for their factor, prepared where they are made, so
+    that backward, in its own thread, has little left to do."""
 
     __slots__ = ("_frame", "_frames", "_index")
 
@@ -91,8 +91,9 @@ class Scale:
         self._frame = frame
 
     def by(self, factor: Tensor) -> None:
-        """Each value *= factor [] f32 on their device, in f32 and rounded once, in one launch;
-        nothing is read or written where the factor is 1, and nobody waits to know. Once only."""
+        """Each value *= factor [] f32 on their device, in f32 and rounded once, in one launch.
+        Nothing is read or written if the factor is 1, which the host does not wait to know. To be
+        called only once."""
         if factor.is_neg():
             factor = factor.resolve_neg()
         self._frame.run(factor.data_ptr(), torch._C._cuda_getCurrentRawStream(self._index))

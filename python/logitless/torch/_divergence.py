@@ -119,7 +119,7 @@ def linear_divergence(
 
     input [..., D], linear_weight [V, D], linear_bias [V], teacher_input [..., Dt], teacher_weight
     [V, Dt], teacher_bias [V], all of one dtype, f32, f16 or bf16 (a bias may be f32); or
-    teacher_logits [..., V] of any of these, in the place of the teacher's head. target [...] of
+    teacher_logits [..., V] of any of these, in place of the teacher's head. target [...] of
     class indices, token_weight [...] f32. Leading dimensions are those of `input`. Each head has
     its logit_scale, softcap and temperature, numbers but the last, which may be a tensor [...], [N]
     or broadcastable to [...]; a teacher_temperature of None is `temperature`.
@@ -128,7 +128,7 @@ def linear_divergence(
     tensors require one, so that one weight may serve both heads. `beta` is read by "jsd" and
     "skew_kl" alone.
 
-    target: optional. Where it is ignore_index nothing of the token is read, and a mean does not
+    target: optional. Where it is ignore_index, nothing of the token is read, and a mean does not
     count it; without a target all tokens count. label_weight other than 0, "logprob" and `shift`
     need one. `shift`: position i is given the target of i + shift with that label's token_weight
     and temperatures; the last `shift` positions have none and do not count. reduction, normalizer,
@@ -195,7 +195,7 @@ def linear_divergence(
         elif every == input.shape[:-1] and _ops.shapes_alone(*inputs):
             _divergence_run.check_shapes(inputs.in_dtype(_autocast_dtype(input)), options, wanted)
     except LogitlessError as error:
-        if error.status != "target_out_of_range":  # which has its place
+        if error.status != "target_out_of_range":  # that one has its place already
             error.args = (_in_callers_words(error, tokens, shift, None, memory is None),)
         if shard is not None:
             from logitless.torch._split import exchange
@@ -240,7 +240,7 @@ def _shard_of(group: Any, input: Tensor, weight: Tensor) -> Any:
 
 
 def _of_one(inputs: Inputs, shard: Any) -> Inputs:
-    """Of a group of one: what the call without a group is given."""
+    """The inputs without a group, for a group of one rank."""
     from logitless.torch._split import divergence as of_ranks
     from logitless.torch._split import shards
 
@@ -262,8 +262,8 @@ def _check_target(input: Tensor, target: Any, shard: Any, shift: int) -> None:
 def _teacher(
     own: torch.Size, every: torch.Size, *given: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Without gradients. Which of them go together the core says. Logits are of every token, hidden
-    states of a rank's `own` ones."""
+    """The teacher's tensors without gradients; the core checks which go together. Logits are of all
+    tokens, hidden states of a rank's `own` ones."""
     for name, value in zip(_TEACHER, given):
         if value is None:
             continue
@@ -288,8 +288,8 @@ def _of_tokens(
     target: Tensor | None, token_weight: Tensor | None, normalizer: float | Tensor | None,
     options: Divergence, shift: int, one_temperature: bool, tokens: torch.Size,
 ) -> tuple[Inputs, Divergence]:  # fmt: skip
-    """The tensors of a call, those of labels moved by `shift`, and the options with what of the
-    others is a number. `tokens`: the shape of those that have labels."""
+    """The tensors of a call, those of labels moved by `shift`, and the options with temperatures
+    and a normalizer that are numbers. `tokens`: the shape of the tokens that have labels."""
     if target is not None and shift:
         target = _shifted(target, shift, options.ignore_index)
     number, temperatures = _temperature(options.temperature, tokens, shift)
@@ -309,7 +309,7 @@ def _of_tokens(
 
 
 def _check(inputs: Inputs, options: Divergence) -> None:
-    """What the dispatcher would say in its own words."""
+    """Checks what the dispatcher would refuse in its own words."""
     _abi.check_options(options)
     for name, t in zip(Inputs._fields, inputs):
         if t is not None and t.layout is not torch.strided:
@@ -317,7 +317,7 @@ def _check(inputs: Inputs, options: Divergence) -> None:
 
 
 def _check_meta(inputs: Inputs) -> None:
-    """The dispatcher would take its kernel for meta tensors if one of them is on that device."""
+    """Refuses a mix of devices with meta, for which the dispatcher would take its meta kernel."""
     where = inputs.input.device
     for name, t in zip(Inputs._fields, inputs):
         if t is not None and t.is_meta != inputs.input.is_meta:

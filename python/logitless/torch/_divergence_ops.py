@@ -4,9 +4,9 @@ too: they take milliseconds, beside which the dispatcher costs nothing.
 
     divergence            the loss and statistics; with them (FUSED) the gradients for an upstream
                           gradient of 1, or (KEEP) dz for divergence_backward
-    divergence_backward   the gradients, of dz that was kept or of both heads
+    divergence_backward   the gradients, from kept dz or from both heads
 
-Functional and of fixed arity, as the ops of _ops.py.
+Functional and of fixed arity, like the ops of _ops.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPTIONS = (
     "float teacher_logit_scale, float teacher_softcap, float teacher_temperature_number, "
     "SymInt vocab_start, SymInt vocab_total, int? memory, ScalarType? cast"
 )
-_TF32 = Divergence._fields.index("allow_tf32")  # it is asked when a call runs
+_TF32 = Divergence._fields.index("allow_tf32")  # read when a call runs
 _FIRST_OPTION = len(Inputs._fields)
 _WANTED = _FIRST_OPTION + len(Divergence._fields) + 1
 _OUTPUTS = len(_run.OUTPUTS)
@@ -59,8 +59,8 @@ _library.define(
     f"Tensor? kept_rows) -> ({_GRADS})",
     tags=_tags,
 )
-# Of a shard of the vocabulary: [k, N] of its own states, [k, N] of its sums, and its gradients, of
-# which that of the input is a part in f32.
+# For a shard of the vocabulary: its own states [k, N], its sums [k, N], and its gradients; that of
+# the input is a part, in f32.
 _library.define(f"divergence_states({_TENSORS}, {_OPTIONS}, int wanted) -> Tensor", tags=_tags)
 _library.define(
     f"divergence_sums({_TENSORS}, {_OPTIONS}, int wanted, Tensor states) -> Tensor", tags=_tags
@@ -87,13 +87,13 @@ def _split(args: Sequence[Any]) -> tuple[Inputs, Divergence, int | None, Any, in
 
 
 def _held(inputs: Inputs, wanted: int) -> _run.Dtypes:
-    """In which gradients wait for their upstream factor."""
+    """The dtypes in which gradients wait for their upstream factor."""
     dtypes = _run.gradients_of(wanted, inputs[:3])
     return tuple(None if dtype is None else held_dtype(dtype) for dtype in dtypes)
 
 
 def _kept_like(inputs: Inputs, dtype: torch.dtype | None, wanted: int) -> tuple[Tensor, Tensor]:
-    """dz that nothing has written, whose sizes may be symbols."""
+    """Uninitialized dz, whose sizes may be symbols."""
     input = inputs.input
     if not wanted & KEEP:
         return input.new_empty(0), input.new_empty(0, dtype=torch.float32)
@@ -188,13 +188,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.mark_non_differentiable(*output[1:])
     columns, rows, *grads = output[_OUTPUTS:]
     tensors = inputs[:_FIRST_OPTION]
-    if wanted & KEEP:  # Backward has no use for the teacher
+    if wanted & KEEP:  # Backward does not need the teacher
         student = [None if n.startswith("teacher") else t for n, t in zip(Inputs._fields, tensors)]
         ctx.save_for_backward(*student, columns, rows)
     elif wanted & FUSED and not wanted & PLAIN:
         ctx.save_for_backward(*tensors, *grads)
     else:
-        # Saved, the gradients could be neither scaled in their place nor given away.
+        # Saved tensors could be neither scaled in place nor given away.
         ctx.grads = list(grads) if wanted & FUSED else None
         ctx.save_for_backward(*tensors)
 
@@ -232,7 +232,8 @@ def _needed(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _multiplied(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
-    """In f32: a factor rounded to 16 bits would be an error in every element."""
+    """The gradients times the factor, in f32: rounding it to 16 bits would put an error into every
+    element."""
     grads = _needed(ctx, ctx.saved_tensors[_FIRST_OPTION:])
     return [
         None if g is None else (g.float() * factor).to(dtype) for g, dtype in zip(grads, ctx.dtypes)
@@ -240,8 +241,8 @@ def _multiplied(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
 
 
 def _handed_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
-    """What waits is scaled in its place, and no longer the context's, so that .grad may take it. A
-    second backward makes the call again."""
+    """The waiting gradients, scaled in place, and no longer the context's, so that .grad may take
+    them. A second backward makes the call again."""
     made, ctx.grads = ctx.grads, None
     if made is None:
         again = ctx.wanted & ~sum(_run.BITS.values()) | _run.BITS["loss"]
@@ -282,8 +283,8 @@ def divergence(
 ) -> Sequence[Tensor]:  # fmt: skip
     """The outputs that are `wanted`, in their order. `plain`: no graph is traced. `dtype`: that of
     the products, under autocast; gradients have that of their tensors."""
-    # A trace is one graph for calls with and without gradients: it takes Forward, and its autograd
-    # rule.
+    # A trace is one graph for calls with and without gradients: it records Forward, and its
+    # autograd rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
     bits = wanted | (PLAIN if plain else 0)
     if torch.is_grad_enabled() and not tracing:
@@ -304,8 +305,8 @@ def _keeps(
     inputs: Inputs, options: Divergence, memory: int | None, wanted: int, dtype: torch.dtype | None
 ) -> bool:
     """Whether Forward leaves dz for Backward: all of it or nothing. Nothing through hooks, in a
-    `memory` that it does not fit, or one beside sizes that are symbols, of which no workspace can
-    be planned."""
+    `memory` that is too small for it, or in any `memory` if sizes are symbols, for which no
+    workspace can be planned."""
     if _ops.hooked() or inputs.tokens() == 0:
         return False
     if memory is None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C calls of a divergence on torch tensors, below autograd, as _run.py has them of a loss; and
-what is kept for Backward in a `memory`: dz of all columns, or nothing."""
+"""The C calls of a divergence on torch tensors, below autograd, like _run.py's of a loss; and what
+is kept for Backward in a `memory`: dz of all columns, or nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from logitless.torch._autograd import cast, cast_bias
 from logitless.torch._device import DEVICES, DTYPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
 
-# A call is asked for these, as bits: outputs in their order, the gradients that may follow, that
-# they are made with the loss, that Forward keeps dz, and that no graph is traced, so that gradients
-# that wait are the call's alone. Of a shard also the sum of what dz subtracts.
+# What a call may be asked for, as bits: outputs in their order, the gradients that may follow, that
+# they are made with the loss, that Forward keeps dz, and that no graph is traced, so that waiting
+# gradients belong to the call alone. For a shard also the sum of what dz subtracts.
 OUTPUTS = ("loss", *STATISTICS)
 BITS = {name: 1 << place for place, name in enumerate(OUTPUTS)}
 OF_INPUT, OF_WEIGHT, OF_BIAS, FUSED, KEEP, PLAIN, SLOPE = (
@@ -35,7 +35,7 @@ Dtypes = tuple[torch.dtype | None, ...]
 
 
 class Inputs(NamedTuple):
-    """By the core's names. The teacher's have no gradient, as all behind the bias."""
+    """The inputs by the core's names. Those after the bias have no gradient."""
 
     input: Tensor  # [..., D]
     weight: Tensor  # [V, D]
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
         return math.prod(self.input.shape[:-1])
 
     def in_dtype(self, dtype: torch.dtype | None) -> Inputs:
-        """Both heads in the dtype of autocast. Teacher's logits are read as they are."""
+        """Both heads in the dtype of autocast. A teacher's logits are read as they are."""
         if dtype is None:
             return self
         teacher = [
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
         return Inputs(*made)
 
     def flat(self) -> Inputs:
-        """[N, ...], as the core takes them."""
+        """The inputs as [N, ...], as the core takes them."""
         made: list[Any] = [_flat(name, t) for name, t in zip(self._fields, self)]
         return Inputs(*made)
 
@@ -92,7 +92,7 @@ def _launch(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Divergence,
     memory: int | None, kept: Kept | None = None,
 ) -> None:  # fmt: skip
-    """_run.launch, which knows by itself of the first tensors alone what decides about a plan."""
+    """_run.launch, which by itself sees only in the first tensors what decides about a plan."""
     asked = [
         None if t is None else (t.dtype, t.device, t.shape, t.stride())
         for t in tensors[len(_run.INPUTS) :]
@@ -116,7 +116,7 @@ def _outputs(inputs: Inputs, options: Divergence, wanted: int) -> list[Tensor | 
 
 
 def _as_given(outputs: Sequence[Tensor | None], options: Divergence) -> list[Tensor | None]:
-    """[N] of those of tokens."""
+    """The outputs of tokens as [N]."""
     none = options.reduction == _abi.REDUCTION_NONE
     return [
         t if t is None or (place == 0 and not none) else t.reshape(-1)
@@ -134,8 +134,8 @@ def forward(
     inputs: Inputs, options: Divergence, memory: int | None, wanted: int, dtype: torch.dtype | None,
     kept: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The outputs in their order; `kept` and `kept_rows` are written where they are given.
-    `wanted`: where gradients may follow, a `memory` that their Backward cannot keep to is refused
+    """The outputs in their order; `kept` and `kept_rows` are written if they are given. If `wanted`
+    says that gradients may follow, a `memory` that their Backward cannot keep to is refused
     here."""
     outputs = _outputs(inputs, options, wanted)
     given = inputs.in_dtype(dtype).flat()
@@ -150,7 +150,7 @@ def forward(
 
 
 def _left(memory: int, kept: int) -> int:
-    """What is left for a workspace, of a `memory` or of an _abi.Room, which is below 0."""
+    """What is left for a workspace of a `memory`, or of an _abi.Room, which is below 0."""
     return memory - kept if memory >= 0 else min(memory + kept, -1)
 
 
@@ -182,7 +182,7 @@ def forward_backward(
 
 
 def rows_of_states(has_target: bool, wanted: int) -> tuple[str, ...]:
-    """What states() makes of each token of a shard."""
+    """The rows of states(), for each token of a shard."""
     asked = [name for name in ("entropy", "teacher_entropy") if wanted & BITS[name]]
     return (*_STATES, *(("target_logit",) if has_target else ()), *asked)
 
@@ -193,7 +193,7 @@ def rows_of_sums(wanted: int) -> tuple[str, ...]:
 
 
 def gradients_of_shard(wanted: int, inputs: Inputs) -> Dtypes:
-    """The parts of the input's gradient are f32, which the ranks add up."""
+    """The dtypes of a shard's gradients: the input's part is f32, because the ranks sum it."""
     first, *others = gradients_of(wanted, inputs[:3])
     return (None if first is None else torch.float32, *others)
 
@@ -201,7 +201,7 @@ def gradients_of_shard(wanted: int, inputs: Inputs) -> Dtypes:
 def _of_shard(
     given: Inputs, options: Divergence, memory: int | None, made: dict[str, Tensor]
 ) -> None:
-    """Forward with these tensors beside its inputs."""
+    """Runs Forward of a shard with the tensors `made` beside its inputs."""
     tensors = (*given, *(made.get(name) for name in _FORWARD[len(given) :]))
     _launch(_abi.LINEAR_DIVERGENCE_FORWARD, _FORWARD, tensors, options, memory)
 
@@ -242,7 +242,7 @@ def shard_backward(
     inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int,
     grad_loss: Tensor, whole: Tensor, slope_mean: Tensor | None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """grad_input [N, D] as far as the shard's columns make it, and the gradients of its rows."""
+    """The part of grad_input [N, D] from the shard's columns, and the gradients of its rows."""
     given = inputs.in_dtype(dtype).flat()
     grads = _made(given, gradients_of_shard(wanted, inputs))
     upstream = grad_loss.resolve_neg()
@@ -258,7 +258,7 @@ def shard_backward(
 def _bounds_of_shard(
     views: tuple[View, ...], options: Divergence, dtypes: Dtypes
 ) -> tuple[int, int]:
-    """The bytes of a shard's Backward, wherever its tensors lie."""
+    """The bytes of a shard's Backward, whatever its tensors' addresses."""
     of_divergence: Any = options
     device = (views[0].device_type, views[0].device_index)
     forward = _kept.Forward(views, (), views, of_divergence, device, None)
@@ -275,7 +275,7 @@ def backward(
     inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None,
     grad_loss: Tensor, dtypes: Dtypes, kept: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients, of what was kept (then without a teacher) or of both heads' logits."""
+    """The gradients, from what was kept (then without a teacher) or from both heads' logits."""
     given = inputs.in_dtype(dtype).flat()
     grads = _made(given, dtypes)
     upstream = grad_loss.resolve_neg()
@@ -303,8 +303,8 @@ def _views(given: Inputs) -> tuple[View, ...]:
 
 
 def _key(given: Inputs, options: Divergence) -> int:
-    """The key of what a Forward of this student has kept. No teacher enters it, but a Forward has
-    one: logits that lie nowhere stand for it."""
+    """The key of what a Forward of this student kept. The key depends on no teacher, but a Forward
+    has one: logits without memory stand for it."""
     first = _run.view("input", given.input)
     shape = (given.input.shape[0], given.weight.shape[0])
     teacher = first._replace(name="teacher_logits", shape=shape, stride=(shape[1], 1))
@@ -329,7 +329,7 @@ def _plans(
     views: tuple[View, ...], addresses: Sequence[int], options: Divergence, wanted: int,
     dtypes: Dtypes, kept: KeptSize | None,
 ) -> tuple[_abi.Plan, _abi.Plan]:  # fmt: skip
-    """Forward's, and that of the Backward that may follow it."""
+    """The plans of Forward and of the Backward that may follow it."""
     of_divergence: Any = options
     device = (views[0].device_type, views[0].device_index)
     forward = _kept.Forward(views, addresses, views, of_divergence, device, None)
@@ -359,7 +359,7 @@ def _check_memory(
     given: Inputs, options: Divergence, memory: int, wanted: int, dtypes: Dtypes
 ) -> None:
     addresses: tuple[int, ...] = ()
-    if given.input.is_cuda:  # whose plans depend on how tensors are aligned
+    if given.input.is_cuda:  # CUDA's plans depend on the tensors' alignment
         addresses = tuple(FRESH + (t.data_ptr() & 15) for t in given if t is not None)
     options = _with_tf32(options, given.input)
     least, recommended = _bounds(_views(given), addresses, options, wanted, dtypes)
@@ -377,7 +377,7 @@ def _bounds(
 
 
 def check_shapes(inputs: Inputs, options: Divergence, wanted: int) -> None:
-    """Raises what the call itself would of tensors that had memory, on any device."""
+    """Raises what the call itself would raise if the tensors had memory, on any device."""
     flat, where = inputs.flat(), torch.device("cpu")
     views = tuple(_run.view(n, t, where) for n, t in zip(flat._fields, flat) if t is not None)
     _bounds(views, (), options, wanted & ~(FUSED | KEEP), (flat.input.dtype, None, None))
@@ -389,7 +389,7 @@ def fits(
     dtype: torch.dtype | None,
 ) -> bool:  # fmt: skip
     """Whether `memory` holds dz of all columns beside the larger workspace of Forward and Backward,
-    of tensors that may lie anywhere; `given` are the inputs: name, dtype, shape, strides."""
+    for tensors at any addresses; `given` are the inputs: name, dtype, shape, strides."""
     if device not in DEVICES:
         return False
     like = {
@@ -407,7 +407,7 @@ def fits(
             _run.view(name, t, where) for name, t in zip(flat._fields, flat) if t is not None
         )
         return _fits(views, Divergence(*options), abs(memory), wanted, dtypes)
-    except LogitlessError:  # the call itself says what is wrong
+    except LogitlessError:  # the call itself raises it
         return False
 
 
@@ -422,5 +422,5 @@ def _fits(
     return size.bytes + max(plan.minimum for plan in plans) <= memory
 
 
-# What torch.compiler.assume_constant_result says, which imports the compiler.
+# torch.compiler.assume_constant_result does the same, but imports the compiler.
 fits._dynamo_marked_constant = True  # type: ignore[attr-defined]

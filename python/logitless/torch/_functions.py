@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions a user calls. What every option means is docs/semantics.md."""
+"""The functions a user calls. docs/semantics.md defines every option."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def passes_on(names: Sequence[str], of: Callable[..., Any]) -> Callable[[_F], _F]:
     """Decorates a function that passes `**options` on: it takes those of `names`, which help() and
-    editors show as they are in the signature of the function `of`."""
+    editors show with their types and defaults in the function `of`."""
     known = inspect.signature(of).parameters
     taken = [known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
 
@@ -115,7 +115,7 @@ def wanted_of(names: Any, table: Any = _statistics.STATISTICS) -> int:
 def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
     """Position i gets the target of i + shift; the last `shift` positions are ignored."""
     check_shift(shift, target.shape)
-    if not isinstance(ignore_index, torch.SymInt):  # torch.compile makes a SymInt of a number
+    if not isinstance(ignore_index, torch.SymInt):  # torch.compile turns a number into a SymInt
         _abi.check_ignore_index(ignore_index)
     if target.dtype is torch.int32 and not -_INT32 <= ignore_index < _INT32:
         target = target.long()
@@ -125,7 +125,7 @@ def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
 def _moved(values: Tensor, shift: int, rest: float) -> Tensor:
     """[..., i] of [..., i + shift], and `rest` at the end."""
     shift = min(shift, values.shape[-1])
-    # pad does not serve: its value is a double, which has no room for every index.
+    # Not pad: its value is a double, which does not hold every index.
     moved = torch.full_like(values, rest, memory_format=torch.contiguous_format)
     moved[..., : values.shape[-1] - shift] = values[..., shift:]
     return moved
@@ -141,7 +141,7 @@ def _float_constant(name: str, value: Any) -> Tensor:
 
 
 def _token_weight(value: Any, shape: torch.Size, shift: int) -> Tensor:
-    """In the target's shape; it goes with its label."""
+    """The token weights in the target's shape, moved with their labels."""
     weight = _float_constant("token_weight", value)
     if weight.shape != shape:
         raise wrong_shape(f"token_weight has shape {tuple(weight.shape)}; allowed: {tuple(shape)}")
@@ -149,8 +149,8 @@ def _token_weight(value: Any, shape: torch.Size, shift: int) -> Tensor:
 
 
 def _temperature(value: Any, shape: torch.Size, shift: int) -> tuple[Any, Tensor | None]:
-    """A number, which is an option, or [N] of a tensor in the target's shape, [N] or broadcastable
-    to it; that goes with the target."""
+    """A number, which is an option, or [N] from a tensor in the target's shape, [N] or
+    broadcastable to it, moved with the target."""
     if not isinstance(value, Tensor):
         if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
             raise wrong_dtype(
@@ -167,7 +167,7 @@ def _temperature(value: Any, shape: torch.Size, shift: int) -> tuple[Any, Tensor
 
 
 def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]:
-    """As the core takes it: a host number other than 0, or a tensor []."""
+    """The normalizer as the core takes it: a host number other than 0, or a tensor []."""
     if value is None:
         return 0.0, None
     if not isinstance(value, Tensor):
@@ -175,8 +175,8 @@ def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]
             raise wrong_dtype(
                 f"normalizer is a {type(value).__name__}; allowed: a number or a tensor []"
             )
-        # A number would be part of a compiled graph, and each a new one. What f32 does not hold is
-        # left to the core, which takes a double.
+        # A number would be part of a compiled graph, and each would make a new one. What f32 does
+        # not hold is left to the core, which takes a double.
         if torch.compiler.is_compiling() and _NORMAL_F32[0] <= value <= _NORMAL_F32[1]:
             return 0.0, torch.ones((), dtype=torch.float32, device=device) * value
         if value == 0:  # in the core's options 0 means that tokens are counted
@@ -217,7 +217,7 @@ def _loss(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     )
-    # is_neg tells of a lazy minus sign, which the dispatcher carries out.
+    # is_neg: a lazy minus sign, which the dispatcher carries out.
     if (
         dispatches(input, weight, bias, *constants)
         or input.is_neg()
@@ -239,7 +239,7 @@ def _loss(
             input, bias = cast(input, dtype), cast_bias(bias, dtype)
             weight = None if weight is None else cast(weight, dtype)
         return _run.forward(input, weight, bias, constants, options, memory, wanted)[0]
-    except RuntimeError:  # torch's own word for a layout without strides names no tensor
+    except RuntimeError:  # torch's own message for a layout without strides names no tensor
         refuse_layouts((input, weight, bias, *constants))
         raise
 
@@ -332,7 +332,7 @@ def linear_cross_entropy(
 
 
 def _result(outputs: Any, wanted: int) -> Any:
-    """What the caller is given who asked for the loss and `wanted` statistics."""
+    """The result for a caller who asked for the loss and the `wanted` statistics."""
     if not wanted:
         return outputs[0]
     return outputs[0], _statistics.Statistics(*outputs[1:AFTER_STATISTICS])
@@ -396,7 +396,7 @@ def linear_outputs(
                     'grad_accumulation is "main_grad"; allowed with vocab_ids: None'
                 )
             vocabulary, shard = _vocabulary.listed(vocab_ids, linear_weight, shard)
-            if anything:  # a class that is listed
+            if anything:  # any listed class
                 target = vocabulary.ordered[:1].expand(target.shape)
             classes = None if weight is None else _float_constant("weight", weight)
             linear_weight, linear_bias, weight, target = vocabulary.arguments(
@@ -453,8 +453,8 @@ def _of_tokens(
     rows: Tensor, target: Tensor, options: Options, weight: Tensor | None,
     token_weight: Tensor | None, normalizer: float | Tensor | None, shift: int,
 ) -> tuple[Constants, Options]:  # fmt: skip
-    """What of a call has no gradient, as the core takes it, moved by `shift`; and the options with
-    what of it is a number."""
+    """The tensors without gradients as the core takes them, moved by `shift`; and the options, with
+    a temperature and a normalizer that are numbers."""
     if shift:
         target = _shifted(target, shift, options.ignore_index)
     temperatures = None
@@ -480,7 +480,7 @@ def _in_callers_words(
     error: LogitlessError, shape: Sequence[int], shift: int = 0,
     ranks: tuple[int, int] | None = None, by_default: bool = False,
 ) -> str:  # fmt: skip
-    """The core's message in what the caller has given."""
+    """The core's error in terms of the caller's arguments."""
     message = str(error)
     if error.status == "target_out_of_range":
         return placed(message, shape, shift, ranks=ranks)
@@ -512,14 +512,13 @@ def workspace_size(
     gradients: bool = True,
     **options: Unpack[LinearOptions],
 ) -> int:
-    """Bytes that linear_cross_entropy of these arguments takes beyond the tensors that it is given,
-    its results and the gradients: its workspace and, of a reduction "none" or a differentiable
-    statistic, what is kept from Forward to Backward with it. Nothing is computed, and no element
-    is read.
+    """Bytes that linear_cross_entropy with these arguments takes beyond its arguments, results and
+    gradients: its workspace and, with a reduction "none" or a differentiable statistic, what is
+    kept from Forward to Backward. Nothing is computed, and no element is read.
 
-    The arguments are linear_cross_entropy's, in the same shapes and with the same errors; of one
-    process, for a vocabulary that is split over ranks has no answer here. `gradients`: True counts
-    the backward too, of the tensors that require a gradient, or of all where none does, as if every
+    The arguments are linear_cross_entropy's, in the same shapes and with the same errors, but of
+    one process: a vocabulary that is split over ranks is not supported. `gradients`: True counts
+    the backward too, for the tensors that require a gradient, or for all if none does, as if every
     result had an upstream gradient; False is a call under no_grad. `memory` is never exceeded; None
     is that of `default_memory`. A compiled function may keep another amount."""
     for name in options:
@@ -534,7 +533,7 @@ def workspace_size(
     wanted = wanted_of(return_statistics) | _run.LOSS
     given: dict[str, Any] = {**options}
     ids, copied = given.pop("vocab_ids", None), 0
-    if ids is not None:  # of as many rows as it lists the bytes are the same
+    if ids is not None:  # the first rows stand for the listed ones: the bytes are the same
         check_matrix("linear_weight", linear_weight)
         _vocabulary.check_list("vocab_ids", ids, linear_weight.shape[0], linear_weight)
         linear_weight = linear_weight[: ids.shape[0]]
@@ -786,7 +785,7 @@ def _of_logits(
     token_weight: Tensor | None = None, normalizer: float | Tensor | None = None,
     empty_mean: str = "zero",
 ) -> Any:  # fmt: skip
-    """cross_entropy; `in_place`: backward writes the gradient over the logits."""
+    """cross_entropy. `in_place`: backward writes the gradient over the logits."""
     check_rows("logits", logits, "[..., V]")
     check_target(logits, target, "logits")
     wanted = wanted_of(return_statistics)

@@ -21,24 +21,24 @@ from logitless.torch import _device
 from logitless.torch._device import DEVICES, DTYPES
 
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-FRESH = 64  # torch gives new tensors such an address, as far as it is aligned
+FRESH = 64  # an address aligned like those of torch's new tensors
 _MOST_TRIES = 8
 
 
 class Keep(NamedTuple):
-    """What a Forward is told that a Backward may follow: what that will be asked for, and the bytes
-    to keep something in; without these, they are planned."""
+    """What a Forward is told if a Backward may follow: what that will be asked for, and the bytes
+    for kept state; without these, they are planned."""
 
-    # Gradients have them; None says that one is not needed, and () that nothing is known.
+    # Of the gradients; None: not needed; (): nothing is known.
     dtypes: tuple[torch.dtype | None, ...] = ()
     main_grad: Tensor | None = None  # [V, D]  f32, to which grad_weight is added
-    bytes: int | None = None  # only kept state is counted; 0: nothing is kept
-    spare: int = 0  # so many rows are allocated beyond those that are written
-    consume: bool = True  # Backward may form dz in its place: consumes()
-    of_entropy: bool = False  # it may have a gradient of the entropy
+    bytes: int | None = None  # of kept state alone; 0: nothing is kept
+    spare: int = 0  # rows to allocate beyond those that are written
+    consume: bool = True  # Backward may form dz in place of kept state: consumes()
+    of_entropy: bool = False  # Backward may get a gradient of the entropy
 
     def asked(self) -> tuple[object, ...]:
-        """What decides about the plan: a tensor in a key would live as long as the plan."""
+        """What decides about the plan. No tensor: in a key it would live as long as the plan."""
         main_grad = self.main_grad
         if main_grad is None:
             return self.dtypes, self.of_entropy, self.bytes
@@ -46,21 +46,21 @@ class Keep(NamedTuple):
 
 
 class State(NamedTuple):
-    """What Forward has kept, but for the two tensors."""
+    """What Forward kept, without the two tensors."""
 
-    key: int = 0  # 0 says that it is not known, and is made again
-    room: int | None = None  # Backward's workspace has it; None says that it has what it asks for
-    tf32: bool = False  # the products were made with this setting
-    stream: int | None = None  # the tensors belong to this stream
+    key: int = 0  # 0: unknown, to be made again
+    room: int | None = None  # the bound of Backward's workspace; None: none
+    tf32: bool = False  # the setting of the products that were made
+    stream: int | None = None  # the stream to which the tensors belong
 
 
 def consumes(of_f16: bool, of_entropy: bool) -> bool:
-    """Whether dz is formed of what is kept, which takes less memory in its place."""
+    """Whether dz is formed in place of kept state, which takes less memory."""
     return of_f16 or of_entropy
 
 
 class Kept(NamedTuple):
-    """What Backward is given of it."""
+    """Kept state as Backward is given it."""
 
     columns: Tensor  # [b * R, 64]
     rows: Tensor  # [N, 8] f32
@@ -79,26 +79,26 @@ class Kept(NamedTuple):
 def _size_of(
     inputs: Sequence[View], options: _abi.AnyOptions, device: tuple[int, int], bytes: int
 ) -> KeptSize:
-    """Chosen columns have nothing to do with what is kept."""
+    """kept_size without chosen columns, on which kept state does not depend."""
     given = [view for view in inputs if view.name not in ("ids", "id_offsets")]
     return _abi.kept_size(given, options, device, bytes)
 
 
 def hooked() -> bool:
-    """Whether what autograd saves goes through someone's hooks (checkpoint, save_on_cpu): kept
-    state is too much to be moved, or to be made only to be thrown away."""
+    """Whether what autograd saves goes through hooks (checkpoint, save_on_cpu): kept state is too
+    large to be moved, or to be made only to be thrown away."""
     return _top_hooks is None or _top_hooks(True) is not None
 
 
-# The options of a token's loss. The others, some of which may be symbols, say nothing about kept
-# state.
+# The options of a token's loss. Kept state does not depend on the others, some of which may be
+# symbols.
 _NUMBERS = slice(
     Options._fields.index("label_smoothing"), Options._fields.index("temperature") + 1
 )  # fmt: skip
 
 
 def serves(dtype: torch.dtype, device: str, options: Options) -> bool:
-    """Whether Backward uses what is kept of any sizes, by the library's own answer."""
+    """Whether Backward uses kept state, whatever the sizes, by the library's own answer."""
     numbers = tuple(options)[_NUMBERS]
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_scalar  # torch.compile has it
@@ -118,14 +118,14 @@ def _library_keeps(dtype: torch.dtype, device: str, numbers: tuple[Any, ...]) ->
 
 
 def room_of(memory: int | None, kept: int) -> int | None:
-    """What `memory` leaves for a workspace beside so many bytes of kept state."""
+    """What `memory` leaves for a workspace beside `kept` bytes of kept state."""
     return None if memory is None else abs(memory) - kept  # below 0 it is an _abi.Room
 
 
 def shapes(
     tokens: Any, vocab: Any, dtype: torch.dtype, bytes: Any
 ) -> tuple[tuple[Any, int], tuple[Any, int]]:
-    """Those of `kept` and `kept_rows` by the closed formula, for symbols too."""
+    """The shapes of `kept` and `kept_rows` by the closed formula, for symbols too."""
     code = DTYPES.get(dtype, -1)
     return _abi.kept_formula(tokens, vocab, code, bytes, torch.sym_min, torch.sym_max)
 
@@ -142,9 +142,9 @@ def views(size: KeptSize, like: View) -> tuple[View, View]:
 class Forward(NamedTuple):
     """A Forward that may keep something."""
 
-    views: Sequence[View]  # they are inputs, outputs and row state
-    addresses: Sequence[int]  # they are the addresses of the views
-    inputs: Sequence[View]  # they are the first of the views
+    views: Sequence[View]  # inputs, outputs and row state
+    addresses: Sequence[int]  # of the views
+    inputs: Sequence[View]  # the first of the views
     options: Options
     device: tuple[int, int]
     memory: int | None
@@ -159,9 +159,10 @@ class Forward(NamedTuple):
         self, kind: int, more: Sequence[View], at: dict[str, int], options: Options | None = None,
         **how: Any,
     ) -> _abi.Plan:  # fmt: skip
-        """An op on the same inputs and fresh tensors, but for those that lie `at` an address."""
+        """The plan of an op on the same inputs and fresh tensors, except for those that lie `at` an
+        address."""
         addresses = list(self.addresses[: len(self.inputs)])
-        if addresses:  # without them the workspace serves any
+        if addresses:  # without them the workspace serves any alignment
             addresses += [at.get(view.name, FRESH) for view in more]
         return _abi.Plan(
             kind, (*self.inputs, *more), options or self.options, self.device,
@@ -175,7 +176,7 @@ def _size_in(forward: Forward, bytes: int) -> KeptSize | None:
 
 
 def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int | None] | None:
-    """What Forward keeps, and the room that is left for a workspace; None where nothing fits."""
+    """What Forward keeps, and the room left for a workspace; None if nothing fits."""
     bytes, memory = keep.bytes, forward.memory
     if bytes is None and memory is None:
         first, (vocab, _) = forward.inputs[0], forward.inputs[1].shape
@@ -188,8 +189,8 @@ def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int | None] | None:
 
 
 def check_memory(forward: Forward, keep: Keep) -> None:
-    """Refuses a `memory` that Forward keeps to and a Backward cannot, whichever of the results have
-    an upstream gradient and however often: a graph that has used its kept state goes on without."""
+    """Refuses a `memory` that Forward keeps to and a Backward cannot, whichever results have an
+    upstream gradient and however often: a graph that has used up its kept state goes on without."""
     memory = forward.memory
     if memory is None or memory < 0 or not any(keep.dtypes):  # below 0 it is an _abi.Room
         return
@@ -213,7 +214,7 @@ def _choose(forward: Forward, keep: Keep, budget: int) -> tuple[KeptSize, int] |
 
 
 def _outputs(forward: Forward, names: Sequence[str]) -> list[View]:
-    """Dense f32 of those names, [N] or at chosen columns [N, K]."""
+    """Dense f32 outputs with these names, [N] or at chosen columns [N, K]."""
     first = forward.inputs[0]
     tokens = first._replace(dtype=_abi.F32, shape=(first.shape[0],), stride=(1,))
     made = []
@@ -227,7 +228,7 @@ def _outputs(forward: Forward, names: Sequence[str]) -> list[View]:
 
 
 def _gradients(forward: Forward, keep: Keep) -> list[View]:
-    """Dense, in the order of the strides that their tensors have, as torch.empty_like is."""
+    """Dense gradients, with strides in their tensors' order, like torch.empty_like."""
     dtypes = dict(zip(("input", "weight", "bias"), keep.dtypes))
     found = []
     for view in forward.inputs:
@@ -281,8 +282,8 @@ def _both(
 
 
 def _losses(forward: Forward) -> list[tuple[Forward, View]]:
-    """The forms in which Backward may get the loss's upstream gradient: that of its reduction, and
-    that of each token's, which stands for none (_autograd.asked_of)."""
+    """The forms in which Backward may get the loss's upstream gradient: its reduction's, and one
+    per token, which stands for none (_autograd.asked_of)."""
     (each,) = _outputs(forward, ("grad_loss",))
     if forward.options.reduction == _abi.REDUCTION_NONE:
         return [(forward, each)]
@@ -301,8 +302,8 @@ def planned_bytes(
     outputs: tuple[str, ...], options: tuple[Any, ...], device: str, index: int, memory: int,
     of_entropy: bool,
 ) -> int:  # fmt: skip
-    """What an op of the dispatcher keeps in `memory` beside the workspaces of tensors that may lie
-    anywhere; `given` are its inputs: name, dtype, shape, strides."""
+    """What an op of the dispatcher keeps in `memory` beside the workspaces for tensors at any
+    addresses; `given` are its inputs: name, dtype, shape, strides."""
     if device not in DEVICES:
         return 0
     where = (DEVICES[device], index)
@@ -335,24 +336,24 @@ def _planned_bytes(
         elif view.name == "loss" and options.reduction != _abi.REDUCTION_NONE:
             made[place] = view._replace(shape=(), stride=())
     wanted = tuple(map(dtypes.get, ("input", "weight", "bias")))
-    if options.vocab_total:  # a shard's grad_input is a part, in f32
+    if options.vocab_total:  # a shard's grad_input is a part in f32
         wanted = (torch.float32, *wanted[1:])
     keep = Keep(wanted, consume=False, of_entropy=of_entropy)
     try:
         chosen = choose(forward._replace(views=(*inputs, *made)), keep)
-    except LogitlessError:  # the call itself says what is wrong
+    except LogitlessError:  # the call itself raises it
         return 0
     return 0 if chosen is None else chosen[0].bytes
 
 
 def usable(kept: Kept, rows: Tensor) -> Kept | None:
-    """What a Backward on the current stream of a CUDA device may use; nothing where f32 products
-    must now be other than those that were kept."""
+    """What a Backward on the current stream of a CUDA device may use: nothing if the setting of f32
+    products has changed since."""
     index, state = rows.get_device(), kept.state
     if rows.dtype is torch.float32 and state.key and state.tf32 != _device.allows_tf32():
         return None
     if state.stream not in (None, torch._C._cuda_getCurrentRawStream(index)):
         stream = torch.cuda.current_stream(index)
-        for tensor in kept[:2]:  # these tensors' memory belongs to the other stream
+        for tensor in kept[:2]:  # their memory belongs to the other stream
             tensor.record_stream(stream)
     return kept

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists: places [M] of N tokens, those of token i from offsets[i] to offsets[i + 1]. The host does
-not look at a GPU's offsets: whatever they are, nothing outside [M] and [N] is touched."""
+not read a GPU's offsets: whatever they are, nothing outside [M] and [N] is touched."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 def ends_of(offsets: Tensor, places: Any) -> Tensor:
-    """[N + 1]: offsets that do not fall, within [0, M]."""
+    """[N + 1]: the offsets, made non-decreasing and within [0, M]."""
     return offsets.long().clamp(0, places).cummax(0)[0]
 
 
 def token_of(offsets: Tensor, places: Any) -> Tensor:
-    """[M]: whose a place is."""
+    """[M]: the token of each place."""
     ends = ends_of(offsets, places)
     at = torch.arange(places, device=offsets.device)
     return torch.searchsorted(ends[1:], at, right=True).clamp(max=offsets.shape[0] - 2)
 
 
 def sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """[N]: of each token's values [M], one after the other, without atomics."""
+    """[N]: sums of each token's values [M], in order, without atomics."""
     op: Any = torch.ops.logitless.list_sums
     summed: Tensor = op(values, offsets)
     return summed

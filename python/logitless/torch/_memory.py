@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `memory` is of calls that are given none: those of a signature that has no such argument,
-as the losses that other libraries already call."""
+"""The `memory` of calls that are given none, such as those through signatures of other libraries'
+losses, which have no such argument."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ class _Setting:
         self.memory = memory
 
 
-# That of the process, then those of the `with` blocks that are open: the last one holds. Readers
-# take no lock, for a list is never seen half changed.
+# The process's setting, then those of open `with` blocks: the last one holds. Readers take no lock,
+# because a list is never seen half changed.
 _settings = [_Setting(None)]
 _lock = threading.Lock()
 
 
 def default() -> int | None:
-    """Bytes, or None where nobody has said."""
+    """Bytes, or None if no default was set."""
     return _settings[-1].memory
 
 
-# What torch.compiler.assume_constant_result says, which imports the compiler: a number in the
-# graph, where a guard on it could make of it a symbol, of which nothing can be planned.
+# torch.compiler.assume_constant_result does the same, but imports the compiler: a constant in the
+# graph, because a guard could turn the number into a symbol, for which nothing can be planned.
 default._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def source() -> str:
-    """Who has set the default that holds, for an error about it."""
+    """What set the default that holds, for an error about it."""
     return "default_memory" if len(_settings) > 1 else "set_default_memory"
 
 
 def set_default_memory(memory: int | str | None) -> None:
     """Sets the `memory` of every later call of this process, on whatever thread, that is given
-    none (or None): of logitless.torch and of the signatures of logitless.integrations. In bytes or
-    as "512MiB"; None is what each takes by itself: of logitless.torch what the library recommends,
-    of logitless.integrations what the function takes in whose name it is. An open `with
+    none (or None), in logitless.torch and logitless.integrations. In bytes or as "512MiB"; None is
+    what each takes by itself: in logitless.torch what the library recommends, in
+    logitless.integrations what the function that it replaces takes. An open `with
     default_memory(...)` goes before it. A compiled function takes the value that held when it was
     traced."""
     _settings[0].memory = parse_memory(memory)

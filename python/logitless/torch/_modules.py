@@ -50,10 +50,10 @@ R = TypeVar("R")
 
 
 class Options(torch.nn.Module):
-    """A module that has options and no parameters; those that are tensors are buffers."""
+    """A module with options and no parameters; options that are tensors are buffers."""
 
     def hold_temperature(self, name: str, value: float | Tensor | None) -> None:
-        if isinstance(value, Tensor):  # it moves with the module, and is no parameter
+        if isinstance(value, Tensor):  # moves with the module, but is no parameter
             self.register_buffer(name, value, persistent=False)
         else:
             setattr(self, name, value)
@@ -114,7 +114,7 @@ class _Loss(Options, Generic[R]):
         check_tensor("weight", weight)
 
     def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
-        """With another temperature, for one call."""
+        """The options, with another temperature for one call."""
         return {
             "weight": self.weight,
             "reduction": self.reduction,
@@ -289,8 +289,8 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
     local_tokens = False
     param_dtype: torch.dtype | None = None
     gradient_divide_factor: float | None = None
-    _split = False  # its weight is a DTensor of `parallelize`, and no shard of FSDP's
-    _own_tokens = False  # and each of its ranks has tokens of its own
+    _split = False  # whether the weight is a DTensor of `parallelize`, not a shard of FSDP's
+    _own_tokens = False  # and each rank has its own tokens
 
     if TYPE_CHECKING:
 
@@ -344,7 +344,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         self.grad_accumulation = grad_accumulation
         self.loss: LinearCrossEntropyLoss[R] = LinearCrossEntropyLoss(**options)
         weight = self.loss.weight
-        # A checkpoint of the head is that of the Linear in whose place it stands.
+        # The head's checkpoint is that of the Linear that it replaces.
         self.loss.register_buffer("weight", weight, persistent=False)
 
     def _load_from_state_dict(
@@ -444,7 +444,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         param_dtype: torch.dtype | None = None,
         gradient_divide_factor: float | None = None,
     ) -> LinearCrossEntropyHead[R]:
-        """Splits the vocabulary over a device mesh, of one dimension but where said otherwise, and
+        """Splits the vocabulary over a device mesh, of one dimension unless said otherwise, and
         returns the head.
 
         Weight and bias become DTensor parameters with Shard(0), made of the values of rank
@@ -495,7 +495,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         return self
 
     def _place(self, input: Any, target: Any) -> dict[str, Any]:
-        """What the loss is told of a vocabulary that is split. FSDP's shards are not ours."""
+        """The loss's arguments about a vocabulary that is split; not for FSDP's shards."""
         if self._own_tokens:
             return self._data_options(input, target)
         if not hasattr(self.weight, "placements"):
@@ -510,13 +510,13 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         from logitless.torch._split import placed
 
         group = placed.group_of(self.weight)
-        if hasattr(input, "placements"):  # they say whether it is split
+        if hasattr(input, "placements"):  # these say whether it is split
             return {"group": group}
         split = Split(group, sequence_dim=self.sequence_dim, local_tokens=self.local_tokens)
         return {"group": split}
 
     def _data_options(self, input: Any, target: Any) -> dict[str, Any]:
-        """The same where each rank has tokens of its own."""
+        """The same if each rank has its own tokens."""
         from logitless.torch._split import placed
 
         weight: Any = self.weight
@@ -551,7 +551,8 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         return placed.whole_logits(input, self.weight, self.bias, self.sequence_dim)
 
     def _check_no_target(self) -> None:
-        """In training a head that is sharded gives no logits: a target was most likely given."""
+        """Refuses logits from a sharded head in training: most likely a target was given and
+        lost."""
         if self._own_tokens:
             if torch.is_grad_enabled() and self.weight.requires_grad:
                 raise not_supported(
@@ -573,7 +574,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         if self.grad_accumulation is None or not wanted:
             return None
         if getattr(weight, "main_grad", None) is None:
-            with torch.inference_mode(False):  # an inference tensor could not be added to later
+            with torch.inference_mode(False):  # an inference tensor could not be changed later
                 weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         buffer: Tensor = weight.main_grad
         if buffer.dtype is not torch.float32 or buffer.shape != weight.shape:

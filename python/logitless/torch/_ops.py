@@ -2,12 +2,12 @@
 """The core's calls as torch's dispatcher knows them: torch.compile, FakeTensorMode, functorch, meta
 tensors, and the ranks of a vocabulary that is split.
 
-    forward    what is wanted of a loss, or the loss [] and the gradients for an upstream gradient
-               of 1 (FUSED)
-    backward   the gradients, from the rows' states and what forward has kept
+    forward    the wanted outputs of a loss, or the loss [] and the gradients for an upstream
+               gradient of 1 (FUSED)
+    backward   the gradients, from the rows' states and what forward kept
 
-Functional and of fixed arity: a result that is not wanted is an empty tensor. Plain eager calls of
-one device do not come here (_autograd.py): the dispatcher costs them several microseconds a call.
+Functional and of fixed arity: a result that is not wanted is an empty tensor. Plain eager calls on
+one device do not come here (_autograd.py): the dispatcher would cost several microseconds a call.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ OPTIONS = (
     "float softcap, float temperature_number, int empty_mean, float normalizer_number, "
     "SymInt vocab_start, SymInt vocab_total, int? memory"
 )
-_TF32 = Options._fields.index("allow_tf32")  # it is asked when a call runs
+_TF32 = Options._fields.index("allow_tf32")  # read when a call runs
 _FIRST_OPTION = len(_run.INPUTS)
 _MEMORY = _FIRST_OPTION + len(Options._fields) - 1
-BEHIND = _MEMORY + 1  # what is an op's own
+BEHIND = _MEMORY + 1  # where an op's own arguments begin
 _UPSTREAM = (
     "Tensor row_state, Tensor? entropy, Tensor? grad_loss, "
     "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy, Tensor? grad_logits_at"
 )
-# Backward may overwrite rows of `kept`. It marks them in `kept_rows` and makes them again ever
-# after, so that no gradient tells whether it did. That is not declared ("Tensor(a!)?"): torch would
-# raise a version error where a retained graph is used twice, and would have a compiled Backward
-# write into a copy of all that is kept, each time. Declared of `kept_rows` alone, marks would land
-# in a copy, and be lost.
+# Backward may overwrite rows of `kept`. It marks them in `kept_rows` and from then on makes them
+# again, so that no gradient shows whether it did. That is not declared ("Tensor(a!)?"): torch would
+# raise a version error if a retained graph is used twice, and a compiled Backward would write into
+# a copy of all kept state, each time. Declared for `kept_rows` alone, marks would go to a copy and
+# be lost.
 _KEPT = "Tensor? kept, Tensor? kept_rows"
-# Kept state has so many rows beyond those that Forward writes, because torch asks of a size that is
-# a symbol whether it is 0 or 1, and compiles once more where it is.
+# Rows of kept state beyond those that Forward writes: torch checks whether a size that is a symbol
+# is 0 or 1, and compiles once more if it is.
 SPARE = 2
 _GRADS = "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
 
@@ -87,7 +87,7 @@ _ROW_STATE, _GRAD_INPUT = RESULTS.index("row_state"), RESULTS.index("grad_input"
 
 
 def arguments(tensors: Any, options: Options, memory: int | None, *rest: Any) -> tuple[Any, ...]:
-    """Those of an op: `tensors` in the order of _run.INPUTS."""
+    """The arguments of an op: `tensors` in the order of _run.INPUTS."""
     fields = list(options)  # torch 2.8 cannot trace a slice of a named tuple
     return (*tensors, *fields[:_TF32], *fields[_TF32 + 1 :], memory, *rest)
 
@@ -108,7 +108,7 @@ def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
 def _kept_like(
     input: Tensor, weight: Tensor | None, target: Tensor, kept_bytes: Any
 ) -> tuple[Tensor, Tensor]:
-    """Kept state that nothing has written, whose sizes may be symbols."""
+    """Uninitialized kept state, whose sizes may be symbols."""
     if isinstance(kept_bytes, int) and not kept_bytes:
         return input.new_empty(0), input.new_empty(0, dtype=torch.float32)
     assert weight is not None
@@ -120,7 +120,7 @@ def _kept_like(
 def _keep_of(
     wanted: int, of: tuple[Tensor | None, ...], memory: int | None, kept_bytes: int
 ) -> Keep | None:
-    """What a Forward is told that was asked for `wanted`."""
+    """What a Forward for `wanted` is told about kept state."""
     if memory is None and not kept_bytes:
         return None
     return Keep(
@@ -130,7 +130,7 @@ def _keep_of(
 
 
 def _held(tensors: Sequence[Tensor | None], wanted: int) -> tuple[torch.dtype | None, ...]:
-    """In which gradients wait for their upstream factor."""
+    """The dtypes in which gradients wait for their upstream factor."""
     dtypes = _run.gradients_of(wanted, tensors)
     return tuple(None if dtype is None else held_dtype(dtype) for dtype in dtypes)
 
@@ -180,7 +180,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_grads(tensors: Any, dtypes: Sequence[torch.dtype | None]) -> tuple[Tensor, ...]:
-    """In the order of strides that the core's gradients have: that of their tensor, as a matrix."""
+    """Gradients with strides in the order of the core's: that of their tensor as a matrix."""
     made = []
     for t, dtype in zip(tensors, dtypes):
         if t is None or dtype is None:
@@ -209,7 +209,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 def _given(
     tokens: int, memory: int | None, columns: Tensor | None, rows: Tensor | None
 ) -> Kept | None:
-    """Kept state as Backward takes it. Never consumed: to the graph it is an input as any other."""
+    """Kept state as Backward takes it. Never consumed, because to the graph it is an input like any
+    other."""
     if columns is None or rows is None or columns.shape[0] <= SPARE:
         return None
     columns = columns[:-SPARE]
@@ -244,7 +245,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     grads = (_fused_gradients if ctx.wanted & _run.FUSED else _gradients)(ctx, upstream)
-    rest = [None] * BEHIND  # the arguments but for the first three
+    rest = [None] * BEHIND  # all arguments except the first three
     return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad)), *rest
 
 
@@ -272,7 +273,8 @@ def _fused_gradients(ctx: Any, upstream: Sequence[Tensor | None]) -> Sequence[Te
 
 
 def _multiplied(ctx: Any, factor: Tensor) -> list[Tensor | None]:
-    """In f32: a factor rounded to 16 bits would be an error in every element."""
+    """The gradients times the factor, in f32: rounding it to 16 bits would put an error into every
+    element."""
     return [
         (grad.float() * factor).to(dtype) if need else None
         for grad, dtype, need in zip(ctx.saved_tensors[3:], ctx.dtypes, ctx.needs_input_grad)
@@ -298,8 +300,8 @@ def bytes_to_keep(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, needs: bool,
     outputs: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
-    """What the forward op may keep, by a closed formula where nothing else bounds it: sizes may be
-    symbols. `memory` bounds workspaces too, which are planned, and so of numbers alone."""
+    """The bytes that the forward op may keep, by a closed formula if nothing else bounds it: sizes
+    may be symbols. `memory` bounds workspaces too, whose plans need sizes that are numbers."""
     if not needs or weight is None or hooked():
         return 0
     if not _kept.serves(input.dtype, input.device.type, call.options):
@@ -329,8 +331,8 @@ def _static(given: Any) -> bool:
 
 
 def shapes_alone(*tensors: Tensor | None) -> bool:
-    """Whether they are meta or fake tensors, of sizes that are numbers; a compiler's are not, whose
-    calls are checked where they run."""
+    """Whether they are meta or fake tensors with sizes that are numbers. Not under a compiler:
+    its calls are checked when they run."""
     if torch.compiler.is_compiling():
         return False
     from torch._subclasses.fake_tensor import FakeTensor
@@ -343,7 +345,7 @@ def shapes_alone(*tensors: Tensor | None) -> bool:
 
 def are_numbers(sizes: Sequence[Any]) -> bool:
     """Whether none of them is a symbol."""
-    # A compiler takes its symbols for numbers here.
+    # Under a compiler, symbols look like numbers here.
     if not torch.compiler.is_compiling() and all(isinstance(size, int) for size in sizes):
         return True
     import torch.fx.experimental.symbolic_shapes as symbols  # torch.compile has imported it already
@@ -353,7 +355,7 @@ def are_numbers(sizes: Sequence[Any]) -> bool:
 
 
 def hooked() -> bool:
-    """In a compiled function what it was when the function was compiled."""
+    """_kept.hooked; in a compiled function, its value when that was compiled."""
     return _kept.hooked()
 
 
@@ -372,7 +374,7 @@ def loss(
             'grad_accumulation="main_grad" writes outside the graph; it is not supported under '
             "torch.compile or in a functional transform"
         )
-    if input.is_meta:  # torch asks of its kernels for meta tensors alone that all are
+    if input.is_meta:  # torch does not check that the others are meta too
         for name, t in zip(_run.INPUTS[1:], (weight, bias, *call.constants)):
             if t is not None and not t.is_meta:
                 raise wrong_device(f"{argument(name)} is on {t.device}; allowed: meta, as input is")
@@ -386,8 +388,8 @@ def loss(
         bias = cast_bias(bias, call.dtype)
     wanted = call.wanted
     of = (input, weight, bias)
-    # A trace is one graph for calls with and without gradients: it takes Forward, and its autograd
-    # rule.
+    # A trace is one graph for calls with and without gradients: it records Forward, and its
+    # autograd rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
     bits, kept_bytes = wanted, 0
     if needs and not tracing:

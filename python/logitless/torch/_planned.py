@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that a linear loss takes beyond its tensors, results and gradients: every call of the
-library that it would make is planned, and none is run."""
+"""The bytes that a linear loss takes beyond its tensors, results and gradients: plans every call of
+the library that it would make, and runs none."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Dtypes = tuple[torch.dtype | None, ...]
 
 
 class _Planner:
-    """Takes launch's place for tensors that have shapes alone, of a call on `device`. An input lies
-    where its `addresses` say, everything else where torch puts new tensors; without addresses
+    """Replaces launch for tensors that have only shapes, in a call on `device`. An input lies at
+    its address in `addresses`, everything else where torch puts new tensors; without addresses,
     anywhere, so that the answer serves any."""
 
     def __init__(self, device: torch.device, addresses: dict[str, int] | None) -> None:
         self.device = device
         self.addresses = addresses
-        self.workspace = 0  # the largest of all calls
+        self.workspace = 0  # of the call that takes most
         self.kept = 0
 
     def launch(
@@ -73,7 +73,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int | None:
-    if isinstance(tensor, FakeTensor):  # which warns of its pointer, where others raise
+    if isinstance(tensor, FakeTensor):  # data_ptr() warns, where others raise
         return None
     try:
         return tensor.data_ptr()
@@ -84,8 +84,8 @@ def _address(tensor: Tensor) -> int | None:
 def _shapes_of(
     given: dict[str, Tensor | None], dtypes: dict[str, torch.dtype], where: torch.device
 ) -> tuple[list[Tensor | None], dict[str, int] | None]:
-    """What the library's calls on the device `where` are given of the tensors `given`, by the names
-    of _run.INPUTS, and where it lies: in `dtypes`, and tokens in one dimension."""
+    """The tensors `given`, by the names of _run.INPUTS, as the library's calls on the device
+    `where` take them, in `dtypes` and with one dimension of tokens; and their addresses."""
     target = given["target"]
     assert target is not None
     found: list[Tensor | None] = []
@@ -94,7 +94,7 @@ def _shapes_of(
         if tensor is None:
             found.append(None)
             continue
-        _run.view(name, tensor, where)  # which refuses what has no strides
+        _run.view(name, tensor, where)  # refuses a tensor without strides
         like = _like(tensor)
         used = like.to(dtypes.get(name, tensor.dtype))
         if name == "input":
@@ -116,7 +116,7 @@ def _shapes_of(
 def _forward_then_backward(
     planner: _Planner, tensors: Sequence[Tensor | None], call: Call, dtypes: Dtypes
 ) -> None:
-    """As _autograd.Loss does, with an upstream gradient of everything that may have one."""
+    """Plans what _autograd.Loss does, with all upstream gradients that there may be."""
     input, weight, bias, *rest = tensors
     assert input is not None and weight is not None
     constants, options = Constants(*rest), call.options  # type: ignore[arg-type]
@@ -145,14 +145,14 @@ def _given_to_calls(
     bias, cast = given[2], {}
     if call.dtype is not None:
         cast = {"input": call.dtype, "weight": call.dtype}
-        if bias is not None and bias.dtype is not torch.float32:  # it may stay f32
+        if bias is not None and bias.dtype is not torch.float32:  # f32 stays f32
             cast["bias"] = call.dtype
     return _shapes_of(dict(zip(_run.INPUTS, (*given, *call.constants))), cast, where)
 
 
 @torch.no_grad()
 def check_shapes(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> None:
-    """Raises what the call itself would of tensors that had memory, on any device."""
+    """Raises what the call itself would raise if the tensors had memory, on any device."""
     where = torch.device("cpu")
     tensors, _ = _given_to_calls((input, weight, bias), call, where)
     x, w, b, *rest = tensors
@@ -166,8 +166,8 @@ def check_shapes(input: Tensor, weight: Tensor | None, bias: Tensor | None, call
 def bytes_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, gradients: bool
 ) -> int:
-    """Of the workspace, of the larger call where there are two, and of what is kept between them.
-    With `gradients` those of the tensors that require one; of all where none does."""
+    """The bytes of the workspace (the larger one of two calls) and of what is kept between them.
+    `gradients`: with those of the tensors that require one, or of all if none does."""
     given = (input, weight, bias)
     needed = [t for t in given if t is not None and t.requires_grad]
     dtypes = tuple(

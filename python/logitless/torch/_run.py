@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C calls on torch tensors: allocate outputs and workspace, hand over addresses and the stream.
+"""The C calls on torch tensors: allocates outputs and workspace, passes addresses and the stream.
 
 Everything here runs on plain tensors, below autograd. `weight` None means that `input` holds the
 logits [N, V]. Optional results that are not wanted are None. No tensor is kept from one call to the
-next: any call may run where its allocations are planned, as in a CUDA graph's private pool.
+next, because any call may run with special allocations, such as a CUDA graph's private pool.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from logitless.torch import _device, _kept, _lists
 from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
 
-# A forward call is asked for these, as bits: outputs in their order everywhere, what Backward
-# takes, and that nobody will differentiate the entropy. In ops also which gradients may follow,
-# perhaps in f32 beside 16-bit tensors, whether one of the entropy may arrive, the class-weighted
-# sum of a shard's logits, and that the gradients are made with the loss.
+# What a forward call may be asked for, as bits: outputs in the order that they have everywhere,
+# what Backward needs, and that the entropy will not be differentiated. In ops also which gradients
+# may follow, perhaps in f32 beside 16-bit tensors, whether one of the entropy may arrive, the
+# class-weighted sum of a shard's logits, and that the gradients are made with the loss.
 # `logits_at` [..., K] and `top_logits` [..., k] of the whole vocabulary become log-probabilities
-# (logprobs_at, logprobs_of); those of a shard stay what they are. k is a number above the bits.
+# (logprobs_at, logprobs_of); those of a shard stay logits. k is a number above the bits.
 OUTPUTS = {
     1 << place: name
     for place, name in enumerate(("loss", *TABLE, "logits_at", "top_logits", "top_ids"))
@@ -45,8 +45,8 @@ LOSS, TARGET_LOGIT, LOGPROB, ENTROPY = (
 )
 ARGMAX, LOGITS_AT = BITS["argmax"], BITS["logits_at"]
 TOP_LOGITS, TOP_IDS = BITS["top_logits"], BITS["top_ids"]
-_K_AT = 40  # where k begins
-TOP = TOP_LOGITS | TOP_IDS | (1023 << _K_AT)  # all that belongs to the largest logits
+_K_AT = 40  # the lowest bit of k
+TOP = TOP_LOGITS | TOP_IDS | (1023 << _K_AT)  # all bits about the largest logits
 STATISTICS = {BITS[name]: name for name in TABLE}
 DIFFERENTIABLE = sum(BITS[name] for name in names_where("differentiable")) | LOGITS_AT
 CONSTANTS = {bit: name for bit, name in STATISTICS.items() if not bit & DIFFERENTIABLE}
@@ -70,7 +70,7 @@ _LOGITS_NAMES = {"input": "logits", "grad_input": "grad_logits"}
 
 _Named = TypeVar("_Named", bound=NamedTuple)
 _plans: dict[tuple[object, ...], _abi.Plan] = {}
-_scratch: list[tuple[Any, int]] = []  # each is memory and its address; append and pop are atomic
+_scratch: list[tuple[Any, int]] = []  # (memory, its address); append and pop are atomic
 _SCRATCH_BYTES = 1 << 20
 _SCRATCH_ALIGNMENT = 64
 _threads = 0
@@ -81,8 +81,8 @@ def dtype_of(output: int) -> torch.dtype:
 
 
 def followed_by(dtypes: Sequence[torch.dtype | None], of: Sequence[Tensor | None]) -> int:
-    """The bits of a Backward that gradients of `dtypes` are asked of; those are of input, weight
-    and bias."""
+    """The bits of a Backward that is asked for gradients of `dtypes`: those of input, weight and
+    bias."""
     bits = sum(bit for bit, dtype in zip(OF_TENSORS, dtypes) if dtype)
     for bit, dtype, tensor in zip(IN_F32, dtypes, of):
         if dtype is torch.float32 and tensor is not None and tensor.dtype is not dtype:
@@ -91,7 +91,7 @@ def followed_by(dtypes: Sequence[torch.dtype | None], of: Sequence[Tensor | None
 
 
 def gradients_of(wanted: int, of: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
-    """The dtypes that followed_by was told, as far as they decide about memory."""
+    """The dtypes that followed_by was given, as far as they decide about memory."""
     return tuple(
         None if t is None or not wanted & bit else torch.float32 if wanted & in_f32 else t.dtype
         for t, bit, in_f32 in zip(of, OF_TENSORS, IN_F32)
@@ -99,13 +99,13 @@ def gradients_of(wanted: int, of: Sequence[Tensor | None]) -> tuple[torch.dtype 
 
 
 def replaced(given: _Named, **changed: Any) -> _Named:
-    """A named tuple's _replace, which torch.compile does not trace in torch 2.8."""
+    """A named tuple's _replace, which torch 2.8's compiler does not trace."""
     kind: Any = type(given)
     return kind(*[changed.get(name, value) for name, value in zip(kind._fields, given)])  # type: ignore[no-any-return,unused-ignore]
 
 
 class Constants(NamedTuple):
-    """The inputs that have no gradient."""
+    """The inputs without gradients."""
 
     target: Tensor  # [N]
     token_weight: Tensor | None = None  # [N] f32
@@ -126,7 +126,7 @@ def k_of(wanted: int) -> int:
 
 
 def shape_of(output: int, constants: Constants, wanted: int) -> Any:
-    """That of an output of tokens."""
+    """The shape of an output of tokens."""
     if output & TOP:
         return (*constants.target.shape, k_of(wanted))
     of = constants.ids if output == LOGITS_AT else constants.target
@@ -144,8 +144,8 @@ def matrix(tensor: Tensor | None) -> Tensor | None:
 def logprobs_at(
     logits: Tensor, row_state: Tensor, ids: Tensor, offsets: Tensor | None = None
 ) -> Tensor:
-    """[..., K], or [M] beside offsets, written over the logits at these ids of the whole
-    vocabulary, whose row_state is [2, N]."""
+    """[..., K], or [M] with offsets, written over the logits at these ids; row_state [2, N] is that
+    of the whole vocabulary."""
     if offsets is not None:
         reference, log_sum = row_state[:, _lists.token_of(offsets, logits.shape[0])]  # [M]
         made = logits.sub_(reference).sub_(log_sum).clamp_(max=0)  # a NaN stays
@@ -155,13 +155,13 @@ def logprobs_at(
 
 
 def logprobs_of(logits: Tensor, row_state: Tensor) -> Tensor:
-    """[..., K], written over the logits of the whole vocabulary, whose row_state is [2, N]."""
+    """[..., K], written over the logits; row_state [2, N] is that of the whole vocabulary."""
     reference, log_sum = row_state.view(2, *logits.shape[:-1], 1)
     return logits.sub_(reference).sub_(log_sum).clamp_(max=0)  # a NaN stays
 
 
 def view(name: str, tensor: Tensor, where: torch.device | None = None) -> _abi.View:
-    """Without its address. It is `where` that says, of a tensor that has no memory."""
+    """A tensor's view, without its address. `where`: the device of a tensor without memory."""
     where = where or tensor.device
     dtype, device = DTYPES.get(tensor.dtype), DEVICES.get(where.type)
     if dtype is None:
@@ -197,7 +197,7 @@ def make_plan(
         views += (
             view("row_reference", row_state[0], where), view("row_log_sum", row_state[1], where),
         )  # fmt: skip
-    # All logits of a head or of two and all gradients in f32 take so much, which no plan passes.
+    # All logits of all heads, and all gradients, in f32: no plan takes more.
     most = 0
     if linear and weight is not None and first.dim() == 2 and weight.dim() == 2:
         (tokens, hidden), vocab = first.shape, weight.shape[0]
@@ -229,7 +229,7 @@ def make_plan(
 
 
 def follow_torch_threads() -> int:
-    """Each thread has its own number, with which the workspace recommended grows."""
+    """Takes this thread's own number of threads, with which the recommended workspace grows."""
     global _threads
     threads = torch.get_num_threads()
     if threads != _threads:
@@ -249,36 +249,36 @@ def launch(
     memory: int | None, asked: object, row_state: Tensor | None = None, accumulate: bool = False,
     keep: Keep | None = None, kept: Kept | None = None, only_chosen: bool = False,
 ) -> Kept | None:  # fmt: skip
-    """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked` says
-    which outputs there are and of what dtype: with the inputs it decides everything but addresses.
-    `row_state` [2, N] holds row_reference and row_log_sum. Returns what a Forward told to `keep`
-    has kept; `kept` are a Backward's last two tensors.
+    """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked` tells
+    the outputs and their dtypes: with the inputs it decides everything but addresses. `row_state`
+    [2, N] holds row_reference and row_log_sum. Returns what a Forward that was told to `keep` kept;
+    `kept` are a Backward's last two tensors.
     """
     first = tensors[0]
     assert first is not None
     cuda = first.is_cuda
     tf32, threads = False, 0
-    # The switch is torch's own; an f32 product is otherwise never made of rounded operands.
+    # torch's own switch; without it an f32 product never rounds its operands.
     if cuda:
         tf32 = first.dtype is torch.float32 and _device.allows_tf32()
     else:
         threads = follow_torch_threads()
-    number = 0.0  # the normalizer's value is given when the plan runs, as addresses are
+    number = 0.0  # the normalizer's value is passed when the plan runs, like addresses
     if options is not None and options.normalizer:
         number = options.normalizer
         options = options._replace(normalizer=1.0)
     try:
         addresses = [t.data_ptr() for t in tensors if t is not None]
-    # A tensor without memory of its own, which no plan takes, has its own words.
+    # A tensor without memory, which no plan takes, gets its own message.
     except RuntimeError:
         make_plan(kind, names, tensors, options, row_state, memory, accumulate, ())
         raise
     if row_state is not None:
         address = row_state.data_ptr()
-        # row_log_sum lies N f32 behind row_reference
+        # row_log_sum is N f32 after row_reference
         addresses += (address, address + 2 * row_state.numel())
     key: list[object] = [kind, options, memory, asked, tf32, threads]
-    if cuda:  # CUDA's plans depend on how the tensors are aligned
+    if cuda:  # CUDA's plans depend on the tensors' alignment
         key.append(tuple([a & 15 for a in addresses]))
     for t in tensors[: len(INPUTS)]:
         if t is None:
@@ -290,7 +290,7 @@ def launch(
     if plan is None:
         if tf32 and options is not None:
             options = options._replace(allow_tf32=True)
-        # Of a host tensor's address the plan need not know anything.
+        # On the host, plans do not depend on addresses.
         aligned = addresses if cuda else ()
         plan = make_plan(
             kind, names, tensors, options, row_state, memory, accumulate, aligned, keep, kept,
@@ -310,7 +310,7 @@ def launch(
     return state
 
 
-Launcher = Callable[..., Kept | None]  # launch, or what is called in its place
+Launcher = Callable[..., Kept | None]  # launch, or its replacement
 
 
 def _run_on_host(plan: _abi.Plan, addresses: list[int], normalizer: float) -> None:
@@ -318,7 +318,7 @@ def _run_on_host(plan: _abi.Plan, addresses: list[int], normalizer: float) -> No
         workspace = torch.empty(plan.bytes, dtype=torch.uint8, device="cpu")
         plan.run(addresses, workspace.data_ptr(), normalizer=normalizer)
         return
-    # Small workspaces are kept, one a call in flight, because fresh pages cost more than a small
+    # Small workspaces are kept, one per call in flight, because fresh pages cost more than a small
     # call.
     try:
         scratch = _scratch.pop()
@@ -352,13 +352,13 @@ _NO_CONSTANTS = (None,) * len(CONSTANTS)
 
 
 def _statistics(target: Tensor, wanted: int, bits: Iterable[int]) -> list[Tensor | None]:
-    """Of each that is wanted a tensor [...]."""
+    """A tensor [...] for each wanted one."""
     return [_per_token(target, dtype_of(bit)) if wanted & bit else None for bit in bits]
 
 
 def _row_state(rows: Tensor) -> Tensor:
-    """[2, N] f32: row_reference and row_log_sum of every token, made for Backward. Of any tensor
-    of that device new_empty_strided is the quickest way to a new shape and dtype."""
+    """[2, N] f32: row_reference and row_log_sum of every token, for Backward. new_empty_strided is
+    the quickest way from a tensor to another shape and dtype on its device."""
     n = rows.shape[0]
     return rows.new_empty_strided((2, n), (n, 1), dtype=torch.float32)
 
@@ -388,7 +388,7 @@ def forward(
     options: Options, memory: int | None, wanted: int, keep: Keep | None = None,
     launcher: Launcher | None = None, anchor: Tensor | None = None,
 ) -> tuple[tuple[Tensor | None, ...], Tensor | None, Kept | None, Tensor | None]:  # fmt: skip
-    """The outputs, row_state [2, N], what is kept, and weighted_logit_sum [N]."""
+    """The outputs, row_state [2, N], kept state, and weighted_logit_sum [N]."""
     target, token_weight, vocab_weight, normalizer, temperature, ids, id_offsets = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
@@ -469,7 +469,7 @@ def forward_backward(
 
 
 class Upstream(NamedTuple):
-    """What Backward is given beside the inputs."""
+    """Backward's arguments beside the inputs."""
 
     row_state: Tensor  # [2, N]
     entropy: Tensor | None = None  # [N]
@@ -491,8 +491,8 @@ def backward(
     dtypes: Sequence[torch.dtype | None], *, in_place: bool = False,
     main_grad: Tensor | None = None, kept: Kept | None = None, launcher: Launcher | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(grad_input, grad_weight, grad_bias). `in_place` the first overwrites the input; grad_weight
-    is added to `main_grad` [V, D] f32 instead, if that is given."""
+    """(grad_input, grad_weight, grad_bias). `in_place`: the first overwrites the input. If
+    `main_grad` [V, D] f32 is given, grad_weight is added to it instead."""
     target, token_weight, vocab_weight, normalizer, temperature, ids, id_offsets = constants
     if upstream.grad_logits_at is None:
         ids = id_offsets = None
@@ -541,7 +541,7 @@ def backward(
             grads[2] = grads[2].to(dtypes[2])
     result = grads[0]
     if in_place:
-        if rows.data_ptr() != input.data_ptr():  # the logits are no matrix without a copy
+        if rows.data_ptr() != input.data_ptr():  # the logits became a matrix only by a copy
             input.copy_(rows.view(input.shape))
         result = input
     elif result is not None and input.dim() != 2:

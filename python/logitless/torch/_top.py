@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest logits of a token: what a call of linear_topk asks for, and is given."""
+"""The largest logits of a token: the request and the results of linear_topk."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LOGITS, IDS = (list(_run.OUTPUTS).index(bit) for bit in (_run.TOP_LOGITS, _run.T
 
 
 def wanted_of(k: Any) -> int:
-    """The bits of _run, of a k that is a number at least."""
+    """The bits of _run; only raises for a k that is no number, the core checks its range."""
     if not isinstance(k, int):
         raise wrong_dtype(f"k is a {type(k).__name__}; allowed: an int")
-    # What does not fit beside the bits is no k of any vocabulary.
+    # A k that does not fit above the bits is out of range in any vocabulary.
     return _run.top_of(min(max(k, 0), _abi.MOST_LISTED + 1)) | _run.ROW_STATE
 
 
@@ -30,8 +30,7 @@ def check_k(k: int, vocab: Any) -> None:
 
 
 def target_of(input: Tensor, shard: Any) -> Tensor:
-    """A call has targets, which no result of this one depends on: of all tokens, or of the rank's
-    own."""
+    """Made-up targets, on which no result depends: of all tokens, or of the rank's own."""
     shape = input.shape
     if shard is not None and not shard.local_tokens:
         shape = shard.whole(shape)

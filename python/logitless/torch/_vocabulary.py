@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of rows as the vocabulary: the arguments of a call as those of one on the listed rows
-alone, which are copied, and its results as those of the whole vocabulary. The contract is
+"""A list of rows as the vocabulary: turns a call's arguments into those of a call on the listed
+rows alone, which are copied, and its results into those of the whole vocabulary. The contract is
 docs/semantics.md, "A list of rows as the vocabulary".
 
     sort_list   the list in ascending order, and whether it is wrong: found on the device
-    places      of each target or id, where it is in the list
+    places      the place of each target or id in the list
 
 Both are ops, so that on the CPU they raise what is wrong under torch.compile too.
 """
@@ -39,7 +39,8 @@ _library.define(
 
 
 def _sort_list(ids: Tensor, vocab: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a wrong list `sorted` has rows that can be read, whichever."""
+    """The list sorted, its order, and whether it is wrong. A wrong one is replaced by any rows that
+    can be read."""
     ordered, order = ids.long().sort(stable=True)
     twice = ordered[1:] == ordered[:-1]
     wrong = (ordered[0] < 0) | (ordered[-1] >= vocab) | twice.any()
@@ -69,8 +70,8 @@ def _places(
     target: Tensor, ordered: Tensor, order: Tensor, wrong: Tensor, ignored: int, shift: int,
     name: str, listed: str,
 ) -> Tensor:  # fmt: skip
-    """In the list's order; ABSENT where `ignored`; beyond the list where it has no such id. In a
-    wrong list every id is the first, whose row is NaN."""
+    """Places in the list's order: ABSENT if `ignored`, beyond the list if it has no such id. In a
+    wrong list every place is the first, whose row is NaN."""
     wanted = target.long().contiguous()
     at = torch.searchsorted(ordered, wanted).clamp(max=ordered.shape[0] - 1)
     missing = ordered[at] != wanted
@@ -82,7 +83,7 @@ def _places_on_host(target: Tensor, *rest: Any) -> Tensor:
     made = _places(target, *rest)
     ordered, _, _, ignored, shift, name, listed = rest
     missing = made == ordered.shape[0]
-    if shift:  # these move away, and nobody reads them
+    if shift:  # these are moved out, and not read
         missing[..., :shift] = False
     if missing.any():
         place = int(missing.reshape(-1).int().argmax())
@@ -105,8 +106,8 @@ for _name, _kernel, _on_host, _fake in (
 
 
 class _Rows(Function):
-    """The rows of a tensor, the first NaN where the list is `wrong`. index_select's own gradient
-    adds, in an order that a GPU does not promise."""
+    """The rows of a tensor; the first is NaN if the list is `wrong`. Not index_select, whose
+    gradient adds in an order that a GPU does not promise."""
 
     @staticmethod
     def forward(tensor: Tensor, rows: Tensor, wrong: Tensor) -> Tensor:
@@ -127,10 +128,10 @@ class _Rows(Function):
 
 
 class Vocabulary(NamedTuple):
-    """A list of rows, on the device of the head's."""
+    """A list of rows, on the head's device."""
 
     name: str
-    vocab: Any  # how many ids the whole vocabulary has
+    vocab: Any  # the number of ids in the whole vocabulary
     ordered: Tensor  # [V'] i64, ascending
     order: Tensor  # [V'] where the call's own row of each of them is
     wrong: Tensor  # bool []
@@ -150,7 +151,8 @@ class Vocabulary(NamedTuple):
         return made
 
     def places(self, target: Tensor, ignored: int | None, shift: int, name: str) -> Tensor:
-        """[...] i64 of a target, or of ids, of the whole vocabulary: ABSENT is the ignore_index."""
+        """[...] i64: places of a target, or ids, of the whole vocabulary; ABSENT is then the
+        ignore_index."""
         if target.dtype not in (torch.int32, torch.int64):
             raise wrong_dtype(f"{name} is {str(target.dtype)[6:]}; allowed: int32, int64")
         if target.device != self.rows.device:
@@ -170,7 +172,7 @@ class Vocabulary(NamedTuple):
         self, weight: Tensor, bias: Tensor | None, classes: Tensor | None, target: Tensor,
         ignored: int | None, shift: int, name: str,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-        """Of a loss over the listed rows: its weight, bias, class weights and target."""
+        """The weight, bias, class weights and target of a loss over the listed rows."""
         check_extent("linear_bias", bias, weight.shape[0], weight.device)
         check_extent("weight", classes, self.vocab, weight.device)
         if classes is not None:  # those of all ranks
@@ -183,7 +185,7 @@ class Vocabulary(NamedTuple):
         return torch.where(places < 0, places, self.ordered[places.clamp(min=0)])
 
     def outputs_of(self, outputs: Sequence[Any]) -> list[Any]:
-        """What a loss has made, in the order of _run.OUTPUTS."""
+        """A loss's outputs, in the order of _run.OUTPUTS, with ids of the whole vocabulary."""
         made = list(outputs)
         for place in _IDS:
             if made[place] is not None:
@@ -211,7 +213,7 @@ def sorted_ids(name: str, ids: Tensor, vocab: Any) -> tuple[Tensor, Tensor, Tens
 
 
 def listed(ids: Any, weight: Tensor, shard: Any = None) -> tuple[Vocabulary, Any]:
-    """`vocab_ids` of a weight [V, D], and where the rank's own of them lie. Of a group this reads
+    """`vocab_ids` of a weight [V, D], and where the rank's own ones lie. With a group this reads
     two numbers from the device."""
     name, vocab = "vocab_ids", weight.shape[0] if shard is None else shard.total
     check_list(name, ids, vocab, weight)
@@ -260,7 +262,7 @@ def check_extent(
 
 
 class Heads(NamedTuple):
-    """What of a divergence a list chooses from."""
+    """The tensors of a divergence from which a list chooses rows."""
 
     weight: Tensor
     bias: Tensor | None
@@ -274,8 +276,8 @@ def of_divergence(
     vocab_ids: Any, teacher_vocab_ids: Any, heads: Heads, ignored: int | None, shift: int,
     shard: Any = None,
 ) -> tuple[Heads, Any]:  # fmt: skip
-    """The heads of a divergence over the listed rows, and where a rank's own of these lie. Of an
-    untouched target ABSENT is the ignore_index."""
+    """The heads of a divergence over the listed rows, and where a rank's own rows lie. ABSENT is
+    then the target's ignore_index."""
     weight, bias, teacher_weight, teacher_bias, logits, target = heads
     if vocab_ids is not None and teacher_vocab_ids is not None:
         raise _vocabulary.both_given()
@@ -305,7 +307,7 @@ def of_divergence(
 
 
 def _teachers_vocab(weight: Any, logits: Any) -> Any:
-    """How many classes the teacher has; which of both it may be given the core says."""
+    """The number of the teacher's classes; the core checks that only one of both is given."""
     if weight is None and logits is None:
         raise _vocabulary.no_teacher()
     if weight is not None:

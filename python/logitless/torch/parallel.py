@@ -92,8 +92,8 @@ def split_rows(
 
 
 def _other_holder(head: LinearCrossEntropyHead[Any]) -> str | None:
-    """Another module that has a parameter of the head. The head does not know its model, whose
-    modules Python's collector lists."""
+    """Another module that has a parameter of the head. The head does not know its model, so
+    Python's garbage collector lists all modules."""
     for module in gc.get_objects():
         if module is head or not issubclass(type(module), torch.nn.Module):
             continue
@@ -106,7 +106,7 @@ def _other_holder(head: LinearCrossEntropyHead[Any]) -> str | None:
 def _refuse_tied(head: LinearCrossEntropyHead[Any]) -> None:
     if _other_holder(head) is None:
         return
-    gc.collect()  # it may be garbage
+    gc.collect()  # the other module may be garbage
     other = _other_holder(head)
     if other is not None:
         raise not_supported(
@@ -154,7 +154,7 @@ def head_costs(
     size, reduced = dtype.itemsize, reduce_dtype.itemsize
     if ranks == 1:
         return HeadCosts(Cost(0, 0), Cost(0, 0))
-    # a token's target and upstream gradient, and its four states of each other rank
+    # a token's target and upstream gradient, and its four states from each other rank
     numbers = (8 + 4) * others + 16 * (ranks - 1) * all_tokens
     copy = rows * hidden * size if dtype is not torch.float32 else 0
     return HeadCosts(

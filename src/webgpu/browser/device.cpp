@@ -19,9 +19,9 @@ void device_dispatch(uint32_t pipeline, const logitless::webgpu::Binding* bindin
 LOGITLESS_IMPORT("copy")
 void device_copy(uint32_t source, double source_offset, uint32_t target, double target_offset,
                  double bytes);
-LOGITLESS_IMPORT("submit") uint32_t device_submit();  // it returns 0 where it refused
+LOGITLESS_IMPORT("submit") uint32_t device_submit();  // 0: refused
 LOGITLESS_IMPORT("abandon") void device_abandon();
-// Returns the bytes written to `text`, NUL included; 0 says that nothing went wrong.
+// Returns the bytes written to `text`, NUL included; 0: no error.
 LOGITLESS_IMPORT("error") uint32_t device_error(char* text, uint32_t capacity);
 }
 

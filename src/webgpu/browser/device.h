@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the device interface on the browser's own WebGPU: every call is one of web/device.js's
-// functions, imported into the wasm module.
+// The device interface on the browser's own WebGPU: each call is a function of web/device.js,
+// imported into the wasm module.
 #pragma once
 
 #include <map>

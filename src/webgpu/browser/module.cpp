@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The wasm module exports this to web/logitless.js: an op is begun, given its tensors and options
+// What the wasm module exports to web/logitless.js. An op is begun, given its tensors and options
 // by the names of docs/semantics.md, then planned, run on the page's device, or evaluated in double
-// by the reference backend. There is one op at a time, on one thread.
+// by the reference backend. One op at a time, on one thread.
 #include <cstring>
 #include <map>
 #include <memory>
@@ -23,7 +23,7 @@ namespace {
 struct Options {
   LossOptions loss;
   DivergenceOptions divergence;
-  const char* of_divergence = nullptr;  // one of its options that was set
+  const char* of_divergence = nullptr;  // an option of divergences that was set
 };
 
 template <class Value>
@@ -37,7 +37,7 @@ Value& field(Options& options, Value DivergenceOptions::* member) {
 
 struct State {
   BrowserDevice device;
-  std::unique_ptr<WorkspaceBuffers> workspace;  // it is made for the last budget
+  std::unique_ptr<WorkspaceBuffers> workspace;  // of the last budget
   int32_t kind = -1;
   bool accumulate = false;
   Options options;
@@ -47,8 +47,7 @@ struct State {
   Status status;
 };
 
-// The state is made at the first call, because a module of the reactor kind has no main to make it
-// in.
+// Made at the first call, because a reactor module has no main.
 State& state() {
   static State* made = new State;
   return *made;
@@ -59,7 +58,7 @@ int32_t report(const Status& status) {
   return static_cast<int32_t>(status.code());
 }
 
-// JavaScript's numbers are doubles. What they set is the number that was given, or an error.
+// JavaScript's numbers are doubles: one that the option's type cannot hold is an error.
 template <auto member>
 Status set_f32(Options& options, const char* name, double value) {
   if (!held_by_f32(value)) {
@@ -124,7 +123,7 @@ constexpr Option kOptions[] = {
     {"teacher_temperature", set_f32<&DivergenceOptions::teacher_temperature>, true},
 };
 
-// Takes a size, a stride or an offset. The first that is none is told when the op is made.
+// Takes a size, a stride or an offset. The first that is not an integer is an error of make().
 int64_t size_of_tensor(const char* tensor, double value) {
   if (is_integer(value)) return static_cast<int64_t>(value);
   if (state().given.ok()) {
@@ -137,7 +136,7 @@ int64_t size_of_tensor(const char* tensor, double value) {
 
 constexpr Execution kOnDevice{.device = {.type = DeviceType::webgpu}};
 
-// Makes the op that was begun, with the tensors given; a tensor that it does not have is an error.
+// Makes the begun op with the tensors given; a tensor that it does not have is an error.
 Status make(const Execution& execution, DeviceType tensors_on, Call* call) {
   const State& s = state();
   if (!s.given.ok()) return s.given;
@@ -232,7 +231,7 @@ LOGITLESS_EXPORT("option") int32_t option(const char* name, double value) {
   return report(error(StatusCode::invalid_argument, "there is no option %s", name));
 }
 
-// Writes the bytes of workspace that the op needs, and those that serve it well.
+// Writes the op's minimum and recommended bytes of workspace.
 LOGITLESS_EXPORT("workspace") int32_t workspace(double* sizes) {
   return with_call(kOnDevice, DeviceType::webgpu, [&](const Call& call) {
     WorkspaceSize size;
@@ -243,8 +242,8 @@ LOGITLESS_EXPORT("workspace") int32_t workspace(double* sizes) {
   });
 }
 
-// Records the op and submits it, without waiting for anything. The buffers of the workspace stay
-// for the next call of the same budget.
+// Records and submits the op, without waiting. The workspace's buffers stay for the next call with
+// the same budget.
 LOGITLESS_EXPORT("run") int32_t run(double budget) {
   return with_call(kOnDevice, DeviceType::webgpu, [&](const Call& call) {
     if (!(budget >= 0 && budget < 0x1p53)) {
@@ -281,7 +280,7 @@ LOGITLESS_EXPORT("evaluate") int32_t evaluate(int32_t with_bounds) {
   });
 }
 
-// Returns what `evaluate` found for an output, or how far from it the contract lets a backend be.
+// An output's values as `evaluate` found them, or the contract's bounds of a backend's error.
 LOGITLESS_EXPORT("evaluated") const double* evaluated(const char* name, int32_t bound) {
   const auto found = state().judged.outputs.find(name);
   if (found == state().judged.outputs.end()) return nullptr;

@@ -21,8 +21,8 @@ from logitless.torch._split.shards import Given, Shard
 
 
 class Block(NamedTuple):
-    """What a rank's block of columns is computed of, and its call is asked for. For a block without
-    columns one that is nobody's stands in, so that this rank refuses what the others refuse."""
+    """The inputs of a rank's block of columns, and its call. A block without columns gets a made-up
+    one, so that this rank refuses what the others refuse."""
 
     inputs: tuple[Tensor | None, ...]  # in the order of _run.INPUTS, without token weights
     options: Options
@@ -32,8 +32,8 @@ class Block(NamedTuple):
     empty: bool
 
     def kept_bytes(self) -> Any:
-        """What is kept beside both calls' workspaces. Each of several blocks must keep as much on
-        any number of ranks, so that they keep all of it, or nothing where memory is bounded."""
+        """The bytes kept beside both calls' workspaces. Each of several blocks must keep the same
+        on any number of ranks, so they keep everything, or nothing if memory is bounded."""
         input, weight, bias, *constants = self.inputs
         if not self.keeps:
             return 0
@@ -50,7 +50,7 @@ def blocks_of(
     shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call,
     wanted: int,
 ) -> list[Block]:  # fmt: skip
-    """This rank's."""
+    """This rank's blocks."""
     target, _, *rest_of_constants = constants
     rest = (target, None, *rest_of_constants)
     blocks = []
@@ -66,7 +66,7 @@ def blocks_of(
 
 
 def local_targets(shard: Shard, given: Given, w: Tensor, blocks: Sequence[Block]) -> Tensor:
-    """[1, N] f32: the targets' logits, of those that are this rank's columns; else -inf."""
+    """[1, N] f32: the logits of the targets that are this rank's columns; else -inf."""
     shards.check_rows(shard, w, given)
     found = [_made(b, _run.TARGET_LOGIT, 0, None)[0] for b in blocks if not b.empty]
     if not found:
@@ -82,7 +82,7 @@ Keeping = tuple[Tensor, Tensor]  # `kept` and `kept_rows` of a block
 def _made(
     block: Block, states: int, kept_bytes: Any, anchor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of a block's columns [m, N] f32 (its logits at ids, or its largest, are the last), argmax and
+    """From a block's columns [m, N] f32 (last the logits at ids, or the largest), argmax and
     top_ids [j, N], and what is kept. `states`: the bits of the row's state that are asked for,
     beside what may follow."""
     forward: Any = torch.ops.logitless.forward
@@ -110,7 +110,7 @@ _STATES = _run.ROW_STATE | _run.TARGET_LOGIT | _run.ARGMAX | _run.LOGITS_AT | _r
 
 
 def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, Keeping | None]:
-    """[m, N] f32, argmax and top_ids [j, N], and what is kept, of a block's columns."""
+    """[m, N] f32, argmax and top_ids [j, N], and what is kept, from a block's columns."""
     kept_bytes = block.kept_bytes()
     if block.empty or block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
         anchor = None
@@ -124,18 +124,18 @@ def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, K
 
 
 def _rows_of(bias: Tensor | None, first: int, stop: int) -> Tensor | None:
-    """A block's own."""
+    """The block's rows of the bias."""
     if bias is None:
         return None
     own = bias[first:stop]
-    # CUDA's plans, and so the bits, depend on how a tensor is aligned.
+    # CUDA's plans, and so the bits, depend on a tensor's alignment.
     return own.clone() if first else own
 
 
 def local_states(
     shard: Shard, given: Given, w: Tensor, blocks: Sequence[Block], anchor: Tensor | None
 ) -> tuple[Tensor, Tensor, list[Keeping | None]]:
-    """[b, m, N] f32, argmax and top_ids [b, j, N] and what is kept, of this rank's blocks."""
+    """[b, m, N] f32, argmax and top_ids [b, j, N] and what is kept, from this rank's blocks."""
     shards.check_rows(shard, w, given)
     states, indices, kept = zip(*(_local_state(block, anchor) for block in blocks))
     return _stacked(states), _stacked(indices), list(kept)
@@ -149,7 +149,8 @@ def local_gradients(
     shard: Shard, inputs: Any, options: Options, memory: int | None, wanted: int,
     upstream: Upstream, kept: Sequence[Tensor | None] | None,
 ) -> tuple[sums.Carries, list[Tensor], list[Tensor]]:  # fmt: skip
-    """Of each block with columns: its part of grad_input, its rows of grad_weight and grad_bias."""
+    """For each block with columns: its part of grad_input, and its rows of grad_weight and
+    grad_bias."""
     backward: Any = torch.ops.logitless.backward
     rows, w, b, *constants = inputs
     need_input = bool(wanted & _run.OF_INPUT)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks' states come to, by the core's Combine: the whole vocabulary's loss and
-statistics. Every rank that is given the same states gets the same bits."""
+"""The whole vocabulary's loss and statistics from the ranks' states, by the core's Combine. Every
+rank that has the same states gets the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from logitless._statistics import names_where
 from logitless.torch import _run
 from logitless.torch._split.sums import Tokens
 
-# In the order of a state [k, N], behind row_reference, row_log_sum and target_logit.
+# In the order of a state [k, N], after row_reference, row_log_sum and target_logit.
 EXTRA = {_run.BITS[name]: name for name in names_where("extra")} | {
     _run.WEIGHTED: "weighted_logit_sum"
 }
@@ -36,7 +36,7 @@ class Combined(NamedTuple):
 
 
 def empty_state(like: Tensor, wanted: int) -> Tensor:
-    """[k, N]: the state of a shard without columns, beside that of one that has some."""
+    """[k, N]: the state of a shard without columns, like that of one with some."""
     extra = sum(bool(wanted & bit) for bit in EXTRA)
     state = torch.zeros_like(like)
     state[0] = -float("inf")
@@ -49,10 +49,10 @@ def combine(
     states: Tensor, indices: Tensor | None, tokens: Tokens, options: Options, given: int,
     wanted: int, ids: Tensor | None = None,
 ) -> Combined:  # fmt: skip
-    """Of the shards' states [S, m, N], in the vocabulary's order, that a Forward asked for `given`
-    has written, and their argmax [S, N] i64 and top_ids [S, k, N] in `indices`, one behind the
-    other, the outputs that are `wanted`. Behind a state lie the logits at `ids` [N, K] or the k
-    largest, where these are wanted."""
+    """The `wanted` outputs, from the shards' states [S, m, N] in the vocabulary's order, as a
+    Forward that was asked for `given` wrote them, and from `indices`: their argmax [S, N] i64, then
+    top_ids [S, k, N]. After a state come the logits at `ids` [N, K] or the k largest, if these are
+    wanted."""
     op: Any = torch.ops.logitless.shard_combine
     values = options._asdict()
     at = argmax = top_logits = top_ids = None
@@ -84,7 +84,7 @@ def combine(
 
 
 def _lists(columns: Tensor) -> Tensor:
-    """[S, k, N] as Combine takes them, [S, N k]."""
+    """[S, k, N] as Combine takes it, [S, N k]."""
     return columns.transpose(1, 2).flatten(1).contiguous()
 
 
@@ -121,7 +121,7 @@ def _combine(
     return [row_state, *(t for t in outputs if t is not None)]
 
 
-_REDUCTION = 3 + len(Tokens._fields)  # behind argmax, top_logits, top_ids and what tokens have
+_REDUCTION = 3 + len(Tokens._fields)  # after argmax, top_logits, top_ids and those of Tokens
 
 
 def _combine_fake(states: Tensor, *rest: Any) -> list[Tensor]:

@@ -38,7 +38,7 @@ from logitless.torch._split.sums import Tokens
 
 
 class Asked(NamedTuple):
-    """What a call is asked for, beside tensors."""
+    """A call without its tensors."""
 
     options: Divergence
     memory: int | None
@@ -53,14 +53,14 @@ class Asked(NamedTuple):
 
 
 def subtracts_mean(options: Divergence) -> bool:
-    """Whether dz has a mean: forward_kl has none, and what at a beta of 0 is forward_kl."""
+    """Whether dz subtracts a mean: not in forward_kl, nor in what is forward_kl at beta 0."""
     if options.kind in _divergence.MIXTURES and options.beta == 0:
         return False
     return options.kind != _abi.FORWARD_KL
 
 
 def refuse(split: Split) -> None:
-    """What a split has and a divergence does not serve."""
+    """Refuses what a divergence does not support in a split."""
     if split.blocks is not None:
         raise not_supported(
             f"Split.blocks is {split.blocks!r}; allowed for linear_divergence: None, for its sums "
@@ -69,8 +69,8 @@ def refuse(split: Split) -> None:
 
 
 class _Own(NamedTuple):
-    """A rank's own columns. Where it has none, one that is nobody's stands in, so that this rank
-    refuses what the others refuse."""
+    """A rank's own columns. If it has none, a made-up one, so that this rank refuses what the
+    others refuse."""
 
     inputs: Inputs
     start: int
@@ -78,7 +78,7 @@ class _Own(NamedTuple):
 
 
 def of_columns(inputs: Inputs, shard: Shard) -> _Own:
-    """The rows of both heads that are columns of the vocabulary: padding lies behind them."""
+    """The rows of both heads that are columns of the vocabulary; padding follows them."""
     weight = inputs.weight
     padding = max(weight.shape[0] - (shard.total - shard.start), 0)
     left = weight.shape[0] - padding
@@ -106,7 +106,8 @@ _OF_TOKENS = ("target", "token_weight", "temperature", "teacher_temperature")
 
 
 def _gathered(inputs: Inputs, asked: Asked, shard: Shard) -> Inputs:
-    """Those of all tokens, of each rank's own. Teacher's logits are those of all tokens already."""
+    """The inputs of all tokens, from each rank's own. A teacher's logits are of all tokens
+    already."""
     dim = shard.sequence_dim
     if dim is None:
         return inputs
@@ -159,14 +160,14 @@ def _own_sums(shard: Shard, own: _Own, asked: Asked, states: Tensor) -> Tensor:
 
 
 class _Whole(NamedTuple):
-    """What the ranks' states come to."""
+    """The whole vocabulary's states and results."""
 
     states: Tensor  # [4, N]
     found: dict[str, Tensor]  # the student's logprob and the entropies that are asked for, [N]
 
 
 def _folded(states: Tensor, tokens: Tokens, shard: Shard, asked: Asked, has_target: bool) -> _Whole:
-    """Of [P, k, N]."""
+    """The whole vocabulary's, from states [P, k, N]."""
     place = {name: i for i, name in enumerate(run.rows_of_states(has_target, asked.wanted))}
     made, found = [], {}
     options = Options(
@@ -207,13 +208,14 @@ def _losses(divergence: Tensor, found: dict[str, Tensor], given: Inputs, asked: 
     if given.target is None:
         return losses
     target = given.target.long()
-    outside = (target < 0) | (target >= shard.total)  # the CPU has refused it
+    outside = (target < 0) | (target >= shard.total)  # on the CPU an error already
     losses = torch.where(outside, float("nan"), losses)
     return torch.where(target == asked.options.ignore_index, 0.0, losses)
 
 
 def _tokens(given: Inputs, asked: Asked) -> tuple[Tokens, Asked]:
-    """Without a target every token counts: one stands in that is never ignored."""
+    """Tokens for the combination. Without a target every token counts, so one is made up that is
+    never ignored."""
     if given.target is not None:
         return Tokens(given.target, given.token_weight, None, given.normalizer), asked
     target = given.input.new_zeros(given.tokens(), dtype=torch.int64)
@@ -222,7 +224,7 @@ def _tokens(given: Inputs, asked: Asked) -> tuple[Tokens, Asked]:
 
 
 class ShardedDivergence(Function):
-    """The outputs that are wanted, in their order."""
+    """The wanted outputs, in their order."""
 
     @staticmethod
     def forward(
@@ -239,7 +241,7 @@ class ShardedDivergence(Function):
             gathered = _facts_of_tokens(inputs, shard)
             facts = exchange.facts_of(shard, input, rows, asked.wanted, gathered)
         if shard.sequence_dim is not None:
-            exchange.together(shard, input, facts, lambda: None)  # it decides what is gathered
+            exchange.together(shard, input, facts, lambda: None)  # what is gathered depends on them
             inputs, facts = _gathered(inputs, asked, shard), ()
         given = inputs.flat()
         own = of_columns(given, shard)
@@ -303,7 +305,7 @@ class ShardedDivergence(Function):
 def _of_all(
     grad_loss: Tensor, given: Inputs, asked: Asked, shard: Shard, shape: torch.Size
 ) -> tuple[Tensor, Inputs, Asked]:
-    """The upstream gradient of all tokens [N], of a loss that is not reduced, from that of each
+    """The upstream gradient of all tokens [N], for a loss that is not reduced, from those of each
     rank's own tokens of `shape`."""
     tokens, of_tokens = _tokens(given, asked)
     of_loss: Any = of_tokens.options
@@ -362,7 +364,7 @@ def divergence(
     return outputs
 
 
-# As of the other losses, for torch.compile (rule.py).
+# For torch.compile, like the other losses' (rule.py).
 _make_library: Any = torch.library.Library
 _library = _make_library("logitless", "FRAGMENT")
 _library.define(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a group exchange, and what they tell each other before they rely on it: on the
-CPU, for a GPU would wait. Collectives are torch's functional ones, which torch.compile traces."""
+"""What the ranks of a group exchange, and what they tell each other before they rely on it (on the
+CPU only: on a GPU the host would wait). Collectives are torch's functional ones, which
+torch.compile traces."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ def facts_of(
     shard: Shard, input: Tensor, weight: Tensor, wanted: int, gathered: tuple[int, int] = (0, 0),
     columns: int = 0,
 ) -> tuple[int, ...]:  # fmt: skip
-    """What must fit, or be the same, on all ranks. `gathered`: of what is gathered beside the
-    input, the teacher's hidden size and which of it there is. `columns`: those that are chosen of
-    each token."""
+    """What must fit, or be the same, on all ranks. `gathered`: the teacher's hidden size, and which
+    of the teacher's tensors are gathered beside the input. `columns`: the chosen ones of each
+    token."""
     stop = shard.start + weight.shape[0]
     tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
     own = (shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted)
@@ -38,7 +39,7 @@ _NO_FACTS = (0,) * (2 + len(_SAME))
 
 
 def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
-    """Of every rank."""
+    """Raises unless the facts of all ranks fit."""
     for name, values in zip(_SAME, zip(*(own[2:] for own in facts))):
         if len(set(values)) > 1:
             pad = ""
@@ -56,8 +57,8 @@ def told(shard: Shard, own: Sequence[int]) -> list[list[int]]:
 
 
 def together(shard: Shard, x: Tensor, facts: Sequence[int], function: Any, *args: Any) -> Any:
-    """What the function makes on this rank. Raises on every rank what the first of them has raised,
-    or that the facts do not fit: none is left waiting in a collective."""
+    """The function's result on this rank. Raises on every rank what the first of them raised, or
+    that the facts do not fit: none is left waiting in a collective."""
     if shard.size == 1 or not shards.waits(x):
         return function(*args)
     made, error = None, None
@@ -77,20 +78,20 @@ _FAILED, _REFUSED = 1, 2
 
 
 def _first(shard: Shard, error: Exception | None) -> Exception:
-    """The first error of the ranks, one of which has one."""
+    """The first error of the ranks, at least one of which has one."""
     import torch.distributed as dist
 
     every: list[Any] = [None] * shard.size
     if error is not None and not isinstance(error, LogitlessError):
-        error = RuntimeError(f"{type(error).__name__}: {error}")  # others may not be sent
+        error = RuntimeError(f"{type(error).__name__}: {error}")  # other types may not be picklable
     dist.all_gather_object(every, error, group=ranks.group_of(shard.group))
     first: Exception = next(e for e in every if e is not None)
     return first
 
 
 def tell(error: LogitlessError, input: Tensor, shard: Shard) -> None:
-    """Raises on every rank the first error about an argument: the others, whose arguments may be
-    right, wait for this one where they first meet."""
+    """Raises the first error about an argument on every rank: those with correct arguments wait for
+    this one at their first exchange."""
     if error.status == "target_out_of_range" and shard.gathered() is not None:
         error.args = (f"{error} (on rank {shard.rank})",)  # whose target it is
     if shard.size == 1 or not shards.waits(input):
@@ -113,7 +114,7 @@ def all_gather(x: Tensor, shard: Shard) -> Tensor:
 
 
 def _exchange(x: Tensor, shard: Shard) -> Tensor:
-    """[P, n, ...] of [P * n, ...]: this rank's part of every rank's."""
+    """[P, n, ...]: this rank's part of every rank's [P * n, ...]."""
     if shard.size == 1:
         return x.unsqueeze(0)
     ops: Any = torch.ops._c10d_functional
@@ -141,9 +142,9 @@ def own_tokens(x: Tensor, shard: Shard, dim: int) -> Tensor:
 
 
 def _summed(x: Tensor, shard: Shard, dtype: torch.dtype) -> Tensor:
-    """[n, ...] of every rank's [P * n, ...]: this rank's rows of the sum, in the ranks' order; of
-    blocks in a tree that is the same for any P. Two parts have the same sum in either order, so
-    that a GPU's own reduction may make it, which takes half the time of an exchange."""
+    """[n, ...]: this rank's rows of the sum of every rank's [P * n, ...], in the ranks' order; with
+    blocks, in a tree that is the same for any P. Two parts have the same sum in either order, so a
+    GPU's own reduction may make it, in half the time of an exchange."""
     if shard.size == 2 and x.is_cuda:
         ops: Any = torch.ops._c10d_functional
         own = ops.reduce_scatter_tensor(x.contiguous(), "sum", shard.size, shard.group)
@@ -174,7 +175,7 @@ def reduce_grad_input(part: Tensor, shard: Shard, shape: torch.Size, dtype: torc
         return all_reduce(part.to(dtype), shard.group).view(shape)
     tokens = part.shape[0]
     missing = -tokens % shard.size
-    if not isinstance(missing, int) or missing:  # a symbol is not asked whether it is 0
+    if not isinstance(missing, int) or missing:  # without comparing a symbol to 0
         padded = part.new_zeros(tokens + missing, part.shape[1])
         padded[:tokens] = part
         part = padded

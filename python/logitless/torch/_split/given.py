@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a vocabulary is split, as a caller says it."""
+"""How a vocabulary is split, as a caller passes it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Split:
     reduce_dtype: Literal["float32", "input"] = "float32"
 
 
-# These were arguments of the functions before there was a Split.
+# Arguments of the functions before there was a Split.
 OLD = {
     "vocab_start": "start",
     "vocab_total": "total",
@@ -57,13 +57,13 @@ OLD = {
 
 
 def unexpected(function: str, name: str) -> TypeError:
-    """What Python itself raises of a keyword that a function does not have."""
+    """What Python itself raises for a keyword that a function does not have."""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def split_of_old(group: Any, old: Mapping[str, Any], function: str, stacklevel: int = 3) -> Split:
-    """The split that the keywords `old` say of `group`. They were given beside those of the
-    function of that name, `stacklevel` - 2 calls above this one."""
+    """The split that the keywords `old` give for `group`. They were passed to the function of that
+    name, `stacklevel` - 2 calls above this one."""
     for name in old:
         if name not in OLD:
             raise unexpected(function, name)
@@ -81,7 +81,7 @@ def split_of_old(group: Any, old: Mapping[str, Any], function: str, stacklevel: 
 
 
 def check_group(split: Split) -> None:
-    """Without a group there are blocks alone."""
+    """Refuses fields other than `blocks` without a group."""
     if split.group is None and split != Split(blocks=split.blocks):
         given = next(
             field.name

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors as arguments of the losses: which group the weight's rows are split over, and the local
-tensors, whose gradients go back to where they came from. Only placements that mean a vocabulary
-split over ranks are taken; what could mean anything else is refused by name."""
+"""DTensors as arguments of the losses: the group over which the weight's rows are split, and the
+local tensors, whose gradients go back to the DTensors. Only placements that mean a vocabulary split
+over ranks are taken; others are refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from logitless.torch._split.given import Split
 
 
 class Arguments(NamedTuple):
-    """Those of a call that may be DTensors, and what their placements say."""
+    """A call's arguments that may be DTensors, and what their placements say."""
 
     input: Any
     linear_weight: Any
@@ -37,7 +37,7 @@ _HOW = (
 
 
 def is_placed(tensor: Any) -> bool:
-    """Whether it is a DTensor, told without an import of DTensors."""
+    """Whether it is a DTensor, without an import of DTensors."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "placements")
 
 
@@ -126,7 +126,7 @@ def _token_dim(name: str, tensor: Any, group: str, last: int) -> int | None:
 
 
 def _of_tokens(name: str, tensor: Any, group: str, sequence_dim: int | None) -> tuple[Any, bool]:
-    """The local tensor of one that has the target's shape, and whether it is of own tokens."""
+    """The local tensor of a DTensor in the target's shape, and whether it is of own tokens."""
     if not is_placed(tensor):
         return tensor, False
     dim = _token_dim(name, tensor, group, tensor.dim())
@@ -142,7 +142,7 @@ def _of_tokens(name: str, tensor: Any, group: str, sequence_dim: int | None) -> 
 def _rows(
     weight: Any, bias: Any, group: Any, start: int | None, total: int | None
 ) -> tuple[Any, Any, Any, int, int]:
-    """(weight, bias, group, start, total) of this rank's rows, of a DTensor."""
+    """(weight, bias, group, start, total) of this rank's rows, from a DTensor."""
     mesh, dim = weight.device_mesh, split_dim(weight)
     own = mesh.get_group(dim)
     if group is not None and _name(group) != _name(own):
@@ -182,7 +182,7 @@ def _rows(
 
 
 def local(given: Arguments, labels: str = "target") -> Arguments:
-    """The same call of local tensors. `labels`: what the caller calls the target."""
+    """The same call on local tensors. `labels`: the caller's name of the target."""
     input, weight, bias, split = given.input, given.linear_weight, given.linear_bias, given.split
     group, start, total, sequence_dim = split.group, split.start, split.total, split.sequence_dim
     if is_placed(weight):
@@ -255,8 +255,8 @@ def group_of(weight: Any) -> Any:
 
 
 def data_of(weight: Any, dtype: torch.dtype | None, factor: float | None) -> Any:
-    """What the loss is told of a weight whose ranks have tokens of their own; the replicas are the
-    other dimension of its mesh, if it has one. `factor` is FSDP's gradient divide factor."""
+    """What the loss is told of a weight whose ranks have their own tokens; the other dimension of
+    its mesh, if it has one, are replicas. `factor`: FSDP's gradient divide factor."""
     from logitless.torch._split.shards import Data
 
     mesh, split = weight.device_mesh, split_dim(weight)

@@ -33,11 +33,11 @@ _VARIABLE = "LOGITLESS_CHECK_RANKS"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
 _REDUCTIONS = {code: name for name, code in REDUCTIONS.items()}
-_gloo: Any = weakref.WeakKeyDictionary()  # of each group the one that waits with a timeout
+_gloo: Any = weakref.WeakKeyDictionary()  # by group, the one that waits with a timeout
 
 
 def switch(environment: Mapping[str, str]) -> tuple[bool, float]:
-    """Whether ranks are compared, and for how many seconds one waits for another."""
+    """Whether ranks are compared, and the seconds for which one waits for another."""
     on = environment.get(_VARIABLE, "") not in ("", "0")
     given = environment.get(f"{_VARIABLE}_TIMEOUT") or "60"
     try:
@@ -53,7 +53,7 @@ ON, SECONDS = switch(os.environ)
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the bits of a tensor's elements in their order, the same on every device."""
+    """A digest of the bits of a tensor's elements in order, the same on every device."""
     bits = tensor.detach().resolve_neg().contiguous().reshape(-1)
     if bits.dtype is torch.bool:
         bits = bits.to(torch.int8)
@@ -63,7 +63,7 @@ def digest(tensor: Tensor) -> str:
         part = bits[start : start + _CHUNK].long()
         place = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
         factor = (place * 0x9E3779B97F4A7C1) ^ (place << 21) | 1
-        mixed = (part ^ 0x5DEECE66D) * factor  # it wraps around
+        mixed = (part ^ 0x5DEECE66D) * factor  # wraps around
         total += int((mixed ^ (mixed >> 29)).sum())
     return f"#{total & (1 << 64) - 1:016x}"
 
@@ -81,11 +81,11 @@ def _real(*tensors: Tensor | None) -> bool:
 def before_forward(
     input: Tensor, weight: Tensor, bias: Tensor | None, call: Any, shard: Any
 ) -> None:
-    """Compares what a loss is given. Rows of the weight are each rank's own."""
+    """Compares a loss's inputs, except the weight's rows, which are each rank's own."""
     if torch.compiler.is_compiling() or not _real(input, weight, call.constants.target):
         return
     options, constants = call.options, call.constants
-    if shard.own:  # what a mean of its own tokens divides by is each rank's own
+    if shard.own:  # each rank's mean has its own divisor
         options = options._replace(normalizer=0.0)
         constants = constants._replace(normalizer=None)
     same = {"the call": "forward"}
@@ -111,7 +111,7 @@ def before_forward(
     }
     per_token = ("target", "token_weight", "temperature", "ids")
     for name, tensor in zip(constants._fields, constants):
-        if name == "target" and constants.ids is not None:  # it is made of these
+        if name == "target" and constants.ids is not None:  # made from the ids
             continue
         known = argument(name)
         same[f"{known}'s dtype and shape"] = _like(tensor)
@@ -124,7 +124,7 @@ def before_forward(
 
 
 def before_divergence(inputs: Any, asked: Any, shard: Any) -> None:
-    """Compares what a divergence is given. Rows of both heads are each rank's own."""
+    """Compares a divergence's inputs, except the heads' rows, which are each rank's own."""
     if torch.compiler.is_compiling() or not _real(*inputs):
         return
     same = {"the call": "divergence"}
@@ -167,14 +167,14 @@ def before_list(name: str, ids: Tensor, shard: Any) -> None:
 
 
 def instead_of_forward(error: LogitlessError, shard: Any) -> None:
-    """Tells the ranks that wait in a forward that this one's arguments are wrong."""
+    """Tells ranks that wait in a forward that this one's arguments are wrong."""
     _compare({"the call": f"refused ({error})"}, None, shard)
 
 
 def before_backward(
     upstream: Sequence[Tensor | None], needs_input: bool, saved: Sequence[Tensor | None], shard: Any
 ) -> None:
-    """Compares the gradients of what a loss gave."""
+    """Compares the upstream gradients of a loss."""
     given = [g for g in upstream if g is not None]
     if not _real(*given, *saved):
         return
@@ -187,7 +187,7 @@ def before_backward(
 
 
 def group_of(name: str) -> Any:
-    """The process group of a name."""
+    """The process group with that name."""
     import torch.distributed.distributed_c10d as c10d
 
     resolve: Any = vars(c10d)["_resolve_process_group"]
@@ -195,7 +195,7 @@ def group_of(name: str) -> Any:
 
 
 def _waiting(group: Any) -> Any:
-    """A group of the same ranks that waits with a timeout, which gloo's do."""
+    """A gloo group of the same ranks, which waits with a timeout."""
     import torch.distributed as dist
 
     if dist.get_backend(group) == "gloo":
@@ -210,7 +210,7 @@ def _waiting(group: Any) -> Any:
 
 
 def _compare(same: dict[str, str], rows: tuple[int, int, int] | None, shard: Any) -> None:
-    """Raises on every rank of the group where one has anything else."""
+    """Raises on every rank of the group if anything differs on one."""
     import torch.distributed as dist
 
     try:
@@ -219,7 +219,7 @@ def _compare(same: dict[str, str], rows: tuple[int, int, int] | None, shard: Any
             group, datetime.timedelta(seconds=SECONDS), wait_all_ranks=shard.rank == 0
         )
     except RuntimeError as error:
-        named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", str(error))  # to rank 0 alone
+        named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", str(error))  # only rank 0 is told
         who = "a rank" if named is None else _ranks([int(n) for n in named[1].split(",")])
         raise _of(
             LogitlessRuntimeError,
@@ -246,8 +246,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def differences(every: Sequence[Mapping[str, str]]) -> list[str]:
-    """What is not the same on all ranks: each is a sentence, the first of what comes first. Where
-    ranks are in other calls, nothing else is compared."""
+    """Sentences about what is not the same on all ranks, in order. If ranks are in different calls,
+    nothing else is compared."""
     names = list(dict.fromkeys(name for fields in every for name in fields))
     found = []
     for name in names:
@@ -269,7 +269,7 @@ def differences(every: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def gaps(rows: Sequence[tuple[int, int, int]]) -> list[str]:
-    """Where the ranks' columns [start, stop) do not make up the whole vocabulary in their order."""
+    """Where the ranks' columns [start, stop) do not cover the whole vocabulary in order."""
     at = 0
     for rank, (start, stop, _) in enumerate(rows):
         if start != at and (stop > start or start < at):

@@ -11,9 +11,9 @@ states and targets are the same on all, or the hidden states are split along a d
     backward   each rank's Backward on its columns, from the global states and what it has kept: its
                grad_weight is done, its grad_input is a part in f32, which the ranks exchange and
                add up in their order
-    own        where each rank has tokens and a loss of its own (Shard.own: data parallelism),
-               hidden states and targets are gathered first, grad_input's sums go to the tokens'
-               owners, and grad_weight is that of the mean of the ranks' losses, as FSDP's
+    own        if each rank has its own tokens and loss (Shard.own: data parallelism), hidden states
+               and targets are gathered first, grad_input's sums go to the tokens' owners, and
+               grad_weight is that of the mean of the ranks' losses, like FSDP's
     errors     on the CPU the ranks tell each other before they exchange, and raise the same one
 
 Collectives are torch's functional ones, which torch.compile traces.
@@ -50,14 +50,14 @@ _CONSTANTS = len(Constants._fields)
 
 
 def _as_result(x: Tensor, shard: Shard, local_tokens: bool) -> Tensor:
-    """A result of its own, which may be changed in place; of the rank's own tokens if asked."""
+    """A result that may be changed in place; only the rank's own tokens if `local_tokens`."""
     if local_tokens and shard.sequence_dim is not None:
         x = exchange.own_tokens(x, shard, shard.sequence_dim)
     return x.clone()
 
 
 def _flat(constants: Constants) -> Constants:
-    """With targets and token weights [N]."""
+    """The constants with targets and token weights [N]."""
     target, token_weight, vocab_weight, normalizer, temperature, ids, _ = constants
     return Constants(
         target.reshape(-1),
@@ -88,7 +88,7 @@ class ShardedLoss(Function):
         if shards.waits(x):
             facts = exchange.facts_of(shard, x, w, wanted, columns=_columns(constants))
         if dim is not None:
-            # The sizes of what is gathered depend on them.
+            # The sizes of what is gathered depend on these facts.
             exchange.together(shard, x, facts, lambda: None)
             facts = ()
             x = exchange.gather_tokens(x, shard, dim)
@@ -118,7 +118,7 @@ class ShardedLoss(Function):
             indices = exchange.all_gather(own_indices, shard)  # [P b, j, N]
         tokens = Tokens(*constants[:4])
         whole, local_tokens = options, shard.local_tokens and dim is not None
-        if local_tokens:  # the loss is reduced of the rank's own tokens
+        if local_tokens:  # the loss is reduced over the rank's own tokens
             whole = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
             tokens = tokens._replace(normalizer=None)
         row_state, found = combine.combine(
@@ -201,7 +201,7 @@ def _followed_by(
     needs: Sequence[bool], tensors: Sequence[Tensor | None],
     parameters: tuple[Tensor, Tensor | None], shard: Shard,
 ) -> int:  # fmt: skip
-    """_run's bits, of gradients of the parameters before they were cast."""
+    """_run's bits for gradients of the parameters as they were before their cast."""
     made = [_made_dtype(p if n else None, shard) for p, n in zip(parameters, needs[1:])]
     return _run.followed_by((torch.float32 if needs[0] else None, *made), tensors)
 
@@ -211,21 +211,22 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _made_dtype(grad: Tensor | None, shard: Shard) -> torch.dtype | None:
-    """In which the core makes a gradient of this dtype: a mean is rounded once, behind the sum."""
+    """The dtype in which the core makes this gradient: a mean is rounded once, after the sum."""
     if grad is None:
         return None
     return torch.float32 if shard.own else grad.dtype
 
 
 def _mean(grad: Tensor, shard: Shard) -> Tensor:
-    """Of the ranks' losses, whose sum over the tokens of this rank's group `grad` is."""
+    """The gradient of the mean of the ranks' losses; `grad` is the sum over the tokens of this
+    rank's group."""
     if shard.divisor != 1:
         grad = grad.div_(shard.divisor)
     return exchange.all_reduce(grad, shard.replicas) if shard.replicas else grad
 
 
 def _padded(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """With rows of zeros for those that are no columns, in the dtype of `like`."""
+    """The gradient with zeros for rows that are padding, in the dtype of `like`."""
     if grad is None or like is None:
         return None
     missing = like.shape[0] - grad.shape[0]
@@ -235,7 +236,7 @@ def _padded(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 def _gathered(constants: Constants, shard: Shard, dim: int) -> Constants:
-    """Those of all tokens, of each rank's own. Temperatures are [N] of the own ones."""
+    """The constants of all tokens, from each rank's own. Temperatures are [N], of own tokens."""
     shape = constants.target.shape
     target, token_weight, vocab_weight, normalizer, temperature, ids, _ = constants
     if temperature is not None:
@@ -255,7 +256,7 @@ def _gathered(constants: Constants, shard: Shard, dim: int) -> Constants:
 
 
 def _columns(constants: Constants) -> int:
-    """How many chosen columns a token has."""
+    """The number of a token's chosen columns."""
     return 0 if constants.ids is None else constants.ids.shape[-1]
 
 
@@ -269,9 +270,9 @@ def _whole_upstream(
     upstream: Any, wanted: int, constants: Constants, options: Options, shard: Shard,
     shape: torch.Size,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Those of all tokens [N] or [N, K], the loss's as if it were not reduced, where a rank's
-    outputs are those of its own tokens: ranks may have other upstream gradients. One collective,
-    whichever of the outputs a rank has used."""
+    """The upstream gradients of all tokens [N] or [N, K], the loss's as if it were not reduced, if
+    a rank's outputs are those of its own tokens: ranks may have different ones. One collective,
+    whichever outputs a rank has used."""
     dim = shard.sequence_dim
     assert dim is not None
     length = list(shape)
@@ -285,7 +286,7 @@ def _whole_upstream(
     detached = _run.ENTROPY if wanted & _run.DETACHED else 0
     asked = [bit for bit in _DIFFERENTIABLE if wanted & bit & ~detached]
     none = constants.target.new_zeros((), dtype=torch.float32)
-    planes, sizes = [], []  # one of each output, and of chosen columns one of each
+    planes, sizes = [], []  # one per output, and one per chosen column
     for bit, grad in zip(_run.OUTPUTS, grads):
         if bit in asked:
             columns = _columns(constants) if bit == _run.LOGITS_AT else 1
@@ -303,7 +304,7 @@ def _whole_upstream(
 
 
 def refuse(call: Call) -> None:
-    """What a vocabulary that is split does not have."""
+    """Refuses what a vocabulary that is split does not support."""
     for name in names_where("of_whole_rows"):
         if call.wanted & _run.BITS[name]:
             raise not_supported(
@@ -315,7 +316,7 @@ def refuse(call: Call) -> None:
 
 
 def _check_device(input: Tensor, constants: Constants) -> None:
-    """Forward does not see the token weights, which are combined with the states."""
+    """Checks the token weights' device: Forward does not get them, as they join in Combine."""
     for name, tensor in zip(Constants._fields, constants):
         if tensor is not None and tensor.device != input.device:
             raise wrong_device(
@@ -325,13 +326,13 @@ def _check_device(input: Tensor, constants: Constants) -> None:
 
 
 def _tf32(rows: Tensor) -> bool:
-    """Whether f32 products are made of rounded operands, which what is kept of them then is."""
+    """Whether f32 products round their operands, so that kept state comes from such products."""
     return rows.is_cuda and rows.dtype is torch.float32 and allows_tf32()
 
 
 def _keeps(input: Tensor, call: Call, shard: Shard) -> bool:
-    """Whether Forward keeps state, as far as every rank decides it alike. Backward of target_logit
-    alone has no use for it."""
+    """Whether Forward keeps state, as far as all ranks decide alike. Backward of target_logit alone
+    does not need it."""
     if not shard.of_any or _ops.hooked():
         return False
     if not call.wanted & sum(_DIFFERENTIABLE) & ~_run.TARGET_LOGIT:
@@ -367,15 +368,16 @@ def loss(
 def own_loss(
     input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
 ) -> list[Tensor | None]:
-    """The outputs of this rank's own tokens, whatever shape they have: the ranks need as many."""
+    """The outputs of this rank's own tokens. Their shape is free, but all ranks need equally
+    many."""
     shape, count = call.constants.target.shape, call.constants.target.numel()
     call.constants = _flat(call.constants)
     outputs = loss(input.reshape(count, input.shape[-1]), weight, bias, call, shard)
     return [t if t is None or t.dim() == 0 else t.view(shape) for t in outputs]
 
 
-# The loss for torch.compile, which traces through an op that is made of others, autograd rule and
-# all. Of an autograd.Function alone it makes a graph of its own, and fails at dynamic sizes.
+# The loss for torch.compile, which traces through an op that is made of others, including its
+# autograd rule. An autograd.Function alone gets its own graph, which fails at dynamic sizes.
 _make_library: Any = torch.library.Library
 _library = _make_library("logitless", "FRAGMENT")
 _library.define(
@@ -388,8 +390,8 @@ _library.define(
 
 
 def _revision() -> str:
-    """Torch keeps compiled graphs on disk by the ops that were called, not by what this one is
-    made of: those of another revision of it must not be taken."""
+    """A digest of this op's code. Torch keeps compiled graphs on disk by the ops that were called,
+    not by what they are made of: graphs of another revision must not be used."""
     folder = pathlib.Path(__file__).parent
     files = [*sorted(folder.glob("*.py")), *sorted(folder.parent.glob("*.py"))]
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's columns lie, and what must hold of it."""
+"""Where a rank's columns lie, and checks of that."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Shard(NamedTuple):
     reduce_input_grad: bool = True
     ordered: bool = True  # grad_input's parts are added in f32 in the ranks' order
     blocks: int = 0  # of all ranks, each computed by itself; 0: a rank's columns are one
-    own: bool = False  # a rank's loss is of its own tokens alone, and grad_weight their mean
+    own: bool = False  # a rank's loss is of its own tokens; grad_weight is of the losses' mean
     replicas: str = ""  # the group of the ranks with the same columns and other tokens
-    divisor: float = 1.0  # of the sum of all their grad_weight
+    divisor: float = 1.0  # of the sum of all ranks' grad_weight
     keeps: bool = False  # Forward keeps for Backward what it can
     of_input: bool = False  # Backward will be asked for the input's gradient, which is exchanged
     of_any: bool = False  # Backward, where ranks meet, may come
 
     def gathered(self) -> tuple[int, int] | None:
-        """Along which dimension the targets are gathered, and of how many ranks."""
+        """The dimension along which targets are gathered, and the number of ranks."""
         if self.sequence_dim is None or not self.local_tokens:
             return None
         return self.sequence_dim, self.size
 
     def whole(self, shape: Sequence[int]) -> list[int]:
-        """The shape of what every rank has of its own tokens, of all tokens."""
+        """The shape for all tokens of what has `shape` for a rank's own tokens."""
         made = list(shape)
         if self.sequence_dim is not None:
             made[self.sequence_dim] *= self.size
@@ -58,7 +58,7 @@ class Shard(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What a call is told where the weight is sharded over the ranks that share the tokens out."""
+    """What a call is told if the weight is sharded over ranks that have different tokens."""
 
     dtype: torch.dtype | None  # of the products
     replicas: str
@@ -75,7 +75,7 @@ class Data(NamedTuple):
 def _default_split(
     weight: Tensor, rank: int, size: int, total: int | None, blocks: int
 ) -> tuple[int, int]:
-    """torch.chunk's, or equal shards, of which the last ones may be padded or padding alone."""
+    """torch.chunk's split, or equal shards, the last of which may be partly or only padding."""
     rows = weight.shape[0]
     if total is None:
         return rank * rows, size * rows
@@ -102,7 +102,7 @@ _of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see _me
 
 
 def shard_of(split: Split, input: Tensor, weight: Tensor) -> Shard:
-    """Checks what the caller says of the group and its shard."""
+    """The shard, with the caller's group and Split checked."""
     import torch.distributed as dist
 
     group, sequence_dim = split.group, split.sequence_dim
@@ -171,18 +171,18 @@ def _check_blocks(blocks: int | None, size: int, reduce_dtype: str) -> int:
 
 
 def _block_rows(blocks: int, rank: int, size: int, total: int) -> tuple[int, int]:
-    """Where a rank's columns begin, and how many it has: whole blocks of equal width, the last ones
+    """The first of a rank's columns, and their number: whole blocks of equal width, the last ones
     narrower or empty."""
     each = blocks // size * -(-total // blocks)
     start = min(rank * each, total)
     return start, min(each, total - start)
 
 
-Given = tuple[Tensor, Tensor | None]  # a rank's weight and bias, with what is padding
+Given = tuple[Tensor, Tensor | None]  # a rank's weight and bias, with padding
 
 
 def _check_bias_rows(weight: Tensor, bias: Tensor | None) -> None:
-    """In the caller's own shapes, of which a block, or what is left without padding, has none."""
+    """Checks the bias in the caller's shapes, before padding is cut off and blocks are made."""
     if bias is not None and bias.shape[0] != weight.shape[0]:
         raise wrong_shape(
             f"linear_bias has shape {tuple(bias.shape)}; allowed: ({weight.shape[0]},)"
@@ -190,7 +190,7 @@ def _check_bias_rows(weight: Tensor, bias: Tensor | None) -> None:
 
 
 def check_rows(shard: Shard, weight: Tensor, given: Given) -> None:
-    """`weight` is what is left of the one given without padding."""
+    """Checks a rank's rows; `weight` is the given one without padding."""
     _check_bias_rows(*given)
     if not shard.blocks:
         return
@@ -206,7 +206,8 @@ def check_rows(shard: Shard, weight: Tensor, given: Given) -> None:
 def check_tokens(
     input: Tensor, target: Any, shard: Shard, shift: int, check: Any = check_target
 ) -> None:
-    """The target, or what `check` is of, has the shape of all tokens, or of the rank's own."""
+    """Checks that the target, or what `check` checks, has the shape of all tokens, or of the rank's
+    own."""
     dim = shard.sequence_dim
     if dim is None or shard.local_tokens or not isinstance(target, Tensor):
         check(input, target, "input")
@@ -222,7 +223,7 @@ def check_tokens(
 
 
 def of_one(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Of a group of one: what the call without a group is given."""
+    """The weight and bias without a group, for a group of one rank."""
     _check_bias_rows(weight, bias)
     check_split(shard, [(shard.start, shard.start + weight.shape[0])])
     return columns(shard, weight, bias)
@@ -233,7 +234,7 @@ def waits(x: Tensor) -> bool:
 
 
 def check_split(shard: Shard, ranges: Sequence[tuple[int, int]]) -> None:
-    """Every rank's columns follow those of the rank before it, and none is missing."""
+    """Checks that each rank's columns follow those of the rank before, and none is missing."""
     cut = [(start, min(stop, shard.total)) for start, stop in ranges]
     end = 0
     for start, stop in cut:
@@ -248,7 +249,7 @@ def check_split(shard: Shard, ranges: Sequence[tuple[int, int]]) -> None:
 
 
 def columns(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The rows that are columns of the vocabulary: padding lies behind them."""
+    """The rows that are columns of the vocabulary; padding follows them."""
     padding = max(weight.shape[0] - (shard.total - shard.start), 0)
     if not padding:
         return weight, bias

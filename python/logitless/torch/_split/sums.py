@@ -14,7 +14,7 @@ from logitless._abi import Options
 
 
 def ordered_sum(values: Tensor) -> Tensor:
-    """[...] of [P, ...], in the order of the first dimension."""
+    """[...]: the sum of [P, ...] in the order of the first dimension."""
     total = values[0]
     for value in values[1:]:
         total = total + value
@@ -25,8 +25,7 @@ Carries = list[tuple[int, Tensor]]  # sums of 2^level neighbours, of falling lev
 
 
 def carry(carries: Carries, part: Tensor) -> None:
-    """Adds the next part, which becomes the tree's, to a balanced tree, of which at most log2 + 1
-    sums are held."""
+    """Adds the next part to a balanced tree, which then owns it; at most log2 + 1 sums are held."""
     level = 0
     while carries and carries[-1][0] == level:
         part = carries.pop()[1].add_(part)
@@ -44,14 +43,14 @@ _BLOCK = 1024
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """[] of [N] in a fixed order, whose error grows like log N: that of torch.sum follows the
-    number of threads. Zeros make the tree a whole one."""
+    """[]: the sum of [N] in a fixed order (torch.sum's depends on the number of threads), with an
+    error that grows like log N. Zeros fill the tree."""
     size: Any = values.shape[0]
     if isinstance(size, int):
         return _halved(_lengthened(values, 1 << max(size - 1, 0).bit_length())).clone()
     # A symbol's tree has as many levels as 2^30 values, so that one graph serves every N.
     for _ in range(3):
-        blocks = values.shape[0] // _BLOCK + 2  # 0 and 1 would be other graphs
+        blocks = values.shape[0] // _BLOCK + 2  # sizes 0 and 1 would make other graphs
         values = _halved(_lengthened(values, blocks * _BLOCK).view(blocks, _BLOCK))
     return values[0] + values[1]
 
@@ -61,14 +60,14 @@ def _lengthened(values: Tensor, size: Any) -> Tensor:
 
 
 def _halved(values: Tensor) -> Tensor:
-    """[...] of [..., 2^k]: neighbours are added, and the sums of neighbours."""
+    """[...]: sums of [..., 2^k], by adding neighbours, then the sums of neighbours."""
     while values.shape[-1] > 1:
         values = values[..., ::2] + values[..., 1::2]
     return values[..., 0]
 
 
 class Tokens(NamedTuple):
-    """What the loss takes of each token beside its state."""
+    """What the loss needs of each token beside its state."""
 
     target: Tensor  # [N]
     token_weight: Tensor | None  # [N]
@@ -109,7 +108,7 @@ def reduced(losses: Tensor, tokens: Tokens, options: Options) -> Tensor:
 
 
 def mean_of(total: Tensor, tokens: Tokens, options: Options) -> Tensor:
-    """`total` by what a mean divides by; what empty_mean says where that is 0."""
+    """`total` divided by a mean's divisor; what empty_mean says if that is 0."""
     by = divisor(tokens, options)
     empty = float("nan") if options.empty_mean == _abi.EMPTY_MEAN_NAN else 0.0
     return torch.where(by == 0, empty, total / torch.where(by == 0, 1.0, by))
