@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from logitless.integrations import FusedLinearCrossEntropyFunction, cce, prime_rl, unsloth, verl
 from logitless.torch import (
     LinearCrossEntropyHead,
+    _autograd,
     _memory,
     cross_entropy,
     default_memory,
@@ -51,7 +52,7 @@ def kept_bytes(output: Tensor) -> int:
     while nodes:
         node: Any = nodes.pop()
         if node is not None and node.name() == "LossBackward":
-            return sum(t.numel() * t.element_size() for t in node.saved_tensors[11:])
+            return sum(t.numel() * t.element_size() for t in node.saved_tensors[_autograd._SAVED :])
         nodes += [] if node is None else [next for next, _ in node.next_functions]
     raise AssertionError("there is no loss in this graph")
 

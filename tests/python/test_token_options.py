@@ -21,6 +21,7 @@ from logitless._abi import Options
 from logitless.torch import (
     LinearCrossEntropyHead,
     LinearCrossEntropyLoss,
+    _autograd,
     _ops,
     _run,
     cross_entropy,
@@ -189,9 +190,10 @@ def test_the_ops_take_it(op: str) -> None:
     inputs = [v.detach() for v in (x, w, b)] if op == "backward" else [x, w, b]  # type: ignore[union-attr]
     options = Options(2 if op == "fused" else 0, -100, 0.1, 1e-3, 0.9, 7.0, 1.0)
     ids = None if op == "fused" else torch.randint(-1, 19, (2, 5, 3))
-    given = _ops.arguments((*inputs, t, None, None, None, temperatures(10), ids), options, None)
+    tensors = (*inputs, t, None, None, None, temperatures(10), ids, None)
+    given = _ops.arguments(tensors, options, None)
     call, needs = torch.ops.logitless.forward, sum(_run.OF_TENSORS)
-    more: tuple[Any, ...] = (_run.DETACHED - 1, 0, None)
+    more: tuple[Any, ...] = ((_run.DETACHED - 1) & ~_run.TOP, 0, None)
     if op == "fused":
         more = (_run.LOSS | sum(_run.CONSTANTS) | _run.FUSED | needs, 0, None)
     elif op == "backward":
@@ -356,7 +358,7 @@ def test_a_detached_entropy_leaves_as_much_memory_as_none(ran: list[Ran]) -> Non
     for entropy in (False, "detached", True):
         for memory in (1_000_000, 1_500_000, 2_000_000, 4_000_000):
             result = linear_logprob(x, w, t, entropy=entropy, memory=memory)
-            saved = (result[0] if entropy else result).grad_fn.saved_tensors[11:]
+            saved = (result[0] if entropy else result).grad_fn.saved_tensors[_autograd._SAVED :]
             sizes.setdefault(entropy, []).append(saved[0].numel() if saved else 0)
     assert sizes["detached"] == sizes[False] and any(sizes[False])
     assert all(a <= b for a, b in zip(sizes[True], sizes[False]))
