@@ -16,7 +16,7 @@ from logitless._errors import not_supported
 from logitless._vocabulary import ABSENT
 from logitless.torch import _lists, _run
 from logitless.torch._autograd import ONCE_ONLY, cast, cast_bias
-from logitless.torch._run import matrix
+from logitless.torch._run import columns
 
 _INPUTS = ("input", "weight", "bias", "target", "temperature", "ids", "id_offsets")
 _FORWARD = (*_INPUTS, "logits_at")
@@ -47,9 +47,8 @@ def _inputs(tensors: Sequence[Any], dtype: torch.dtype | None) -> tuple[Tensor |
     tokens = input.shape[:-1].numel()
     rows = cast(input, dtype).reshape(tokens, input.shape[-1])  # [N, D]
     weight, bias = cast(weight, dtype), cast_bias(bias, dtype)
-    listed = ids if offsets is not None else matrix(ids)
     target = rows.new_zeros(tokens, dtype=torch.int64)  # [N]
-    return rows, weight, bias, target, temperature, listed, offsets
+    return rows, weight, bias, target, temperature, columns(ids, offsets), offsets
 
 
 def _options(logit_scale: float, softcap: float, temperature: float) -> Options:
@@ -64,10 +63,9 @@ def _logits_at(*args: Any) -> Tensor:
     ids, offsets = tensors[4:]
     given = _inputs(tensors, dtype)
     logits = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-    flat = logits if offsets is not None else matrix(logits)
     options = _options(scale, softcap, temperature)
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    _run.launch(kind, _FORWARD, (*given, flat), options, memory, "logits_at")
+    _run.launch(kind, _FORWARD, (*given, columns(logits, offsets)), options, memory, "logits_at")
     return logits
 
 
@@ -76,12 +74,11 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     input, weight, bias, *_, offsets = tensors
     given = _inputs(tensors, dtype)
     upstream = upstream.resolve_neg().contiguous()
-    flat = upstream if offsets is not None else matrix(upstream)
     grads = _gradients((input, weight, bias), given, needs)
     options = _options(scale, softcap, temperature)
     kind = _abi.LINEAR_CROSS_ENTROPY_BACKWARD
     asked = ("only_chosen", *(None if g is None else (g.dtype, g.stride()) for g in grads))
-    every = (*given, flat, *grads)
+    every = (*given, columns(upstream, offsets), *grads)
     _run.launch(kind, _BACKWARD, every, options, memory, asked, only_chosen=True)
     if grads[0] is not None:
         grads[0] = grads[0].view(input.shape)

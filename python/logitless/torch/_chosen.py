@@ -102,9 +102,10 @@ def outputs_of(outputs: Sequence[Any], ids: Tensor, single: bool) -> list[Any]:
 
 
 def in_callers_words(
-    message: str, shape: Sequence[int], ranks: tuple[int, int] | None = None
+    message: str, ids: Tensor, offsets: Tensor | None, ranks: tuple[int, int] | None = None
 ) -> str:
     """An error about an id, in the caller's index."""
     of_single = r"^target\[(\d+)\] (.*), or ignore_index .*"
     message = re.sub(of_single, r"ids[\1, 0] \2, or -1 for none", message)
-    return placed(message, shape[:-1], name="ids", ranks=ranks)
+    leading = ids.shape[:-1] if offsets is None else ids.shape
+    return placed(message, leading, name="ids", ranks=ranks)

@@ -443,8 +443,7 @@ def linear_outputs(
         shape = constants.target.shape if data is None else (target.numel(),)
         ranks = None if shard is None else shard.gathered()
         if ids is not None and error.status == "target_out_of_range":
-            places = ids.shape if offsets is None else (ids.shape[0], 1)
-            error.args = (_chosen.in_callers_words(str(error), places, ranks),)
+            error.args = (_chosen.in_callers_words(str(error), ids, offsets, ranks),)
         error.args = (_in_callers_words(error, shape, int(shift), ranks, memory is None),)
         raise
 
@@ -689,9 +688,8 @@ def _among_ids(
             _autocast_dtype(input),
         )  # fmt: skip
     except LogitlessError as error:
-        places = ids.shape if offsets is None else (ids.shape[0], 1)
         if error.status == "target_out_of_range":
-            error.args = (_chosen.in_callers_words(str(error), places),)
+            error.args = (_chosen.in_callers_words(str(error), ids, offsets),)
         error.args = (_in_callers_words(error, (), by_default=memory is None),)
         raise
 

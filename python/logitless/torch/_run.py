@@ -141,6 +141,11 @@ def matrix(tensor: Tensor | None) -> Tensor | None:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+def columns(tensor: Tensor | None, offsets: Tensor | None) -> Tensor | None:
+    """Of chosen columns, as the core takes them: [N, K], or [M] beside offsets."""
+    return tensor if offsets is not None else matrix(tensor)
+
+
 def logprobs_at(
     logits: Tensor, row_state: Tensor, ids: Tensor, offsets: Tensor | None = None
 ) -> Tensor:
@@ -410,15 +415,14 @@ def forward(
     outputs = given = (loss, *statistics, logits_at, top_logits, top_ids)
     if target.dim() != 1:
         of_tokens = map(_flat, statistics)  # [N]
-        at = logits_at if id_offsets is not None else matrix(logits_at)
+        at = columns(logits_at, id_offsets)
         of_columns = map(matrix, (top_logits, top_ids))  # [N, K]
         given = (_flat(loss) if none else loss, *of_tokens, at, *of_columns)
     row_state = _row_state(rows) if wanted & ROW_STATE else None  # [2, N]
     weighted = _per_token(flat) if wanted & WEIGHTED else None  # [N]
     tensors = (
         rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer,
-        temperature, ids if id_offsets is not None else matrix(ids), id_offsets, anchor, *given,
-        weighted,
+        temperature, columns(ids, id_offsets), id_offsets, anchor, *given, weighted,
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_FORWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_FORWARD
     asked: object = wanted if keep is None else (wanted, keep.asked())
@@ -496,7 +500,6 @@ def backward(
     target, token_weight, vocab_weight, normalizer, temperature, ids, id_offsets = constants
     if upstream.grad_logits_at is None:
         ids = id_offsets = None
-    of_ids = matrix if id_offsets is None else _upstream
     tokens = target.numel()
     rows = _rows(input, tokens)  # [N, D]
     if kept is not None and rows.is_cuda:
@@ -513,8 +516,8 @@ def backward(
             grads[2] = torch.zeros(grads[2].shape, dtype=torch.float32, device=rows.device)
     tensors = (
         rows, weight, bias, _flat(target), _flat(token_weight), vocab_weight, normalizer,
-        temperature, of_ids(ids), id_offsets, *map(_upstream, upstream[1:-1]),
-        of_ids(upstream.grad_logits_at), *grads,
+        temperature, columns(ids, id_offsets), id_offsets, *map(_upstream, upstream[1:-1]),
+        columns(upstream.grad_logits_at, id_offsets), *grads,
         *((None, None) if kept is None else kept[:2]),
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_BACKWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_BACKWARD

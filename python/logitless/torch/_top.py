@@ -16,7 +16,7 @@ LOGITS, IDS = (list(_run.OUTPUTS).index(bit) for bit in (_run.TOP_LOGITS, _run.T
 
 
 def wanted_of(k: Any) -> int:
-    """The bits of _run; only raises for a k that is no number, the core checks its range."""
+    """The bits of _run; only raises for a k that is no number. check_k checks its range."""
     if not isinstance(k, int):
         raise wrong_dtype(f"k is a {type(k).__name__}; allowed: an int")
     # A k that does not fit above the bits is out of range in any vocabulary.
