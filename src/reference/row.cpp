@@ -126,9 +126,10 @@ std::vector<double> linear_logits(const RowSource& source, int64_t i,
 
 double gamma(const BoundModel& model, int64_t length) {
   const double k = static_cast<double>(length);
-  if (model.tf32) return 0x1p-9 + u32 * (4 + k / 16);
-  if (model.tensor_cores) return u32 * (4 + k / 16);
-  return u32 * (4 + (model.structured ? std::max(std::sqrt(k), k / 4) : std::sqrt(k)));
+  const double alike = model.structured ? k / 4 : 0;
+  if (model.tf32) return 0x1p-9 + u32 * (4 + std::max(k / 16, alike));
+  if (model.tensor_cores) return u32 * (4 + std::max(k / 16, alike));
+  return u32 * (4 + std::max(std::sqrt(k), alike));
 }
 
 Row make_row(const RowSource& source, const Token& token, int64_t i) {

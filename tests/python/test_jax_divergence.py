@@ -418,7 +418,7 @@ def test_where_nothing_is_kept() -> None:
     assert keeps(call(h, reduction="none"), x, w) == [(False, True)], "nothing is differentiated"
 
 
-def test_memory_bounds_the_workspace() -> None:
+def test_memory_bounds_the_workspace(platform: str) -> None:  # noqa: F811
     h = heads(shape=(256,), vocab=3000)
     x, w, _, _ = given(h)
     for reduction in ("mean", "none"):
@@ -432,11 +432,13 @@ def test_memory_bounds_the_workspace() -> None:
             expected(h, reduction=reduction)[0],
         )
     sizes = {}
-    for limit in (None, "3MiB", "1MiB"):
+    small, large = (1, 3) if platform == "cpu" else (6, 8)  # MiB
+    for limit in (None, f"{large}MiB", f"{small}MiB"):
         step = jax.value_and_grad(call(h, memory=limit), (0, 1))
         sizes[limit] = memory(step, x, w).temp_size_in_bytes
-    assert sizes["1MiB"] <= (1 << 20) + 4096 and sizes["3MiB"] <= (3 << 20) + 4096
-    assert sizes["1MiB"] < sizes[None]
+    for limit in (small, large):
+        assert sizes[f"{limit}MiB"] <= (limit << 20) + 4096
+    assert sizes[f"{small}MiB"] < sizes[None]
 
 
 def test_f16_gradients_are_rounded_after_the_upstream_factor() -> None:
@@ -826,9 +828,11 @@ def refused() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
 
 @pytest.mark.parametrize("name", refused())
 @pytest.mark.parametrize("how", ["eager", "jit", "grad"])
-def test_errors_name_the_argument(name: str, how: str) -> None:
+def test_errors_name_the_argument(name: str, how: str, platform: str) -> None:  # noqa: F811
     """In the words of the other bindings."""
     changed, kind, message = refused()[name]
+    if platform == "cuda" and name.endswith("target outside"):
+        pytest.skip("test_a_target_out_of_range_of_a_running_program: nobody waits for the device")
     x, w, y, v = given(heads())
     arguments = {
         "input": x, "linear_weight": w, "teacher_input": y, "teacher_weight": v,

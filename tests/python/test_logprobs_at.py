@@ -91,7 +91,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "temperature": {"temperature": 0.6},
     "softcap": {"softcap": 2.0, "logit_scale": 0.7},
-    "memory": {"memory": "1MiB"},
+    "memory": {"memory": "8MiB"},
 }
 
 

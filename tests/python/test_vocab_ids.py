@@ -75,7 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "none": {"reduction": "none"},
     "classes": {"weight": VOCAB, "label_smoothing": 0.2},
     "tokens": {"token_weight": (3, 11), "temperature": (3, 11), "normalizer": 7.0},
-    "memory": {"memory": "1MiB", "reduction": "none"},
+    "memory": {"memory": "8MiB", "reduction": "none"},
 }
 
 

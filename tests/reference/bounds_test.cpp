@@ -302,6 +302,8 @@ TEST(ReferenceBounds, GammaDependsOnHowTheBackendAdds) {
   const double plain = target_logit({});
   EXPECT_NEAR(target_logit({.tensor_cores = true}) - plain, u * (64.0 / 16 - 8) * products, 1e-12);
   EXPECT_NEAR(target_logit({.structured = true}) - plain, u * (64.0 / 4 - 8) * products, 1e-12);
+  EXPECT_EQ(target_logit({.tensor_cores = true, .structured = true}),
+            target_logit({.structured = true}));
 }
 
 TEST(ReferenceBounds, AreZeroWhereTheResultIsExactOrNotANumber) {

@@ -23,7 +23,8 @@ constexpr int64_t most_block = int64_t{128} << 20, least_block = int64_t{1} << 2
 // hold the parts' sums, each of a result's size. Where logits are made too, their pass decides the
 // size of the block.
 bool has_room_for_parts(const LinearShape& s, const LinearPlan& p, int64_t rows) {
-  return s.kept_columns == s.vocab && p.stored_columns == s.vocab && lends_block(s, p) &&
+  const bool whole = p.stored_columns == s.vocab || s.kernels.kept == Origin::dz_in_panels;
+  return s.kept_columns == s.vocab && whole && lends_block(s, p) &&
          rows * p.hidden_pitch <= p.block_rows * p.block_columns;
 }
 
