@@ -54,7 +54,7 @@ TEST_P(RowKernels, GradientIsADoubleLoopAtEveryCount) {
 // comes of it.
 TEST_P(RowKernels, RoundedExponentialsGiveTheGradient) {
   const LogitMap map = logit_map({.logit_scale = -.7f, .temperature = .3f});
-  constexpr double rounding = 0x1p-8;  // it is half a unit of bf16, and the f32 steps beside it
+  constexpr double rounding = 0x1p-8;  // half a unit of bf16, with room for the f32 steps
   for (const int64_t count : counts()) {
     std::vector<float> z = normal(count, 20);
     const std::vector<float> weight = normal(count, 1);

@@ -510,7 +510,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         from logitless.torch._split import placed
 
         group = placed.group_of(self.weight)
-        if hasattr(input, "placements"):  # these say whether it is split
+        if hasattr(input, "placements"):  # a DTensor's placements say whether it is split
             return {"group": group}
         split = Split(group, sequence_dim=self.sequence_dim, local_tokens=self.local_tokens)
         return {"group": split}
