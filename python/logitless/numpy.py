@@ -434,9 +434,9 @@ def linear_logprob(
     softcap: float | None = 0.0, shift: bool | int = False, memory: int | str | None = None,
     entropy: bool | str = False, vocab_ids: Array | None = None,
 ) -> Any:  # fmt: skip
-    """Log-probability of every target token, [...] float32 and never above 0. `entropy` (True, or
+    """Log-probability of every target token, [...] float32, never above 0. `entropy` (True, or
     "detached", which means the same here) gives the pair (logprob, entropy). Tokens that do not
-    count give 0. `temperature` and `vocab_ids` are as in `linear_cross_entropy`.
+    count give 0. The arrays and the other options are as in `linear_cross_entropy`.
     """
     entropy_detached(entropy)
     _, made = linear_cross_entropy(
@@ -506,7 +506,9 @@ def linear_logprobs_at(
       takes no product of the whole vocabulary.
     - `offsets` [N + 1], with `ids` [M]: token i, counted over all leading dimensions, has
       ids[offsets[i]:offsets[i + 1]].
-    - `temperature` (in the shape of the tokens) and `vocab_ids`: as in `linear_cross_entropy`.
+
+    The arrays and the other options are as in `linear_cross_entropy`; a `temperature` is in the
+    shape of the tokens.
     """
     if over not in ("vocab", "ids"):
         raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
@@ -602,12 +604,13 @@ def linear_topk(
     temperature: float | Array = 1.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
     memory: int | str | None = None, return_statistics: Any = (), vocab_ids: Array | None = None,
 ) -> Any:  # fmt: skip
-    """The k likeliest classes of each token of `input` [..., D]: (log-probabilities, float32, never
-    above 0, ids, int64), both [..., k]. The likeliest comes first, and of equal logits the lowest
-    id. A row that holds a NaN is NaN, with any ids.
+    """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D]:
+    (log-probabilities, float32, never above 0, ids, int64), both [..., k]. The likeliest comes
+    first, and of equal logits the lowest id. A row that holds a NaN is NaN, with any ids.
 
     `k` is from 1 to 256 and at most V; with `vocab_ids` [V'], which are then the only classes, at
-    most V'. `return_statistics`, of those that need no target, makes it a triple.
+    most V'. `return_statistics`, of those that need no target, makes it a triple. The other options
+    are as in `linear_logprobs_at`.
     """
     rows, weight = _array("input", input), _weight(linear_weight)
     listed = None
@@ -856,8 +859,10 @@ def cross_entropy(
     return_statistics: Any = (), empty_mean: EmptyMean = "zero",
     return_gradients: bool = False,
 ) -> Any:  # fmt: skip
-    """Cross-entropy of given logits [..., V]; with `return_gradients` (mean, sum) the pair (result,
-    grad_logits)."""
+    """Cross-entropy of given `logits` [..., V]. `target` [...], options and result are those of
+    `linear_cross_entropy`; with `return_gradients`, for "mean" and "sum", (that result,
+    grad_logits).
+    """
     options = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
         "label_smoothing": label_smoothing, "z_loss": z_loss, "logit_scale": logit_scale,
@@ -879,7 +884,7 @@ def cross_entropy(
 
 
 def softmax(logits: Array, axis: int = -1) -> Array:
-    """Softmax along an axis, as a new array."""
+    """Softmax of `logits` along `axis`, as a new array in their dtype."""
     moved = np.moveaxis(_array("logits", logits), axis, -1)
     rows = moved.reshape(-1, moved.shape[-1]) if moved.size else moved.reshape(0, 1)
     result = np.empty(rows.shape, rows.dtype)

@@ -890,7 +890,7 @@ def test_results_are_tuples_with_names() -> None:
     assert statistics.teacher_entropy is None and statistics.logprob is None
     assert loss.shape == () and statistics.acceptance.shape == SHAPE
     assert isinstance(linear_divergence(x, w, y, v, return_statistics=()), jax.Array)
-    assert "acceptance: sum min(p, q)" in (DivergenceStatistics.__doc__ or "")
+    assert "`acceptance`: sum min(p, q)" in (DivergenceStatistics.__doc__ or "")
 
 
 def test_arguments_are_those_of_torch() -> None:

@@ -125,8 +125,8 @@ def linear_divergence(
     Options:
 
     - `beta`: 0 or in [2^-90, 1]; read by "jsd" and "skew_kl" alone.
-    - logit_scale, softcap and temperature of each head: as in `linear_cross_entropy`. A
-      `teacher_temperature` of None is `temperature`.
+    - `logit_scale`, `softcap` and `temperature`, `teacher_logit_scale`, `teacher_softcap` and
+      `teacher_temperature` (None: `temperature`): each head's own, as in `linear_cross_entropy`.
     - `shift`: as there; both temperatures move with the label.
     - reduction, normalizer, empty_mean and memory: as there.
     - `return_statistics`: names of `DivergenceStatistics`.

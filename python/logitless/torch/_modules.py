@@ -168,6 +168,8 @@ class CrossEntropyLoss(_Loss[R]):
         normalizer: float | Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> Any:
+        """`cross_entropy` of `logits` [..., V] and `target` [...] with the module's options.
+        A `temperature` given here takes the place of the module's."""
         return cross_entropy(
             logits, target, token_weight=token_weight, normalizer=normalizer,
             **self._options(temperature),
@@ -251,6 +253,8 @@ class LinearCrossEntropyLoss(_Loss[R]):
         normalizer: float | Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> Any:
+        """`linear_cross_entropy` of these arguments with the module's options. A `temperature`
+        given here takes the place of the module's."""
         return linear_cross_entropy(
             input,
             linear_weight,
@@ -407,6 +411,9 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         normalizer: float | Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> Any:
+        """The loss of `input` [..., D] and `target` [...], or without a target the logits [..., V],
+        with the head's options. A `temperature` given here takes the place of the head's. The rest
+        is as in `linear_cross_entropy`."""
         if target is None:
             self._check_no_target()
             loss = self.loss
