@@ -67,8 +67,9 @@ class Network {
   // call.
   std::span<const float> forward(const Parameters& parameters, std::span<const Token> context);
 
-  // Runs the backward of the forward just done. grad_hidden is [N, D]. It adds the embeddings' part
-  // to gradient.weight (which holds the head's), and overwrites everything else but gradient.bias.
+  // Runs the backward of the forward just done, from grad_hidden [N, D]. It adds the embeddings'
+  // gradient to gradient.weight, which holds the head's already, leaves gradient.bias alone and
+  // overwrites the rest.
   void backward(const Parameters& parameters, std::span<const Token> context,
                 std::span<const float> grad_hidden, Parameters* gradient);
 

@@ -134,7 +134,7 @@ class Vocabulary(NamedTuple):
     vocab: Any  # the number of ids in the whole vocabulary
     ordered: Tensor  # [V'] i64, ascending
     order: Tensor  # [V'] where the call's own row of each of them is
-    wrong: Tensor  # bool []
+    wrong: Tensor  # bool [], whether the list is wrong: then all results are NaN
     rows: Tensor  # [V'] i64, the weight's rows in the call's order; of a rank those that it has
 
     def of(self, tensor: Any) -> Any:
