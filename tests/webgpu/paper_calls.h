@@ -150,7 +150,7 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
   return op;
 }
 
-// One call on buffers of its own came to this.
+// What one call on buffers of its own took, and what was wrong with it.
 struct PaperResult {
   uint64_t minimum = 0, tensors = 0, predicted = 0, most = 0;  // bytes
   std::string faults;
