@@ -129,7 +129,7 @@ std::string wrong_with(const std::string& text, double* value) {
   errno = 0;
   *value = std::strtod(text.c_str(), &end);
   if (text.empty() || *end != 0) return "\"" + text + "\" is no number";
-  // It may be too small or too large even for a double.
+  // The number may be too small or too large even for a double.
   const bool lost = errno == ERANGE && (*value == 0 || std::isinf(*value));
   if (lost || !held_by_f32(*value)) return fmt::format("{}; allowed: {}", text, what_f32_holds);
   return "";

@@ -136,7 +136,7 @@ enum class Through { launcher, kernel };
 struct Case {
   const char* name;
   CrossEntropyAttrs attrs{};
-  int ignored = 0;  // so many of the M rows are ignored
+  int ignored = 0;  // of the M rows
   float offset = 0;
   Through through = Through::launcher;
 };
@@ -148,7 +148,7 @@ constexpr CrossEntropyAttrs kNoneSmooth{.reduction = Reduction::None, .ls_eps = 
 constexpr CrossEntropyAttrs kAll{.reduction = Reduction::Sum, .ignore_index = 5, .ls_eps = 0.2f};
 constexpr CrossEntropyAttrs kProbabilities{.from_logits = false, .eps = 1e-6f, .ls_eps = 0.1f};
 
-// These are the inputs of a case, and what the module's page says comes out, in double.
+// The inputs of a case, and in double what the module's page says comes out.
 struct Problem {
   std::vector<float> x;         // [M, N]
   std::vector<int32_t> target;  // [M]
@@ -306,13 +306,13 @@ bool check_rejects(const Place& place) {
 }
 
 constexpr Case kCases[] = {
-    // This is the page's list, each forward and backward.
+    // The page's list, each forward and backward.
     {"mean"},
     {"none", kNone},
     {"sum", kSum},
     {"mean, ignore_index", {}, 12},
     {"mean, label_smoothing", kSmooth},
-    // This is what else the page promises.
+    // What else the page promises.
     {"mean, ignore_index = 5", {.ignore_index = 5}, 12},
     {"mean, every row ignored", {}, M},
     {"sum, all of them", kAll, 12},

@@ -38,7 +38,7 @@ inline bool open_cuda(Place* place) {
   return false;
 }
 
-// These are bytes for one call in the order of the stream; data() is nullptr where there are none.
+// Bytes for one call, in the order of the stream; data() of none is nullptr.
 class Scratch {
  public:
   Scratch(logitless::Device device, size_t bytes, void* stream) : device_(device), stream_(stream) {
@@ -71,7 +71,7 @@ class Scratch {
   void* data_ = nullptr;
 };
 
-// This is a copy of `values` where the ops run.
+// A copy of `values` where the ops run.
 class Memory {
  public:
   template <class T>

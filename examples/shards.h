@@ -24,7 +24,7 @@ using namespace logitless;
 struct Sizes {
   int64_t tokens = 97, hidden = 64, vocab = 1003;
   DType dtype = DType::bf16;
-  int64_t steps = 1;  // so many are timed, after one that is not
+  int64_t steps = 1;  // timed, after one that is not
   bool judge = true;  // the judge takes tokens * hidden * vocab steps on one processor
 };
 
@@ -72,7 +72,7 @@ inline bool parse(int argc, char** argv, int ranks, Sizes* sizes, std::string* e
   return error->empty();
 }
 
-// These columns of the vocabulary are a rank's. Any division serves that is the same everywhere.
+// A rank's columns of the vocabulary. Any division will do, if all ranks agree on it.
 struct Columns {
   int64_t first = 0, count = 0;
 };
@@ -138,7 +138,7 @@ inline std::vector<char> encode(const std::vector<float>& values, DType dtype) {
   return bytes;
 }
 
-// These are a rank's tensors. They are allocated once, for every step.
+// A rank's tensors, allocated once for all steps.
 struct Shard {
   Shard(const Place& where, const Sizes& of, int its_rank, int all_ranks)
       : place(where),
@@ -192,9 +192,9 @@ struct Shard {
   int rank, ranks;
   LossOptions options{
       .reduction = Reduction::mean, .vocab_start = own.first, .vocab_total = sizes.vocab};
-  // Each rank adds up the parts of grad_input of so many tokens; the last ones may be padding.
+  // A rank's share of tokens, whose parts of grad_input it adds up; the last may be padding.
   int64_t share_tokens = (sizes.tokens + ranks - 1) / ranks;
-  int64_t share = share_tokens * sizes.hidden;  // it counts elements
+  int64_t share = share_tokens * sizes.hidden;  // elements
 
   Memory input{place, encode(input_of(sizes), sizes.dtype)};         // [N, D]
   Memory weight{place, encode(weight_of(sizes, own), sizes.dtype)};  // [V_p, D]
@@ -236,8 +236,8 @@ void call(const Op& op, const Shard& s, Ranks& ranks) {
   if (!status.ok()) ranks.abort(status.message());
 }
 
-// This is one step: loss, grad_input and the shard's own grad_weight. What it ends with, but
-// grad_weight, has the same bits on every rank. docs/devices.md shows it word for word.
+// One step: loss, grad_input and the shard's own grad_weight. All results but grad_weight have the
+// same bits on every rank. docs/devices.md shows it word for word.
 template <class Ranks>
 void step(Shard& s, Ranks& ranks) {
   // The logit of a token's target is made by the shard that has its column, and is -inf elsewhere.

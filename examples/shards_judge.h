@@ -13,7 +13,7 @@
 
 namespace shards {
 
-// This is what a rank ends with, on the host.
+// What a rank ends with, on the host.
 struct Outcome {
   std::vector<float> loss{0};       // []
   std::vector<float> target_logit;  // [N]
@@ -59,7 +59,7 @@ inline bool agree(const Outcome& a, const Outcome& b) {
          same_bits(a.grad_input, b.grad_input);
 }
 
-// This is the whole vocabulary's call in one process, and how far an honest computation may be off.
+// The whole vocabulary's call in one process, and how far an honest computation may be off.
 class Judge {
  public:
   Judge(const Sizes& sizes, bool tensor_cores, int ranks)
@@ -84,7 +84,7 @@ class Judge {
   }
 
  private:
-  static constexpr double kUnit = 0x1p-24;  // it is the unit roundoff of f32
+  static constexpr double kUnit = 0x1p-24;  // the unit roundoff of f32
   struct Bounds {
     std::vector<double> loss{0}, target_logit, grad_input, grad_weight;
   };
@@ -201,7 +201,7 @@ class Judge {
   Bounds bound_;
 };
 
-// This is a line of the table that a rank prints of itself; it is plain bytes.
+// A rank's own line of the table, sent between ranks as plain bytes.
 struct Report {
   int64_t first = 0, count = 0, received_bytes = 0, kept_bytes = 0;
   double milliseconds = 0, worst = 0;

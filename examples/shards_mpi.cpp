@@ -18,7 +18,7 @@ float* floats(const Memory& memory) { return static_cast<float*>(memory.data());
 
 struct MpiRanks {
   int rank, ranks;
-  int64_t received = 0;  // it counts bytes
+  int64_t received = 0;  // bytes
 
   // Every rank gets the largest of all ranks' values; a maximum has no rounding, so no order.
   void max(const Memory& values, int64_t count) {

@@ -35,7 +35,7 @@ struct NcclRanks {
   // The driver may load a kernel at its first launch, and wait for the device before it does: in
   // the first step, which loads them, no exchange is under way meanwhile.
   bool waits = true;
-  int64_t received = 0;  // it counts bytes
+  int64_t received = 0;  // bytes
 
   // Every rank gets the largest of all ranks' values; a maximum has no rounding, so no order.
   void max(const Memory& values, int64_t count) {

@@ -6,7 +6,7 @@
 //
 // transformer.h has the model. Without a file the text is the reference of Python's language, where
 // a Python is installed. A last line says how the model does on the tenth of the text that it has
-// not seen; --below makes the program fail where the training does not end below so many nats.
+// not seen; --below NATS makes the program fail if the training ends above that.
 // `logitless demo` (demo/) is the larger one: on the library's own threads and matrix products,
 // over whole folders, with perplexities beside those of counted words and text that it writes.
 #include <algorithm>
@@ -31,7 +31,7 @@ namespace {
 
 using Tokens = std::vector<int32_t>;
 
-constexpr int64_t batch = 8;  // a step takes so many sequences
+constexpr int64_t batch = 8;  // sequences of a step
 constexpr float largest_rate = 3e-3f;
 constexpr const char* usage = "[FILE] [--steps N] [--vocab V] [--untied] [--below NATS]";
 
@@ -137,7 +137,7 @@ void draw_batch(const Tokens& text, int64_t first, int64_t last, int64_t context
   }
 }
 
-// It goes up in a tenth of the steps, and down to 0 in the others.
+// Rises over the first tenth of the steps, then falls to 0.
 float rate_at(int64_t step, int64_t steps) {
   const auto done = static_cast<float>(step + 1) / static_cast<float>(steps + 1);
   return largest_rate * std::min(10 * done, (1 - done) / 0.9f);

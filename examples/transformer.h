@@ -24,12 +24,12 @@
 namespace example {
 
 struct Shape {
-  int64_t vocab = 0, hidden = 64, heads = 4, context = 64;  // they are V, D, H and T
+  int64_t vocab = 0, hidden = 64, heads = 4, context = 64;  // V, D, H and T
   bool tied = true;                                         // the embedding is the head's weight
-  int64_t inner() const { return 4 * hidden; }              // the MLP's layer has so many units
+  int64_t inner() const { return 4 * hidden; }              // units of the MLP's layer
 };
 
-// This is one flat array with a view of each parameter; gradients and moments have the same form.
+// One flat array with a view of each parameter; gradients and moments have the same form.
 // A weight's first axis is its input's, so that loops run along the memory.
 template <class T>
 struct Parameters {
@@ -185,7 +185,7 @@ class Block {
   void attend_backward(const std::vector<T>& grad_mixed, std::vector<T>* grad_qkv) const;
 
   Shape shape_;
-  int64_t tokens_ = 0;                       // it is N
+  int64_t tokens_ = 0;                       // N
   std::vector<T> x0_, x1_, x2_;              // [N, D]
   std::vector<T> n1_, n2_, h_;               // [N, D]
   std::vector<T> scale1_, scale2_, scale3_;  // [N]
@@ -288,7 +288,7 @@ void Block<T>::backward(const Parameters<T>& p, const std::vector<int32_t>& toke
   multiply_backward(N, D, F, n2_.data(), p.up, grad_u.data(), grad_n.data(), g->up);
   norm_backward(N, D, x1_.data(), p.norm2, scale2_.data(), grad_n.data(), grad_x.data(), g->norm2);
 
-  // It is x1's gradient now, and so x0's along the sum.
+  // grad_x is now x1's gradient, and so x0's through the residual sum.
   std::vector<T> grad_mixed(mixed_.size()), grad_qkv(qkv_.size());
   multiply_backward(N, D, D, mixed_.data(), p.out, grad_x.data(), grad_mixed.data(), g->out);
   attend_backward(grad_mixed, &grad_qkv);

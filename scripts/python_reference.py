@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """scripts/python_reference.py FOLDER makes the pages of the Python package from its docstrings, by
-pdoc; exit code 1 if pdoc warns. scripts/docs calls it where pdoc and the frameworks are."""
+pdoc; exit code 1 if pdoc warns or a docstring is wrong (docstrings.py says what that is).
+scripts/docs calls it where pdoc and the frameworks are."""
 
 from __future__ import annotations
 
@@ -11,17 +12,10 @@ import typing
 import warnings
 from pathlib import Path
 
+import docstrings
 import pdoc
 
-MODULES = [
-    "logitless",
-    "logitless.torch",
-    "logitless.torch.parallel",
-    "logitless.jax",
-    "logitless.numpy",
-    "logitless.integrations",
-    "!logitless.integrations.levanter",  # needs haliax
-]
+MODULES = (*docstrings.MODULES, "!logitless.integrations.levanter")  # which needs haliax
 
 
 def import_with_types() -> None:
@@ -36,7 +30,7 @@ def import_with_types() -> None:
 def resolve_names() -> None:
     """What is imported at its first use; and the types of a NamedTuple's fields, which Python
     looks up in another module than the class's."""
-    for name in [n for n in MODULES if not n.startswith("!")]:
+    for name in docstrings.MODULES:
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", []):
             setattr(module, public, getattr(module, public))
@@ -54,9 +48,11 @@ def main(folder: str) -> int:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         pdoc.pdoc(*MODULES, output_directory=Path(folder))
-    for warning in told:
-        print(f"docs: {warning.filename}:{warning.lineno}: {warning.message}", file=sys.stderr)
-    return 1 if told else 0
+    said = [f"{warning.filename}:{warning.lineno}: {warning.message}" for warning in told]
+    said += docstrings.complaints_of_all()
+    for line in said:
+        print(f"docs: {line}", file=sys.stderr)
+    return 1 if said else 0
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ export class Logitless {
         new Uint8Array(core.exports.memory.buffer, address, data.byteLength).set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength));
         this.core.give(name, new Tensor(this, null, shapes[name] ?? [data.length], dtypeOf(data)), address);
       }
-      // Those that the op adds to are among the tensors; of the others only the shape is looked at.
+      // Gradients that the op adds to are among the tensors. Of the others only the shape is read.
       for (const [name, shape] of Object.entries(outputs)) if (!tensors[name]) this.core.give(name, new Tensor(this, null, shape, isIndex(name) ? 'i32' : 'f32'), hold(8));
       core.evaluate(bounds);
       const results = {};

@@ -12,9 +12,9 @@
 namespace logitless::cli::demo {
 
 struct Baselines {
-  double unigram = 0;  // it is a perplexity
+  double unigram = 0;  // perplexity, like bigram
   double bigram = 0;
-  double k = 0;  // it is the best for the held-out words themselves, which favours the bigram
+  double k = 0;  // added to the counts; the best for the held-out words
 };
 
 // heldout_at has the indices of the held-out words that count, each > 0.

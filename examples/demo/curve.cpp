@@ -53,8 +53,7 @@ void Progress::show(const TrainProgress& p) {
   } else {
     constexpr int64_t width = 30;
     const auto full = static_cast<int64_t>(std::floor(p.done * width));
-    // This goes back to the line's start, prints the line, and erases what an earlier one left to
-    // its right.
+    // Back to the line's start, over the old line, then erases what it left to the right.
     fmt::print("\r[{:<{}}] {}\x1b[K{}", std::string(static_cast<size_t>(full), '#'), width, numbers,
                p.done < 1 ? "" : "\n");
   }

@@ -23,13 +23,13 @@ namespace logitless::cli::demo {
 inline constexpr float embedding_scale = 25;
 
 struct Shape {
-  int64_t vocab = 0;    // it is V
-  int64_t hidden = 0;   // it is D
-  int64_t context = 0;  // it is K
-  int64_t units = 0;    // it is H
+  int64_t vocab = 0;    // V
+  int64_t hidden = 0;   // D
+  int64_t context = 0;  // K
+  int64_t units = 0;    // H
 };
 
-// This is one flat array with a view of each parameter; gradients and moments have the same form.
+// One flat array with a view of each parameter; gradients and moments have the same form.
 class Parameters {
  public:
   explicit Parameters(const Shape& shape);
@@ -51,7 +51,7 @@ class Parameters {
   float* unit_weight;       // [H, K D]
   float* unit_bias;         // [H]
   float* unit_output;       // [D, H]
-  std::vector<View> views;  // it lists those that are not empty, in this order
+  std::vector<View> views;  // of those that are not empty, in this order
 };
 
 // Makes small random embeddings, positions that average, and as bias the logarithm of each word's
@@ -67,8 +67,9 @@ class Network {
   // call.
   std::span<const float> forward(const Parameters& parameters, std::span<const Token> context);
 
-  // Runs the backward of the forward just done. grad_hidden is [N, D]. It adds the embeddings' part
-  // to gradient.weight (which holds the head's), and overwrites everything else but gradient.bias.
+  // Runs the backward of the forward just done, from grad_hidden [N, D]. It adds the embeddings'
+  // gradient to gradient.weight, which holds the head's already, leaves gradient.bias alone and
+  // overwrites the rest.
   void backward(const Parameters& parameters, std::span<const Token> context,
                 std::span<const float> grad_hidden, Parameters* gradient);
 
@@ -80,7 +81,7 @@ class Network {
   void scatter(std::span<const Token> context, Parameters* gradient) const;
 
   Shape shape_;
-  int64_t tokens_ = 0;  // it is N
+  int64_t tokens_ = 0;  // N
   Products products_;
   std::vector<float> x_;       // [N, K D]
   std::vector<float> a_;       // [N, H]

@@ -20,9 +20,9 @@ namespace logitless::cli::demo {
 namespace {
 
 constexpr double nucleus = 0.9;  // a word is drawn from the likeliest ones, which have this share
-// A word loses so many nats for each time too often in the context.
+// Nats that a word loses for each time that it is in the context too often.
 constexpr double repetition = 1;
-constexpr int64_t usual_words = 2;  // so many times are not too often
+constexpr int64_t usual_words = 2;  // up to here a word is not too often; marks below
 constexpr int64_t usual_marks = 5;
 constexpr int prompts_tried = 64;
 
@@ -55,7 +55,7 @@ class Sampler {
     probability_.resize(static_cast<size_t>(vocab));
     const std::span<const float> h = model_->hidden(context_);
     const Parameters& p = model_->parameters();
-    // These are the only logits of the demo: one word's.
+    // One word's: the only logits that the demo ever holds.
     products_.forward({h.data(), 1, hidden}, {p.weight, vocab, hidden}, false,
                       {probability_.data(), 1, vocab});
     for (size_t v = 0; v < probability_.size(); ++v) probability_[v] += p.bias[v];
@@ -87,8 +87,7 @@ class Sampler {
     const auto p = [&](Token v) { return double{probability_[static_cast<size_t>(v)]}; };
     std::sort(order_.begin(), order_.end(),
               [&](Token a, Token b) { return p(a) != p(b) ? p(a) > p(b) : a < b; });
-    // This takes 53 random bits, which give the same number on every machine; a standard
-    // distribution does not.
+    // From 53 random bits, because a standard distribution differs from library to library.
     double left = static_cast<double>(random_() >> 11) * 0x1p-53 * nucleus;
     for (const Token v : order_) {
       left -= p(v);

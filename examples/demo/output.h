@@ -19,7 +19,7 @@ struct SampleOptions {
 };
 
 struct Sample {
-  std::string prompt;  // it is the end of a held-out passage, which the model goes on from
+  std::string prompt;  // the end of a held-out passage, from which the model goes on
   std::string text;
 };
 

@@ -11,7 +11,7 @@
 namespace logitless::cli::demo {
 namespace {
 
-constexpr int64_t tile_rows = 32;  // it is a multiple of every engine's a_rows
+constexpr int64_t tile_rows = 32;  // a multiple of every engine's a_rows
 
 cpu::Source source_of(Matrix<const float> m) {
   return {.data = reinterpret_cast<const char*>(m.data), .row_stride = m.columns};

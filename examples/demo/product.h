@@ -9,7 +9,7 @@
 
 namespace logitless::cli::demo {
 
-// This is a dense row-major matrix, which is not owned.
+// A dense row-major matrix of somebody else's memory.
 template <class T>
 struct Matrix {
   T* data;
@@ -31,7 +31,7 @@ class Products {
   void multiply(const cpu::Source& a, int64_t depth, bool add, Matrix<float> c);
   void pack(const cpu::Source& b, bool along_rows, int64_t columns, int64_t depth);
 
-  std::vector<float> packed_;   // they are B panels
+  std::vector<float> packed_;   // B panels
   std::vector<float> scratch_;  // every thread has one A block and one tile of c
 };
 

@@ -26,7 +26,7 @@ class Progress {
 
  private:
   Mode mode_;
-  double shown_ = 0;  // it counts seconds since the start
+  double shown_ = 0;  // seconds since the start
 };
 
 // Draws a curve in braille dots, `rows` lines high, with its scale.
@@ -34,16 +34,16 @@ std::string draw_curve(std::span<const float> values, int64_t columns, int64_t r
 
 struct Memory {
   uint64_t logits = 0;      // [N, V]  f32 of one batch, which nobody holds
-  uint64_t workspace = 0;   // the loss takes so much
-  uint64_t parameters = 0;  // they include the copy that the products read
+  uint64_t workspace = 0;   // of the loss
+  uint64_t parameters = 0;  // with the copy that the products read
   uint64_t gradients = 0;
   uint64_t optimizer = 0;
-  uint64_t peak_resident = 0;  // the process took so much at its peak; 0 is unknown
+  uint64_t peak_resident = 0;  // of the process; 0: unknown
 };
 
 struct Exactness {
   int64_t words = 0;
-  // A word's loss differs at most so much from the same sum in double.
+  // The largest difference of a word's loss from the same sum in double.
   double largest_difference = 0;
 };
 
@@ -51,12 +51,12 @@ struct Outcome {
   TrainResult training;
   Baselines baselines;
   double perplexity = 0;
-  int64_t heldout_words = 0;  // so many were scored
-  double unknown_share = 0;   // so much of them is unknown
+  int64_t heldout_words = 0;  // scored
+  double unknown_share = 0;   // of these, words not in the vocabulary
   Memory memory;
   Exactness exactness;
   Sample sample;
-  double seconds = 0;  // all of it took so long
+  double seconds = 0;  // of all of it
 };
 
 void print_text(const Text& text);

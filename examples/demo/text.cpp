@@ -17,12 +17,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// It reads at most so many, so that any folder can be named.
+// Reads no more, so that any folder can be named.
 constexpr int64_t most_bytes = int64_t{256} << 20;
 constexpr int64_t fewest_tokens = 1000;
 constexpr int64_t wanted_vocab = 30000;  // words seen once are taken in only to reach this
 constexpr double heldout_share = 0.05;
-constexpr int64_t block_tokens = 1000;  // it holds out blocks of so many where there are few files
+constexpr int64_t block_tokens = 1000;  // with few files, blocks of this size are held out instead
 
 std::string read_file(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
@@ -32,7 +32,7 @@ std::string read_file(const fs::path& path) {
   return text;
 }
 
-// This is the whole text, with every different word numbered in order of appearance.
+// The whole text. Words are numbered in order of appearance.
 struct Corpus {
   std::unordered_map<std::string, int32_t> number;
   std::vector<std::string> word;               // a number has its word
@@ -80,7 +80,7 @@ Corpus read_corpus(const std::vector<fs::path>& files) {
 }
 
 struct Part {
-  std::vector<int32_t> word;  // they are word numbers; -1 comes before every document
+  std::vector<int32_t> word;  // word numbers; -1 before every document
   void add(const int32_t* first, size_t count) {
     word.push_back(-1);
     word.insert(word.end(), first, first + count);

@@ -17,8 +17,8 @@
 namespace logitless::cli::demo {
 
 using Token = int32_t;
-inline constexpr Token unknown_word = 0;  // it stands for every word that is not in the vocabulary
-inline constexpr Token document_start = 1;  // it stands before every document
+inline constexpr Token unknown_word = 0;    // any word that is not in the vocabulary
+inline constexpr Token document_start = 1;  // before every document
 
 // Returns the text files under `paths`, sorted, or with no paths the sources of Python's standard
 // library. It throws BadInput naming what is missing.
@@ -39,20 +39,20 @@ class Writer {
 };
 
 struct TextOptions {
-  int64_t vocab = 50257;  // there are at most so many words, the two above included
-  uint64_t seed = 1;      // it chooses the held-out files
+  int64_t vocab = 50257;  // words at most, the two above included
+  uint64_t seed = 1;      // chooses the held-out files
 };
 
 struct Text {
   std::vector<std::string> words;  // [V]  the most frequent come first, after the two above
-  std::vector<int64_t> count;      // [V]  the training part has a word so often
+  std::vector<int64_t> count;      // [V]  of each word in the training part
   std::vector<Token> train;
   std::vector<Token> heldout;
   int64_t files = 0;
   // 0 says that blocks of the text are held out, because there are too few files
   int64_t heldout_files = 0;
   int64_t bytes = 0;
-  int64_t distinct = 0;    // the whole text has so many different words
+  int64_t distinct = 0;    // different words in the whole text
   bool truncated = false;  // the text was longer than what the demo reads
   int64_t vocab() const { return static_cast<int64_t>(words.size()); }
 };

@@ -12,9 +12,9 @@
 namespace logitless::cli::demo {
 namespace {
 
-constexpr double warm_up = 0.03;        // so much of the training has a growing step
+constexpr double warm_up = 0.03;        // share of the training in which the step grows
 constexpr double last_rate = 0.05;      // the step ends at this share of the full one
-constexpr int64_t adam_task = 1 << 15;  // a task takes so many elements
+constexpr int64_t adam_task = 1 << 15;  // elements of a task
 
 // Returns every index once in a random order, then once more in another.
 class Shuffle {
@@ -35,7 +35,7 @@ class Shuffle {
  private:
   std::vector<int64_t> at_;
   std::mt19937_64 random_;
-  size_t next_ = 0;  // those before it are not taken yet
+  size_t next_ = 0;  // at_[0] to at_[next_ - 1] are not taken yet
 };
 
 double step_size(double full, double done) {
@@ -146,7 +146,7 @@ TrainResult train(const Text& text, const TrainOptions& options, Model* model,
     result.loss.push_back(static_cast<float>(loss));
     result.tokens += options.batch;
     ++progress.step;
-    // This is a mean over the last hundred steps or so, without a start at 0.
+    // A mean over about the last hundred steps, without a start at 0.
     const double weight = 1 / static_cast<double>(std::min<int64_t>(progress.step, 100));
     progress.loss += weight * (loss - progress.loss);
     progress.seconds = elapsed();

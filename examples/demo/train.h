@@ -58,7 +58,7 @@ class Model {
 
   // Makes the loss and the gradients of one batch, and returns the mean loss.
   double gradients(const Batch& batch);
-  double step(const Batch& batch, double rate);  // it also takes one step of Adam
+  double step(const Batch& batch, double rate);  // and takes one step of Adam
   std::vector<float> losses(const Batch& batch, DeviceType device = DeviceType::cpu);
   std::span<const float> hidden(std::span<const Token> context);
 
@@ -78,10 +78,10 @@ class Model {
 
 struct TrainProgress {
   int64_t step = 0, steps = 0;
-  double loss = 0;     // it is smoothed
-  double done = 0;     // it goes up to 1
-  double seconds = 0;  // it counts seconds since the start
-  double rate = 0;     // it counts tokens a second
+  double loss = 0;     // smoothed
+  double done = 0;     // from 0 to 1
+  double seconds = 0;  // since the start
+  double rate = 0;     // tokens a second
 };
 
 struct TrainResult {

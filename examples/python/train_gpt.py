@@ -29,9 +29,9 @@ from logitless.torch import LinearCrossEntropyHead
 
 @dataclasses.dataclass
 class Settings:
-    loss: str = "logitless"  # it may be "plain"
+    loss: str = "logitless"  # or "plain"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype: str = "float32"  # it may be "bfloat16", under autocast, or "float64", plain only
+    dtype: str = "float32"  # or "bfloat16", under autocast, or "float64", plain only
     threads: int = 0  # 0 leaves it to torch
     seed: int = 0
     steps: int = 300

@@ -83,12 +83,14 @@ enum {
   LOGITLESS_TV = 4
 };
 
+/* Why a call failed: a code, and a message that names the field, its value and what is allowed. */
 typedef struct logitless_status {
   uint32_t struct_size;
   int32_t code;
   char message[248]; /* ends with a NUL; empty when ok */
 } logitless_status;
 
+/* A strided view of the caller's memory. */
 typedef struct logitless_tensor {
   uint32_t struct_size;
   int32_t dtype;
@@ -100,6 +102,7 @@ typedef struct logitless_tensor {
   int64_t shape[2], stride[2]; /* strides in elements; 0 broadcasts an input */
 } logitless_tensor;
 
+/* What the loss is: docs/semantics.md, "Logits" to "Reduction"; ranges: LossOptions in ops.h. */
 typedef struct logitless_loss_options {
   uint32_t struct_size;
   int32_t reduction;
@@ -112,6 +115,7 @@ typedef struct logitless_loss_options {
   int64_t vocab_start, vocab_total;
 } logitless_loss_options;
 
+/* What a divergence has beside the student's logitless_loss_options. */
 typedef struct logitless_divergence_options {
   uint32_t struct_size;
   int32_t kind;       /* LOGITLESS_FORWARD_KL ... */
@@ -121,6 +125,7 @@ typedef struct logitless_divergence_options {
   int32_t reserved;
 } logitless_divergence_options;
 
+/* The tensors of one op. The structs of ops.h say which of them an op of each kind has. */
 typedef struct logitless_op {
   uint32_t struct_size;
   int32_t kind;
@@ -192,6 +197,7 @@ typedef struct logitless_executor {
                        void* context);
 } logitless_executor;
 
+/* Where a call runs. */
 typedef struct logitless_execution {
   uint32_t struct_size;
   int32_t device_type, device_index;
@@ -200,12 +206,14 @@ typedef struct logitless_execution {
   const logitless_executor* executor; /* CPU only; NULL: the library's own pool */
 } logitless_execution;
 
+/* How much memory a call needs beside its tensors. */
 typedef struct logitless_workspace_size {
   uint32_t struct_size;
   uint32_t reserved;
   uint64_t minimum, recommended, alignment; /* bytes */
 } logitless_workspace_size;
 
+/* That memory. */
 typedef struct logitless_workspace_buffer {
   uint32_t struct_size;
   uint32_t reserved;
@@ -310,10 +318,10 @@ LOGITLESS_API int32_t logitless_describe_backend(int32_t device_type, char* text
 LOGITLESS_API int32_t logitless_warmup(const logitless_execution* execution,
                                        logitless_status* status);
 /* On WebGPU a call's workspace is several buffers within a budget of bytes: pass it as the
- * workspace's data, with at most that many bytes. Once destroyed, it is freed when the last call
- * that uses it is done. */
+ * workspace's data, with at most that many bytes. */
 LOGITLESS_API int32_t logitless_webgpu_create_workspace(int32_t device_index, uint64_t bytes,
                                                         void** workspace, logitless_status* status);
+/* Frees such a workspace when the last call that uses it is done. */
 LOGITLESS_API void logitless_webgpu_destroy_workspace(void* workspace);
 /* Registers the caller's device (WGPUInstance, WGPUDevice, WGPUQueue of the same wgpu-native) and
  * gives the device_index that names it in executions and tensors. Registering it again gives the
@@ -327,6 +335,7 @@ LOGITLESS_API int32_t logitless_webgpu_device(int32_t device_index, void** insta
  * (LOGITLESS_NUM_THREADS, OMP_NUM_THREADS, the affinity mask, the cgroup quota). Returns the
  * number now in force. */
 LOGITLESS_API int32_t logitless_set_num_threads(int32_t num_threads);
+/* Returns the number of threads of that pool. */
 LOGITLESS_API int32_t logitless_num_threads(void);
 /* Every op as one handler of XLA's foreign function interface (XLA_FFI_Handler), for JAX:
  * `call_frame` is an XLA_FFI_CallFrame, the result an XLA_FFI_Error or NULL. The

@@ -17,6 +17,7 @@
 
 namespace logitless {
 
+// What Forward wrote of one token on a shard, or what several shards combine to.
 struct TokenState {
   // The shard's row maximum, or near it.
   float row_reference = -std::numeric_limits<float>::infinity();

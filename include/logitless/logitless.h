@@ -26,12 +26,14 @@ namespace logitless {
 
 using Executor = logitless_executor;
 
+// Where a call runs. The default is the CPU, on the library's own threads.
 struct Execution {
   Device device{};
   void* stream = nullptr;              // a cudaStream_t or a WGPUQueue
   const Executor* executor = nullptr;  // CPU only; nullptr: the library's own pool
 };
 
+// How much memory a call needs beside its tensors.
 struct WorkspaceSize {
   uint64_t minimum = 0;      // bytes; the least that `run` accepts
   uint64_t recommended = 0;  // bytes of the default plan

@@ -41,6 +41,7 @@ enum class FaultBits : int32_t {
   temperature = 4,      // a token's temperature is not allowed
 };
 
+// What the loss is: docs/semantics.md, "Logits" to "Reduction".
 struct LossOptions {
   Reduction reduction = Reduction::mean;
   int64_t ignore_index = -100;
@@ -70,6 +71,7 @@ struct DivergenceOptions {
   float teacher_temperature = 1;
 };
 
+// Optional constants of a loss; they have no gradient.
 struct LossWeights {
   TensorView token{};        // [N]   f32
   TensorView vocab{};        // [V]  f32; on a shard [vocab_total]
@@ -121,11 +123,13 @@ struct DivergenceStates {
   TensorView teacher_row_log_sum{};    // [N] f32
 };
 
+// The softmax of each row.
 struct Softmax {
   TensorView logits{};         // [R, C]
   TensorView probabilities{};  // [R, C]  may be logits itself
 };
 
+// Loss and statistics of given logits.
 struct CrossEntropyForward {
   TensorView logits{};  // [N, V]
   TensorView target{};  // [N]  i32 or i64
@@ -136,6 +140,7 @@ struct CrossEntropyForward {
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
 };
 
+// The gradient of given logits, once the upstream gradient is known.
 struct CrossEntropyBackward {
   TensorView logits{};             // [N, V]
   TensorView target{};             // [N]  i32 or i64
@@ -152,6 +157,7 @@ struct CrossEntropyBackward {
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
 };
 
+// Both in one pass, for an upstream gradient that is known before the loss.
 struct CrossEntropyForwardBackward {
   TensorView logits{};       // [N, V]
   TensorView target{};       // [N]  i32 or i64
@@ -164,6 +170,7 @@ struct CrossEntropyForwardBackward {
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
 };
 
+// Loss and statistics of the logits input_i . weight_j + bias_j.
 struct LinearCrossEntropyForward {
   TensorView input{};   // [N, D]
   TensorView weight{};  // [V, D]
@@ -186,6 +193,7 @@ struct LinearCrossEntropyForward {
   TensorView id_offsets{};
 };
 
+// Gradients of that head, once the upstream gradient is known.
 struct LinearCrossEntropyBackward {
   TensorView input{};                   // [N, D]
   TensorView weight{};                  // [V, D]
@@ -215,6 +223,7 @@ struct LinearCrossEntropyBackward {
   bool only_chosen = false;  // logits_at alone has a gradient: no product over the vocabulary
 };
 
+// Both in one pass, for an upstream gradient that is known before the loss.
 struct LinearCrossEntropyForwardBackward {
   TensorView input{};                   // [N, D]
   TensorView weight{};                  // [V, D]
@@ -232,6 +241,8 @@ struct LinearCrossEntropyForwardBackward {
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
 };
 
+// How far a student's head (input, weight, bias) is from a teacher's: docs/semantics.md,
+// "Divergences of two heads".
 struct LinearDivergenceForward {
   TensorView input{};   // [N, D]
   TensorView weight{};  // [V, D]
@@ -253,6 +264,7 @@ struct LinearDivergenceForward {
   constexpr bool sums() const { return divergence_sum || slope_sum; }
 };
 
+// Gradients of the student's head, once the upstream gradient is known.
 struct LinearDivergenceBackward {
   TensorView input{};         // [N, D]
   TensorView weight{};        // [V, D]
@@ -275,6 +287,7 @@ struct LinearDivergenceBackward {
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
 };
 
+// Both in one pass, for an upstream gradient that is known before the loss.
 struct LinearDivergenceForwardBackward {
   TensorView input{};   // [N, D]
   TensorView weight{};  // [V, D]

@@ -26,6 +26,7 @@ enum class StatusCode : int32_t {
   internal = LOGITLESS_INTERNAL,
 };
 
+// Ok, or a code and a message that names the field, its value and what is allowed.
 class [[nodiscard]] Status {
  public:
   Status() = default;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A non-owning, strided view of up to two dimensions. A default view is an absent optional.
+// Tensors as the caller hands them over: views of memory that the library does not own.
 #pragma once
 
 #include <array>
@@ -26,6 +26,7 @@ enum class DeviceType : int32_t {
   reference = LOGITLESS_REFERENCE,  // on host memory: its tensors are on DeviceType::cpu
 };
 
+// Where a tensor's memory is, or where an op runs.
 struct Device {
   DeviceType type = DeviceType::cpu;
   int32_t index = 0;
@@ -47,6 +48,8 @@ constexpr int64_t size_of(DType dtype) {
   return 0;
 }
 
+// A strided view of up to two dimensions of somebody else's memory. A default view is an absent
+// optional.
 struct TensorView {
   void* data = nullptr;  // a host or device address, or a WGPUBuffer on WebGPU
   uint64_t byte_offset = 0;

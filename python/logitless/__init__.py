@@ -56,7 +56,8 @@ else:
 
 
 def describe_backend(device: str = "cpu") -> str:
-    """One line about a backend ("cpu", "cuda"): the instruction set chosen, threads, devices."""
+    """One line about the backend of a `device` ("cpu", "cuda" or "webgpu"): the instruction set
+    chosen, threads, devices. Raises if this machine does not have it."""
     kinds = {"cpu": _abi.CPU, "cuda": _abi.CUDA, "webgpu": _abi.WEBGPU}
     if device not in kinds:
         raise LogitlessValueError(f"device is {device!r}; allowed: {', '.join(kinds)}")

@@ -254,7 +254,7 @@ class View(NamedTuple):
 class KeptSize(NamedTuple):
     """What Forward keeps in a number of bytes: docs/semantics.md, "Kept state"."""
 
-    columns: int  # that are kept, the vocabulary's first ones; 0: nothing is
+    columns: int  # kept columns, the vocabulary's first; 0: none
     shape: tuple[int, int]  # of `kept`, in the input's dtype
     rows_shape: tuple[int, int]  # of `kept_rows`, in f32
     bytes: int  # of both

@@ -95,7 +95,7 @@ def places_in(
     at = np.searchsorted(ordered, target).clip(max=len(ordered) - 1)
     counts = target != ignored
     missing = counts & (ordered[at] != target)
-    if shift:  # these are moved out, and not read
+    if shift:  # the shift drops them: nobody reads them
         missing[..., :shift] = False
     if missing.any():
         place = int(missing.argmax())

@@ -82,9 +82,10 @@ else:
     )
     DivergenceStatistics.__class_getitem__ = classmethod(lambda cls, _: cls)
     DivergenceStatistics.__doc__ = (
-        "Statistics of every token, in the shape of the tokens; None where not asked for. They "
+        "Statistics of every token, f32 in the shape of the tokens; None where not asked for. They "
         "have no gradient.\n\n"
-    ) + "\n".join(f"{name}: {s.formula}" for name, s in STATISTICS.items())
+    ) + _statistics.listed(STATISTICS)
+    _statistics.describe(DivergenceStatistics, STATISTICS)
 
 
 def names_of(names: Any) -> tuple[str, ...]:

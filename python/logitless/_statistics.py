@@ -42,6 +42,22 @@ STATISTICS = {
 }
 OF_ROWS = {name: statistic for name, statistic in STATISTICS.items() if not statistic.of_target}
 
+
+def listed(table: Mapping[str, Statistic]) -> str:
+    """A table as a list in a docstring."""
+    return "\n".join(f"- `{name}`: {formula_of(statistic)}" for name, statistic in table.items())
+
+
+def formula_of(statistic: Statistic) -> str:
+    return f"{statistic.formula}{'; differentiable' if statistic.differentiable else ''}"
+
+
+def describe(cls: Any, table: Mapping[str, Statistic]) -> None:
+    """Gives the fields of a tuple of statistics their docstrings."""
+    for name, statistic in table.items():
+        getattr(cls, name).__doc__ = formula_of(statistic)
+
+
 StatisticName: TypeAlias = Literal[
     "lse", "target_logit", "logprob", "entropy", "argmax", "rank", "sum_p_squared", "mean_logit",
     "max_logprob", "mass_above",
@@ -73,11 +89,10 @@ else:
     )
     Statistics.__class_getitem__ = classmethod(lambda cls, _: cls)
     Statistics.__doc__ = (
-        "Statistics of every token, in the shape of the target; None where not asked for.\n\n"
-    ) + "\n".join(
-        f"{name}: {s.formula}{'; differentiable' if s.differentiable else ''}"
-        for name, s in STATISTICS.items()
-    )
+        "Statistics of every token, in the shape of the target; None where not asked for. argmax "
+        "and rank are integers, int64 or in JAX int32; the others are f32.\n\n"
+    ) + listed(STATISTICS)
+    describe(Statistics, STATISTICS)
 
 
 def names_of(names: Any, table: Mapping[str, Statistic] = STATISTICS) -> tuple[str, ...]:

@@ -391,11 +391,21 @@ def linear_cross_entropy(
     return_statistics: Any = (), empty_mean: EmptyMean = "zero", vocab_ids: Array | None = None,
     return_gradients: bool = False,
 ) -> Any:  # fmt: skip
-    """Cross-entropy of input @ linear_weight.T + linear_bias without the logits; as in
-    logitless.torch; `temperature` is a number, or an array in the target's shape, [N] or
-    broadcastable to it. With `return_gradients` (mean, sum) the pair (result, Gradients), made in
-    one pass. `shift` moves with the targets what belongs to them, token_weight and temperature.
-    `vocab_ids` [V']: the softmax is over these rows alone."""
+    """Cross-entropy of the logits input @ linear_weight.T + linear_bias, without the logits.
+
+    - `input` [..., D], `linear_weight` [V, D]: one dtype, float32, float16 or bfloat16.
+    - `target` [...]: class indices, int64 or int32.
+    - `linear_bias` [V]: the input's dtype or float32.
+
+    The options mean what they mean in logitless.torch: `weight` [V] of classes, `token_weight`
+    [...], `temperature` (a number, or an array in the target's shape, [N] or broadcastable to it),
+    `shift` (which moves token_weight and temperature with the targets), `vocab_ids` [V'] (the
+    softmax is over these rows alone), and the others.
+
+    Returns the loss, float32, a scalar or [...] with reduction "none"; with `return_statistics`
+    (loss, Statistics); with `return_gradients`, for "mean" and "sum", (that result, Gradients),
+    made in one pass. Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError.
+    """
     options = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
         "label_smoothing": label_smoothing, "z_loss": z_loss, "logit_scale": logit_scale,
@@ -424,8 +434,10 @@ def linear_logprob(
     softcap: float | None = 0.0, shift: bool | int = False, memory: int | str | None = None,
     entropy: bool | str = False, vocab_ids: Array | None = None,
 ) -> Any:  # fmt: skip
-    """Log-probability of every target token, never above 0, and with `entropy` (True or "detached")
-    the pair; ignored tokens give 0. `temperature` and `vocab_ids` as in linear_cross_entropy."""
+    """Log-probability of every target token, [...] float32, never above 0. `entropy` (True, or
+    "detached", which means the same here) gives the pair (logprob, entropy). Tokens that do not
+    count give 0. The arrays and the other options are as in `linear_cross_entropy`.
+    """
     entropy_detached(entropy)
     _, made = linear_cross_entropy(
         input, linear_weight, target, linear_bias=linear_bias, reduction="none",
@@ -486,12 +498,18 @@ def linear_logprobs_at(
     linear_bias: Array | None = None, logit_scale: float = 1.0, softcap: float | None = 0.0,
     memory: int | str | None = None, vocab_ids: Array | None = None,
 ) -> Array:  # fmt: skip
-    """Log-probability of the columns `ids` [..., K] of each token, in their shape, never above 0;
-    -inf where an id is -1, which is none. Tokens without any id are not computed. `over` is "vocab"
-    for the softmax over the vocabulary, "ids" for that over the token's ids alone, which takes no
-    product of the whole vocabulary. With `offsets` [N + 1] ids are [M]: token i, counted over all
-    leading dimensions, has ids[offsets[i]:offsets[i + 1]]. `temperature` as in
-    linear_cross_entropy, in the shape of the tokens, and `vocab_ids`."""
+    """Log-probabilities of some columns of each token: float32, in the shape of `ids`, at most 0.
+
+    - `ids` [..., K], int64 or int32: the columns. -1 is none, and gives -inf; tokens without any
+      other id are not computed.
+    - `over`: "vocab", the softmax over the vocabulary; or "ids", over the token's ids alone, which
+      takes no product of the whole vocabulary.
+    - `offsets` [N + 1], with `ids` [M]: token i, counted over all leading dimensions, has
+      ids[offsets[i]:offsets[i + 1]].
+
+    The arrays and the other options are as in `linear_cross_entropy`; a `temperature` is in the
+    shape of the tokens.
+    """
     if over not in ("vocab", "ids"):
         raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
     rows = _array("input", input)
@@ -586,11 +604,14 @@ def linear_topk(
     temperature: float | Array = 1.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
     memory: int | str | None = None, return_statistics: Any = (), vocab_ids: Array | None = None,
 ) -> Any:  # fmt: skip
-    """The k likeliest classes of each token of `input` [..., D]: their log-probabilities, never
-    above 0, and their ids, int64, both [..., k], the likeliest first, of equal logits the lowest id
-    first. With `return_statistics`, of those that need no target, a triple. k is from 1 to 256, and
-    at most V. A row that holds a NaN is NaN, of any ids. `vocab_ids` [V']: the classes are these
-    alone, and k is at most V'."""
+    """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D]:
+    (log-probabilities, float32, never above 0, ids, int64), both [..., k]. The likeliest comes
+    first, and of equal logits the lowest id. A row that holds a NaN is NaN, with any ids.
+
+    `k` is from 1 to 256 and at most V; with `vocab_ids` [V'], which are then the only classes, at
+    most V'. `return_statistics`, of those that need no target, makes it a triple. The other options
+    are as in `linear_logprobs_at`.
+    """
     rows, weight = _array("input", input), _weight(linear_weight)
     listed = None
     if vocab_ids is not None:
@@ -838,8 +859,10 @@ def cross_entropy(
     return_statistics: Any = (), empty_mean: EmptyMean = "zero",
     return_gradients: bool = False,
 ) -> Any:  # fmt: skip
-    """Cross-entropy of given logits [..., V]; with `return_gradients` (mean, sum) the pair (result,
-    grad_logits)."""
+    """Cross-entropy of given `logits` [..., V]. `target` [...], options and result are those of
+    `linear_cross_entropy`; with `return_gradients`, for "mean" and "sum", (that result,
+    grad_logits).
+    """
     options = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
         "label_smoothing": label_smoothing, "z_loss": z_loss, "logit_scale": logit_scale,
@@ -861,7 +884,7 @@ def cross_entropy(
 
 
 def softmax(logits: Array, axis: int = -1) -> Array:
-    """Softmax along an axis, as a new array."""
+    """Softmax of `logits` along `axis`, as a new array in their dtype."""
     moved = np.moveaxis(_array("logits", logits), axis, -1)
     rows = moved.reshape(-1, moved.shape[-1]) if moved.size else moved.reshape(0, 1)
     result = np.empty(rows.shape, rows.dtype)

@@ -228,7 +228,7 @@ void DivergenceRun::put_outputs(int64_t i, const DivergenceOutputs& of_token) co
   put(call_.divergence_sum, of_token.divergence_sum);
   put(call_.slope_sum, of_token.slope_sum);
   put(call_.target_logit, of_token.target_logit);
-  if (call_.state_given()) return;  // they are inputs then
+  if (call_.state_given()) return;  // then the states are inputs
   put(call_.row_reference, of_token.row_reference);
   put(call_.row_log_sum, of_token.row_log_sum);
   put(call_.teacher_row_reference, of_token.teacher_row_reference);

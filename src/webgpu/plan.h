@@ -66,7 +66,7 @@ struct Problem {
   bool linear = false, gradients = false, softmax = false, probabilities = false;
   bool state_given = false;   // row_reference and row_log_sum are given
   bool combines = false;      // the tokens' states come from shards of the vocabulary
-  bool diverges = false;      // there are two heads
+  bool diverges = false;      // a divergence, of two heads
   bool hands_states = false;  // a divergence that outputs its states, for shards
   int64_t chosen = 0;         // chosen columns of each token
   int64_t id_bytes = 0;       // bytes of a chosen column's id

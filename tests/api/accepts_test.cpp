@@ -12,7 +12,7 @@
 namespace logitless::testing {
 namespace {
 
-// It returns false where the op has nothing to change.
+// Returns false where the op has nothing to change.
 using Change = std::function<bool(Subject&)>;
 
 struct Accept {

@@ -144,7 +144,7 @@ TEST(PlanRules, APlanOfNoAddressTakesAny) {
 TEST(PlanRules, AWorkspaceHasItsBytes) {
   Head head;
   auto op = head.op();
-  // So many tokens have plans of several sizes.
+  // Enough tokens for plans of several sizes.
   constexpr int64_t tokens = 512;
   std::vector<float> input(tokens * d, 0.5f);
   std::vector<int64_t> target(tokens, 1);

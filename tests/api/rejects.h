@@ -10,7 +10,7 @@
 
 namespace logitless::testing {
 
-using Mistake = std::function<bool(Subject&)>;  // it returns false where the op cannot make it
+using Mistake = std::function<bool(Subject&)>;  // returns false where the op cannot make it
 using enum StatusCode;
 
 // Says who must see it: `workspace` and `run`, or `run` alone because it is about memory.
@@ -139,7 +139,7 @@ inline Mistake with_probabilities(const char* name) {
   };
 }
 
-// This table is about options, devices and presence.
+// Options, devices, and which fields are there.
 inline const Reject kOpRejects[] = {
     {"unknown reduction", option(&LossOptions::reduction, Reduction(3)), unknown_enum, "reduction"},
     {"negative reduction", option(&LossOptions::reduction, Reduction(-1)), unknown_enum,
@@ -322,7 +322,7 @@ inline Mistake only_choosing(const char* name) {
   };
 }
 
-// This table is about chosen columns alone.
+// Chosen columns.
 inline const Reject kChosenRejects[] = {
     {"ids without logits_at", choosing(missing({"logits_at"})), invalid_argument,
      "ids is given without logits_at"},
@@ -444,7 +444,7 @@ inline Mistake listing_so_many(int64_t count) {
   });
 }
 
-// This table is about lists of the largest logits alone.
+// Lists of the largest logits.
 inline const Reject kListRejects[] = {
     {"top_logits without top_ids", listing(missing({"top_ids"})), invalid_argument,
      "top_logits is given without top_ids"},
@@ -516,7 +516,7 @@ inline const Reject kListRejects[] = {
      invalid_argument, "top_logits: N = 18014398509481984, k = 5"},
 };
 
-// This table is about divergences alone.
+// Divergences.
 inline const Reject kDivergenceRejects[] = {
     {"unknown kind", divergence(&DivergenceOptions::kind, DivergenceKind(5)), unknown_enum, "kind"},
     {"negative kind", divergence(&DivergenceOptions::kind, DivergenceKind(-1)), unknown_enum,
@@ -668,7 +668,7 @@ inline const Reject kDivergenceRejects[] = {
      wrong_shape, "kept"},
 };
 
-// This table is about shapes, dtypes, shards and probabilities: what fields must be to each other.
+// Shapes, dtypes, shards and probabilities: how fields must fit each other.
 inline const Reject kFieldRejects[] = {
     {"V = 0 of logits", change("logits", [](TensorView& v) { v.shape[1] = 0; }), invalid_argument,
      "logits"},

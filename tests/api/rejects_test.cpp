@@ -115,7 +115,7 @@ void break_every_field(StatusCode code, Seen seen,
   EXPECT_GT(made, 0);
 }
 
-// These views say what N, V, D and P are; if they have another size, it is others that do not fit.
+// N, V, D and P are read from these views: with another size they are right, and others do not fit.
 bool sets_sizes(const Subject& s, const std::string& name) {
   if (s.combines()) return name == "target" || name == "shard_row_reference";
   return name == "logits" || name == "input" || name == "weight" || name == "teacher_input";
@@ -168,7 +168,7 @@ TEST(Rejects, WrongDtypeOfAnyField) {
   });
 }
 
-// These fields are f32 only: there are no 16-bit statistics, weights or losses.
+// Statistics, weights and losses are f32 alone.
 TEST(Rejects, HalfPrecisionWhereF32IsTheOnlyDtype) {
   break_every_field(wrong_dtype, Seen::by_both, [](Subject& s, const std::string& name) {
     const bool any_float =
@@ -217,7 +217,7 @@ TEST(Rejects, WrongSizeOfAnyField) {
     for (int64_t change : {-1, 1}) {
       break_every_field(wrong_shape, Seen::by_both, [=](Subject& s, const std::string& name) {
         if (sets_sizes(s, name) || s[name].rank <= dimension) return false;
-        // These say what K and k are.
+        // K and k are read from these.
         if ((name == "ids" || name == "top_logits") && dimension == 1) return false;
         s[name].shape[dimension] += change;
         return true;
@@ -332,7 +332,7 @@ TEST(Rejects, AnyOutputOnAnyOtherField) {
       for (const auto& [second, other] : whole.views) {
         if (first == second || (!whole.written(first) && !whole.written(second))) continue;
         if (!*view || !*other) continue;
-        // It reaches beyond the other's memory, so others are laid on it.
+        // `kept` would reach beyond the other's memory; the pair is tried the other way round.
         if (first == "kept") continue;
         ++made;
         with_subject(whole.kind, whole.execution.device.type,

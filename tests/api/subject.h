@@ -33,19 +33,19 @@ struct Subject {
   static constexpr int64_t n = 3, v = 5, d = 4;
 
   int32_t kind = -1;
-  std::map<std::string, TensorView*> views;  // they are every field of the op
+  std::map<std::string, TensorView*> views;  // every field of the op, by name
   std::map<std::string, Access> access;
   LossOptions* options = nullptr;                    // Softmax has none (nullptr)
   bool* accumulate = nullptr;                        // only linear ops with gradients have it
   bool* consume = nullptr;                           // only a linear Backward has it
   std::map<std::string, TensorView*> of_whole_rows;  // Combine has none to be given
-  uint64_t key_error = 0;                            // it is added to the right kept_key
+  uint64_t key_error = 0;                            // added to the right kept_key
   TensorView anchor{};                               // only a shard is given it
-  TensorView teacher_logits{};              // they are given in the place of a teacher's head
-  DivergenceOptions* divergence = nullptr;  // only divergences have them
-  // These are given where a divergence takes the states of the whole vocabulary.
+  TensorView teacher_logits{};                       // instead of a teacher's head
+  DivergenceOptions* divergence = nullptr;           // only divergences have them
+  // Of a divergence that takes the states of the whole vocabulary.
   std::map<std::string, TensorView> of_sums;
-  std::map<std::string, TensorView> of_choice;  // they go together: ids and what is at them
+  std::map<std::string, TensorView> of_choice;  // ids and the tensors at them, which go together
   std::map<std::string, TensorView> of_lists;   // so do the lists of largest logits
   TensorView id_offsets{};                      // of lists
   bool* only_chosen = nullptr;                  // only a linear Backward of a loss has it
@@ -273,7 +273,7 @@ void set_kept_key(const Subject& s, Op& op) {
     op.kept_key = 0;
     if (!op.kept) return;
     const Call call(op, s.execution);
-    if (call.tokens() > int64_t{1} << 56) return;  // it is refused before the key is looked at
+    if (call.tokens() > int64_t{1} << 56) return;  // refused before anything reads the key
     op.kept_key = kept_key(call, kept_columns(call)) + s.key_error;
   }
 }
@@ -320,7 +320,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
                       s->of_whole_rows[field] = &view;
                       return;
                     }
-                    if (DivergenceOp<Op> && field == "vocab_weight") return;  // there is none
+                    if (DivergenceOp<Op> && field == "vocab_weight") return;  // has none
                     view = subject_view(name);
                     if (device == DeviceType::cuda) view.device.type = device;
                     s->views[name] = &view;

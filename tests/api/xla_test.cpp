@@ -107,7 +107,7 @@ struct Frame {
   }
 };
 
-// This is the Softmax of [2, 3] with a workspace of 64 bytes.
+// Softmax of [2, 3] with a workspace of 64 bytes.
 struct SoftmaxFrame : Frame {
   float logits[6] = {0, 1, 2, 3, 3, 3}, probabilities[6] = {9, 9, 9, 9, 9, 9};
   alignas(64) char scratch[192] = {};
@@ -163,7 +163,7 @@ TEST(Xla, DimensionsBeforeTheLastAreOne) {
   EXPECT_EQ(std::memcmp(flat.probabilities, deep.probabilities, sizeof(flat.probabilities)), 0);
 }
 
-// This makes loss and gradients with every option away from its default.
+// Loss and gradients with no option at its default.
 struct LossFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3;
   float input[N * D], weight[V * D], loss = 9;
@@ -249,7 +249,7 @@ TEST(Xla, EveryOptionReachesTheOp) {
     ASSERT_EQ(other.call().message, "") << a.name;
     EXPECT_NE(other.loss, ours.loss) << a.name;
   }
-  LossFrame empty;  // it tests empty_mean
+  LossFrame empty;  // for empty_mean: no target counts
   for (int32_t& t : empty.target) t = -7;
   empty.set("normalizer", 0.0);
   ASSERT_EQ(empty.call().message, "");
@@ -285,8 +285,7 @@ TEST(Xla, KeptStateThatIsNoneIsAnError) {
   }
 }
 
-// This makes a divergence and its gradients with every option away from its default, or keeps for
-// the gradients.
+// A divergence with no option at its default, which makes its gradients or keeps what they need.
 struct DivergenceFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3, Dt = 2;
   float input[N * D], weight[V * D], teacher_input[N * Dt], teacher_weight[V * Dt];
@@ -424,7 +423,7 @@ TEST(Xla, ADivergencesBackwardTakesWhatIsKeptAndLeavesIt) {
     for (int i = 0; i < f.V * f.D; ++i) EXPECT_NEAR(f.grad_weight[i], again.grad_weight[i], 1e-5);
     EXPECT_TRUE(f.kept == kept && f.kept_rows == rows);
   }
-  for (float& x : f.kept) x = 0;  // it is what is read
+  for (float& x : f.kept) x = 0;  // so Backward reads `kept`, and makes nothing again
   ASSERT_EQ(f.backward(true).message, "");
   for (const float g : f.grad_input) EXPECT_EQ(g, 0);
 }
@@ -459,7 +458,7 @@ uint16_t as_bf16(double x) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(x)) >> 16);
 }
 
-// This is a shard, the first half of a vocabulary, in bf16, of which exponentials are kept.
+// A shard in bf16, the first half of a vocabulary, that keeps its exponentials.
 struct ShardFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3;
   uint16_t input[N * D], weight[V * D];
@@ -492,7 +491,7 @@ struct ShardFrame : Frame {
   }
 };
 
-// This keeps what it can of it.
+// With memory to keep all that the shard can keep.
 struct KeptShard : ShardFrame {
   std::vector<uint16_t> kept = std::vector<uint16_t>(64 * 64);
   std::vector<float> kept_rows = std::vector<float>(N * 8);

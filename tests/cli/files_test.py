@@ -222,7 +222,7 @@ class InterruptedTest(CliTest):
             preexec_fn=prepare,
         )  # fmt: skip
         self.addCleanup(process.kill)
-        for _ in range(6000):  # this waits a minute, for a machine that has much else to do
+        for _ in range(6000):  # a minute in all, for a busy machine
             if process.poll() is not None or self.left_behind() != before:
                 break
             time.sleep(0.01)

@@ -88,7 +88,7 @@ class HostileFileTest(CliTest):
             "garbage after": ("{}x", b""),
             "a NUL": ('{"a":' + e + "}\0", b"1234"),
             "half an object": ('{"a":' + e, b"1234"),
-            "not UTF-8": ("{}", b""),  # this content is replaced below
+            "not UTF-8": ("{}", b""),  # replaced below by bytes
             "deep arrays": ("[" * 100_000, b""),
             "deep objects": ('{"a":' * 100_000, b""),
             "deep shape": ('{"a":' + entry(shape="[" * 100_000 + "]" * 100_000) + "}", b"1234"),

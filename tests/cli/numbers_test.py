@@ -10,7 +10,7 @@ import unittest
 from support import CliTest, Head, run, safetensors
 
 COMMANDS = [c for c in json.loads(run("info", "--json").stdout)["commands"] if c != "info"]
-# These are 0 or infinite in f32, the last two in double too; and no number at all.
+# Become 0 or infinite in f32, the last two in double too. NONE below: no numbers at all.
 LOST = ("1e-46", "-1e-50", "7e-46", "3.5e38", "-1e39", "1e-400", "1e400")
 NONE = ("nan", "-nan", "x", "1,5", "1.5x", "")
 

@@ -162,8 +162,7 @@ class PlanTest(CliTest):
         # No workspace is smaller than these logits.
         self.assertRegex(self.avoided("2", "32", "10"), r"nothing is saved at this size$")
         self.assertRegex(self.avoided("0", "32", "10"), r"nothing is saved at this size$")
-        # This is one chunk again, in a workspace that saves the gradient of the logits and not the
-        # logits.
+        # Again one chunk: the workspace avoids the gradient of the logits, not the logits.
         one = ("128", "8", "30000")
         plan = self.json("plan", *one)["plan"]
         self.assertEqual((plan["chunks"], plan["name"]), (1, "stored chunks"))
@@ -286,8 +285,7 @@ class PlanTest(CliTest):
             self.json("plan", *self.SHAPE, "--threads", str(n))["workspace"] for n in (1, 2, 8, 16)
         ]
         self.assertEqual(len({space["minimum"] for space in spaces}), 1)
-        # There is room for eight threads, whoever runs it, because the size decides the plan; with
-        # more threads there is more.
+        # The size decides the plan, so all machines have room for eight threads, or for more.
         self.assertEqual(len({space["recommended"] for space in spaces[:3]}), 1)
         self.assertLess(spaces[2]["recommended"], spaces[3]["recommended"])
         for few, more in zip(spaces, spaces[1:], strict=False):

@@ -42,7 +42,7 @@ function(add_device_test suite parts)
   endforeach()
 endfunction()
 
-# These test what judges, and reach no line of the library that others do not.
+# Test the judge itself, and reach no line of the library that others do not.
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize")
   add_conformance_test(harness_test 1)
   add_conformance_test(bounds_test 1)

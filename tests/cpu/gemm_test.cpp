@@ -23,14 +23,14 @@ struct Free {
 using Buffer = std::unique_ptr<char, Free>;
 Buffer aligned(int64_t bytes) {
   char* p = static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-  std::memset(p, 0xff, (bytes + 63) / 64 * 64);  // it is NaN, so what is not written shows
+  std::memset(p, 0xff, (bytes + 63) / 64 * 64);  // NaN, so that what is not written shows
   return Buffer(p);
 }
 
 uint16_t bf16_of(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
-  return static_cast<uint16_t>(bits >> 16);  // it is exact for the small integers used here
+  return static_cast<uint16_t>(bits >> 16);  // exact for the small integers used here
 }
 uint16_t f16_of(float value) {
   uint16_t bits;
@@ -38,7 +38,7 @@ uint16_t f16_of(float value) {
   return bits;
 }
 
-// This is a matrix of small integers in any dtype and stride.
+// Small integers in any dtype and stride.
 struct Matrix {
   int64_t rows, columns;
   std::vector<float> value;  // [rows, columns]
@@ -76,8 +76,7 @@ std::vector<std::string> targets() {
   return list;
 }
 
-// These are every (instruction set, bf16 arithmetic) that this machine runs, named like
-// "AVX3_SPR_amx".
+// An instruction set and bf16 arithmetic that this machine runs, named like "AVX3_SPR_amx".
 struct Kernel {
   std::string target;
   Arithmetic arithmetic;

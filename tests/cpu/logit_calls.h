@@ -154,7 +154,7 @@ class Calls {
            std::to_string(o.logit_scale) + " softcap " + std::to_string(o.softcap) +
            " temperature " + std::to_string(o.temperature);
   }
-  std::string text;  // it names the options drawn
+  std::string text;  // names the options drawn
 
  private:
   std::mt19937 random_;

@@ -21,7 +21,7 @@ LinearShape training(int64_t tokens, int64_t hidden, int64_t vocab, DType dtype 
           .grad_weight = true};
 }
 
-// Returns the shape of a Backward from kept state of so many columns.
+// Returns the shape of the Backward that reads `kept` columns.
 LinearShape later(LinearShape shape, int64_t kept) {
   shape.forward = false;
   shape.kept = kept;

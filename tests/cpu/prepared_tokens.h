@@ -26,7 +26,7 @@ inline TensorView view(const std::vector<int64_t>& v) {
   return vector_view(v.data(), DType::i64, v.size());
 }
 
-// This is memory of exactly the promised size between two guards.
+// Memory of exactly the promised size, between two guards.
 class Memory {
  public:
   explicit Memory(int64_t tokens, bool with_places = false)
@@ -44,7 +44,7 @@ class Memory {
   std::vector<uint8_t> all_;
 };
 
-// This is what prepare_tokens made, with the arrays copied out.
+// What prepare_tokens made, with the arrays copied out.
 struct Prepared {
   Status status;
   Tokens tokens;

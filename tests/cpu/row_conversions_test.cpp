@@ -54,7 +54,7 @@ TEST_P(RowKernels, StoresToTheNearestTiesToEven) {
     std::memcpy(&v, &bits, 4);
     x.push_back(v);
   }
-  for (int e = -30; e < 18; ++e) {  // these numbers are halfway cases and their neighbours
+  for (int e = -30; e < 18; ++e) {  // halfway cases and their neighbours
     for (int m = 0; m < 64; ++m) {
       const float v = std::ldexp(1 + m / 4096.f, e);
       for (const float w : {v, std::nextafter(v, 0.f), std::nextafter(v, kInf)}) x.push_back(-w);

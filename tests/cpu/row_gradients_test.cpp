@@ -54,7 +54,7 @@ TEST_P(RowKernels, GradientIsADoubleLoopAtEveryCount) {
 // comes of it.
 TEST_P(RowKernels, RoundedExponentialsGiveTheGradient) {
   const LogitMap map = logit_map({.logit_scale = -.7f, .temperature = .3f});
-  constexpr double rounding = 0x1p-8;  // it is half a unit of bf16, and the f32 steps beside it
+  constexpr double rounding = 0x1p-8;  // half a unit of bf16, with room for the f32 steps
   for (const int64_t count : counts()) {
     std::vector<float> z = normal(count, 20);
     const std::vector<float> weight = normal(count, 1);
@@ -146,8 +146,8 @@ bool same_bits(float a, float b) {
   return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 
-// Vectors and numbers have one formula: a kernel makes of an element what dz_of makes of the same
-// p, which the kernel says itself where nothing else is asked for.
+// dz_of has one formula for vectors and numbers: each element of a kernel's result has the bits of
+// dz_of on its numbers. The p of these comes from the kernel too, asked for nothing else.
 TEST_P(RowKernels, AnElementOfAVectorIsThatOfANumber) {
   const bool fused = GetParam().rfind("SSE", 0) != 0;
   const auto one = [&](float own, float p, const RowGradient& g, float c, float log_p) {

@@ -38,7 +38,7 @@ add_device_test(KeptTokens 1)
 add_device_test(CudaKernels 1)
 add_device_test(CudaToy 1)
 add_device_test(CudaKernelNames 1)
-# These need no device: machines answer as the tests say.
+# No device needed: machines answer as the tests say.
 add_executable(cuda_recorded_test cuda/recorded_test.cpp cuda/recorded_ops_test.cpp cuda/blas_test.cpp
   cuda/divergence_recorded_test.cpp support/allocation_count.cpp)
 link_conformance(cuda_recorded_test)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plans of divergences on CUDA are arithmetic that needs no GPU.
+// How divergences are divided on CUDA, in how much memory: arithmetic that needs no GPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plans of the linear ops on CUDA: arithmetic that needs no GPU.
+// How linear ops are divided on CUDA, in how much memory: arithmetic that needs no GPU.
 #include <algorithm>
 #include <array>
 #include <set>

@@ -42,8 +42,8 @@ TEST_P(CudaRows, AreRightWithEveryOption) {
   }
 }
 
-// The same clusters clear the gradient rows of tokens that do not count: whole words and what is
-// beside them, in place and not. They leave the statistics alone.
+// The blocks of a row also clear it if its token does not count: whole words and the odd elements
+// beside them, in place and not. They leave its statistics alone.
 TEST_P(CudaRows, AreRightBesideTokensThatDoNotCount) {
   if (!has_loss(op_)) return;
   for (const int64_t vocab : {301, 19000, 33003, 50257, 128256, 950001}) {

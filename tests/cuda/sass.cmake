@@ -1,4 +1,4 @@
-# These tests read the machine code for Hopper and what ptxas said of it, a source at a time, from
+# Tests that read the machine code for Hopper and what ptxas said of it, a source at a time, from
 # the objects of a build that keeps both (LOGITLESS_CUDA_LISTING). Compilers before CUDA 12.8 are
 # known not to make what is meant (docs/kernels/cuda.md).
 find_package(Python3 REQUIRED COMPONENTS Interpreter)

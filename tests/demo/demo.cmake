@@ -1,4 +1,4 @@
-# These tests check the demo's parts; tests/cli checks the command as a whole by its lines and its
+# Check the demo's parts; tests/cli checks the command as a whole by its lines and its
 # files.
 if(TARGET logitless_cli AND LOGITLESS_CLI_COMMANDS MATCHES "all|demo")
   add_logitless_test(demo_test demo/demo_test.cpp demo/text_test.cpp)

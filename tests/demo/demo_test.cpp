@@ -29,7 +29,7 @@ Text text_of(int64_t vocab, int64_t tokens, uint64_t seed) {
   return text;
 }
 
-// These are the parameters in double, named as demo_network.h names them.
+// The parameters in double, with the names of network.h.
 struct Reference {
   Shape shape;
   std::vector<double> weight, bias, position, hidden_bias, unit_weight, unit_bias, unit_output;
@@ -157,7 +157,7 @@ TEST(DemoBatch, PutsTheNearestWordFirstAndPadsTheStart) {
 }
 
 TEST(DemoAdam, FollowsItsFormula) {
-  const int64_t size = 100003;  // it takes several tasks
+  const int64_t size = 100003;  // enough for several tasks
   std::vector<float> p(size, 0), g(size);
   std::vector<double> expected(size, 0), m(size, 0), v(size, 0);
   std::mt19937_64 random(2);

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 RECORD = Path(__file__).resolve().parent / "abi.txt"
-WIDEST = 8  # a field may have to be aligned to so many bytes
+WIDEST = 8  # bytes that a field may have to be aligned to
 ADVICE = """What programs are compiled against has changed. Structs and enums grow at their ends
 alone, and no function changes or goes. If it is meant, commit abi.txt with it and say why:"""
 

@@ -11,7 +11,7 @@
 
 namespace logitless::webgpu {
 
-// This is for linking alone: the program makes no pipelines.
+// For linking alone: the program makes no pipelines.
 const char* shader_text(const char*) { return nullptr; }
 
 }  // namespace logitless::webgpu

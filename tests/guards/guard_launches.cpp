@@ -18,11 +18,11 @@ namespace logitless::guards {
 namespace {
 
 constexpr size_t kCalls = 1000;
-constexpr uint64_t kWorkspace = uint64_t{0x7e} << 40;  // it lies behind every tensor of a call
-// A call may launch at most so many; small chunks take hundreds of thousands.
+constexpr uint64_t kWorkspace = uint64_t{0x7e} << 40;  // behind every tensor of a call
+// Small chunks would launch hundreds of thousands of kernels a call.
 constexpr int kMostLaunches = 400;
 
-// This is FNV-1a.
+// FNV-1a.
 uint64_t digest_of(const std::string& text) {
   uint64_t digest = 0xcbf29ce484222325;
   for (const char c : text) digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3;

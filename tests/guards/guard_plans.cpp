@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kDrawn = 9600;
 
-// This is a call, and where it is planned.
+// A call, and where it is planned.
 struct Asked {
   Call call;
   uint32_t devices = 0;   // bit i stands for assumed_devices()[i]

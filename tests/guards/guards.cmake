@@ -29,7 +29,7 @@ if(LOGITLESS_WITH_CUDA AND LOGITLESS_WITH_WEBGPU)
   endforeach()
 endif()
 
-# This is the program of scripts/compare-bits. It runs the case table against a library that it
+# The program of scripts/compare-bits. It runs the case table against a library that it
 # knows by its C interface alone, and that the loader finds where the script says, not where this
 # build has its own.
 set(sources guards/bits.cpp guards/bits_webgpu.cpp)
@@ -63,5 +63,5 @@ if(CMAKE_SYSTEM_NAME STREQUAL Linux AND NOT CMAKE_CROSSCOMPILING AND NOT CMAKE_C
                    $<TARGET_FILE:logitless> ${CMAKE_C_COMPILER} ${CMAKE_NM})
 endif()
 
-# This guard counts how much one reads to understand a kernel.
+# Counts how much one reads to understand a kernel.
 add_test(NAME guards.reading COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_LIST_DIR}/reading_test.py)

@@ -10,7 +10,7 @@
 namespace logitless::guards {
 namespace {
 
-// These bits say what an op is, as far as its options go.
+// The traits of an op that decide which options it has.
 constexpr uint32_t losses = 1, forwards = 2, backward_only = 4, gradients = 8, linear = 16,
                    logits = 32;
 
@@ -31,7 +31,7 @@ constexpr uint32_t kTraits[] = {traits_of_op<Softmax>(),
 constexpr const char* kOps[] = {"softmax",     "forward",      "backward", "both",
                                 "lin-forward", "lin-backward", "lin-both"};
 
-// This is in the order of Option: an option's word, and what an op must be to have it.
+// In the order of Option: an option's word, and the traits that an op needs to have it.
 struct OptionInfo {
   const char* word;
   uint32_t traits;
@@ -232,7 +232,7 @@ constexpr Head kHeads[] = {
     {2048, 2560, 262144}, {4096, 7168, 129280}, {16384, 768, 50257},   {16384, 768, 50304},
     {20480, 768, 50257},  {1024, 768, 50257},   {65536, 4096, 128256}, {2048, 4096, 32000}};
 
-// This is a call of a head, and what it has beside the usual.
+// A call of a head, with what is unusual about it.
 struct Recipe {
   int32_t kind;
   uint32_t options = 0;

@@ -71,13 +71,13 @@ struct Call {
   // Returns whether an address that `run` would have is not there yet: sizes can be asked for then,
   // but no plan.
   bool lacks_address() const;
-  std::string text() const;  // it is short; what is usual is left out
+  std::string text() const;  // short: leaves out what is usual
 };
 
 // Makes the op for a device type; every tensor has memory of its own, which is not there.
 AnyOp op_of(const Call& call, Device device);
 
-// This is the generator splitmix64.
+// The generator splitmix64.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}

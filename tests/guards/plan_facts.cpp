@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kThreads[] = {1, 2, 8};
 
-// This is a list of key=value, in which the usual values are left out.
+// A list of key=value, without the usual values.
 class Facts {
  public:
   void add(const std::string& key, const std::string& value, const std::string& usual = "") {

@@ -24,8 +24,7 @@ struct Sizes {
 };
 Sizes sizes_of(const AnyOp& op, const Assumed& assumed);
 
-// Returns every decision of `run` in a workspace of so many bytes, as key=value; what is usual is
-// left out.
+// Returns every decision of `run` in a workspace of `bytes`, as key=value without the usual values.
 std::string decision_of(const AnyOp& op, const Assumed& assumed, uint64_t bytes);
 
 // Says where sizes_of a CPU call is not what the public `workspace` answers on this machine, or

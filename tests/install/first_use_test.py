@@ -99,7 +99,7 @@ class Highway(FirstUse):
         code, said = self.configure(ROOT, *PLAIN, "-D", "LOGITLESS_HIGHWAY_URL=/nowhere/h.tar.gz")
         self.assertNotEqual(code, 0, said)
         self.assertIn("had from /nowhere/h.tar.gz (there is no such file): LOGITLESS_HIGH", said)
-        code, said = self.configure(ROOT, *PLAIN)  # it is remembered
+        code, said = self.configure(ROOT, *PLAIN)  # CMake's cache remembers it
         self.assertNotEqual(code, 0, said)
         code, said = self.configure(ROOT, *PLAIN, "-D", "LOGITLESS_HIGHWAY_URL=")  # as advised
         self.assertEqual(code, 0, said)

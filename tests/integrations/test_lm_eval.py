@@ -107,7 +107,7 @@ def test_loglikelihood(make: Any, batch_size: Any, monkeypatch: pytest.MonkeyPat
     # With it, a shorter continuation of an input that is shared gets another position's (0.4.13).
     theirs.logits_cache = False
     want = theirs.loglikelihood(requests, disable_tqdm=True)
-    monkeypatch.setattr(HFLM, "_model_call", None)  # it makes logits
+    monkeypatch.setattr(HFLM, "_model_call", None)  # ours must not call what makes logits
     got = ours.loglikelihood(requests, disable_tqdm=True)
     same(got, want)
     assert sum(greedy for _, greedy in got) in range(1, len(got) // 4)

@@ -19,7 +19,7 @@ import support
 from logitless.integrations import patch_transformers
 from support import STEPS, Calls, same_parameters, same_run
 
-# It traces as inductor does, and generates no code, which takes most of inductor's time.
+# Traces as inductor does, but generates no code, which is most of inductor's time.
 BACKEND = "aot_eager"
 EVAL_STEPS = 7
 

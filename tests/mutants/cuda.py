@@ -63,10 +63,10 @@ TESTS: dict[str, str] = {
 @dataclass(frozen=True)
 class CudaMutant:
     name: str
-    file: str  # it lies in src/cuda
+    file: str  # under src/cuda
     marked: str
     new: str
-    tests: str  # it is a key of TESTS
+    tests: str  # a key of TESTS
 
 
 _M = CudaMutant
@@ -85,7 +85,7 @@ _WAIT = r"""@{asm volatile(
 MUTANTS = [
     *(_M(*mutant) for mutant in TOKENS),
     *(_M(*mutant) for mutant in TOKEN_OPTIONS),
-    # These change the linear ops.
+    # The linear ops.
     _M("linear, last column: not in the sums", "linear/portable/block_exponentials.cu",
        "sum += @{y}@;", "(j + i == tile.count - 1 && tile.count > 1 ? 0.0f : y)", "portable"),
     _M("linear, maximum: of the first lane alone", "linear/portable/block_exponentials.cu",
@@ -119,7 +119,7 @@ MUTANTS = [
        "const bool far = @{state.reference - z > most}@ ||", "false", "linear"),
     _M("linear, far anchors: never made again", "linear/rows.cu",
        "|| @{fabsf(z) >= most_anchor}@;", "false", "nonfinite"),
-    # These change the state kept from Forward to Backward.
+    # The state kept from Forward to Backward.
     _M("kept state: whose it is is not asked", "linear/rows.cu",
        "@{same_bits(kept.reference, state.reference)}@ &&", "true", "later"),
     _M("kept state of a shard: whose it is is not asked", "linear/rows.cu",
@@ -325,11 +325,11 @@ MUTANTS = [
        "kind_of_target(a.in, target_of(a.in, i)) == TokenKind::counts", "divergence"),
     _M("divergence, kept: the token's weight left out", "divergence/keep.cu",
        "i, 1, @{token_weight(a.in, i)}@, RowState{}", "1.0f", "divergence"),
-    # These change Hopper's own kernel.
+    # Hopper's own kernel.
     *(_M(*mutant) for mutant in OPTIONS),
     _M("hopper, valid tokens: one too few", "linear/sm90/forward.cuh",
        "valid = @{valid_rows(a.chunk)}@;", "max(valid_rows(a.chunk) - 1, 0)", "hopper"),
-    # These change that kernel where it has no options.
+    # That kernel without options.
     _M("hopper, plain, last columns: not masked", "linear/sm90/plain.cuh",
        "column == mask.target[h] || @{column >= mask.end[h]}@ ?", "false", "hopper"),
     _M("hopper, plain, target: counted in the sums twice", "linear/sm90/plain.cuh",
@@ -462,7 +462,7 @@ MUTANTS = [
        "encode_logs(log2_e[2], @{log2_e[3]}@)", "log2_e[2]", "portable"),
     _M("hopper, serves: any address", "linear/sm90/engine.cpp",
        "rows && (s.copies_weight || @{tiled::is_aligned(w)}@);", "true", "linear"),
-    # These change the products of Hopper's gradients.
+    # The products of Hopper's gradients.
     _M("hopper, products: the last row left out", "linear/sm90/product_rows.cuh",
        "if (@{row >= rows}@) return sink;", "row + 1 >= rows", "hopper"),
     _M("hopper, grad_input: without the row's factor", "linear/sm90/product_rows.cuh",
@@ -499,7 +499,7 @@ MUTANTS = [
     _M("hopper, slices: joined columns in the first ones' place", "linear/sm90/join.cuh",
        "column_tile * tile_columns + @{columns * 8 * fours}@;", "0", "hopper"),
     *(_M(*mutant) for mutant in PLANS),
-    # These change the ops on given logits.
+    # The ops on given logits.
     _M("rows, last column: not in lse", "rows/row_state.cuh",
        "e[h] = exp_of_row(@{raw[h] - shift}@);",
        "column + h == n - 1 && n > 1 ? -infinity() : raw[h] - shift", "rows"),

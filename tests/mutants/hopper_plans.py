@@ -2,7 +2,7 @@
 """Mutants of Hopper's plans: (name, file, marked text, what takes its place, tests); see cuda.py."""
 
 PLANS: list[tuple[str, str, str, str, str]] = [
-    # These change where E and dz lie in grad_weight's memory.
+    # Where E and dz lie in grad_weight's memory.
     ("lent panels: over rows that are to be written", "linear/tiled/panels.cpp",
        "left / (@{row_bytes(s)}@ + column_bytes(s, p))", "int64_t{0}", "apart"),
     ("lent panels: E without the row's factor", "linear/sm90/product.cu",
@@ -27,14 +27,14 @@ PLANS: list[tuple[str, str, str, str, str]] = [
        "from_segment(m.partials, @{first / tile_columns}@)", "int64_t{0}", "apart"),
     ("lent panels: grad_bias from the panel's first columns", "linear/linear.h",
        "some.data += @{j * panel.pitch * size_of(dtype)}@;", "int64_t{0}", "apart"),
-    # These change what is done with few tokens.
+    # Few tokens.
     ("few tokens: a warpgroup left out a row too early", "linear/sm90/tile.cuh",
        "return (warpgroup - 1) * @{128}@ < rows;", "129", "apart"),
     ("few tokens: a block left out a row too early", "linear/tiled/teams.h",
        "p.chunks == 1 && p.token_chunk <= @{tile.rows / 2}@;", "264", "apart"),
     ("few tokens: units found as clusters share them out", "linear/tiled/run.cpp",
        "                  @{teams_of(plan, tile_.teams(device.multiprocessors))}@}", "tile_.teams(device.multiprocessors)", "units"),
-    # These change chunks of tokens.
+    # Chunks of tokens.
     ("chunks, sums: those in the workspace from its middle on", "linear/sm90/product_rows.cuh",
        "int64_t{row - @{a.split}@}", "0", "chunks"),
     ("chunks, both products: grad_weight's first tiles left out", "linear/sm90/product.cuh",

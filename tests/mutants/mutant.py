@@ -63,7 +63,7 @@ TESTS: dict[str, list[str]] = {
 @dataclass(frozen=True)
 class Edit:
     file: str
-    old: str  # it stands in the file exactly once
+    old: str  # must be in the file exactly once
     new: str
 
 
@@ -71,9 +71,9 @@ class Edit:
 class Mutant:
     name: str
     edits: tuple[Edit, ...]
-    tests: tuple[str, ...]  # they are keys of TESTS
+    tests: tuple[str, ...]  # keys of TESTS
     targets: str = (
-        # So many instruction sets are compiled in; "all" adds AMX, and runs only on a CPU with it.
+        # LOGITLESS_CPU_TARGETS of its build; "all" adds AMX, and runs only on a CPU with it.
         "some"
     )
 

@@ -25,7 +25,7 @@ inline bool rule_is_off(std::string_view name, std::string_view part = {}) {
 }  // namespace logitless
 """
 
-# These let nothing pass when they are off: a weight of no floating dtype differs from an input that
+# Switched off, these let nothing pass: a weight of no floating dtype differs from an input that
 # has one, and such a bias is neither f32 nor the input's, so check_dtype_pairs gives both the same
 # status. If the input's own dtype is as wrong, it is named first.
 EQUIVALENT = ("check_dtypes: weight", "check_dtypes: bias")

@@ -77,7 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def fresh() -> None:
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
-        # It compiles a function eight times at most, and tests share the package's functions.
+        # dynamo compiles a function eight times at most, and tests share the package's functions.
         torch._dynamo.reset()
 
 

@@ -28,7 +28,7 @@ class Exact:
         with torch.no_grad():
             z, lse, entropy = s["z"], s["lse"][:, None], s["entropy"][:, None]
             self.log_p, self.p = z - z.logsumexp(-1, keepdim=True), z.softmax(-1)
-            depth = rows.abs() @ self.weight.abs().T  # it sums the magnitudes of a logit's terms
+            depth = rows.abs() @ self.weight.abs().T  # sum of the magnitudes of a logit's terms
             e = gamma(rows.shape[-1]) * depth + 3 * U32 * z.abs()  # [N, V]
             e_t, z_t = (v.gather(-1, s["safe"][:, None])[:, 0] for v in (e, z))
             vocab = math.log2(z.shape[-1])
@@ -56,7 +56,7 @@ class Exact:
         draw = g * self.of_p + dg * (p + column) + dg_entropy * rest + 4 * U32 * summands
         draw += g_entropy * (self.of_p * (1 + self.surprise) + p * self.of_entropy[:, None])
         if self.dtype is BF16:
-            draw += unit * g_entropy * p  # this error comes of kept state
+            draw += unit * g_entropy * p  # the error of kept state
         rounded = 2 * unit if self.dtype is BF16 else 0.0
         n, vocab = p.shape
         x, w = self.input.detach().flatten(0, -2).abs(), self.weight.detach().abs()

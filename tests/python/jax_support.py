@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# This must come before JAX starts: it gets eight CPU devices, and takes no more of a GPU's memory
-# than is used.
+# Before JAX starts: gives it eight CPU devices, and keeps it from reserving a GPU's whole memory.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -102,7 +101,7 @@ def products(calls: Sequence[str]) -> int:
         gradients = len({"grad_input", "grad_weight"} & {*names})
         states = [name for name in names if name.startswith(("row_", "loss", "lse", "entropy"))]
         if gradients and "kept" not in names:
-            count += 1  # it makes the logits again
+            count += 1  # makes the logits again
         elif not gradients and states and "shard_row_reference" not in names:
             count += 1  # a Forward of the targets' logits alone makes none, nor does Combine
         count += gradients

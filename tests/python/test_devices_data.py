@@ -429,7 +429,7 @@ def every_way_to_write_weights_is_seen(me: Rank) -> None:
     copied = copy.deepcopy(head)
     with torch.no_grad():
         assert torch.equal(copied(x, t), head(x, t))
-        with torch.autocast(ranks.DEVICE, torch.float16):  # it goes before param_dtype
+        with torch.autocast(ranks.DEVICE, torch.float16):  # goes before param_dtype
             close(head(x, t), true_loss(head, x, t, torch.float16), 2e-3)
 
 

@@ -717,7 +717,7 @@ def ranks_that_differ_are_named(mesh: Any) -> None:
 def a_rank_that_does_not_come_is_named(mesh: Any) -> None:
     x, w, _, t = problem(20)
     rank = mesh.get_local_rank()
-    group = dist.new_group([0, 1], use_local_synchronization=True)  # it is of no use afterwards
+    group = dist.new_group([0, 1], use_local_synchronization=True)  # a timeout breaks it
     weight = rows_of(w, rank)
     with Checked(2):
         loss = linear_cross_entropy(leaf(x), weight, t, group=group)

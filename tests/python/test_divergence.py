@@ -984,7 +984,7 @@ def test_results_are_tuples_with_names() -> None:
     assert loss.shape == () and statistics.acceptance is not None
     assert statistics.acceptance.shape == SHAPE
     assert isinstance(linear_divergence(*h[:4], return_statistics=()), Tensor)
-    assert "acceptance: sum min(p, q)" in (DivergenceStatistics.__doc__ or "")
+    assert "`acceptance`: sum min(p, q)" in (DivergenceStatistics.__doc__ or "")
 
 
 def test_the_module_holds_every_option(device: str) -> None:

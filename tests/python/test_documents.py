@@ -231,7 +231,7 @@ def test_commands_in_sentences_name_what_is_there() -> None:
 def calls_of_our_program() -> Iterator[tuple[str, list[str]]]:
     """In blocks of commands, and in `backquotes`."""
     for page in PAGES:
-        if page.startswith("docs/experiments/"):  # they say what was called then
+        if page.startswith("docs/experiments/"):  # records of runs, whose commands may be gone
             continue
         text = (ROOT / page).read_text()
         blocks = [b.text for b in code_blocks.scan(text)[0] if b.language == "sh"]

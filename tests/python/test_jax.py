@@ -37,7 +37,7 @@ from test_linear import OPTIONS
 
 F32, F16, BF16 = DTYPES
 STATISTICS = ("lse", "target_logit", "logprob", "entropy", "argmax")
-FORWARD, BACKWARD, BOTH = 4, 5, 6  # they are kinds of linear ops
+FORWARD, BACKWARD, BOTH = 4, 5, 6  # kinds of linear ops
 
 
 def check(x: Any, w: Any, b: Any, t: Any, dtype: Any = F32, **options: Any) -> None:
@@ -128,7 +128,7 @@ def test_a_weight_moves_with_its_label() -> None:
         ours = each(x, t, given, shift=shift)
         expected = each(x[:, :-shift], t[:, shift:], weight[:, shift:])
         assert jnp.array_equal(ours[:, :-shift], expected) and not ours[:, -shift:].any()
-    assert linear_cross_entropy(x[:, :1], w, t[:, :1], shift=True) == 0  # there is no next one
+    assert linear_cross_entropy(x[:, :1], w, t[:, :1], shift=True) == 0  # has no next one
 
 
 def test_statistics_and_their_gradients() -> None:

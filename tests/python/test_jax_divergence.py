@@ -200,7 +200,7 @@ def test_a_teacher_of_logits(kind: str, dtype: Any) -> None:
 def test_any_number_of_leading_dimensions(shape: tuple[int, ...], reduction: str) -> None:
     h = heads(shape=shape)
     options: dict[str, Any] = {"reduction": reduction}
-    if reduction == "mean":  # that of no token is 0, where f64 has none
+    if reduction == "mean":  # of no tokens ours is 0, the reference's 0 / 0
         options["normalizer"] = max(1, h.target.numel())
     agree(h, **options)
     agree(h, **options, temperature=torch.rand(shape) + 0.5, token_weight=torch.rand(shape))
@@ -774,7 +774,7 @@ def test_an_ignore_index_beyond_int32(index: int) -> None:
 
 # --- what is refused ---
 
-# These are torch's alone, or their words are: what JAX has in their place is below.
+# Only torch has these cases or these words; JAX's own cases are below.
 OF_TORCH = {
     "group", "layout", "its gradient", "no tensor", "another dtype", "the weight's", "f64",
     "logits of i64", "beta, a tensor", "a bias's rank", "D", "a vector", "its type",
@@ -894,7 +894,7 @@ def test_results_are_tuples_with_names() -> None:
     assert statistics.teacher_entropy is None and statistics.logprob is None
     assert loss.shape == () and statistics.acceptance.shape == SHAPE
     assert isinstance(linear_divergence(x, w, y, v, return_statistics=()), jax.Array)
-    assert "acceptance: sum min(p, q)" in (DivergenceStatistics.__doc__ or "")
+    assert "`acceptance`: sum min(p, q)" in (DivergenceStatistics.__doc__ or "")
 
 
 def test_arguments_are_those_of_torch() -> None:

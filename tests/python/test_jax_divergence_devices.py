@@ -363,7 +363,7 @@ def test_kept_state_of_another_split_is_not_used(made: str, used: str) -> None:
         ours = run(moved)
     for grad, e in zip(ours, wanted):
         same(grad, e)
-    if made == used:  # there it is used
+    if made == used:  # then Backward reads what was kept
         emptied = [0 * x if x.shape[-1:] == (64,) else x for x in moved]
         assert not np.asarray(run(emptied)[0]).any()
 

@@ -400,7 +400,7 @@ def test_kept_state_of_another_split_is_not_used(other: str, made_by: str) -> No
     for mine, theirs in zip(program(moved, up), expected):
         same(mine, to_torch(theirs).double())
     assert "conditional" in program.as_text()
-    if other == made_by:  # there it is used
+    if other == made_by:  # then Backward reads what was kept
         emptied = [0 * h if h.shape[-1:] == (64,) else h for h in moved]
         assert any(np.abs(a - b).max() > 0.1 for a, b in zip(pull(emptied, up), expected))
 

@@ -60,7 +60,7 @@ def test_a_target_beyond_int32_is_refused() -> None:
     ) as e:
         linear_cross_entropy(x, w, t)
     assert e.value.status == "target_out_of_range"
-    t[1, 3] = -(1 << 31)  # this value stands for an ignore_index beyond int32
+    t[1, 3] = -(1 << 31)  # inside, stands for any ignore_index beyond int32
     with pytest.raises(ValueError, match=r"target\[1, 3\] \(flat: target\[9\]\) is -2147483648"):
         linear_cross_entropy(x, w, t, ignore_index=1 << 40)
 

@@ -29,7 +29,7 @@ from jax_support import (  # noqa: F401
 from logitless.jax import cross_entropy, linear_cross_entropy, linear_logprob
 
 F32, F16, BF16 = DTYPES
-SHAPE, VOCAB, HIDDEN = (3, 80), 1000, 16  # they are large enough for kept state
+SHAPE, VOCAB, HIDDEN = (3, 80), 1000, 16  # large enough for kept state
 DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
 CONSTANT = ("argmax", "rank", "sum_p_squared", "mean_logit", "max_logprob", "mass_above")
 

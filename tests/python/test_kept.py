@@ -46,7 +46,7 @@ class Ran(NamedTuple):
     kind: int
     kept: bool
     consume: bool
-    bytes: int  # kept state and workspace together have so many
+    bytes: int  # of kept state and workspace together
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def check_gradients(
         close(ours, exact, dtype)
 
 
-# These tests are about the formula of the size.
+# --- the formula of the size ---
 
 
 def inputs(tokens: int, vocab: int, dtype: int) -> list[View]:
@@ -142,7 +142,7 @@ def test_the_key_is_forwards(ran: list[Ran]) -> None:
     assert [r.kind for r in ran] == [FORWARD]
 
 
-# These tests are about values.
+# --- values ---
 
 
 STATISTICS = ("lse", "target_logit", "logprob", "entropy")
@@ -213,7 +213,7 @@ def test_autocast_keeps_in_its_dtype(device: str, ran: list[Ran]) -> None:
     assert ran[-1].kept
 
 
-# These tests use kept state twice.
+# --- kept state that is used twice ---
 
 
 def test_a_retained_graph_gives_equal_gradients(device: str, ran: list[Ran]) -> None:
@@ -284,7 +284,7 @@ def test_double_backward_is_refused_as_ever(device: str, ran: list[Ran]) -> None
         grad.square().sum().backward()
 
 
-# These tests are about whose the kept state is.
+# --- kept state of another call ---
 
 
 def test_kept_state_lives_as_long_as_the_graph(
@@ -424,7 +424,7 @@ def test_another_streams_backward_is_told_to_the_allocator(
         monkeypatch.setattr(_device, "allows_tf32", lambda: False)
 
 
-# These tests are about how much is kept.
+# --- how much is kept ---
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -704,7 +704,7 @@ def test_the_alignment_of_main_grad_is_part_of_the_plan(device: str) -> None:
     assert not any(isinstance(part, Tensor) for part in keep.asked()), "a key outlives the call"
 
 
-# These tests are about compiled functions.
+# --- compiled functions ---
 
 
 def op_arguments(device: str, dtype: torch.dtype) -> tuple[Any, ...]:

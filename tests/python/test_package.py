@@ -49,6 +49,15 @@ model = Model()
 }
 
 
+@pytest.mark.parametrize("page", ["README.md", "python/README.md"])
+def test_a_page_names_the_oldest_frameworks_that_the_package_takes(page: str) -> None:
+    project = (README.parent / "pyproject.toml").read_text()
+    least = re.findall(r'"(torch|jax|numpy)>=([\d.]+)"', project)
+    names = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
+    named = re.findall(r"(PyTorch|JAX|NumPy) (\d[\d.]*\d)", (README.parent / page).read_text())
+    assert named == [(names[framework], version) for framework, version in least]
+
+
 def snippets() -> list[tuple[str, str]]:
     """The README's Python code, each with the key of what it is given."""
     found = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.S | re.M)

@@ -34,10 +34,10 @@ F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 
 
-# This part checks the contract.
+# --- the contract ---
 
 
-# It makes an objective of log-probabilities and entropies [B, T].
+# An objective of log-probabilities and entropies [B, T].
 Tail = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -92,7 +92,7 @@ def judge(recipe: Callable[..., Tensor], tail: Tail, x: Tensor, w: Tensor, t: Te
     assert (t == -100).any() and not theirs[0][t == -100].any()
 
 
-# This part is TRL's code.
+# --- TRL's code ---
 
 
 class Trainer(SimpleNamespace):
@@ -203,7 +203,7 @@ def trl_dft(target: Tensor) -> Tail:
     return tail
 
 
-# This part checks the recipes.
+# --- the recipes ---
 
 
 def batch(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -307,7 +307,7 @@ def test_distillation_is_the_cross_entropy_with_the_teachers_tokens(
 ) -> None:
     x, w, t, _, _ = batch(dtype, device)
     teacher = torch.randn(4, 11, len(w), device=device).mul(2).softmax(-1)
-    probability, top = teacher.topk(9)  # they add up to less than 1
+    probability, top = teacher.topk(9)  # together below 1
     loss = rl.distillation(x, w, t, top, probability, temperature)
     loss.backward()
     exact = [v.detach().double().requires_grad_() for v in (x, w)]
@@ -433,7 +433,7 @@ def test_the_ratio_of_a_policy_and_itself_is_one(dtype: torch.dtype, entropy: bo
     assert new.requires_grad and torch.equal(new, old) and torch.equal(new, alone)
 
 
-# This part checks what is around the head.
+# --- around the head ---
 
 
 def test_targets_of_packed_sequences_do_not_cross_a_boundary(device: str) -> None:
@@ -544,7 +544,7 @@ def test_merging_a_small_update_in_bf16_rounds_it_away(device: str) -> None:
     assert beside < merged / 10
 
 
-# This part checks the page.
+# --- the page ---
 
 
 def test_the_page_shows_what_is_tested() -> None:

@@ -36,7 +36,7 @@ def test_an_old_keyword_is_taken_with_a_warning(function: Any, name: str) -> Non
     with pytest.warns(DeprecationWarning, match=where) as warned:
         try:
             function(*GIVEN, **{name: VALUES[name]})
-        except ValueError as error:  # there is no group
+        except ValueError as error:  # there is no group here
             assert name != "vocab_blocks" and f"Split.{FIELDS[name]}" in str(error)
     assert warned[0].filename == __file__
 

@@ -53,7 +53,7 @@ def gradients(outputs: Any, leaves: Any, retain: bool = True) -> tuple[Tensor, .
     return torch.autograd.grad(outputs, leaves, upstream, retain_graph=retain)
 
 
-# These tests give each token a temperature.
+# --- a temperature of each token ---
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
@@ -239,7 +239,7 @@ def test_numpy_is_torch() -> None:
         logitless.numpy.linear_logprob(*arrays, temperature=np.array([1, 1e-46] * 11)[:11])
 
 
-# These tests are about statistics.
+# --- statistics ---
 
 
 @pytest.mark.parametrize("kind", ["linear", "logits", "compiled", "fused"])
@@ -425,7 +425,7 @@ def test_only_detached_is_a_text() -> None:
         linear_logprob(x, w, t, entropy="none")
 
 
-# These tests are about tokens without an upstream gradient.
+# --- tokens without an upstream gradient ---
 
 
 def clipped(x: Tensor, w: Tensor, t: Tensor, old: Tensor) -> Tensor:

@@ -442,7 +442,7 @@ def test_replicas_of_a_patched_model_are_patched(monkeypatch: Any) -> None:
     expected = [model(**batch).loss, half(**batch).loss]
     patch_transformers(model)
     module = importlib.import_module("torch.nn.parallel.replicate")
-    monkeypatch.setattr(  # it plays a broadcast without GPUs, to unequal copies
+    monkeypatch.setattr(  # a broadcast without GPUs, to unequal copies
         module, "_broadcast_coalesced_reshape",
         lambda tensors, *_, **__: [
             [t * (factor if t.requires_grad else 1) for t in tensors] for factor in (1.0, 0.5)

@@ -72,7 +72,7 @@ def test_every_output_and_gradient_is_that_of_f64(
     with patch_trl() as patch:
         results = [fused(x, w, b, t, **OPTIONS[name])]
         assert patch.calls == 1
-    # This shows that the formulas are TRL's, whose logits are of 16 bits elsewhere.
+    # In f32 TRL itself must agree too: so the formulas are its own. Else its logits have 16 bits.
     if dtype is torch.float32:
         results.append(fused(x, w, b, t, **OPTIONS[name]))
     for actual in results:
@@ -363,7 +363,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {**GENERATING, "entropy_coef": 0.01, "temperature": 0.9},
     "rloo": GENERATING,
 }
-# A step calls the head so often, for the policy and for the reference.
+# Calls of the head in a step, for the policy and for the reference.
 CALLS = {"sft": 1, "dpo": 2, "kto": 4, "grpo": 2, "rloo": 3}
 
 
@@ -403,7 +403,7 @@ def test_a_trainer_learns_the_same_without_logits(
         ours, actual = train(kind, tmp_path, device)
     assert patch.calls == CALLS[kind] * STEPS
     assert len(actual) == len(expected) == STEPS
-    # These are the loss, rewards, entropies, gradients' norms, ...
+    # The loss, rewards, entropies, norms of gradients, ...
     for a, e in zip(actual, expected):
         assert {**a, "step_time": 0} == pytest.approx({**e, "step_time": 0}, rel=1e-4, abs=1e-5)
     start.to(device)

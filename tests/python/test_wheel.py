@@ -32,7 +32,7 @@ expected = (np.log(np.exp(z).sum(1)) - z[[0, 1, 2], [0, 1, 4]]).mean()
 assert abs(loss - expected) < 1e-6 and grads.linear_weight.shape == w.shape
 """
 
-# These entries of a CMake cache decide what the objects are.
+# The entries of a CMake cache that decide what the objects are.
 CACHED = (
     "LOGITLESS_(?:CUDA|CUDA_ARCHITECTURES|CUDA_LISTING|CPU_TARGETS|FRAMES|WEBGPU|WERROR)"
     "|CMAKE_(?:C|CXX|CUDA)_COMPILER|CMAKE_BUILD_TYPE"

@@ -53,7 +53,7 @@ TEST(ReferenceBounds, OfTwoEqualLogits) {
                "probabilities");
 }
 
-// This is one token with every option, with each bound as the document has it.
+// One token with every option, and each bound as the document has it.
 struct Transcript {
   Example e;
   std::vector<double> z, slope, error, p;  // [V]

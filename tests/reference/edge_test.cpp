@@ -310,7 +310,7 @@ TEST(ReferenceEdges, NeedsNoWorkspace) {
 // A problem that does not fit in memory is a status, not an exception.
 TEST(ReferenceEdges, OutOfMemoryIsAStatus) {
   const float element = 0;
-  std::vector<int64_t> sizes = {int64_t{1} << 61};  // a vector cannot hold so many
+  std::vector<int64_t> sizes = {int64_t{1} << 61};  // more than a vector can hold
   // No machine has so much memory; sanitizers end the program there.
   if (!kSanitized) sizes.push_back(int64_t{1} << 50);
   for (const int64_t size : sizes) {

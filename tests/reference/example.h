@@ -21,7 +21,7 @@ struct Example {
   std::vector<float> logits;               // [N, V]; the ops on given logits have it
   std::vector<int64_t> target;             // [N]
   LossOptions options{};
-  // These are absent where they are empty.
+  // Absent where empty.
   std::vector<float> token_weight, vocab_weight;                 // [N] [V or vocab_total]
   std::vector<float> normalizer;                                 // [1]
   std::vector<float> temperature;                                // [N]

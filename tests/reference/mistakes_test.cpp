@@ -14,7 +14,7 @@
 namespace logitless::reference {
 namespace {
 
-// This is a plain f32 loss and gradient with places to go wrong.
+// A plain f32 loss and gradient, with places to go wrong.
 struct Mistakes {
   std::function<float(float)> logit = [](float z) { return z; };
   std::function<float(float)> lse = [](float z) { return z; };

@@ -50,7 +50,7 @@ TokenState state_of(const Values& values, int64_t i) {
           .max_logprob = at("max_logprob")};
 }
 
-using Split = std::vector<int64_t>;  // each shard has so many columns
+using Split = std::vector<int64_t>;  // columns of each shard
 
 std::vector<TokenState> combined_states(const Example& whole, const Split& split) {
   std::vector<TokenState> states(whole.tokens);

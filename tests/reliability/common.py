@@ -22,7 +22,7 @@ class Row:
     how: str
     figure: str
     kept: bool | None = True
-    where: str = ""  # it names date and machine; if empty, they are those of this run
+    where: str = ""  # date and machine; empty: this run's
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Settings:
     build: Path  # the programs that are run lie there
     short: bool = False
     seconds_left: float = 0.0  # fuzzing and mutants, which can take any time, get it
-    notes: list[str] = field(default_factory=list)  # these paragraphs stand under the table
+    notes: list[str] = field(default_factory=list)  # paragraphs under the table
 
     def program(self, name: str) -> Path:
         return self.build / "tests" / f"reliability_{name}"

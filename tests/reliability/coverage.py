@@ -15,8 +15,8 @@ from typing import Any
 from reliability.common import ROOT
 
 SCOPE = re.compile(r"include/.*|src/[^/]+\.(?:cpp|h)|src/(?:cpu|reference|row)/.*|cli/safetensors[^/]*")
-LEAST_BRANCHES = 90  # it is in percent
-Place = tuple[int, int, int, int]  # they are first line and column, last line and column
+LEAST_BRANCHES = 90  # percent
+Place = tuple[int, int, int, int]  # first line and column, last line and column
 
 
 @dataclass
@@ -24,7 +24,7 @@ class FileCounts:
     lines: dict[int, bool] = field(default_factory=dict)
     # The first says whether a branch was taken, the second whether it was not.
     branches: dict[Place, list[bool]] = field(default_factory=dict)
-    # These lie in instruction sets that never ran, alone.
+    # Only in instruction sets that never ran.
     absent: set[Place] = field(default_factory=set)
 
     def outcomes(self) -> tuple[int, int]:

@@ -3,9 +3,9 @@
 // dtype and option, teachers of both sorts, a few values that are infinite or NaN, every size of
 // workspace between the minimum and what is recommended, dz kept or not. One seed is one case, and
 // a case is one to three calls; each has the plan of its own sizes.
-//   --calls 300   at least so many
+//   --calls 300   how many calls to make, at least
 //   --seed 1      of the first case
-//   --cases 0     so many cases at most, where it is not 0: `--seed S --cases 1` runs one again
+//   --cases 0     how many cases to run, at most; 0: any. `--seed S --cases 1` runs one again
 //   --device 0    1: the CUDA device instead of the CPU
 #include <algorithm>
 #include <cmath>
@@ -45,7 +45,7 @@ int64_t size_of(Random& random, int64_t most) {
   return std::clamp<int64_t>(size, 1, most);
 }
 
-// The reference takes a millisecond for so many products of a head.
+// A million products take the reference about a millisecond.
 Shape shape_of(Random& random) {
   const int64_t products = random.below(16) == 0 ? 16'000'000 : 1'000'000;
   const int64_t vocab = size_of(random, random.below(8) == 0 ? 40'000 : 3'000);

@@ -15,7 +15,7 @@ HOW = (
     " workspaces of every size, dz kept or not"
 )
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "tv")
-SEEDS = 1_000_000  # a process has so many of its own
+SEEDS = 1_000_000  # of each process
 
 
 def promise(backend: str) -> tuple[str, str]:

@@ -99,11 +99,11 @@ namespace {
 
 constexpr size_t kScratchBytes = 8 << 20;
 
-// This is one thing that a program asks of the library: a status, and what it wrote.
+// One thing that a program asks of the library: a status, and what it wrote.
 class Entry {
  public:
   virtual ~Entry() = default;
-  virtual int32_t call() = 0;  // it touches no memory but the library's and the op's
+  virtual int32_t call() = 0;  // touches no memory but the library's and the op's
   virtual uint64_t written() const { return 0; }
   virtual void clear() {}
   std::string name;
@@ -218,7 +218,7 @@ std::vector<std::unique_ptr<Entry>> entries() {
 
 // Holds what a child says to its parent.
 struct Answer {
-  int64_t seen = 0;  // they are the places passed, the faulted ones among them
+  int64_t seen = 0;  // places passed, the faulted ones included
   int32_t code = 0, next_code = 0;
   uint64_t written = 0, untouched = 0, next_written = 0;
 };
@@ -314,7 +314,7 @@ int64_t forks(int64_t count) {
   return count;
 }
 
-// These backends say why they cannot be had here: there is no driver, or no library.
+// Backends that say why this machine does not have them: no driver, or no library.
 int64_t absent_backends() {
   int64_t absent = 0;
   for (const int32_t device : {LOGITLESS_CUDA, LOGITLESS_WEBGPU}) {

@@ -18,7 +18,7 @@ namespace {
 
 using testing::Subject;
 
-// These are the structs of one call, good until a mistake is made.
+// The structs of one call, good until a mistake is made.
 template <class Op>
 struct Structs {
   explicit Structs(const Op& source, const Subject& subject)
@@ -40,7 +40,7 @@ struct Structs {
   logitless_execution execution;
   logitless_workspace_buffer workspace;
   logitless_executor executor = LOGITLESS_EXECUTOR_INIT;
-  std::vector<Named> fields;  // they are of c.tensors, in order
+  std::vector<Named> fields;  // of c.tensors, in order
 };
 
 int32_t outside(Random& random, int32_t least, int32_t most) {
@@ -104,7 +104,7 @@ void spoil_tensor(Random& random, const std::string& name, Access access, logitl
                             ? 0
                             : -random.between(1, 99);
       return;
-    default:  // it lies past the end of memory, where there is a second element
+    default:  // past the end of memory, where there is a second element
       t->stride[axis] = t->shape[axis] > 1 ? random.pick(strides) : -1;
   }
 }

@@ -1,4 +1,4 @@
-# These are the programs of make reliability. scripts/reliability runs those of the release build,
+# The programs of make reliability. scripts/reliability runs those of the release build,
 # with as many calls as it has time for; ctest runs the others, with few: under a sanitizer a
 # refused call or a fault shows what nothing else does.
 list(APPEND LOGITLESS_THREADED_TESTS reliability_soak)  # the program has two callers at once

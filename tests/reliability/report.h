@@ -68,7 +68,7 @@ class Random {
   uint64_t state_;
 };
 
-// This is FNV-1a over bytes, several pieces one after the other.
+// FNV-1a over bytes, several pieces one after the other.
 class Digest {
  public:
   void add(const void* data, size_t bytes) {

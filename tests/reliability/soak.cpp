@@ -21,7 +21,7 @@ namespace logitless::reliability {
 namespace {
 
 constexpr int kTenths = 10;
-constexpr int64_t kMostHeapGrowth = 4 << 10, kMostResidentGrowth = 1 << 20;  // they count bytes
+constexpr int64_t kMostHeapGrowth = 4 << 10, kMostResidentGrowth = 1 << 20;  // bytes
 
 class Call {
  public:
@@ -29,8 +29,7 @@ class Call {
   virtual void run(Random& random) = 0;
 };
 
-// This is one op on memory of its own, which keeps what it is given, so that every run writes the
-// same.
+// One op on memory of its own. Its inputs stay, so that every run writes the same.
 template <class Op>
 class CallOf final : public Call {
  public:

@@ -1,4 +1,4 @@
-# This library runs cases of the suite's table on a backend and judges them, for the tests and for
+# A library that runs cases of the suite's table on a backend and judges them, for the tests and for
 # `logitless check`.
 if(NOT TARGET logitless_conformance)
   set(harness cases.cpp data.cpp device.cpp fixture.cpp judge.cpp memory.cpp shards.cpp simulated.cpp)

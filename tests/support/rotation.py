@@ -52,7 +52,7 @@ def rotate(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def node_down(node: object) -> None:
     """For pytest_testnodedown, in the process that has no tests of its own."""
-    output = getattr(node, "workeroutput", {})  # there is none of a process that crashed
+    output = getattr(node, "workeroutput", {})  # a process that crashed has none
     if "rotation" in output:
         node.config.stash[COUNTED] = tuple(output["rotation"])  # type: ignore[attr-defined]
 

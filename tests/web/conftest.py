@@ -26,7 +26,7 @@ os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# This script runs an op on the device and in double, and gives the greatest error of every output
+# Runs an op on the device and in double, and gives the greatest error of every output
 # in bounds.
 HELPERS = """
 globalThis.fill = (size, spread = 1) => {

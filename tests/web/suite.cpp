@@ -60,7 +60,7 @@ const Backend* webgpu_backend(Status*) {
   static const BrowserBackend backend;
   return &backend;
 }
-// These are not in this module, and nothing asks for them.
+// Not in this module; only the linker asks for them.
 const Backend& cpu_backend() { return *webgpu_backend(nullptr); }
 namespace cpu {
 int32_t num_threads() { return 1; }

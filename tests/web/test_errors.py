@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Page
 
-# This is a small problem on a device of its own; `told` gives [code, message] of a promise or a
+# A small problem on a device of its own; `told` gives [code, message] of a promise or a
 # function.
 OWN = """
   const own = await module.Logitless.create();

@@ -218,7 +218,7 @@ def test_the_chart_shows_what_a_training_step_saves(large_page: Page) -> None:
     dot = page.locator("#memory-chart circle.dot")
     assert float(dot.get_attribute("cx")) == pytest.approx(logits[call][0], abs=0.1)
     below = float(dot.get_attribute("cy")) - logits[call][1]
-    assert below == pytest.approx(2 * octave, abs=0.2)  # this call takes a quarter
+    assert below == pytest.approx(2 * octave, abs=0.2)  # this call takes a quarter of the logits
 
 
 def test_every_link_leads_somewhere(page: Page, web_origin: str) -> None:
@@ -237,7 +237,7 @@ def test_every_link_leads_somewhere(page: Page, web_origin: str) -> None:
     page.wait_for_url("**/document.html?docs/semantics.md*")
     section = page.locator("h2:has-text('Accuracy, promised and tested per element')")
     section.wait_for()
-    assert abs(section.evaluate("e => e.getBoundingClientRect().top")) < 900  # it was scrolled to
+    assert abs(section.evaluate("e => e.getBoundingClientRect().top")) < 900  # scrolled to
 
 
 DOCUMENTS = ("README.md", "docs/semantics.md", "docs/web.md", "docs/results.md")

@@ -21,8 +21,7 @@ namespace {
 thread_local bool no_memory = false;  // operator new reads it; a driver's threads have their own
 }
 
-// It is not inlined, because GCC would take the free() of the one for a mistake beside the new of
-// the other.
+// Not inlined, or GCC warns that memory of `new` goes to free().
 [[gnu::noinline]] void* operator new(size_t bytes) {
   void* memory = no_memory ? nullptr : std::malloc(bytes == 0 ? 1 : bytes);
   if (memory == nullptr) throw std::bad_alloc();
@@ -36,7 +35,7 @@ namespace {
 
 constexpr Execution kWebGpu{.device = {DeviceType::webgpu, 0}};
 
-// This is a call on buffers of the device that exists when it is made.
+// A call on buffers of the device that exists when it is made.
 struct Call {
   Call(int64_t n, int64_t v, int64_t d) : tokens(n), vocab(v), hidden(d) {
     Status status;
@@ -193,7 +192,7 @@ TEST_F(WebGpuDevice, AnAllocationThatFailsIsAStatus) {
   EXPECT_EQ(logitless_webgpu_use_device(instance, device, queue, &index, nullptr), LOGITLESS_OK);
 }
 
-// This runs without LOGITLESS_WEBGPU_LIMITS.
+// Runs without LOGITLESS_WEBGPU_LIMITS.
 TEST_F(WebGpuDevice, ItHasTheAdaptersLimits) {
   Status status;
   const webgpu::Library* call = webgpu::find_library(&status);

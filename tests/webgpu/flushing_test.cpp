@@ -85,7 +85,7 @@ TEST(WebGpuFlushing, IsAsAskedFor) {
 class WebGpuFaint : public testing::Test {
  protected:
   static constexpr int64_t kTokens = 5;
-  // Rows of one kernel, and of those that longer ones and windows take.
+  // A row that one kernel takes whole, and one that is too long for that.
   static constexpr int64_t kColumns[] = {97, 4500};
 
   static Case plain(int64_t vocab) {

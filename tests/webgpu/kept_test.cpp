@@ -17,8 +17,8 @@ namespace {
 using Forward = LinearCrossEntropyForward;
 using Backward = LinearCrossEntropyBackward;
 
-constexpr int64_t kTokens = 130, kRows = 192;  // they are two chunks in the least workspace
-constexpr int64_t kVocab = 4301;  // they are five windows, and two slabs of what is kept
+constexpr int64_t kTokens = 130, kRows = 192;  // two chunks in the least workspace
+constexpr int64_t kVocab = 4301;               // five windows, and two slabs of what is kept
 constexpr int64_t kSlab = 4096;
 
 Case two_slabs(DType dtype) {
@@ -51,7 +51,7 @@ class WebGpuKept : public testing::Test {
   }
   ~WebGpuKept() override { native_->set_limits(limits_); }
 
-  // Makes a Forward that keeps so many blocks of 64 columns (0 means all), and its Backward.
+  // Makes a Forward that keeps `blocks` blocks of 64 columns (0: all), and its Backward.
   void begin(const Case& c, int64_t blocks) {
     problem_ = build<Backward>(c);
     Backward& op = problem_.op;
@@ -126,7 +126,7 @@ class WebGpuKept : public testing::Test {
 
 struct Share {
   DType dtype;
-  int64_t blocks, columns;  // there is room for so many blocks, and so many columns are kept
+  int64_t blocks, columns;  // room for these blocks keeps these columns
 };
 
 TEST_F(WebGpuKept, ChangesNoBit) {

@@ -17,7 +17,7 @@
 namespace logitless::webgpu {
 namespace {
 
-// These were asked before the library was named and before there was an adapter (main).
+// main's answers before and after the library is named, before and after there is an adapter.
 Status without_library, with_library, without_adapter, with_adapter;
 
 bool mentions(const Status& status, const std::string& text) {

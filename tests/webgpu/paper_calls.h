@@ -35,7 +35,7 @@ inline TensorView paper_kept(const PaperCall& c, const std::string& name) {
 // The most columns are chosen, or few: beside everything else, and beside nothing else in some
 // calls.
 inline TensorView paper_chosen(const PaperCall& c, const std::string& name) {
-  if (name == "id_offsets") return {};  // it has no lists
+  if (name == "id_offsets") return {};  // this backend has no lists
   if (!c.targets_only && !c.optional && c.dtype != DType::bf16) return {};
   const DType dtype = name != "ids" ? DType::f32 : c.none ? DType::i32 : DType::i64;
   return matrix_view(nullptr, dtype, c.tokens, c.none ? 64 : 3);
@@ -61,7 +61,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   }
   if (is({"grad_input"})) return matrix_view(nullptr, c.gradient, c.tokens, c.hidden);
   if (is({"grad_weight"})) return matrix_view(nullptr, c.gradient, c.vocab, c.hidden);
-  if (name.find("top_") != name.npos) return {};  // it has no list
+  if (name.find("top_") != name.npos) return {};  // this backend has no lists
   if (name.starts_with("shard_")) {
     const bool always = is({"shard_row_reference", "shard_row_log_sum", "shard_target_logit"});
     const DType index = c.none ? DType::i32 : DType::i64;
@@ -73,7 +73,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
     return c.none ? vector_view(nullptr, DType::f32, c.tokens) : scalar_view(nullptr, DType::f32);
   }
   if (is({"teacher_temperature"}) && c.scaled) return {};
-  // It goes with everything else and with nothing else, but not always.
+  // With every option and with none, but not in every call.
   if (is({"temperature", "teacher_temperature"})) {
     const bool given =
         c.optional ? c.dtype != DType::bf16 : c.dtype == DType::bf16 && c.gradient == DType::f32;
@@ -110,7 +110,7 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
     view = paper_view(c, name);
     const std::string_view is = name;
     if (c.targets_only && is == "loss") view = {};
-    if (CombiningOp<Op> && (is == "rank" || is == "mass_above")) view = {};  // it has none
+    if (CombiningOp<Op> && (is == "rank" || is == "mass_above")) view = {};  // Combine has neither
     if constexpr (DivergenceOp<Op>) {
       if (is == "vocab_weight" || (is == "target" && c.scaled && !c.optional)) view = {};
       // All columns are kept, or none.
@@ -150,9 +150,9 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
   return op;
 }
 
-// One call on buffers of its own came to this.
+// What one call on buffers of its own took, and what was wrong with it.
 struct PaperResult {
-  uint64_t minimum = 0, tensors = 0, predicted = 0, most = 0;  // they count bytes
+  uint64_t minimum = 0, tensors = 0, predicted = 0, most = 0;  // bytes
   std::string faults;
 };
 

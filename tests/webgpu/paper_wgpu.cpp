@@ -19,7 +19,7 @@ WGPUStringView view(const char* text) { return {text, WGPU_STRLEN}; }
 template <class Info, class Answer>
 WGPUFuture answer(const Info& info, Answer&& call) {
   PaperWgpu& paper = paper_wgpu();
-  // It does not grow beyond what is reserved, because this must not be the allocation that fails.
+  // Not beyond what is reserved: this must not be the allocation that fails.
   if (paper.userdata.size() < paper.userdata.capacity()) paper.userdata.push_back(info.userdata1);
   if (paper.answers) {
     call(info);

@@ -14,15 +14,15 @@ namespace logitless::webgpu {
 
 struct PaperWgpu {
   bool has_adapter = true;
-  bool answers = true;  // it answers within the events, else as `late` is called
-  std::vector<std::function<void()>> late;      // these were not answered
+  bool answers = true;                          // within the events, else when `late` is called
+  std::vector<std::function<void()>> late;      // answers that wait
   std::vector<void*> userdata;                  // every callback has one
-  int instances = 0, adapters = 0, scopes = 0;  // they are alive, or open
-  int encoders = 0;                             // they are begun and not released
-  int recorded = 0;                             // it counts dispatches of the open encoder
-  int submitted = 0;                            // it counts dispatches
+  int instances = 0, adapters = 0, scopes = 0;  // alive, or open
+  int encoders = 0;                             // begun and not released
+  int recorded = 0;                             // dispatches of the open encoder
+  int submitted = 0;                            // dispatches
   bool fails_scopes = false;                    // every scope has caught something
-  int allocations_left = -1;  // operator new has so many until one fails; -1 is no limit
+  int allocations_left = -1;                    // of operator new, until one fails; -1: no limit
 };
 PaperWgpu& paper_wgpu();
 

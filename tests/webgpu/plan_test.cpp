@@ -124,7 +124,7 @@ TEST(WebGpuPlan, TheSmallestWorkspaceOfGpt2sHeadIsBelow64MiB) {
   uint64_t minimum, recommended;
   ASSERT_TRUE(workspace_sizes(head(1024, 50257, 768, true), {}, &minimum, &recommended).ok());
   EXPECT_LT(minimum, uint64_t{64} << 20);
-  // It holds a quarter of the f32 logits, the windows' last rows and what is small.
+  // Room for a quarter of the f32 logits, the windows' last rows and what is small.
   EXPECT_LT(recommended, uint64_t{1024} * 50257 * 4 / 4 + (uint64_t{4} << 20));
 }
 
@@ -317,13 +317,13 @@ TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
   for (const bool optional : {false, true}) {
     const PaperCall c{.tokens = 1, .hidden = 4, .vocab = 20000000, .optional = optional};
     for (const Limits& limits : {Limits{}, large}) {
-      // These calls' class weights pass the smaller limits.
+      // The class weights pass the smaller limits.
       if (optional && limits.buffer_bytes < large.buffer_bytes) continue;
       for (const uint64_t budget : {uint64_t{0}, uint64_t{1}, UINT64_MAX}) {
         EXPECT_EQ(run_on_paper<CrossEntropyForward>(c, limits, budget).faults, "");
         EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(c, limits, budget).faults, "");
         EXPECT_EQ(run_on_paper<Softmax>(c, limits, budget).faults, "");
-        // these calls' weight passes the smaller limits
+        // The weight passes the smaller limits.
         if (limits.buffer_bytes < large.buffer_bytes) continue;
         EXPECT_EQ(run_on_paper<LinearCrossEntropyForwardBackward>(c, limits, budget).faults, "");
       }
@@ -333,8 +333,8 @@ TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
   EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(slots, large, 1).faults, "");
 }
 
-// Returns the problem of a Forward or Backward of so many blocks of kept columns on paper, as the
-// planner sees it.
+// Returns the problem of a Forward or Backward with room for `blocks` blocks of kept columns, as
+// the planner sees it.
 template <class Op>
 Problem keeping(const PaperCall& c, int64_t blocks) {
   RecordedDevice device{Limits{}};

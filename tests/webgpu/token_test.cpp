@@ -63,7 +63,7 @@ std::string first_difference(const Fields& a, const Fields& b, size_t row) {
   return "";
 }
 
-// These are the bits of a row's logprob in a call.
+// The bits of a row's logprob in a call.
 using Bits = std::vector<std::byte>;
 
 TEST_F(WebGpuToken, TheLogProbabilityIsOneWhateverElseIsAsked) {

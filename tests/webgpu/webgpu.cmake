@@ -2,7 +2,7 @@ if(NOT LOGITLESS_WITH_WEBGPU)
   return()
 endif()
 
-# This test needs no driver, because the program brings a wgpu-native on paper.
+# Needs no driver, because the program brings a wgpu-native on paper.
 add_executable(webgpu_library_test webgpu/library_test.cpp webgpu/paper_wgpu.cpp)
 set_target_properties(webgpu_library_test PROPERTIES ENABLE_EXPORTS ON CXX_VISIBILITY_PRESET default)
 target_include_directories(webgpu_library_test PRIVATE ${PROJECT_SOURCE_DIR})
@@ -73,7 +73,7 @@ if("$ENV{LOGITLESS_TEST_FULL}")
 endif()
 add_webgpu_test(faint webgpu_suite ${faint} ${defaults} LOGITLESS_TEST_FLUSH=1)
 
-# This tests what happens to the library's own device; one run has the limits that the adapter gives
+# What happens to the library's own device; one run has the limits that the adapter gives
 # it.
 add_executable(webgpu_device_test webgpu/device_test.cpp)
 target_link_libraries(webgpu_device_test PRIVATE logitless_conformance GTest::gtest ${CMAKE_DL_LIBS})

@@ -158,7 +158,7 @@ TEST_F(WebGpu, SumsOfManyTokens) {
   expect_ok(judge(device_, c));
 }
 
-// There are more workgroups than one dimension of a grid has, of 16, 4 and 1 rows.
+// With 16, 4 and 1 rows a workgroup, always more workgroups than a grid's first dimension holds.
 TEST_F(WebGpu, PlainRowsInTwoDimensionsOfAGrid) {
   webgpu::Limits small = limits_;
   small.groups = 20;

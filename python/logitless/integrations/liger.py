@@ -93,6 +93,8 @@ class FusedLinearCrossEntropyFunction:
         *,
         memory: int | str | None = None,
     ) -> CrossEntropyOutput:
+        """As the class says. `_input` [N, D], `weight` [V, D], `target` [N], `bias` [V] and
+        `ce_weight` [V]."""
         only("accum_dtype", accum_dtype, None, torch.float32)  # sums are always f32
         only("ce_impl", ce_impl, None)  # Liger's other kernels
         only("ce_mode", ce_mode, None)
@@ -176,6 +178,7 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Any:
+        """As the class says. `lin_weight` [V, D], `_input` [N, D], `target` [N], `bias` [V]."""
         output = FusedLinearCrossEntropyFunction.apply(
             _input, lin_weight, target, bias, self.ce_weight, *self._rest, memory=self.memory
         )
@@ -258,6 +261,8 @@ class LigerFusedLinearJSDFunction:
         *,
         memory: int | str | None = None,
     ) -> Tensor:
+        """As the class says. Inputs [N, D] and [N, Dt], weights [V, D] and [V, Dt],
+        `shift_labels` [N]."""
         only("accum_dtype", accum_dtype, None, torch.float32)  # sums are always f32
         only("jsd_impl", jsd_impl, None)  # Liger's other kernels
         only("jsd_mode", jsd_mode, None)
@@ -300,6 +305,8 @@ class LigerFusedLinearJSD(torch.nn.Module):
         teacher_weight: Tensor,
         shift_labels: Tensor | None,
     ) -> Tensor:
+        """As the class says. Inputs [N, D] and [N, Dt], weights [V, D] and [V, Dt],
+        `shift_labels` [N]."""
         return LigerFusedLinearJSDFunction.apply(
             student_input, student_weight, teacher_input, teacher_weight, shift_labels,
             self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype,
@@ -360,6 +367,8 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
         student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
     ) -> Any:
+        """As the class says. Inputs [N, D] and [N, Dt], weights [V, D] and [V, Dt],
+        `true_labels` [N], biases [V]."""
         student = Head(student_input, student_weight, student_bias)
         teacher = Head(teacher_input, teacher_weight, teacher_bias)
         check_heads(student, teacher)

@@ -41,6 +41,8 @@ class FusedOutputLinear(torch.nn.Linear):
         labels: Tensor | None = None,
         temperature: Tensor | None = None,
     ) -> dict[str, Tensor]:
+        """{"logprobs", "entropy"}, [...] in f32 each, of `hidden_states` [..., D], `labels` and
+        `temperature` [...]."""
         if labels is None or temperature is None:
             raise invalid("labels or temperature is None; allowed: tensors")
         if temperature.shape != labels.shape:

@@ -860,16 +860,19 @@ def _check_options(options: dict[str, Any], rows: int | None) -> None:
 
 def patch_transformers(model: Any, *, eval_logits: bool | None = None, **options: Any) -> Patch:
     """Makes `model` (Llama, Qwen, Gemma, GPT-2, ... ForCausalLM) compute its loss without logits.
-    It may be one of PEFT's around such a model, or a class, as LlamaForCausalLM: then every model
-    of it that is made from now on is patched.
 
-    With labels, output.loss is the loss and output.logits is None; without them nothing changes.
-    `eval_logits`: True leaves the model as it is in eval mode, for metrics made of logits; False
-    says that a Trainer's metrics need none, which is an error otherwise. `options` go to
-    linear_cross_entropy (label_smoothing, z_loss, memory, ...). Scale and softcap of the logits,
-    and rows of the head that are no words, are found in the model's configuration, or told as
-    `logit_scale`, `softcap` and `vocab_size`; a model that does something else to its logits is an
-    error. `calls` of the result tells how many losses were made here.
+    `model` may be one of PEFT's around such a model, or a class, as LlamaForCausalLM: then every
+    model of it that is made from now on is patched. With labels, output.loss is the loss and
+    output.logits is None; without them nothing changes.
+
+    - `eval_logits`: True leaves the model as it is in eval mode, for metrics made of logits. False
+      says that a Trainer's metrics need none, which is an error otherwise.
+    - `logit_scale`, `softcap`, `vocab_size`: the scale and softcap of the logits, and which rows of
+      the head are words. They are found in the model's configuration if not told here. A model that
+      does something else to its logits is an error.
+    - `options` go to `linear_cross_entropy`: label_smoothing, z_loss, memory, ...
+
+    Returns a `Patch`, whose `calls` counts the losses made here.
     """
     given = options if eval_logits is None else {**options, "eval_logits": eval_logits}
     if isinstance(model, type):

@@ -110,6 +110,8 @@ class FusedLinearForPPO(torch.nn.Module):
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor,
         temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(log-probabilities, entropies), f32, of `hidden_states` [..., D], `vocab_weights` [V, D]
+        and `input_ids` [...]."""
         log_probs, entropy = linear_logprob(
             hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True,
             memory=frugal(self.memory, hidden_states, vocab_weights, self._peak),

@@ -96,9 +96,11 @@ def linear_divergence(
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
-    """How far the student's head is from the teacher's, over the whole vocabulary, without either's
-    logits: for distillation, between the distributions p = softmax(input @ linear_weight.T +
-    linear_bias) and q = softmax(teacher_input @ teacher_weight.T + teacher_bias).
+    """How far a student's head is from a teacher's, token by token over the whole vocabulary,
+    without the logits of either: for distillation.
+
+    Between p = softmax(input @ linear_weight.T + linear_bias), the student's, and q =
+    softmax(teacher_input @ teacher_weight.T + teacher_bias), the divergence of a token by `kind` is
 
         "forward_kl"   sum q log(q/p)
         "reverse_kl"   sum p log(p/q)
@@ -106,39 +108,47 @@ def linear_divergence(
         "skew_kl"      sum q log(q/m)
         "tv"           1/2 sum |p - q|
 
-    The loss of a token is token_weight (divergence + label_weight (lse - z of its target)), in f32,
-    never multiplied by a temperature's square; formulas, edges and bounds are those of
-    docs/semantics.md, "Divergences of two heads".
+    and its loss is token_weight (divergence + label_weight (lse - z of its target)). There is no
+    factor of a temperature's square. docs/semantics.md, "Divergences of two heads", has formulas,
+    edges and error bounds.
 
-    input [..., D], linear_weight [V, D], linear_bias [V], teacher_input [..., Dt], teacher_weight
-    [V, Dt], teacher_bias [V], all of one dtype, f32, f16 or bf16 (a bias may be f32); or
-    teacher_logits [..., V] of any of these, in place of the teacher's head. target [...] of
-    class indices, token_weight [...]. Leading dimensions are those of `input`. Each head has its
-    logit_scale, softcap and temperature, Python numbers but the last, which may be an array [...],
-    [N] or broadcastable to [...]; a teacher_temperature of None is `temperature`.
+    Arrays, all of one dtype, f32, f16 or bf16, but biases, which may be f32 too:
 
-    Differentiable once in input, linear_weight and linear_bias. The gradients of the teacher's
-    arrays are zeros, which nothing is computed for, so that one weight may serve both heads. `beta`
-    is read by "jsd" and "skew_kl" alone.
+    - `input` [..., D], `linear_weight` [V, D], `linear_bias` [V]: the student's.
+    - `teacher_input` [..., Dt], `teacher_weight` [V, Dt], `teacher_bias` [V]; or instead of the
+      head `teacher_logits` [..., V], in any of these dtypes.
+    - `target` [...], optional: class indices, int32 or int64. Of a token whose target is
+      `ignore_index` nothing is read, and a mean does not count it. Without a target all tokens
+      count. A label_weight other than 0, the statistic "logprob" and `shift` need one.
+    - `token_weight` [...]: a constant, made f32.
 
-    target: optional. Where it is ignore_index, nothing of the token is read, and a mean does not
-    count it; without a target all tokens count. label_weight other than 0, "logprob" and `shift`
-    need one. `shift`: position i is given the target of i + shift with that label's token_weight
-    and temperatures; the last `shift` positions have none and do not count. reduction, normalizer,
-    empty_mean and memory are linear_cross_entropy's. `return_statistics`: names of
-    DivergenceStatistics, which have no gradient; the result is then (loss, DivergenceStatistics).
+    Options:
 
-    Sharded arrays: tokens may be split along any dimension; the vocabulary is whole on every
-    device, and one that is split over devices is an error. `axis_name`, `upstream`: mesh axes over
-    which the vocabulary is split inside of jax.shard_map, as of linear_cross_entropy. A device's
+    - `beta`: 0 or in [2^-90, 1]; read by "jsd" and "skew_kl" alone.
+    - `logit_scale`, `softcap` and `temperature`, `teacher_logit_scale`, `teacher_softcap` and
+      `teacher_temperature` (None: `temperature`): each head's own, as in `linear_cross_entropy`.
+    - `shift`: as there; both temperatures move with the label.
+    - reduction, normalizer, empty_mean and memory: as there.
+    - `return_statistics`: names of `DivergenceStatistics`.
+    - `vocab_ids` [V'], each once: both softmaxes are over these rows of the heads, or columns of
+      teacher_logits, alone.
+    - `teacher_vocab_ids` [V']: the same for the teacher alone, where linear_weight is [V', D] and
+      its row j belongs to the teacher's row teacher_vocab_ids[j]. With either list targets are ids
+      of the whole vocabulary, and wrong lists are as in linear_cross_entropy.
+
+    Sharded arrays: tokens may be split along any dimension. The vocabulary is whole on every
+    device; one that is split over devices is an error.
+
+    Inside of jax.shard_map, `axis_name` and `upstream` are as in linear_cross_entropy. A device's
     linear_weight, linear_bias, teacher_weight, teacher_bias and teacher_logits are then its own
-    columns, everything else is the same on all devices of the axes, and so are all results, to the
-    bit.
+    columns. All else is the same on all devices of the axes, and so are all results, to the bit.
 
-    `vocab_ids`: [V'], each once: both softmaxes are over these rows of the heads, or columns of
-    teacher_logits, alone. `teacher_vocab_ids`: the teacher's alone, where linear_weight is [V', D]
-    and its row j belongs to the teacher's row teacher_vocab_ids[j]. Targets are ids of the whole
-    vocabulary, with either. Wrong lists are as in linear_cross_entropy.
+    Returns the loss, f32: [], or [...] with reduction "none". With statistics, which have no
+    gradient: (loss, DivergenceStatistics). Differentiable once in input, linear_weight and
+    linear_bias. The gradients of the teacher's arrays are zeros, for which nothing is computed, so
+    that one weight may serve both heads.
+
+    Raises as linear_cross_entropy does.
     """
     shift = _integer("shift", shift)
     check_shift_has_target(shift, target)

@@ -454,35 +454,54 @@ def linear_cross_entropy(
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
-    """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
+    """Cross-entropy of the logits input @ linear_weight.T + linear_bias, without the logits.
 
-    input [..., D], linear_weight [V, D], target [...] of class indices, linear_bias [V], weight [V]
-    of classes, token_weight [...]. An array may be a variable that stands for one, as flax's
-    nnx.Param. `shift`: the targets move by one (or by that many), for next-token prediction, and
-    with them what belongs to a label, token_weight and temperature. `normalizer`: what "mean"
-    divides by, instead of the sum of the valid tokens' class weights. `memory`: the workspace
-    allowed, in bytes or as "64MiB". `return_statistics`: names of `Statistics`, which says what
-    they are; the result is then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or
-    "nan". `temperature`: a number, or an array in the target's shape, [N] or broadcastable to it,
-    which `shift` moves with the target; no gradient flows to it, and where it is not a positive
-    normal number the token's loss is NaN. Differentiable once in input, linear_weight and
-    linear_bias. Numbers, texts and `memory` are part of the compiled program.
+    docs/semantics.md has the formulas, edges and error bounds. [...] are the dimensions of tokens,
+    N tokens in all. Numbers, texts and `memory` are part of the compiled program.
 
-    `vocab_ids`: [V'], each once, in any order: the softmax is over these rows of linear_weight
-    alone, which are copied. The arrays [V] stay, with gradients of 0 at other rows; targets and the
-    statistic argmax are ids of the whole vocabulary. A target that is not in the list is out of
-    range. A wrong list is an error where it can be looked at, else every result is NaN.
+    Arrays, or variables that stand for one, as flax's nnx.Param:
 
-    Sharded arrays: tokens may be split along any dimension and the vocabulary along the rows of
-    linear_weight; under jax.jit and outside of it each device then has its own part, and no device
-    all of linear_weight. `axis_name` is not for that.
+    - `input` [..., D], `linear_weight` [V, D]: one dtype, f32, f16 or bf16.
+    - `target` [...]: class indices, int32 or int64. Tokens whose target is `ignore_index` (None:
+      -100) do not count.
+    - `linear_bias` [V]: the input's dtype or f32.
+    - `weight` [V] of classes and `token_weight` [...]: factors of the loss, constants, made f32.
 
-    `axis_name`: mesh axes over which the vocabulary is split, inside of jax.shard_map: a device's
-    linear_weight is [V/P, D], its linear_bias [V/P], the rest is the same on all of them. Where
-    jax.shard_map has check_vma=False, gradients need `upstream`: "whole" where every device is
-    handed the whole upstream gradient (jax.grad inside of jax.shard_map) and shall get that of
-    input whole, "parts" where the devices' ones add up, as JAX's own collectives have it
-    (jax.grad around it).
+    Options:
+
+    - `reduction`: "mean", "sum" or "none". `normalizer`: what "mean" divides by, a number or an
+      array [], instead of the class weights' sum over the tokens that count. `empty_mean`: a mean
+      over no token is "zero" or "nan".
+    - `label_smoothing` in [0, 1]; `z_loss`, the factor of lse^2.
+    - `logit_scale`, `softcap`, `temperature`: a logit x becomes softcap tanh(logit_scale x /
+      softcap) / temperature; a softcap of 0 or None is none. A temperature may be an array: in the
+      target's shape, [N] or broadcastable to it, made f32. It has no gradient, and a token whose
+      temperature is not a positive normal number has a NaN loss.
+    - `shift`: True or k, for next-token prediction. Position i gets the target of i + k with the
+      token_weight and temperature of that label; the last k positions do not count.
+    - `memory`: the most for the workspace, in bytes or as "64MiB".
+    - `return_statistics`: names of `Statistics`, which says what they are.
+    - `vocab_ids` [V'], each once, in any order: the softmax is over these rows of linear_weight
+      alone, which are copied. Arrays [V] stay, with gradients of 0 at other rows. Targets and the
+      statistic argmax are ids of the whole vocabulary; a target that is not in the list is out of
+      range. A wrong list is an error where it can be looked at, else every result is NaN.
+
+    Sharded arrays need no option: tokens may be split along any dimension, and the vocabulary along
+    the rows of linear_weight. Under jax.jit and outside of it each device then has its own part,
+    and no device all of linear_weight.
+
+    Inside of jax.shard_map, `axis_name` names the mesh axes over which the vocabulary is split. A
+    device's linear_weight is [V/P, D], its linear_bias [V/P], and the rest is the same on all of
+    them. With check_vma=False gradients need `upstream` too: "whole" where every device is handed
+    the whole upstream gradient and gets that of input whole (jax.grad inside of jax.shard_map),
+    "parts" where the devices' ones add up, as JAX's own collectives have it (jax.grad around it).
+
+    Returns the loss, f32: [], or [...] with reduction "none". With statistics: (loss, Statistics).
+    Differentiable once in input, linear_weight and linear_bias.
+
+    Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError where the call is
+    traced; the message names the argument, its value and what is allowed. Of a target out of range
+    docs/python.md says when it raises.
     """
     made = _loss(
         {"input": input, "weight": linear_weight, "bias": linear_bias}, target,
@@ -523,11 +542,14 @@ def linear_logprob(
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
-    """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
-    learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
-    the entropy has no gradient. Ignored tokens give 0. `temperature` is a number or an array, as in
-    linear_cross_entropy: no gradient flows to it. Sharded arrays, `vocab_ids`, `axis_name` and
-    `upstream` are as there."""
+    """Log-probability of every target token, [...] f32, never above 0; for reinforcement learning.
+
+    `entropy=True` gives the pair (logprob, entropy), both differentiable; with "detached" the
+    entropy has no gradient. Tokens that do not count give 0.
+
+    All else is as in `linear_cross_entropy`: the arrays, linear_bias, ignore_index, logit_scale,
+    softcap, temperature, shift, memory, vocab_ids, sharded arrays, axis_name and upstream.
+    """
     detached = entropy_detached(entropy)
     made = _loss(
         {"input": input, "weight": linear_weight, "bias": linear_bias}, target,
@@ -704,15 +726,21 @@ def linear_topk(
     axis_name: str | tuple[str, ...] | None = None,
     vocab_ids: Any = None,
 ) -> Any:
-    """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D]:
-    (log-probabilities, f32 and never above 0, ids, int32), both [..., k]. The likeliest comes
-    first, of equal logits the lowest id. k is a Python int from 1 to 256, and at most V. Neither
-    has a gradient. A row that holds a NaN is NaN, of any ids.
+    """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D].
 
-    The options are those of linear_logprobs_at; beside vocab_ids [V'] k is at most V'.
-    `return_statistics`: names of `Statistics` that are of no target; the result is then
-    (log-probabilities, ids, Statistics). k outside its range is a LogitlessValueError. "Top-k" in
-    docs/semantics.md says what the list is."""
+    Returns (log-probabilities, f32 and never above 0, ids, int32), both [..., k]; with statistics
+    (log-probabilities, ids, Statistics). The likeliest comes first, and of equal logits the lowest
+    id. Neither has a gradient. A row that holds a NaN is NaN, with any ids. docs/semantics.md,
+    "Top-k", says what the list is.
+
+    - `k`: a Python int from 1 to 256, and at most V; with `vocab_ids` [V'], which are then the only
+      classes, at most V'.
+    - linear_bias, logit_scale, softcap, temperature, memory and axis_name: as in
+      `linear_logprobs_at`.
+    - `return_statistics`: names of those `Statistics` that are of no target.
+
+    Raises LogitlessValueError for a k outside its range, and else as linear_cross_entropy does.
+    """
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
     _check_rows(hidden, "input")
@@ -774,8 +802,10 @@ def cross_entropy(
     return_statistics: Any = (),
     empty_mean: EmptyMean = "zero",
 ) -> Any:
-    """Cross-entropy of given logits [..., V]. Under jit the gradient takes the logits' memory where
-    nothing else needs them (within a program, or as a donated argument)."""
+    """Cross-entropy of given `logits` [..., V], f32, f16 or bf16. `target` [...], the options,
+    result and errors are those of `linear_cross_entropy`. Under jit the gradient takes the logits'
+    memory where nothing else needs them (within a program, or as a donated argument).
+    """
     made = _loss(
         {"logits": logits}, target, _outputs(return_statistics), weight=weight,
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
@@ -804,8 +834,9 @@ def _softmax_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tu
 
 
 def softmax(logits: Any, axis: int = -1) -> Array:
-    """Softmax along an axis; under jit it takes the logits' memory where nothing else needs them.
-    Differentiable as often as wished."""
+    """Softmax along `axis`, in the dtype of `logits`; differentiable as often as wished. Under jit
+    it takes the logits' memory where nothing else needs them.
+    """
     logits = _array("logits", logits)
     axis = _integer("axis", axis)
     if not -logits.ndim <= axis < logits.ndim:

@@ -116,6 +116,8 @@ class LinearDivergenceLoss(Options, Generic[R]):
         teacher_temperature: float | Tensor | None = None,
         group: Any = None,
     ) -> Any:
+        """`linear_divergence` of these arguments with the module's options. Temperatures given here
+        take the place of the module's."""
         options = self._options()
         if temperature is not None:
             options["temperature"] = temperature
@@ -128,6 +130,7 @@ class LinearDivergenceLoss(Options, Generic[R]):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
+        """The options, for print()."""
         options = self._options().items()
         return ", ".join(f"{k}={v!r}" for k, v in options if not isinstance(v, Tensor))
 

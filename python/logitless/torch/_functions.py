@@ -280,40 +280,58 @@ def linear_cross_entropy(
     options: None = None,
     **old: Any,
 ) -> Any:
-    """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
+    """Cross-entropy of the logits input @ linear_weight.T + linear_bias, without the logits.
 
-    input [..., D], linear_weight [V, D], target [...] of class indices, linear_bias [V], weight [V]
-    of classes, token_weight [...]. The options are those of
-    torch.nn.functional.linear_cross_entropy and more. `shift`: the targets move by one (or by that
-    many), for next-token prediction, and with them what belongs to a label: token_weight and
-    temperature. `normalizer`: what "mean" divides by, instead of the sum of
-    the valid tokens' class weights. `memory`: the workspace allowed, and what is kept for backward
-    with it, in bytes or as "64MiB"; None is that of `default_memory`. `return_statistics`: names of
-    `Statistics`, which says what they are; the result is then (loss, Statistics).
-    `empty_mean`: a mean over no token is "zero" or "nan", as in PyTorch. `temperature`: a number,
-    or a tensor in the target's shape, [N] or broadcastable to it, f32 on the input's device, which
-    `shift` moves with the target; no gradient flows to it, and where it is not a positive normal
-    number the token's loss is NaN.
+    docs/semantics.md has the formulas, edges and error bounds; docs/python.md says what is kept in
+    memory. [...] are the dimensions of tokens, N tokens in all.
 
-    `group`: a process group (or its name) over which the vocabulary is split: linear_weight and
-    linear_bias hold this rank's columns, everything else is the same on every rank, and so are all
-    results, to the bit. A Split says more (docs/devices.md).
+    Tensors, on one device:
 
-    DTensors: a linear_weight (and linear_bias) with Shard(0) on exactly one mesh dimension says the
-    group and which columns are the rank's own; Split.total below its rows: padding. The input
-    beside it is a DTensor, Replicate or Shard(a dimension of tokens, which is then sequence_dim)
-    on that mesh dimension, or with an explicit `group` plain and the same on every rank. A target
-    that is a DTensor split like the input means local_tokens. Gradients are DTensors of their
-    tensor's placements; the results are plain tensors.
+    - `input` [..., D], `linear_weight` [V, D]: one dtype, f32, f16 or bf16; autocast casts both.
+    - `target` [...]: class indices, int64 or int32. Tokens whose target is `ignore_index` (None:
+      -100) do not count.
+    - `linear_bias` [V]: the input's dtype or f32.
+    - `weight` [V] of classes and `token_weight` [...]: factors of the loss, constants, made f32.
 
-    `vocab_ids`: int64 or int32 [V'], each once, in any order: the softmax is over these rows of
-    linear_weight alone, which are copied. The tensors [V] stay, with gradients of 0 at other rows.
-    Targets are ids of the whole vocabulary, and so is the statistic argmax; a target that is not in
-    the list is out of range. A wrong list is an error on the CPU and NaN on a GPU.
+    Options, those of torch.nn.functional.linear_cross_entropy and more:
 
-    `options`: None. torch's LinearCrossEntropyOptions, which say how it computes, are refused.
-    `old`: Split's fields under their former names (vocab_start, vocab_total, vocab_blocks, ...),
-    with a DeprecationWarning.
+    - `reduction`: "mean", "sum" or "none". `normalizer`: what "mean" divides by, a number or a
+      tensor [], instead of the class weights' sum over the tokens that count. `empty_mean`: a mean
+      over no token is "zero" or, as in PyTorch, "nan".
+    - `label_smoothing` in [0, 1]; `z_loss`, the factor of lse^2.
+    - `logit_scale`, `softcap`, `temperature`: a logit x becomes softcap tanh(logit_scale x /
+      softcap) / temperature; a softcap of 0 or None is none. A temperature may be a tensor: in the
+      target's shape, [N] or broadcastable to it, made f32. It has no gradient, and a token whose
+      temperature is not a positive normal number has a NaN loss.
+    - `shift`: True or k, for next-token prediction. Position i gets the target of i + k with the
+      token_weight and temperature of that label; the last k positions do not count.
+    - `memory`: the most for the workspace and what is kept for backward, in bytes or as "64MiB".
+      None is that of `default_memory`.
+    - `return_statistics`: names of `Statistics`, which says what they are.
+    - `vocab_ids` [V'], int64 or int32, each once, in any order: the softmax is over these rows of
+      linear_weight alone, which are copied. Tensors [V] stay, with gradients of 0 at other rows.
+      Targets and the statistic argmax are ids of the whole vocabulary; a target that is not in the
+      list is out of range. A wrong list is an error on the CPU and NaN on a GPU.
+    - `group`: a process group (or its name) over which the vocabulary is split. linear_weight and
+      linear_bias hold this rank's columns. All else is the same on every rank, and so are all
+      results, to the bit. A `Split` says more; see docs/devices.md.
+    - `options`: None. torch's LinearCrossEntropyOptions, which say how it computes, are refused.
+    - `old`: Split's fields under their former names (vocab_start, vocab_total, vocab_blocks, ...),
+      with a DeprecationWarning.
+
+    DTensors: a linear_weight (and linear_bias) that is Shard(0) on exactly one mesh dimension says
+    group and columns itself; rows behind Split.total are padding. The input beside it is a DTensor
+    too: on that mesh dimension Replicate, or Shard of a dimension of tokens, which is then the
+    Split's sequence_dim. With an explicit `group` it may be plain and the same on every rank. A
+    target that is a DTensor split like the input means local_tokens. Gradients are DTensors of
+    their tensor's placements, results plain tensors.
+
+    Returns the loss, f32: [], or [...] with reduction "none". With statistics: (loss, Statistics).
+    input, linear_weight and linear_bias get gradients in their own dtypes.
+
+    Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError, whose message
+    names the argument, its value and what is allowed. A target out of range raises on the CPU; on a
+    GPU, which nobody waits for, it makes its token's loss NaN.
     """
     if options is not None:
         raise not_supported(
@@ -511,15 +529,18 @@ def workspace_size(
     gradients: bool = True,
     **options: Unpack[LinearOptions],
 ) -> int:
-    """Bytes that linear_cross_entropy with these arguments takes beyond its arguments, results and
-    gradients: its workspace and, with a reduction "none" or a differentiable statistic, what is
-    kept from Forward to Backward. Nothing is computed, and no element is read.
+    """Bytes that `linear_cross_entropy` with these arguments takes beyond its arguments, results
+    and gradients. Nothing is computed, and no element is read.
 
-    The arguments are linear_cross_entropy's, in the same shapes and with the same errors, but of
-    one process: a vocabulary that is split over ranks is not supported. `gradients`: True counts
-    the backward too, for the tensors that require a gradient, or for all if none does, as if every
-    result had an upstream gradient; False is a call under no_grad. `memory` is never exceeded; None
-    is that of `default_memory`. A compiled function may keep another amount."""
+    That is its workspace and, with reduction "none" or a differentiable statistic, what it keeps
+    for backward. `memory` is never exceeded; None is that of `default_memory`. A compiled function
+    may keep another amount.
+
+    The arguments are those of linear_cross_entropy, in the same shapes and with the same errors,
+    but of one process: a vocabulary that is split over ranks is not supported. `gradients`: True
+    counts the backward too, for the tensors that require a gradient, or for all if none does, as if
+    every result had an upstream gradient. False is a call under no_grad.
+    """
     for name in options:
         if name not in _OF_LINEAR:
             raise unexpected("workspace_size", name)
@@ -566,13 +587,15 @@ def linear_logprob(
     group: Any = None,
     **options: Any,
 ) -> Any:
-    """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
-    learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
-    the entropy has no gradient, and nothing is kept for one. Ignored tokens give 0.
+    """Log-probability of every target token, [...] f32, never above 0; for reinforcement learning.
 
-    `options` are linear_cross_entropy's that say what a token's logits are: linear_bias,
-    ignore_index, logit_scale, softcap, temperature (to which no gradient flows), shift, vocab_ids;
-    and memory. `group`, a Split and DTensors: a vocabulary that is split over ranks, as there."""
+    `entropy=True` gives the pair (logprob, entropy), both differentiable. With "detached" the
+    entropy has no gradient, and nothing is kept for one. Tokens that do not count give 0.
+
+    `options` are those of `linear_cross_entropy` that decide a token's logits: linear_bias,
+    ignore_index, logit_scale, softcap, temperature, shift and vocab_ids; and memory. `group`, a
+    Split and DTensors split the vocabulary over ranks as there. Tensors and errors are as there.
+    """
     old = {name: options.pop(name) for name in tuple(options) if name not in _OF_LOGITS}
     if old:
         group = split_of_old(group, old, "linear_logprob", 4)
@@ -613,26 +636,31 @@ def linear_logprobs_at(
     offsets: Tensor | None = None,
     vocab_ids: Tensor | None = None,
 ) -> Any:
-    """Log-probabilities of the columns `ids` [..., K] of each token, int64 or int32, K from 1 to
-    1024: f32 in the shape of `ids`, never above 0, each differentiable with any upstream gradient.
-    For a teacher's likeliest tokens, candidates, what a sampler drew.
+    """Log-probabilities of some columns of each token: of a teacher's likeliest tokens, of
+    candidates, of what a sampler drew. docs/semantics.md, "Chosen columns", has the formulas.
 
-    The id -1 is none: -inf, and its upstream gradient is not read. A token without any other id is
-    not computed, and its statistics are 0. Any other id outside the vocabulary is an error on the
-    CPU; on a GPU it is NaN, without a gradient (over the ids alone, all of that token's are NaN).
-    An id may be given more than once.
+    - `input` [..., D], `linear_weight` [V, D], `linear_bias` [V]: as in `linear_cross_entropy`.
+    - `ids` [..., K], int64 or int32, K from 1 to 1024: the columns. -1 is none: -inf, and its
+      upstream gradient is not read. A token without any other id is not computed, and its
+      statistics are 0. An id may be given more than once.
+    - `over`: "vocab", the softmax over the whole vocabulary; or "ids", over the token's ids alone,
+      one that is given twice counted twice. That takes no product of the vocabulary, and has
+      neither `return_statistics` nor `group` nor `vocab_ids`.
+    - `offsets` [N + 1], int64 or int32, on the input's device, with `ids` [M]: lists of any length.
+      Token i of the N, counted over all leading dimensions, has ids[offsets[i]:offsets[i + 1]].
+      They begin at 0, do not fall and end at M. Beside them there is no `group`.
+    - `temperature`: a number, or a tensor in the shape of the tokens.
+    - logit_scale, softcap, memory, group and vocab_ids: as in `linear_cross_entropy`; `ids` stay
+      those of the whole vocabulary.
+    - `return_statistics`: names of those `Statistics` that are of no target.
 
-    `over`: "vocab", the softmax over the whole vocabulary, or "ids", over the token's ids alone, an
-    id that is given twice counted twice. That takes no product of the vocabulary, and has neither
-    `return_statistics` nor `group`. `offsets` [N + 1], int64 or int32, on the input's device, with
-    `ids` [M]: lists of any length; token i of the N, counted over all leading dimensions, has
-    ids[offsets[i]:offsets[i + 1]]. They begin at 0, do not fall, and end at M, else it is an error
-    on the CPU; on a GPU a place in no list is NaN. Beside offsets there is no `group`.
+    Returns f32 in the shape of `ids`, never above 0, each value differentiable with any upstream
+    gradient. With statistics: (log-probabilities, Statistics).
 
-    The options are those of linear_logprob: temperature (a number, or a tensor in the shape of the
-    tokens), logit_scale, softcap, linear_bias, memory, group, vocab_ids (`ids` stay those of the
-    whole vocabulary). `return_statistics`: names of `Statistics` that are of no target; the result
-    is then (logprobs, Statistics)."""
+    Raises as linear_cross_entropy does. Wrong ids and offsets raise on the CPU. On a GPU an id
+    outside the vocabulary is NaN without a gradient (with over="ids" all of that token's are NaN),
+    and with wrong offsets a place in no list is NaN.
+    """
     if over not in ("vocab", "ids"):
         raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
     alone = over == "ids"
@@ -719,16 +747,22 @@ def linear_topk(
     group: Any = None,
     vocab_ids: Tensor | None = None,
 ) -> Any:
-    """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D]:
-    (log-probabilities, f32 and never above 0, ids, int64), both [..., k]. The likeliest comes
-    first, of equal logits the lowest id. k is from 1 to 256, and at most V. Neither has a gradient.
-    A row that holds a NaN is NaN, of any ids.
+    """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D].
 
-    The options are those of linear_logprobs_at. `return_statistics`: names of `Statistics` that are
-    of no target; the result is then (log-probabilities, ids, Statistics). `group`, a Split and
-    DTensors: a vocabulary that is split over ranks, each of which gets the same bits. k outside
-    its range is a LogitlessValueError. `vocab_ids` [V']: the classes are these alone, and k is at
-    most V'. "Top-k" in docs/semantics.md says what the list is."""
+    Returns (log-probabilities, f32 and never above 0, ids, int64), both [..., k]; with statistics
+    (log-probabilities, ids, Statistics). The likeliest comes first, and of equal logits the lowest
+    id. Neither has a gradient. A row that holds a NaN is NaN, with any ids. docs/semantics.md,
+    "Top-k", says what the list is.
+
+    - `k`: from 1 to 256, and at most V; with `vocab_ids` [V'], which are then the only classes, at
+      most V'.
+    - linear_bias, logit_scale, softcap, temperature and memory: as in `linear_logprobs_at`.
+    - `return_statistics`: names of those `Statistics` that are of no target.
+    - `group`, a Split and DTensors split the vocabulary over ranks, each of which gets the same
+      bits.
+
+    Raises LogitlessValueError for a k outside its range, and else as linear_cross_entropy does.
+    """
     wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
     with torch.no_grad():
         outputs = linear_outputs(
@@ -767,8 +801,10 @@ def cross_entropy(
     return_statistics: Any = (),
     empty_mean: EmptyMean = "zero",
 ) -> Any:
-    """Cross-entropy of given logits [..., V]; the classes are the last dimension, always. The
-    options are those of linear_cross_entropy."""
+    """Cross-entropy of given `logits` [..., V], f32, f16 or bf16; the classes are always the last
+    dimension. `target` [...], options, result and errors are those of `linear_cross_entropy`; the
+    gradient goes to the logits.
+    """
     return _of_logits(
         logits, target, False, return_statistics, weight, reduction, ignore_index, label_smoothing,
         z_loss, logit_scale, softcap, temperature, token_weight, normalizer, empty_mean,
@@ -813,7 +849,9 @@ def cross_entropy_(
     **options: Unpack[LossOptions],
 ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
-    """cross_entropy whose backward writes the gradient over the logits: no second [N, V]."""
+    """`cross_entropy` whose backward writes the gradient over the logits: no second [N, V]. A leaf
+    that requires grad, or a view of one, is refused.
+    """
     check_rows("logits", logits, "[..., V]")
     if torch.is_grad_enabled() and logits.requires_grad:
         check_overwritten(logits)

@@ -168,6 +168,8 @@ class CrossEntropyLoss(_Loss[R]):
         normalizer: float | Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> Any:
+        """`cross_entropy` of `logits` [..., V] and `target` [...] with the module's options.
+        A `temperature` given here takes the place of the module's."""
         return cross_entropy(
             logits, target, token_weight=token_weight, normalizer=normalizer,
             **self._options(temperature),
@@ -251,6 +253,8 @@ class LinearCrossEntropyLoss(_Loss[R]):
         normalizer: float | Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> Any:
+        """`linear_cross_entropy` of these arguments with the module's options. A `temperature`
+        given here takes the place of the module's."""
         return linear_cross_entropy(
             input,
             linear_weight,
@@ -273,16 +277,19 @@ def _divided(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
-    """The head itself: with targets the loss, without them the logits.
+    """The head itself: called with targets it gives the loss, without them the logits.
 
-    It is a Linear and holds the weight, so that the hooks of FSDP and DDP run around the loss, ties
-    to an embedding stay ties, and checkpoints keep their names. `grad_accumulation="main_grad"`
-    adds the weight's gradient into the f32 tensor weight.main_grad in backward (made, as zeros,
-    where there is none) and leaves weight.grad alone. `parallelize` splits the vocabulary over a
-    device mesh, that of tensor parallelism or that of data parallelism. The other keywords are
-    linear_cross_entropy's, of which `weight` [V] is the classes' weights: the head's own are
-    `head.weight` and, where there is one, `head.bias`. With `vocab_ids` logits are -inf at all
-    other rows.
+    It is an nn.Linear that holds the weight, so that the hooks of FSDP and DDP run around the loss,
+    ties to an embedding stay ties, and checkpoints keep their names. The head's own tensors are
+    `head.weight` [V, D] and, where there is one, `head.bias` [V]. Keywords are the options of
+    `linear_cross_entropy`, where `weight` [V] is the classes' weights. With `vocab_ids` logits are
+    -inf at all other rows.
+
+    `grad_accumulation="main_grad"`: backward adds the weight's gradient into the f32 tensor
+    weight.main_grad (made, as zeros, where there is none) and leaves weight.grad alone.
+
+    `parallelize` splits the vocabulary over a device mesh, that of tensor parallelism or that of
+    data parallelism.
     """
 
     sequence_dim: int | None = None
@@ -404,6 +411,9 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         normalizer: float | Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> Any:
+        """The loss of `input` [..., D] and `target` [...], or without a target the logits [..., V],
+        with the head's options. A `temperature` given here takes the place of the head's. The rest
+        is as in `linear_cross_entropy`."""
         if target is None:
             self._check_no_target()
             loss = self.loss
@@ -445,32 +455,40 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         gradient_divide_factor: float | None = None,
     ) -> LinearCrossEntropyHead[R]:
         """Splits the vocabulary over a device mesh, of one dimension unless said otherwise, and
-        returns the head.
+        returns the head. docs/devices.md has examples.
 
-        Weight and bias become DTensor parameters with Shard(0), made of the values of rank
-        `src_data_rank` of the mesh (None: each rank cuts its own, as in torch's
-        parallelize_module). They are new parameters: do it before the optimizer is made and before
-        FSDP wraps the head, and tie an embedding again afterwards. With a target, forward makes the
-        loss of all columns, a plain tensor of the same bits on every rank; take it as it is, its
-        upstream gradient is the same on every rank too (no sum, no division by the ranks). Without
-        one, in eval mode or no_grad, it gives all logits of all tokens.
+        Weight and bias become new DTensor parameters, Shard(0). Do it before the optimizer is made
+        and before FSDP wraps the head, and tie an embedding again afterwards. `src_data_rank`: the
+        rank of the mesh whose values they are made of; None: each rank cuts its own, as in torch's
+        parallelize_module.
 
-        Hidden states are the same on every rank, or with `sequence_dim` split along that dimension
-        of tokens; a DTensor says it itself. Targets and results are those of all tokens, with
-        `local_tokens` those of the rank's own.
+        `tokens="replicated"`, of tensor parallelism. With a target, forward makes the loss of all
+        columns, a plain tensor with the same bits on every rank. Its upstream gradient must be the
+        same on every rank too: no sum, no division by the ranks. Without a target, in eval mode or
+        under no_grad, forward gives all logits of all tokens.
 
-        `tokens="sharded"`: the mesh is that of data parallelism, of one dimension or of two
-        (replicas, shards), as fully_shard takes it. The head is then called as under FSDP2, with
-        each rank's own input [..., D] and target [...], and gives the rank's own loss, statistics
-        and input gradient; the weight stays sharded and its gradient is the mean of the ranks'
-        losses, that of FSDP2. The ranks must have equally many tokens (else an error on the CPU):
-        pad with ignored ones. Without a target, under no_grad, the weight is gathered and gives the
-        logits of the rank's own tokens. Keep the head out of FSDP:
-        `fully_shard(model, ignored_params=set(head.parameters()))`.
-        `param_dtype` is that of the products, as in MixedPrecisionPolicy (autocast's where that is
-        on): forward and backward each cast an f32 weight. `gradient_divide_factor` divides the sum
-        of the ranks' gradients in place of their number, as FSDP2's set_gradient_divide_factor. A
-        weight that another module has too (tied embeddings) is refused: a NotImplementedError.
+        - Hidden states are the same on every rank or, with `sequence_dim`, split along that
+          dimension of tokens. A DTensor says so itself.
+        - Targets and results are those of all tokens or, with `local_tokens`, the rank's own.
+
+        `tokens="sharded"`, of data parallelism: the mesh has one dimension, or two (replicas,
+        shards), as fully_shard takes it. The head is called as under FSDP2, with each rank's own
+        input [..., D] and target [...], and gives the rank's own loss, statistics and gradient of
+        the input. The weight stays sharded. Its gradient is that of FSDP2: the mean of the ranks'
+        losses' gradients.
+
+        - All ranks must have the same number of tokens (else an error on the CPU): pad with ignored
+          ones.
+        - Without a target, under no_grad, the weight is gathered and gives the logits of the rank's
+          own tokens.
+        - Keep the head out of FSDP:
+          `fully_shard(model, ignored_params=set(head.parameters()))`.
+        - `param_dtype`: that of the products, as in MixedPrecisionPolicy; under autocast it is
+          autocast's. Forward and backward each cast an f32 weight.
+        - `gradient_divide_factor`: divides the sum of the ranks' gradients instead of the number of
+          ranks, as FSDP2's set_gradient_divide_factor.
+        - A weight that another module has too (tied embeddings) is refused with a
+          LogitlessNotSupportedError, a NotImplementedError.
         """
         from logitless.torch import parallel
 
@@ -510,7 +528,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         from logitless.torch._split import placed
 
         group = placed.group_of(self.weight)
-        if hasattr(input, "placements"):  # these say whether it is split
+        if hasattr(input, "placements"):  # a DTensor's placements say whether it is split
             return {"group": group}
         split = Split(group, sequence_dim=self.sequence_dim, local_tokens=self.local_tokens)
         return {"group": split}

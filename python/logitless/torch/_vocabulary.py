@@ -83,7 +83,7 @@ def _places_on_host(target: Tensor, *rest: Any) -> Tensor:
     made = _places(target, *rest)
     ordered, _, _, ignored, shift, name, listed = rest
     missing = made == ordered.shape[0]
-    if shift:  # these are moved out, and not read
+    if shift:  # the shift drops them: nobody reads them
         missing[..., :shift] = False
     if missing.any():
         place = int(missing.reshape(-1).int().argmax())
@@ -134,7 +134,7 @@ class Vocabulary(NamedTuple):
     vocab: Any  # the number of ids in the whole vocabulary
     ordered: Tensor  # [V'] i64, ascending
     order: Tensor  # [V'] where the call's own row of each of them is
-    wrong: Tensor  # bool []
+    wrong: Tensor  # bool [], whether the list is wrong: then all results are NaN
     rows: Tensor  # [V'] i64, the weight's rows in the call's order; of a rank those that it has
 
     def of(self, tensor: Any) -> Any:
@@ -175,7 +175,7 @@ class Vocabulary(NamedTuple):
         """The weight, bias, class weights and target of a loss over the listed rows."""
         check_extent("linear_bias", bias, weight.shape[0], weight.device)
         check_extent("weight", classes, self.vocab, weight.device)
-        if classes is not None:  # those of all ranks
+        if classes is not None:  # [V] of all ranks
             classes = classes.index_select(0, self.ordered)
         places = self.places(target, ignored, shift, name)
         return self.of(weight), self.of(bias), classes, places

@@ -221,7 +221,7 @@ DivergenceMemory place_divergence(const DivergenceCall& call, const DivergencePl
 
 namespace {
 
-// The seconds that a plan takes.
+// Predicts the seconds of a plan from the device's speeds.
 class DivergencePrice {
  public:
   DivergencePrice(const DivergenceCall& call, const DivergencePlan& plan, const DeviceSpeed& speed)

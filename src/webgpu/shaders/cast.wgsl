@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader turns f32 into f16 and back, for mixed precision: n elements, two f16 a word, the
-// first in the low half. One invocation takes a word (two elements), in workgroups of 256 and a
-// grid (x, y, 1) with 512 x y >= n. An odd n leaves the high half of the last word 0.
-// It uses integer operations, because pack2x16float may round either way and leaves what is beyond
-// f16's range undefined, and unpack2x16float may flush subnormals. Here f32 to f16 rounds to the
-// nearest, ties to even, and overflows to infinity; f16 to f32 is exact; NaN stays NaN in both.
+// Turns f32 into f16 and back, for mixed precision: n elements, two f16 a word, the first in the
+// low half. One invocation takes a word (two elements), in workgroups of 256 and a grid (x, y, 1)
+// with 512 x y >= n. An odd n leaves the high half of the last word 0. It computes with integers,
+// because pack2x16float may round either way and leaves what is beyond f16's range undefined, and
+// unpack2x16float may flush subnormals. Here f32 to f16 rounds to the nearest, ties to even, and
+// overflows to infinity; f16 to f32 is exact; NaN stays NaN in both.
 
 @group(0) @binding(0) var<storage, read> source: array<u32>;             // f32 [n] or f16 [n]
 @group(0) @binding(1) var<storage, read_write> destination: array<u32>;  // f16 [n] or f32 [n]
@@ -16,7 +16,7 @@ fn half_of(bits: u32) -> u32 {
   if (magnitude > 0x7f800000u) {
     return sign | 0x7e00u;
   }
-  if (magnitude >= 0x47800000u) {  // 2^16 and more overflow
+  if (magnitude >= 0x47800000u) {  // 2^16 and above overflow
     return sign | 0x7c00u;
   }
   if (magnitude < 0x33000000u) {  // what is below half of the least subnormal becomes 0

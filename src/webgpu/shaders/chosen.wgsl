@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread takes a chosen column of a token that counts, where it is in the window:
-//   logits     z of it, by a dot product that adds in the order of product.wgsl; and the target's
-//   gradients  draw of it, with its own gradient, from the raw logit in the block
-//   put        that in the place of what gradient.wgsl has made of the logit
+// A thread takes a chosen column of a token that counts, if the column is in the window:
+//   logits     makes its z, adding in the order of product.wgsl; that of the target's column too
+//   gradients  makes its draw, with its own upstream gradient, from the raw logit in the block
+//   put        writes that draw over the one that gradient.wgsl has made
 // Uses common: numbers, token, window, scale, map, logit.
 
-// It has the count, 3 unused words, then the tokens that count.
+// counted[0] tokens count: counted[4], counted[5], ... in the order given.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> ids: array<u32>;           // [tokens, chosen, id_words]
 @group(0) @binding(3) var<storage, read_write> chosen: array<f32>;  // [tokens, chosen]
@@ -24,7 +24,7 @@ struct Place {
   row: u32,
   token: u32,
   k: u32,
-  local: u32,  // it is the column in the window, or none
+  local: u32,  // the column in the window, or none
 }
 fn place_of(i: u32) -> Place {
   let places = p.chosen + select(0u, 1u, with_target);
@@ -88,7 +88,7 @@ fn gradients(@builtin(global_invocation_id) id: vec3<u32>) {
   if ((s.kind & state_large) != 0u) {
     part.e -= 60;
   }
-  // It is a target's column with another factor.
+  // draw() subtracts `onehot` at target_column: that carries this column's gradient through it.
   s.onehot = select(0.0, s.onehot, column == s.target_column) - narrow(part);
   s.target_column = column;
   if (is_nan(s.onehot)) {

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// A workgroup takes a token and makes of its ids the columns of the views that they are, none where
-// there is none. Forward's logits begin as what stands where there is no column. Backward's
-// gradients of equal columns are added up, in their order, at the first of them.
+// A workgroup takes a token and turns its ids into columns of the views, or none for an id that has
+// no column here. Forward's logits begin as what such an id gets: -inf, or NaN if it is an error.
+// Backward adds up the gradients of equal columns, in their order, at the first of them.
 // Uses common: numbers, token, target.
 
 struct Params {
   tokens: u32,
-  base: u32,    // it counts words of the targets
-  stride: u32,  // it counts words
-  wide: u32,    // if 1, a target is two words
+  base: u32,    // of the targets, in words
+  stride: u32,  // in words
+  wide: u32,    // 1: a target is two words
   ignore_low: u32,
   ignore_high: u32,
   vocab_total: u32,
   vocab_start: u32,
-  vocab: u32,  // the views have so many columns
+  vocab: u32,  // columns of the views
   flags: u32,
   nan: u32,
-  fault: u32,     // the fault is this word
-  chosen: u32,    // a token has so many ids, up to 64
-  id_words: u32,  // an id has so many words: 1 or 2
+  fault: u32,     // index of the fault's word
+  chosen: u32,    // ids of a token, up to 64
+  id_words: u32,  // words of an id: 1 or 2
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -29,9 +29,9 @@ struct Params {
 @group(0) @binding(5) var<storage, read_write> fault: array<atomic<u32>>;
 
 struct Id {
-  column: u32,  // it is counted in the views, or none
-  is_given: bool,  // some shard has it
-  is_outside: bool,  // it is an error
+  column: u32,       // in the views, or none
+  is_given: bool,    // some shard has the column
+  is_outside: bool,  // an error
 }
 fn id_at(at: u32) -> Id {
   let low = ids[at];
@@ -49,7 +49,7 @@ fn id_at(at: u32) -> Id {
 
 var<workgroup> columns: array<u32, 64>;
 var<workgroup> gradients: array<f32, 64>;
-var<workgroup> sizes: array<u32, 64>;  // of a gradient that is not read, 0
+var<workgroup> sizes: array<u32, 64>;  // |gradient| as bits; 0 where none is read
 
 @compute @workgroup_size(64)
 fn begin(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) k: u32) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread takes a row: its slots in their order give its state, its loss and what its gradient is
-// made of (the formulas of docs/semantics.md). The op Combine has the state already, from fold.wgsl.
+// A thread takes a row: from its slots, in their order, it makes the row's state, its loss and the
+// factors of its gradient (docs/semantics.md). The op Combine has the state from fold.wgsl.
 // Uses common: numbers, token, window, scale, loss.
 
 override folded: bool = false;
 
-// It has the count, 3 unused words, then the tokens that count.
+// counted[0] tokens count: counted[4], counted[5], ... in the order given.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> partials: array<Slot>;     // [rows, slots]
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;  // [tokens]
@@ -82,8 +82,7 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
   if ((p.flags & has_state) != 0u) {
     s.m = inputs[token].row_reference;
     s.log_sum = inputs[token].row_log_sum;
-    // Shards may combine to a row without any probability; then no column's is 0, and the gradient
-    // is NaN.
+    // Shards may combine to a row of -inf alone, which has no probabilities: its gradient is NaN.
     if (bitcast<u32>(s.m) == (infinity_bits | 0x80000000u)) {
       s.kind |= state_gradient_nan;
     }

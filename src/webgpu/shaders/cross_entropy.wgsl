@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader makes loss and gradient of rows of logits, in place, behind the five bindings of
+// Makes loss and gradient of rows of logits, in place. Its five bindings are those of
 // llm.istanbul's 07_loss.wgsl, so that a program with that pipeline can take this file instead:
 //   x_j = logits[s, j]    m = max_j x_j    lse = m + log sum_j exp(x_j - m)    t = tgts[s]
 //   losses[s]    = lse - (1 - alpha) x_t - alpha mean_j x_j + beta_zl lse^2
@@ -9,37 +9,37 @@
 // grid is wide.
 //
 // A thread holds 16 columns. Rows of up to 4096 columns stay in registers and take one read and one
-// write; 256 threads are much for a short one, so of 16 workgroups (V <= 256) or 4 (V <= 1024) the
-// first takes all their rows, 16 or 64 threads each, and the others end at once. A longer row is
-// read twice, the second time from where a warp's 32 columns begin, which the row need not: a write
-// across that border costs two; and from its end, which a cache may still hold. Exponentials are of
-// x minus the thread's own maximum, so that one reduction of maximum and sum is enough; where 16
-// threads take a row, they are of x minus the row's. alpha = 0 skips the pass over the sum of the
-// logits.
+// write. A short row does not need 256 threads: of 16 workgroups (V <= 256) or 4 (V <= 1024) the
+// first takes all their rows, with 16 or 64 threads each, and the others end at once. A longer row
+// is read twice. The second time starts at its end, which a cache may still hold, and in steps that
+// are aligned to 32 columns of memory, as the row need not be: a warp's write across such a border
+// costs two. Exponentials are of x minus the thread's own maximum, so that one reduction of maximum
+// and sum is enough; where 16 threads take a row, they are of x minus the row's maximum. alpha = 0
+// skips the pass that sums the logits.
 //
-// The language lets a compiler assume that no value is infinite or NaN, so such logits are seen by
-// their bits: one NaN or +inf, or -inf alone, makes the row NaN; -inf is a probability of 0, and
-// under smoothing a loss of +inf.
+// WGSL lets a compiler assume that no value is infinite or NaN, so such logits are told by their
+// bits. One NaN or +inf, or a row of -inf alone, makes the row NaN. Any other -inf is a probability
+// of 0, and under smoothing makes the loss +inf.
 
 @group(0) @binding(0) var<storage, read_write> logits: array<f32>;  // [seq_len, vocab_size]
 @group(0) @binding(1) var<storage, read> tgts: array<u32>;          // [seq_len]
 @group(0) @binding(2) var<storage, read_write> losses: array<f32>;  // [seq_len]
-// It has seq_len, vocab_size and two unused words.
+// seq_len, vocab_size and two unused words.
 @group(0) @binding(3) var<uniform> dims: vec4<u32>;
-@group(0) @binding(4) var<uniform> params: vec4<f32>;  // it has inv_norm, alpha, beta_zl and inv_V
+@group(0) @binding(4) var<uniform> params: vec4<f32>;  // inv_norm, alpha, beta_zl, inv_V
 
 const WG = 256u;
-const TURN = 16u * WG;  // a workgroup takes so many columns at a time
+const TURN = 16u * WG;  // columns that a workgroup takes at a time
 const LOWEST = -0x1.fffffep+127f;
 const INFINITY_BITS = 0x7f800000u;
 const MINUS_INFINITY_BITS = 0xff800000u;
 const NAN_BITS = 0x7fc00000u;
-const INFINITE = 0xff000000u;  // a NaN's magnitude is above it
+const INFINITE = 0xff000000u;  // an infinity's magnitude(); a NaN's is above
 
-// Each part is of some columns: their maximum m, +inf where one of them makes the row NaN, and the
-// sum of exp(x - m). It is laid out [16][17], so that in no step two threads read one bank.
+// A part has, of some columns, the maximum m (+inf where one of them makes the row NaN) and the sum
+// of exp(x - m). Laid out [16][17], so that no step has two threads read one bank.
 var<workgroup> parts: array<vec2<f32>, 272>;
-var<workgroup> target_logits: array<f32, 16>;  // a workgroup's rows have these
+var<workgroup> target_logits: array<f32, 16>;  // of the workgroup's rows
 
 fn total(x: vec4<f32>) -> f32 {
   return (x.x + x.y) + (x.z + x.w);
@@ -52,7 +52,7 @@ fn weigh_one(x: f32, m: f32) -> f32 {
   return exp(max(x - m, -200.0));
 }
 
-// These are a thread's sixteen columns, by fours: v, v + lanes, v + 2 lanes, ...
+// A thread's sixteen columns, v, v + lanes, v + 2 lanes, ..., by fours. There are 1 << shift lanes.
 struct Columns {
   a: vec4<f32>,
   b: vec4<f32>,
@@ -63,8 +63,7 @@ fn four(v: u32, shift: u32) -> vec4<u32> {
   return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
 }
 
-// Columns go four by four, not in loops, because some compilers keep a vector that is indexed in
-// memory.
+// Four by four, not in loops: some compilers keep a vector in memory if it is indexed.
 fn load(row: u32, v: u32, shift: u32) -> vec4<f32> {
   let column = four(v, shift);
   var x = vec4<f32>(LOWEST);
@@ -128,8 +127,8 @@ fn magnitude(x: Columns) -> u32 {
 fn weights(x: Columns, m: f32) -> Columns {
   return Columns(weigh(x.a, m), weigh(x.b, m), weigh(x.c, m), weigh(x.d, m));
 }
-// Returns their sum. Beyond the row's end stands LOWEST, which weighs nothing, or 1 where it is the
-// maximum.
+// Returns the sum. Beyond the row's end x is LOWEST, which weighs nothing, unless LOWEST is also
+// the maximum: then each weighs 1, and is subtracted.
 fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   var s = total((e.a + e.b) + (e.c + e.d));
   if (m == LOWEST) {
@@ -174,12 +173,12 @@ fn summed(first: u32, step: u32, count: u32) -> vec2<f32> {
   return all;
 }
 
-// A row's gradient is made of these.
+// What a row's gradient is made of.
 struct Row {
   m: f32,
-  scale: f32,    // it multiplies p: inv_norm (1 + 2 beta_zl lse) / s
+  scale: f32,    // of exp(x - m): inv_norm (1 + 2 beta_zl lse) / s
   filled: bool,  // the row is `filling` all over
-  filling: u32,  // it is 0, or a NaN's bits
+  filling: u32,  // 0, or a NaN's bits
 }
 // Every thread of row s, the workgroup's i-th, calls this; the first one writes the loss. `below`
 // is depth's result for the whole row.
@@ -187,7 +186,7 @@ fn finish(s: u32, rows: u32, lane: u32, i: u32, part: vec2<f32>, below: vec2<f32
   let alpha = params.y;
   let log_sum = log(part.y);
   let lse = part.x + log_sum;
-  // The maximum weighs 1, so a smaller sum is of -inf alone.
+  // The maximum itself weighs 1, so a sum below that is of -inf alone.
   let poisoned = bitcast<u32>(part.x) == INFINITY_BITS || part.y < 0.5;
   let poison = select(0u, NAN_BITS, poisoned);
   let ignored = tgts[min(s, rows - 1u)] >= dims.y;
@@ -228,7 +227,7 @@ fn reduce_depth(tid: u32, shift: u32, own: vec2<f32>) -> vec2<f32> {
     parts[tid] = summed(tid, 17u, 16u);
   }
   workgroupBarrier();
-  let count = 1u << (shift - 4u);  // a part is of 16 threads
+  let count = 1u << (shift - 4u);  // each part is the sum of 16 threads
   return summed((tid >> shift) * count, 1u, count);
 }
 fn row_of(s: u32, rows: u32, row: u32, tid: u32, shift: u32, own: vec2<f32>) -> Row {
@@ -253,7 +252,7 @@ fn gradients(e: Columns, factor: f32) -> Columns {
   return Columns(gradient(e.a, factor), gradient(e.b, factor), gradient(e.c, factor),
                  gradient(e.d, factor));
 }
-// The thread that has stored this column already calls it.
+// Only the thread that has stored this column calls it, so the order of the two writes is certain.
 fn store_target(at: u32, e: f32, factor: f32) {
   logits[at] = gradient(vec4<f32>(e), factor).x - params.x * (1.0 - params.y);
 }
@@ -296,7 +295,7 @@ fn long_row(s: u32, rows: u32, tid: u32) {
   if (t < dims.y && tid == t % WG) {
     target_logits[0] = logits[row + t];
   }
-  // The next columns are loaded while these are worked on.
+  // Loads the next columns while it works on these.
   var own = vec2<f32>(LOWEST, 0.0);
   var worst = 0u;
   var next = load_columns(row, tid, 8u);
@@ -309,10 +308,10 @@ fn long_row(s: u32, rows: u32, tid: u32) {
   }
   own.x = bitcast<f32>(select(bitcast<u32>(own.x), INFINITY_BITS, worst > INFINITE));
   let known = row_of(s, rows, row, tid, 8u, own);
-  // Other invocations have read what is written from here on.
+  // Other threads must have read the row before it is overwritten.
   storageBarrier();
 
-  // Columns of the aligned 32 that are not this row's wrap around, to beyond its end.
+  // The first aligned 32 columns may begin before the row: v then wraps around to beyond its end.
   let before = row % 32u;
   let x_t = target_logits[0];
   let turns = (dims.y + before + TURN - 1u) / TURN;
@@ -334,8 +333,8 @@ fn long_row(s: u32, rows: u32, tid: u32) {
 
 var<workgroup> maxima: array<f32, 272>;
 var<workgroup> sums: array<f32, 272>;
-// Takes rows of up to 256 columns, with 16 threads each, whose maximum is known before the
-// exponentials.
+// Takes rows of up to 256 columns, with 16 threads each. Their maximum is found before the
+// exponentials, which then need no weights.
 fn rows_of_16(first: u32, rows: u32, tid: u32) {
   let i = tid / 16u;
   let lane = tid % 16u;
@@ -386,7 +385,7 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
                  @builtin(num_workgroups) groups: vec3<u32>,
                  @builtin(local_invocation_index) tid: u32) {
   let s = group.x + group.y * groups.x;
-  // This comes before anything else, because it is all that most workgroups do.
+  // First of all, because this is all that most workgroups do.
   if (dims.y <= 1024u && (s & select(3u, 15u, dims.y <= 256u)) != 0u) {
     return;
   }
@@ -394,8 +393,7 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
   if (s >= rows) {
     return;
   }
-  // Each case has a call of its own: where the compiler knows the number of threads this is up to a
-  // quarter faster.
+  // Each case is a call of its own: a constant number of threads makes it up to a quarter faster.
   if (dims.y > TURN) {
     long_row(s, rows, tid);
   } else if (dims.y > 1024u) {

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two heads' raw logits of a window of the vocabulary, once the states of both rows are known:
-//   sums        a workgroup a slot of 1024 columns: the divergence, the mean of its slope and the
-//               acceptance of each                                            -> partials
-//   gradient    the student's logits become draw                              -> result
-//   scale_kept  what Forward has kept becomes draw                            -> result
+// Takes two heads' raw logits of a window of the vocabulary, once the states of both rows are
+// known:
+//   sums        sums of a slot of 1024 columns, one workgroup each (PairSums)  -> partials
+//   gradient    the student's logits become draw                               -> result
+//   scale_kept  what Forward has kept becomes draw                             -> result
 // Uses common: numbers, token, window, scale, map, heads.
 
-// It has the count, 3 unused words, then the tokens that count.
+// counted[0] tokens count: counted[4], counted[5], ... in the order given.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
-@group(0) @binding(2) var<storage, read> block: array<f32>;            // [rows, row_stride]
-@group(0) @binding(3) var<storage, read> teacher_block: array<f32>;    // [rows, row_stride]
-@group(0) @binding(4) var<storage, read> rows: array<State>;           // [tokens]
-@group(0) @binding(5) var<storage, read> teacher_rows: array<State>;   // [tokens]
-@group(0) @binding(6) var<storage, read> extras: array<Extra>;         // [tokens]
-@group(0) @binding(7) var<storage, read> teacher_extras: array<Extra>;  // [tokens]
+@group(0) @binding(2) var<storage, read> block: array<f32>;                // [rows, row_stride]
+@group(0) @binding(3) var<storage, read> teacher_block: array<f32>;        // [rows, row_stride]
+@group(0) @binding(4) var<storage, read> rows: array<State>;               // [tokens]
+@group(0) @binding(5) var<storage, read> teacher_rows: array<State>;       // [tokens]
+@group(0) @binding(6) var<storage, read> extras: array<Extra>;             // [tokens]
+@group(0) @binding(7) var<storage, read> teacher_extras: array<Extra>;     // [tokens]
 @group(0) @binding(8) var<storage, read_write> partials: array<PairSums>;  // [rows, slots]
-@group(0) @binding(9) var<storage, read_write> result: array<f32>;     // [rows, row_stride]
+@group(0) @binding(9) var<storage, read_write> result: array<f32>;         // [rows, row_stride]
 
 fn teacher_scale_of(token: u32) -> Scale {
   if ((p.flags & has_teacher_temperature) != 0u) {
@@ -25,8 +25,8 @@ fn teacher_scale_of(token: u32) -> Scale {
   return Scale(p.teacher_slope, p.teacher_cap_out, p.teacher_cap_out_low);
 }
 
-// Returns x. The language lets a compiler make one rounding of a product and what is subtracted from
-// it, and then equal heads would not be 0 apart. No compiler looks through this.
+// Returns x. WGSL lets a compiler fuse a product with what is subtracted from it; then equal heads
+// would not be 0 apart. No compiler can see that p.zero is 0, so none fuses through this.
 fn rounded(x: f32) -> f32 {
   return bitcast<f32>(bitcast<u32>(x) ^ p.zero);
 }
@@ -47,7 +47,7 @@ fn sums(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   if (r >= counted[0]) {
     return;
   }
-  // It is set here, because not every driver keeps to the language's zeros.
+  // WGSL promises zeros at the start, but not every driver keeps that.
   if (thread == 0u) {
     atomicStore(&any_infinite, 0u);
   }
@@ -109,7 +109,7 @@ fn draw_of(s: State, t: State, raw: f32, teacher_raw: f32, scale: Scale, teacher
   return dz;
 }
 
-// What lies behind the columns is 0 already, and nobody reads a row behind those that count.
+// Behind the columns the block is 0 already, and nobody reads its rows behind those that count.
 @compute @workgroup_size(256)
 fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let r = group.y;

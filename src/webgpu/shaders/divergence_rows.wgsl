@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread takes a row: the sums of its slots, in their order, give its divergence, its loss, and what
-// its gradient is made of (docs/semantics.md, "Divergences of two heads").
+// A thread takes a row: from the sums of its slots, in their order, it makes the divergence, the
+// loss and the factors of the gradient (docs/semantics.md, "Divergences of two heads").
 // Uses common: numbers, token, window, scale, heads.
 
-override summed: bool = false;   // there are sums of its slots
-override keeps: bool = false;    // the gradient is that of an upstream gradient of 1, to be kept
-override is_kept: bool = false;  // Forward has kept the gradient, and nothing else is there
+override summed: bool = false;   // the slots have sums
+override keeps: bool = false;    // Forward keeps the gradient of an upstream gradient of 1
+override is_kept: bool = false;  // Backward reads that, and has nothing else
 
-// It has the count, 3 unused words, then the tokens that count.
+// counted[0] tokens count: counted[4], counted[5], ... in the order given.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
-@group(0) @binding(2) var<storage, read> partials: array<PairSums>;    // [rows, slots]
-@group(0) @binding(3) var<storage, read_write> rows: array<State>;     // [tokens]
-@group(0) @binding(4) var<storage, read> teacher_rows: array<State>;   // [tokens]
-@group(0) @binding(5) var<storage, read> inputs: array<Given>;         // [tokens]
+@group(0) @binding(2) var<storage, read> partials: array<PairSums>;   // [rows, slots]
+@group(0) @binding(3) var<storage, read_write> rows: array<State>;    // [tokens]
+@group(0) @binding(4) var<storage, read> teacher_rows: array<State>;  // [tokens]
+@group(0) @binding(5) var<storage, read> inputs: array<Given>;        // [tokens]
 @group(0) @binding(6) var<storage, read> scalars: Scalars;
 @group(0) @binding(7) var<storage, read> extras: array<Extra>;         // [tokens]
 
-// Puts the sums into the state, whose loss is the divergence then.
+// Puts the sums into the state. Its loss is then the divergence alone.
 fn with_sums(first: u32, known: State) -> State {
   var s = known;
   var sum = vec3<f32>(0.0);
@@ -38,7 +38,7 @@ fn with_sums(first: u32, known: State) -> State {
   return s;
 }
 
-// Returns a (D + label_weight (lse - z_t)), where the state's loss is D.
+// Returns a (D + label_weight (lse - z_t)). D is the state's loss so far.
 fn loss_of(s: State) -> f32 {
   var loss = narrow(by(wide(s.loss), s.token_weight));
   if (p.label_weight > 0.0) {
@@ -48,8 +48,8 @@ fn loss_of(s: State) -> f32 {
   return loss;
 }
 
-// Returns the exponent of the power of two that a row's kept gradient is divided by, so that its
-// elements have the range of an f16; `far` is the row's divergence where it may pass 2.
+// Returns the exponent of the power of two that divides a row's kept gradient, so that its elements
+// fit an f16. `far` is the row's divergence where that may pass 2, else 0.
 fn divisor_of(token: u32, far: f32) -> i32 {
   if (is_infinite(far) || is_nan(far)) {
     return 0;
@@ -62,7 +62,7 @@ fn divisor_of(token: u32, far: f32) -> i32 {
   return clamp(most.e + again.e + select(1, 0, again.m == 1.0) - 14, -126, 126);
 }
 
-// Sets what all columns' derivatives are multiplied by. A large one is divided, as the other ops' are.
+// Sets the factor of all columns' derivatives. A large one is divided by `large`, as in loss.wgsl.
 fn with_factor(token: u32, known: State, divergence_of_row: f32) -> State {
   var s = known;
   var factor = wide(1.0);

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread takes a token: what the shards of the vocabulary so far come to, and one shard more
-// (docs/semantics.md, "Combine"; src/row/shards.h has the same order in f64). There is no f64
-// here, so a number is the sum of two f32, good to about 2^-45, and the exponential of a difference
-// is kept as such a number and a power of two, so that a shard with next to no probability loses no
-// bits.
+// A thread takes a token and adds one more shard of the vocabulary to what the shards before it
+// came to (docs/semantics.md, "Combine"; src/row/shards.h does the same in the same order, in f64).
+// WGSL has no f64, so a number is the sum of two f32, good to about 2^-45. The exponential of a
+// difference is such a number times a power of two, so that a shard of almost no probability loses
+// no bits.
 // Uses common: numbers, token.
 
 struct Params {
-  argmax_base: u32,    // it counts words
-  argmax_stride: u32,  // it counts words
+  argmax_base: u32,    // in words
+  argmax_stride: u32,  // in words
   has_argmax: u32,
   is_first: u32,
   nan: u32,
-  zero: u32,  // it is 0, which no compiler knows
+  zero: u32,  // always 0, but no compiler can know it (rounded)
 }
 
-// It has what a shard wrote of a token, and the lower parts of what all so far come to, whose upper
-// parts are in State and Extra.
+// What the shard wrote of a token, and the lower parts of the numbers so far; their upper parts are
+// in State and Extra.
 struct Fold {
   m: f32,
   log_sum: f32,
@@ -37,7 +37,7 @@ struct Fold {
 override more_statistics: bool = false;
 
 @group(0) @binding(0) var<uniform> p: Params;
-// It has the count, 3 unused words, then the tokens that count.
+// counted[0] tokens count: counted[4], counted[5], ... in the order given.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read_write> folds: array<Fold>;    // [tokens]
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;    // [tokens]
@@ -52,10 +52,9 @@ fn is_number(x: f32) -> bool {
   return !is_nan(x) && !is_infinite(x);
 }
 
-// A pair is the sum of its parts, of which x is that sum rounded.
+// A vec2 is a number of two f32: the sum of its parts, of which x is that sum rounded.
 
-// The language lets a compiler take b for (a + b) - a, and Mesa's does. It does not look through
-// this.
+// Returns x. WGSL lets a compiler take b for (a + b) - a, and Mesa's does, but not through this.
 fn rounded(x: f32) -> f32 {
   return bitcast<f32>(bitcast<u32>(x) ^ p.zero);
 }
@@ -64,7 +63,7 @@ fn two_sum(a: f32, b: f32) -> vec2<f32> {
   let of_b = rounded(s - a);
   return vec2<f32>(s, (a - (s - of_b)) + (b - of_b));
 }
-// It takes |a| >= |b|.
+// Needs |a| >= |b|.
 fn quick_sum(a: f32, b: f32) -> vec2<f32> {
   let s = rounded(a + b);
   return vec2<f32>(s, b - (s - a));
@@ -100,7 +99,7 @@ fn is_over(a: vec2<f32>, b: vec2<f32>) -> bool {
   return a.x > b.x || (a.x == b.x && a.y >= b.y);
 }
 
-// Returns a times 2^n, for n <= 0. Far below 1 it is 0, not NaN, of any number.
+// Returns a 2^n, for n <= 0; 0, not NaN, where n is far below the exponents of f32.
 fn scaled(a: vec2<f32>, n: i32) -> vec2<f32> {
   let first = max(n, -120);
   let second = max(n - first, -120);
@@ -108,18 +107,18 @@ fn scaled(a: vec2<f32>, n: i32) -> vec2<f32> {
 }
 
 struct Power {
-  mantissa: vec2<f32>,  // it is near 1
+  mantissa: vec2<f32>,  // in [sqrt(1/2), sqrt(2)]
   exponent: i32,
 }
 
 // Returns exp(x) for -200 <= x <= 0.
 fn power_of(x: vec2<f32>) -> Power {
   let n = round(x.x * 1.44269504);
-  // Of log 2 the first two parts have 15 bits, so that their products with n are exact.
+  // The first two parts of log 2 have 15 bits each, so that their products with n are exact.
   var r = plus(x, vec2<f32>(-n * 0.693145752, 0.0));
   r = plus(r, vec2<f32>(-n * 1.42859062e-06, 0.0));
   r = plus(r, two_product(-n, 1.61985095e-11));
-  // The series follows; single precision is enough behind the sixth power.
+  // The series of exp; from the seventh power on one f32 is enough.
   var tail = 1.60590444e-10;
   tail = fma(tail, r.x, 2.08767559e-09);
   tail = fma(tail, r.x, 2.50521079e-08);
@@ -171,7 +170,7 @@ fn plus_any(a: vec2<f32>, b: f32) -> vec2<f32> {
   return plus(a, vec2<f32>(b, 0.0));
 }
 
-// These are made of the shards' probabilities.
+// The statistics that depend on the shards' probabilities.
 struct Sums {
   log_sum: vec2<f32>,
   entropy: vec2<f32>,
@@ -179,7 +178,7 @@ struct Sums {
   max_logprob: vec2<f32>,
 }
 
-// Returns share times term times 2^n, or a term that is no finite number.
+// Returns share term 2^n, or the term itself where that is infinite or NaN.
 fn part_of(share: vec2<f32>, term: vec2<f32>, n: i32) -> vec2<f32> {
   if (!is_number(term.x)) {
     return vec2<f32>(term.x, 0.0);
@@ -196,7 +195,7 @@ fn joined(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
   return plus(a, b);
 }
 
-// Returns the greater, or a NaN that is one of them.
+// Returns the greater, or NaN where one of them is.
 fn greater(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
   if (is_nan(a.x) || (!is_nan(b.x) && is_over(a, b))) {
     return a;
@@ -204,10 +203,10 @@ fn greater(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
   return b;
 }
 
-// Folds two whose log sums, relative to the same m, are over.log_sum >= under.log_sum.
+// Folds two that have their log sums relative to one m, with over.log_sum >= under.log_sum.
 fn folded(over: Sums, under: Sums) -> Sums {
   var apart = plus(under.log_sum, -over.log_sum);
-  // Below exp(-745) an f64 is 0.
+  // There exp is 0 in f64, which the other backends fold in.
   if (apart.x < -745.0) {
     return over;
   }
@@ -217,10 +216,10 @@ fn folded(over: Sums, under: Sums) -> Sums {
   let n = e.exponent;
   let log_part = log_one_plus(e);
   let rest = scaled(log_part, n);
-  // Of the two probabilities the greater is 1 / (1 + e), the other e times that.
+  // The shares of the two: the greater is 1 / (1 + e), the other e times that.
   let one = vec2<f32>(1.0, 0.0);
   let most = quotient(one, plus(one, scaled(e.mantissa, n)));
-  let least = product(e.mantissa, most);  // it is still times 2^n
+  let least = product(e.mantissa, most);  // times 2^n, which part_of applies
   var all: Sums;
   all.log_sum = plus(over.log_sum, rest);
   all.entropy = joined(part_of(most, joined(over.entropy, rest), 0),
@@ -232,7 +231,7 @@ fn folded(over: Sums, under: Sums) -> Sums {
   return all;
 }
 
-// Returns m_s - m, and never an infinity.
+// Returns x - m, at least -1e6 and so never infinite.
 fn difference(x: f32, m: f32) -> vec2<f32> {
   if (x - m < -1.0e6) {
     return vec2<f32>(-1.0e6, 0.0);
@@ -289,7 +288,7 @@ fn fold(@builtin(global_invocation_id) id: vec3<u32>) {
   s.weighted = weighted.x;
   folds[token].weighted_low = weighted.y;
 
-  // A shard without probability adds nothing more.
+  // A shard of -inf alone adds nothing to the statistics below.
   let minus_infinity = bitcast<f32>(p.nan ^ 0x80400000u);
   let m1 = select(s.m, minus_infinity, is_minus_infinity(s.log_sum));
   let m2 = select(f.m, minus_infinity, is_minus_infinity(f.log_sum));

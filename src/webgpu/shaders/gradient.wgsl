@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader turns raw into draw in the block of a window, from the state of its rows.
+// Turns raw logits into draw, in the block of a window, from the states of its rows.
 // Uses common: numbers, token, window, scale, map, logit.
 
-// It has the count, 3 unused words, then the tokens that count.
+// counted[0] tokens count: counted[4], counted[5], ... in the order given.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;  // [columns]
 @group(0) @binding(3) var<storage, read> rows: array<State>;        // [tokens]

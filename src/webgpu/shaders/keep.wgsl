@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // A thread takes a token's row of kept_rows (KeptRow of src/kept.h):
-//   keep    what Forward knows of the token                            -> kept_rows
-//   check   NaN gradients where the row is not that of the given state -> rows
-//           that nothing is kept any more, where it is consumed        -> kept_rows
-//   report  that there was such a row                                  -> fault
-// Numbers are moved and compared as bits.
+//   keep    writes what Forward knows of the token                          -> kept_rows
+//   check   a row that does not fit the given state makes the gradient NaN  -> rows
+//           where Backward consumes what is kept, says so                   -> kept_rows
+//   report  says that some row did not fit                                  -> fault
+// Numbers are copied and compared as bits.
 // Uses common: token.
 
 struct Params {
   tokens: u32,
-  base: u32,     // it counts words of kept_rows
-  engine: u32,   // it has the bits of KeptRow's layout
-  columns: u32,  // it has the bits of how many are kept
+  base: u32,     // of kept_rows, in words
+  engine: u32,   // the bits of KeptRow::layout
+  columns: u32,  // the bits of KeptRow::columns
   consumes: u32,
-  fault: u32,     // the fault is this word
-  diverges: u32,  // if not 0, a row has what its kept gradient is divided by, and no state is given
+  fault: u32,     // index of the fault's word
+  diverges: u32,  // not 0: a divergence, whose rows keep their gradient's divisor; no state is given
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -23,7 +23,7 @@ struct Params {
 @group(0) @binding(3) var<storage, read_write> kept_rows: array<u32>;  // [tokens, 8]
 @group(0) @binding(4) var<storage, read_write> fault: array<atomic<u32>>;
 
-// These are the words of a KeptRow that are not always 0.
+// The words of a KeptRow that this backend uses; the others are 0.
 const kept_words = 8u;
 const kept_reference = 0u;
 const kept_log_sum = 1u;

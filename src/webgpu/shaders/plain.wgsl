@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader makes of rows of logits their gradient or softmax, in the caller's matrix, and their
-// losses, where the call asks for nothing else: no class or token weights, smoothing, softcap,
-// statistics, gradient of one (docs/semantics.md has the formulas). Everything else is done by row,
-// slots, combine and gradient.
+// Turns rows of logits into their gradient or softmax, in the caller's matrix, and writes their
+// losses, for calls that ask for nothing else (docs/semantics.md has the formulas): no class or
+// token weights, no smoothing, no softcap, no statistics and no gradient of one. Other calls take
+// row, slots, combine and gradient.
 //
 // A thread holds 16 columns. Rows of up to 4096 columns stay in registers of 16, 64 or 256 threads,
-// and take one read and one write. A longer row is read twice by 256, the second time from where a
-// warp's 32 columns begin, which the row need not: a write across that border costs two.
-// Exponentials are of z minus the thread's own maximum, so that one reduction is enough; those of
-// short rows are of z minus the row's. The language's exp errs by 3 + 2 |x| units of its last
-// place, which is what the contract grants.
+// and take one read and one write. A longer row is read twice by 256 threads. The second time goes
+// in steps that are aligned to 32 columns of memory, as the row need not be: a warp's write across
+// such a border costs two. Exponentials are of z minus the thread's own maximum, so that one
+// reduction is enough; those of rows of 16 threads are of z minus the row's. WGSL's exp errs by 3 +
+// 2 |x| units in the last place, which the contract allows.
 // Uses common: numbers, token, target.
 
 struct Params {
   rows: u32,
   columns: u32,
   row_stride: u32,
-  base: u32,         // the first row begins there in its binding
-  target_base: u32,  // it counts words
+  base: u32,         // where the first row begins in its binding
+  target_base: u32,  // in words, like the next
   target_stride: u32,
-  wide: u32,  // if 1, a target is two words
+  wide: u32,  // 1: a target is two words
   ignore_low: u32,
   ignore_high: u32,
   flags: u32,
-  nan: u32,    // these are a NaN's bits, which would not compile as a constant
-  slope: f32,  // it is logit_scale / temperature
+  nan: u32,    // a NaN's bits; in the shader's text a NaN does not compile
+  slope: f32,  // logit_scale / temperature
   z_loss: f32,
 }
 
@@ -39,19 +39,19 @@ override own_temperature: bool = false;  // every token has its own slope, in it
 @group(0) @binding(5) var<storage, read> extras: array<Extra>;      // [rows]
 
 const workgroup_threads = 256u;
-const turn = 16u * workgroup_threads;  // a workgroup takes so many columns at a time
-const infinite = 0xff000000u;          // a NaN's magnitude is above it
+const turn = 16u * workgroup_threads;  // columns that a workgroup takes at a time
+const infinite = 0xff000000u;          // an infinity's magnitude(); a NaN's is above
 
-// A part is of some columns.
+// Some columns of a row.
 struct Part {
-  m: f32,  // it is the maximum, lowest at the least, and +inf if a column makes the row NaN
-  s: f32,  // it sums exp(z - m)
+  m: f32,  // their maximum, at least `lowest`; +inf if one of them makes the row NaN
+  s: f32,  // the sum of exp(z - m)
 }
 
-// These are laid out [16][17], so that in no step two threads read one bank.
-var<workgroup> maxima: array<f32, 272>;        // +inf marks what makes the row NaN
-var<workgroup> sums: array<f32, 272>;          // it sums exp(z - maximum)
-var<workgroup> target_logits: array<f32, 16>;  // a workgroup's rows have these
+// Parts, laid out [16][17], so that no step has two threads read one bank.
+var<workgroup> maxima: array<f32, 272>;
+var<workgroup> sums: array<f32, 272>;
+var<workgroup> target_logits: array<f32, 16>;  // of the workgroup's rows
 
 fn target_of(i: u32) -> Target {
   let t = target_at(p.target_base + i * p.target_stride, p.columns);
@@ -69,7 +69,7 @@ fn weigh_one(x: f32, m: f32) -> f32 {
   return exp(max(x - m, -200.0));
 }
 
-// These are a thread's sixteen columns, by fours: v, v + lanes, v + 2 lanes, ...
+// A thread's sixteen columns, v, v + lanes, v + 2 lanes, ..., by fours. There are 1 << shift lanes.
 struct Columns {
   a: vec4<f32>,
   b: vec4<f32>,
@@ -80,7 +80,7 @@ fn four(v: u32, shift: u32) -> vec4<u32> {
   return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
 }
 
-// The invocation's one row has this slope, which is NaN where its temperature is none.
+// Of the invocation's one row; NaN where its temperature is not allowed.
 var<private> own_slope: f32;
 
 fn z_of(raw: f32) -> f32 {
@@ -94,8 +94,7 @@ fn set_slope(r: u32) {
     own_slope = extras[r].slope;
   }
 }
-// Columns go four by four, not in loops, because some compilers keep a vector that is indexed in
-// memory.
+// Four by four, not in loops: some compilers keep a vector in memory if it is indexed.
 fn load(row: u32, v: u32, shift: u32) -> vec4<f32> {
   let column = four(v, shift);
   var x = vec4<f32>(lowest);
@@ -159,8 +158,8 @@ fn magnitude(x: Columns) -> u32 {
 fn weights(x: Columns, m: f32) -> Columns {
   return Columns(weigh(x.a, m), weigh(x.b, m), weigh(x.c, m), weigh(x.d, m));
 }
-// Returns their sum. Beyond the row's end stands lowest, which weighs nothing, or 1 where it is the
-// maximum.
+// Returns the sum. Beyond the row's end z is `lowest`, which weighs nothing, unless that is also
+// the maximum: then each weighs 1, and is subtracted.
 fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   let fours = (e.a + e.b) + (e.c + e.d);
   var s = (fours.x + fours.y) + (fours.z + fours.w);
@@ -171,7 +170,7 @@ fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   return s;
 }
 
-// Returns the maximum as others shall see it: +inf where one is NaN.
+// Returns the maximum as other threads are to see it: +inf where a column is NaN.
 fn seen(m: f32, magnitude: u32) -> f32 {
   return bitcast<f32>(select(bitcast<u32>(m), infinity_bits, magnitude > infinite));
 }
@@ -209,8 +208,8 @@ fn reduce(thread: u32, shift: u32, own: Part) -> Part {
   return Part(maxima[16], sums[16]);
 }
 
-// Returns, for a row of 16 threads, the maximum of all before the exponentials, so that none needs a
-// weight.
+// Returns the maximum of a row of 16 threads. Known before the exponentials, it spares their
+// weights.
 fn largest_of_16(thread: u32, own: f32) -> f32 {
   let first = thread / 16u * 17u;
   maxima[first + thread % 16u] = own;
@@ -232,12 +231,12 @@ fn sum_of_16(thread: u32, own: f32) -> f32 {
   return s;
 }
 
-// A row's gradient is made of these.
+// What a row's gradient is made of.
 struct Row {
-  scale: f32,    // it multiplies exp(z - m)
-  onehot: f32,   // it belongs to the target's column
+  scale: f32,    // of exp(z - m)
+  onehot: f32,   // subtracted at the target's column
   filled: bool,  // the row is `filling` all over
-  filling: u32,  // it is 0, or a NaN's bits
+  filling: u32,  // 0, or a NaN's bits
 }
 
 // Every thread of row r, which is the workgroup's i-th, calls this; the first one writes the loss.
@@ -245,7 +244,7 @@ fn finish(i: u32, r: u32, first: bool, part: Part, kind: u32) -> Row {
   let sum = max(part.s, 1.0);
   let log_sum = log_positive(sum);
   let lse = part.m + log_sum;
-  // The maximum weighs 1, so a smaller sum is of -inf alone.
+  // The maximum itself weighs 1, so a sum below that is of -inf alone.
   let slope = select(p.slope, own_slope, own_temperature);
   let poisoned = bitcast<u32>(part.m) == infinity_bits || part.s < 0.5 || is_nan(slope);
   var scale = 1.0;
@@ -310,7 +309,7 @@ fn short_rows(first: u32, shift: u32, thread: u32) {
   }
   let factor = known.scale * weigh_one(m, part.m);
   store_columns(row, lane, shift, scaled_columns(e, factor));
-  if (owns_target) {  // this thread has stored its column already
+  if (owns_target) {  // this thread stored the column above, so the order of the two is certain
     logits[row + t.column] = weigh_one(z_t, m) * factor - known.onehot;
   }
 }
@@ -322,7 +321,7 @@ fn long_row(r: u32, thread: u32) {
   if (t.column < p.columns && thread == t.column % workgroup_threads) {
     target_logits[0] = z_of(logits[row + t.column]);
   }
-  // The next columns are loaded while these are worked on.
+  // Loads the next columns while it works on these.
   var own = Part(lowest, 0.0);
   var most = 0u;
   var next = load_columns(row, thread, 8u);
@@ -336,10 +335,10 @@ fn long_row(r: u32, thread: u32) {
   }
   let part = reduce(thread, 8u, Part(seen(own.m, most), own.s));
   let known = finish(0u, r, thread == 0u, part, t.kind);
-  // Other invocations have read what is written from here on.
+  // Other threads must have read the row before it is overwritten.
   storageBarrier();
-  // The row is read from its end, which the cache may still hold. What of the aligned 32 columns is
-  // before the row's first wraps around to beyond its last.
+  // The row is read from its end, which the cache may still hold. The first aligned 32 columns may
+  // begin before the row: v then wraps around to beyond its end.
   let before = row % 32u;
   var end = (p.columns + before + turn - 1u) / turn * turn;
   next = load_columns(row, thread + end - turn - before, 8u);
@@ -363,13 +362,11 @@ fn long_row(r: u32, thread: u32) {
 fn plain(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
          @builtin(local_invocation_index) thread: u32) {
   let number = group.x + group.y * groups.x;
-  // A workgroup takes 16, 4 or 1 of them.
   let first = number * select(select(1u, 4u, p.columns <= 1024u), 16u, p.columns <= 256u);
   if (first >= p.rows) {
     return;
   }
-  // Each case has a call of its own: where the compiler knows the number of threads this is up to a
-  // quarter faster.
+  // Each case is a call of its own: a constant number of threads makes it up to a quarter faster.
   if (p.columns > turn) {
     long_row(first, thread);
   } else if (p.columns > 1024u) {

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader serves probabilities as input, with p in the place of the logits: it makes loss and
-// gradient of -sum_j q_j log(p_j + floor) with q = (1 - smoothing) c_t [j = t] +
-// smoothing_per_class c_j.
+// For probabilities as input, p in the place of the logits: makes loss and gradient of
+// -sum_j q_j log(p_j + floor), with q = (1 - smoothing) c_t [j = t] + smoothing_per_class c_j.
 //   slots     a workgroup a row and 1024 columns: sum_j q_j log(p_j + floor)
 //   combine   a thread a row: the loss and the factor of the gradient
 //   gradient  p -> its gradient, in the block
 // Uses common: numbers, token, window.
 
 @group(0) @binding(1) var<storage, read> block_in: array<f32>;  // [rows, row_stride]
-// It has the count, 3 unused words, then the tokens that count.
+// counted[0] tokens count: counted[4], counted[5], ... in the order given.
 @group(0) @binding(2) var<storage, read> counted: array<u32>;
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;         // [columns]
 @group(0) @binding(4) var<storage, read> rows_in: array<State>;            // [tokens]
@@ -19,7 +18,7 @@
 @group(0) @binding(9) var<storage, read> scalars: Scalars;
 @group(0) @binding(10) var<storage, read_write> block_out: array<u32>;
 
-// Returns log of any number: that of 0 is -inf, of a negative one NaN.
+// Returns the logarithm of any number: -inf of 0, NaN of a negative one.
 fn log_of(x: f32) -> f32 {
   if (is_nan(x) || (is_negative(x) && x != 0.0)) {
     return bitcast<f32>(p.nan);
@@ -37,7 +36,7 @@ fn log_of(x: f32) -> f32 {
   return log_positive(x);
 }
 
-// Returns (1 - smoothing) c_t [column = t] + smoothing_per_class c_j.
+// Returns q_j.
 fn expected(token: u32, column: u32, local: u32) -> f32 {
   var c = 1.0;
   if ((p.flags & has_vocab_weight) != 0u) {

@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader makes result[m, n] (+)= sum_k a(m, k) b(n, k) (+ bias[n]) in f32, for the three
-// products of a linear op:
-//   logits       a = hidden  [m, k]   b = weight [n, k]        both with k beside k
+// Makes result[m, n] (+)= sum_k a(m, k) b(n, k) (+ bias[n]) in f32, for the three products of a
+// linear op:
+//   logits       a = hidden  [m, k]   b = weight [n, k]
 //   grad_input   a = draw    [m, k]   b = weight [k, n]
 //   grad_weight  a = draw    [k, m]   b = hidden [k, n]
-// A workgroup makes a tile, 16 of k at a time through workgroup memory, where both operands lie
-// [k][m] and [k][n]; the next 16 are on their way while these are multiplied. A thread keeps 8 x 8
-// sums in registers, added along k in order whatever the tile. A long k is added a block at a time
-// to the result, because many small terms after a large one would each lose as much as one of its
-// size. In z a workgroup has a slice of k of its own and its own result, for few tiles and a long
-// k; slices.wgsl adds those. Rows of a and b are multiples of four numbers long, the last ones 0.
-// Where `counted` bounds the rows (or, for grad_weight, k), what lies beyond is no work.
+// A workgroup makes a tile, 16 steps of k at a time. They go through workgroup memory, where the
+// operands are [k][m] and [k][n]; the next 16 are loaded while these are multiplied. A thread keeps
+// 8 x 8 sums in registers and adds along k in order, whatever the tile. A long k goes into the
+// result in blocks: in one long sum every small term would be rounded like a term of the sum's
+// size. For few tiles and a long k, workgroups of other z take other slices of k, each with its own
+// result, which slices.wgsl adds. Rows of a and b are padded with 0 to a multiple of four numbers.
+// Where `counted` bounds the rows (or, for grad_weight, k), nothing beyond is computed.
 // Uses common: product.
 
-override tile_m: u32 = 128u;  // it is 64 or 128
+override tile_m: u32 = 128u;  // 64 or 128
 override tile_n: u32 = 128u;
-override threads: u32 = 256u;  // it is tile_m tile_n / 64
+override threads: u32 = 256u;  // tile_m tile_n / 64
 
 var<workgroup> tile_a: array<vec4<f32>, 4u * tile_m>;  // [16][m / 4]
 var<workgroup> tile_b: array<vec4<f32>, 4u * tile_n>;  // [16][n / 4]
 
-// Fetches a thread's part of a tile: four vec4 that lie as in the tile or, if the operand has k
-// beside k, four rows of four along k, which are turned.
+// Loads a thread's part of a tile: four vec4 as they are in the tile or, of an operand whose rows
+// run along k, four rows of four, which keep_a transposes.
 fn fetch_a(thread: u32, first: u32, k0: u32, rows: u32, depth: u32) -> array<vec4<f32>, 4> {
   var v: array<vec4<f32>, 4>;
   if (a_transposed) {
@@ -53,7 +53,7 @@ fn keep_a(thread: u32, v: array<vec4<f32>, 4>) {
   }
 }
 
-// The last threads fetch b where the first ones have a part of a.
+// The last threads fetch a b whose rows run along k, since the first ones fetch such an a.
 fn fetch_b(thread: u32, first: u32, k0: u32, depth: u32) -> array<vec4<f32>, 4> {
   var v: array<vec4<f32>, 4>;
   let back = threads - 1u - thread;

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader makes the product of product.wgsl where it is small, in tiles of 32 x 32, 8 of k at a
-// time, 4 x 4 sums a thread, in the same order. It uses little workgroup memory, because
-// SwiftShader's compiler clears it word by word, which takes it half a millisecond a word.
+// Makes small products of product.wgsl's kind and adds in the same order: tiles of 32 x 32, 8 steps
+// of k at a time, 4 x 4 sums a thread. It uses little workgroup memory, because SwiftShader's
+// compiler clears that word by word, in half a millisecond each.
 // Uses common: product.
 
 var<workgroup> tile_a: array<vec4<f32>, 64>;  // [8][m / 4]
 var<workgroup> tile_b: array<vec4<f32>, 64>;  // [8][n / 4]
 
-// Turns four rows of four along k.
 fn turned(v0: vec4<f32>, v1: vec4<f32>, v2: vec4<f32>, v3: vec4<f32>) -> mat4x4<f32> {
   return transpose(mat4x4<f32>(v0, v1, v2, v3));
 }
@@ -36,7 +35,7 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
     var s10 = vec4<f32>(0.0);
     var s20 = vec4<f32>(0.0);
     var s30 = vec4<f32>(0.0);
-    // A block is as long as one of product.wgsl, whose steps are twice these.
+    // As long as a block of product.wgsl, whose steps are 16 of k.
     let block_end = min(steps, step + 2u * block_steps(max(depth, begin) - begin));
     for (; step < block_end; step++) {
       let k0 = begin + step * 8u;

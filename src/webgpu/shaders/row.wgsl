@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader takes rows of up to 4096 columns, in the caller's matrix, and makes maximum, sums,
-// loss and draw at once, with one read and one write (the formulas of docs/semantics.md).
-// `row_threads` threads hold 16 columns each of a row, so a workgroup takes several short ones;
-// they are brought together by `leaders` of them, with two barriers a time. Which of these is
-// chosen by the number of columns alone.
+// Takes rows of up to 4096 columns, in the caller's matrix, and makes maximum, sums, loss and draw
+// at once, with one read and one write (docs/semantics.md). `row_threads` threads take a row, 16
+// columns each, so that a workgroup takes several short rows. A reduction has two barriers:
+// `leaders` threads of a row reduce the others' numbers, then every thread reduces the leaders'.
+// The number of columns alone decides row_threads, so that the order of additions depends on
+// nothing else.
 // Uses common: numbers, token, window, scale, map, logit, loss.
 
-override row_threads: u32 = 256u;  // it is a square: 16, 64 or 256
-override leaders: u32 = 16u;       // it is row_threads' root
+override row_threads: u32 = 256u;  // 16, 64 or 256
+override leaders: u32 = 16u;       // the square root of row_threads
 
 @group(0) @binding(1) var<storage, read> vocab_weight: array<f32>;  // [columns]
 @group(0) @binding(2) var<storage, read_write> rows: array<State>;  // [tokens]
@@ -16,8 +17,8 @@ override leaders: u32 = 16u;       // it is row_threads' root
 @group(0) @binding(5) var<storage, read_write> block: array<u32>;     // [tokens, row_stride]
 @group(0) @binding(6) var<storage, read_write> extras: array<Extra>;  // [tokens]
 
-// Returns a whole number for x, in the order of the numbers from -inf to inf; NaN is above them, 0
-// is none.
+// Returns a whole number for x, in the order of x from -inf to inf; NaN is above all, and no x has
+// 0.
 fn key_of(x: f32) -> u32 {
   let key = bitcast<u32>(x) ^ select(0x80000000u, none, is_negative(x));
   return select(key, none, is_nan(x));
@@ -26,7 +27,7 @@ fn number_of(key: u32) -> f32 {
   return bitcast<f32>(select(~key, key ^ 0x80000000u, (key >> 31u) == 1u));
 }
 
-// Joins two of (sum, sum of e (z - m), weighted sum; the lowest column of the maximum).
+// Joins (sum of e, sum of e (z - m), weighted sum, the lowest column that has the maximum).
 fn joined(a: vec4<f32>, b: vec4<f32>) -> vec4<f32> {
   return vec4<f32>(a.xyz + b.xyz, min(a.w, b.w));
 }
@@ -34,7 +35,7 @@ fn joined(a: vec4<f32>, b: vec4<f32>) -> vec4<f32> {
 var<workgroup> largest: array<u32, 256>;
 var<workgroup> sums: array<vec4<f32>, 256>;
 
-// The threads from `first` on are those of a row.
+// `first` is the first thread of the row.
 fn reduce_largest(first: u32, lane: u32, own: u32) -> u32 {
   largest[first + lane] = own;
   workgroupBarrier();
@@ -97,9 +98,9 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
   }
   s.m = number_of(reduce_largest(first, lane, own_largest));
   var own = vec4<f32>(0.0, 0.0, 0.0, 1.0e9);
-  // It has the sum of e^2, the sum of z, and how many columns are above the target's.
+  // The sums of e^2 and of z, the number of columns above the target's; in mass.x their sum of e.
   var more = vec4<f32>(0.0);
-  var mass = vec4<f32>(0.0);  // its x has the sum of e of these
+  var mass = vec4<f32>(0.0);
   for (var k = 0u; k < 16u; k++) {
     let column = lane + k * row_threads;
     if (column < columns) {

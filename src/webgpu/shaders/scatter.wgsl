@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader writes f32 values to a strided view, rounded once to its dtype, to nearest, ties to
-// even. With by_token row i of the view is the row rows[i].place of the values, or 0 where the
-// token has none. Elements of 16 bits are halves of words that other elements may share: each is
-// cleared and set alone, so that nothing beside it changes.
+// Writes f32 values to a strided view, rounded once to its dtype, to nearest, ties to even. With
+// by_token row i of the view is row rows[i].place of the values, or 0 where the token has none. Two
+// elements of 16 bits share a word: atomics clear and set one half alone, so that the other stays.
 // Uses common: token.
 
 struct Params {
   columns: u32,
   value_base: u32,
   value_row_stride: u32,
-  base: u32,        // it counts the view's elements
-  row_stride: u32,  // it counts elements
+  base: u32,  // of the view, in elements, like the next two
+  row_stride: u32,
   column_stride: u32,
   by_token: u32,
-  first_token: u32,  // this part of the view begins with it
+  first_token: u32,  // of the view's row 0
 }
 
 override dtype: u32 = 0u;  // 0 is f32, 1 f16, 2 bf16
@@ -42,7 +41,7 @@ fn to_f16(bits: u32) -> u32 {
   if (size > 0x7f800000u) {
     return sign | 0x7e00u;
   }
-  if (size >= 0x477ff000u) {  // such a number would round to 2^16, which f16 has not
+  if (size >= 0x477ff000u) {  // would round to 2^16, which f16 does not have
     return sign | 0x7c00u;
   }
   if (size >= 0x38800000u) {  // the f16 is a normal number

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader makes result[r, c] (+)= the slices of a product's sum (product.wgsl), added in their
-// order.
+// Adds up the results of a product's slices (product.wgsl), in their order: result[r, c] (+)= their
+// sum.
 
 struct Params {
-  row_length: u32,  // it counts vec4, of the result and of a slice
+  row_length: u32,  // in vec4, of the result and of a slice
   slices: u32,
-  slice_stride: u32,  // it counts vec4
-  adds: u32,          // if not 0, the slices are added to what the result holds
+  slice_stride: u32,  // in vec4
+  adds: u32,          // not 0: the slices are added to what the result holds
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> slices: array<vec4<f32>>;  // [slices, rows, row_length]
 @group(0) @binding(2) var<storage, read_write> result: array<vec4<f32>>;  // [rows, row_length]
-@group(0) @binding(3) var<storage, read> counted: array<u32>;  // it begins with how many rows count
+@group(0) @binding(3) var<storage, read> counted: array<u32>;  // [0]: how many rows count
 
 @compute @workgroup_size(64)
 fn add_slices(@builtin(workgroup_id) group: vec3<u32>,

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// A workgroup takes 1024 columns of a row of the raw logits of a window of the vocabulary, and
-// makes maximum, sums and argmax of each such slot.
+// A workgroup takes a slot, 1024 columns of a row of raw logits, and makes its maximum, sums and
+// argmax.
 // Uses common: numbers, token, window, scale, map, logit.
 
 @group(0) @binding(1) var<storage, read> block: array<f32>;  // [rows, row_stride]
-// It has the count, 3 unused words, then the tokens that count.
+// counted[0] tokens count: counted[4], counted[5], ... in the order given.
 @group(0) @binding(2) var<storage, read> counted: array<u32>;
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;     // [columns]
 @group(0) @binding(4) var<storage, read_write> rows: array<State>;     // [tokens]
 @group(0) @binding(5) var<storage, read_write> partials: array<Slot>;  // [rows, slots]
 @group(0) @binding(6) var<storage, read> extras: array<Extra>;         // [tokens]
 
-// A slot is made by 64 threads of 16 columns each, which needs little workgroup memory, because
-// SwiftShader clears it word by word in every thread, and few barriers.
+// 64 threads of 16 columns each need few barriers and little workgroup memory, which SwiftShader
+// clears word by word in every thread.
 const slot_threads = 64u;
 const thread_columns = slot_columns / slot_threads;
 var<workgroup> tree_max: array<f32, slot_threads>;
@@ -26,15 +26,15 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   if (r >= counted[0]) {
     return;
   }
-  // It is set here, because not every driver keeps to the language's zeros.
+  // WGSL promises zeros at the start, but not every driver keeps that.
   if (thread == 0u) {
     atomicStore(&slot_flags, 0u);
   }
   workgroupBarrier();
   let first = group.x * slot_columns;
   let token = counted[4u + r];
-  // A token that does not count has no columns here, instead of returning: no thread may leave
-  // others at a barrier.
+  // A token that does not count gets 0 columns here instead of a return, because WGSL wants every
+  // thread at a barrier.
   let is_made = !direct || is_counted(rows[token].kind);
   let columns = select(0u, p.columns, is_made);
   let target_column = rows[token].target_column;
@@ -47,7 +47,7 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   var logit_sum = 0.0;
   for (var k = 0u; k < thread_columns; k++) {
     let local = first + k * slot_threads + thread;
-    z[k] = bitcast<f32>(p.nan);  // a NaN stands for no column, as every number may be a logit
+    z[k] = bitcast<f32>(p.nan);  // no column, or an infinite or NaN logit
     if (local >= columns) {
       continue;
     }
@@ -124,7 +124,7 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
     }
   }
   if (more_statistics) {
-    tree_max[thread] = logit_sum;  // every thread has read the maximum long since
+    tree_max[thread] = logit_sum;  // every thread has read the maximum before the barriers above
     for (var step = slot_threads / 2u; step > 0u; step /= 2u) {
       workgroupBarrier();
       if (thread < step) {

@@ -1,26 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader makes the softmax of every column of a strided matrix, in place, behind wgblas' two
-// bindings. One workgroup of 64 takes a column, in a grid (ncols, 1, 1), or (x, y, 1) with x y >=
-// ncols.
+// Makes the softmax of every column of a strided matrix, in place. Its two bindings are wgblas'.
+// One workgroup of 64 takes a column, in a grid (ncols, 1, 1), or (x, y, 1) with x y >= ncols.
 //   in_out_mat[i, j] = exp(x_ij - m_j) / sum_i exp(x_ij - m_j)      m_j = max_i x_ij
 // Element (i, j) lies at offset + i + j stride (column-major, the default) or, with row_major, at
 // offset + i stride + j. A host of its own can set more: over_rows makes every row sum to 1
 // instead, with one workgroup a row and a grid (nrows, 1, 1); workgroup_size may be any power of
 // two up to 256.
 //
-// Maximum and sum are formed in one pass, so that an element takes two reads and one write. NaN and
-// +inf are seen by their bits, since a compiler may assume there are none: one of them, or -inf
-// alone, makes the column NaN; -inf elsewhere is a probability of 0.
+// One pass makes maximum and sum, so that an element takes two reads and one write. NaN and +inf
+// are told by their bits, since a compiler may assume there are none: one of them, or a column of
+// -inf alone, makes the column NaN. Any other -inf is a probability of 0.
 
-// The fields are in wgblas' order. The matrices of a tensor beyond the first are not touched.
+// In wgblas' order. Of a tensor of several matrices only the first is touched.
 struct Shape {
   nrows: u32,
   ncols: u32,
   nmats: u32,
-  // It counts elements from one column to the next, or with row_major from one row to the next.
+  // In elements, from one column to the next, or with row_major from one row to the next.
   stride: u32,
   stride_mat: u32,
-  offset: u32,  // the first element is there
+  offset: u32,  // of the first element
 }
 
 @group(0) @binding(0) var<uniform> shape: Shape;
@@ -38,12 +37,12 @@ const POISON = 1u;  // NaN or +inf was seen
 const FINITE = 2u;
 
 struct Part {
-  m: f32,      // it is the maximum
-  s: f32,      // it sums exp(x - m)
-  sight: u32,  // it joins POISON and FINITE
+  m: f32,      // the maximum
+  s: f32,      // the sum of exp(x - m)
+  sight: u32,  // POISON, FINITE, both or neither
 }
 
-// `sight` is no atomic, because on Mesa 22's lavapipe workgroup memory starts with what it held.
+// Not an atomic for `sight`: workgroup memory does not start as 0 on Mesa 22's lavapipe.
 var<workgroup> parts: array<Part, 256>;
 
 // Returns where element i of vector j lies.

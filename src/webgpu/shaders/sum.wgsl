@@ -1,27 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader adds in a fixed order, a tree of 1024 at a time, and makes more of the sums:
-//   tree                        sums[g] = sum of values[1024 g .. 1024 g + 1023]
-//   normalize, normalize_sums   scalars: the normalizer, the gradients' common factor
-//   finish, finish_sums         the loss of sum and mean of one value, or of up to 1024 that are
-//                               summed before
-//   columns                     result[j] (+)= sum over rows of the block's column j
+// Adds numbers in a fixed order, 1024 at a time as a tree, and finishes what is made of the sums:
+//   tree              sums[g] = sum of values[1024 g .. 1024 g + 1023]
+//   normalize         the normalizer and the gradients' common factor   -> scalars
+//   keep_weight_sum   the sum of the class weights                      -> scalars
+//   finish            the call's loss, of reduction sum or mean         -> loss
+//   columns           result[j] (+)= sum over the rows of the block's column j
+// normalize and finish take one value; normalize_sums and finish_sums take several and add them
+// first.
 // Uses common: token.
 
 struct Params {
   count: u32,
   value_base: u32,
   result_base: u32,
-  kind: u32,    // the normalizer is 0 none, 1 counted, 2 a number, 3 an f32 view, 4 an i64 view
-  number: f32,  // the normalizer is number * 2^exponent, as far as the host's doubles go
+  kind: u32,    // of the normalizer: 0 none, 1 counted, 2 a number, 3 an f32 view, 4 an i64 view
+  number: f32,  // number 2^exponent is the number given, for which f32's range is too small
   empty_is_nan: u32,
   nan: u32,
-  view: u32,  // the normalizer's view is this word
+  view: u32,  // index of the word in `normalizer`
   has_grad: u32,
-  grad: u32,        // grad_loss is this word
-  loss: u32,        // the loss is this word
-  row_stride: u32,  // it counts words of the block
+  grad: u32,        // index of the word in `grad_loss`
+  loss: u32,        // index of the word in `loss`
+  row_stride: u32,  // of the block, in words
   adds: u32,
-  exponent: i32,  // number is then in [1/2, 1); else it is 0
+  exponent: i32,  // not 0: number is in [1/2, 1)
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -60,7 +62,7 @@ fn tree(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   }
 }
 
-// Sums all values; the first thread of 64 has the sum.
+// Sums all values with 64 threads; only the first may use the result.
 fn sum_of_all(thread: u32) -> f32 {
   var sum = 0.0;
   for (var i = thread; i < p.count; i += 256u) {
@@ -76,7 +78,8 @@ fn sum_of_all(thread: u32) -> f32 {
   return last_sums[0];
 }
 
-// Returns the number of a 64-bit integer's words, by its magnitude, whose words do not cancel.
+// Returns a signed 64-bit integer as f32. It goes by the magnitude: the words of a small negative
+// number would cancel.
 fn number_of(low: u32, high: u32) -> f32 {
   if (high < 0x80000000u) {
     return f32(high) * 4294967296.0 + f32(low);
@@ -87,7 +90,7 @@ fn number_of(low: u32, high: u32) -> f32 {
 // Returns x * 2^exponent, rounded once.
 fn scaled(x: f32, exponent: i32) -> f32 {
   var y = x;
-  var left = clamp(exponent, -300, 300);  // there are 277 from the least f32 to the greatest
+  var left = clamp(exponent, -300, 300);  // f32's exponents span 277
   while (left != 0) {
     let step = clamp(left, -100, 100);
     y *= bitcast<f32>(u32(127 + step) << 23u);
@@ -96,7 +99,7 @@ fn scaled(x: f32, exponent: i32) -> f32 {
   return y;
 }
 
-// Returns x / (n * 2^exponent). No step of it overflows or vanishes where the result does not.
+// Returns x / (n * 2^exponent). No step overflows or vanishes where the result does not.
 fn divided(x: f32, n: f32, exponent: i32) -> f32 {
   if (exponent > 0) {
     return scaled(x / (2.0 * n), 1 - exponent);
@@ -134,7 +137,7 @@ fn set_normalizer(counted: f32) {
   }
 }
 
-// The values are the counted normalizer.
+// Here the values add up to the counted normalizer.
 @compute @workgroup_size(1)
 fn normalize() {
   set_normalizer(value(0u));
@@ -147,7 +150,6 @@ fn normalize_sums(@builtin(local_invocation_index) thread: u32) {
   }
 }
 
-// values[value_base] is the sum over the vocabulary's weights.
 @compute @workgroup_size(1)
 fn keep_weight_sum() {
   scalars.weight_sum = values[p.value_base];
@@ -166,7 +168,7 @@ fn set_loss(sum: f32) {
   loss[p.loss] = bits;
 }
 
-// The values are the tokens' losses.
+// Here the values add up to the tokens' losses.
 @compute @workgroup_size(1)
 fn finish() {
   set_loss(value(0u));
@@ -185,8 +187,8 @@ fn columns(@builtin(global_invocation_id) id: vec3<u32>) {
   if (j >= p.count) {
     return;
   }
-  // The sum takes blocks of 16 rows, because many small terms after a large one would each lose as
-  // much as one of its size.
+  // In blocks of 16 rows: in one long sum every small term would be rounded like a term of the
+  // sum's size.
   var sum = 0.0;
   for (var first = 0u; first < counted[0]; first += 16u) {
     var part = 0.0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One workgroup sums the losses of the rows in a fixed order, behind the three bindings of
-// llm.istanbul's 07_loss.wgsl, in a grid (1, 1, 1).
+// One workgroup sums the losses of the rows in a fixed order, in a grid (1, 1, 1). Its three
+// bindings are those of llm.istanbul's 07_loss.wgsl.
 //   out_sum[0] = sum_s losses[s]
 // A thread adds blocks of 4 x 8 losses, then the blocks; the threads are added in a tree. A loss
 // takes part in 18 + n / 8192 additions at most, so that the rounding of a long sum stays small.

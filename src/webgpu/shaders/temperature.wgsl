@@ -1,35 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread takes a token and makes of its temperature what its logits need: the factors that the
-// host makes of one temperature, with the bits that it gives them. WGSL divides to 2.5 units of the
-// last place, so this divides whole numbers, as the host does: to 53 bits, then to f32.
+// A thread takes a token and makes the factors of its logits from its own temperature, bit for bit
+// as the host makes them from a temperature of all tokens. WGSL's division may err by 2.5 units in
+// the last place, so this divides whole numbers, to 53 bits as the host's double does, then rounds
+// to f32.
 // Uses common: token.
 
 struct Params {
   tokens: u32,
-  base: u32,  // it counts words of the temperatures
+  base: u32,  // of the temperatures, in words
   stride: u32,
-  logit_scale: u32,  // it has a number's bits
-  softcap: u32,      // it has a number's bits
-  of_all: u32,       // if not 0, tokens that do not count get factors too, which nobody uses
+  logit_scale: u32,  // an f32's bits
+  softcap: u32,      // an f32's bits
+  of_all: u32,       // not 0: every token gets factors; `rows` does not say which count
   has_fault: u32,
-  fault: u32,  // the fault is this word
+  fault: u32,  // index of the fault's word
   nan: u32,
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read> temperatures: array<u32>;    // [tokens]  it is strided
+@group(0) @binding(1) var<storage, read> temperatures: array<u32>;    // [tokens], strided
 @group(0) @binding(2) var<storage, read> rows: array<State>;          // [tokens]
 @group(0) @binding(3) var<storage, read_write> extras: array<Extra>;  // [tokens]
 @group(0) @binding(4) var<storage, read_write> fault: array<atomic<u32>>;
 
 
-// It stands for (high 2^29 + low) 2^(e - 52), where high has 24 bits.
+// The number (high 2^29 + low) 2^(e - 52); high has 24 bits.
 struct Quotient {
   high: u32,
   low: u32,
   e: i32,
 }
-// Returns a / b of two normal numbers above 0, given by their bits, rounded to nearest as a double
+// Returns a / b of two normal numbers above 0, given by their bits, rounded to 53 bits as a double
 // is.
 fn quotient_of(a: u32, b: u32) -> Quotient {
   let divisor = (b & 0x007fffffu) | 0x00800000u;
@@ -70,7 +71,7 @@ fn f32_of(m: u32, e: i32) -> u32 {
   if (m == 0u) {
     return 0u;
   }
-  // So many bits are dropped that 24 are left, or those down to the least subnormal.
+  // Drops bits until 24 are left, or those down to the least subnormal.
   let drop = max(8 - i32(countLeadingZeros(m)), -149 - e);
   if (drop > 30) {
     return 0u;
@@ -85,7 +86,7 @@ fn f32_of(m: u32, e: i32) -> u32 {
   if (kept == 0u) {
     return 0u;
   }
-  // A carry may have made it 2^24, which a shift to the right takes back.
+  // Rounding may have carried to 2^24, of 25 bits: then the shift is to the right.
   let shift = 23 - (31 - i32(countLeadingZeros(kept)));
   let biased = exponent - shift + 150;
   if (biased < 1) {
@@ -95,7 +96,7 @@ fn f32_of(m: u32, e: i32) -> u32 {
   return (u32(biased) << 23u) | (aligned & 0x007fffffu);
 }
 
-// Returns a quotient as an f32, and what that lost.
+// Returns a quotient as an f32, and as another what that lost; both as bits.
 fn rounded(q: Quotient) -> vec2<u32> {
   let half = 0x10000000u;
   if (q.low > half || (q.low == half && (q.high & 1u) == 1u)) {
@@ -105,7 +106,7 @@ fn rounded(q: Quotient) -> vec2<u32> {
 }
 
 fn is_usable(temperature: u32) -> bool {
-  let exponent = temperature >> 23u;  // it has the sign above it
+  let exponent = temperature >> 23u;  // above 255 if the sign is set
   if (exponent == 0u || exponent >= 255u) {
     return false;
   }

@@ -1,31 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// This shader finds which tokens count, and in Backward have a gradient.
-//   chunk  one workgroup: the rows of a chunk of tokens, and the list of those that count
-//   each   a thread a token: the rows of a chunk whose matrix is worked on in place: every token is
-//          listed
-//   count  a workgroup a 256 tokens: the sum of c_t over those that count    -> sums
-//   emit   a word of every row, or what follows from it, to a strided output
+// Finds which tokens count and, in Backward, which of them have a gradient.
+//   chunk  one workgroup begins the rows of a chunk of tokens and lists those that count
+//   each   a thread a token does so for a matrix that is worked on in place, and lists every token
+//   count  a workgroup sums c_t over those of 1024 tokens that count    -> sums
+//   emit   writes a word of every row, or what follows from it, to a strided output
 // Uses common: numbers, token, target.
 
 struct Params {
   tokens: u32,
-  base: u32,    // it counts words of the targets
-  stride: u32,  // it counts words
-  wide: u32,    // if 1, a target is two words
+  base: u32,    // of the targets or of emit's output, in words
+  stride: u32,  // in words
+  wide: u32,    // 1: a target is two words
   ignore_low: u32,
   ignore_high: u32,
   vocab_total: u32,
   vocab_start: u32,
-  vocab: u32,  // the views have so many columns
+  vocab: u32,  // columns of the views
   flags: u32,
   nan: u32,
-  fault: u32,  // the fault is this word
-  sums: u32,  // the first sum to write is there
-  word: u32,  // this word is emitted
-  // 0 emits the word, 1 lse, 2 logprob, 3 an index of 32 bits, 4 an index of 64 bits, 5 the word's
-  // negative
+  fault: u32,  // index of the fault's word
+  sums: u32,   // index of the first sum to write
+  word: u32,   // of the row, which emit reads
+  // What emit writes: 0 the word, 1 lse, 2 logprob, 3 an index of 32 bits, 4 an index of 64 bits, 5
+  // the negated word.
   kind: u32,
-  row_words: u32,  // a State or an Extra has so many
+  row_words: u32,  // of a State or an Extra
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -33,7 +32,7 @@ struct Params {
 @group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;  // [vocab_total]
 @group(0) @binding(3) var<storage, read> inputs: array<Given>;      // [tokens]
 @group(0) @binding(4) var<storage, read_write> rows: array<State>;  // [tokens]
-// It has the count, 3 unused words, then the tokens that count.
+// counted[0] tokens count: counted[4], counted[5], ... in the order given.
 @group(0) @binding(5) var<storage, read_write> counted: array<u32>;
 @group(0) @binding(6) var<storage, read_write> fault: array<atomic<u32>>;
 @group(0) @binding(7) var<storage, read_write> sums: array<f32>;
@@ -46,12 +45,12 @@ fn target_of(i: u32) -> Target {
   return target_at(p.base + i * p.stride, p.vocab_total);
 }
 
-// Tells by the bits, since what is not 0 may be subnormal.
+// By the bits, since a device may take a subnormal number for 0.
 fn is_zero(x: f32) -> bool {
   return (bitcast<u32>(x) & 0x7fffffffu) == 0u;
 }
-// Returns whether some upstream gradient of a token is not exactly 0; an infinity or a NaN times 0
-// is not 0 either.
+// Returns whether some upstream gradient of a token is not exactly 0. The loss's is grad_loss times
+// the token's weight; 0 times an infinity or a NaN is NaN, not 0.
 fn is_active(i: u32) -> bool {
   if ((p.flags & is_backward) == 0u) {
     return true;
@@ -94,7 +93,7 @@ fn begin_row(i: u32, t: Target, place: u32) {
     s.loss = bitcast<f32>(p.nan);
   }
   if (t.kind == counts) {
-    // It is -inf, unless a column of the views is the target.
+    // -inf, which stays where the target is another shard's column.
     s.target_logit = bitcast<f32>(p.nan ^ 0x80400000u);
     let column = t.column - p.vocab_start;
     if (t.column >= p.vocab_start && column < p.vocab) {
@@ -137,7 +136,7 @@ var<workgroup> any_outside: atomic<u32>;
 
 @compute @workgroup_size(256)
 fn chunk(@builtin(local_invocation_index) thread: u32) {
-  // It is set here, because not every driver keeps to the language's zeros.
+  // WGSL promises zeros at the start, but not every driver keeps that.
   if (thread == 0u) {
     atomicStore(&any_outside, 0u);
   }
@@ -188,7 +187,7 @@ fn count_of(i: u32) -> f32 {
     return 0.0;
   }
   let t = target_of(i);
-  // A target outside counts as a token; it has no class weight.
+  // A target outside is not ignored: the mean counts it as 1, or as 0 if there are class weights.
   return select(weight_of(t), 0.0, t.kind == ignored);
 }
 
@@ -208,7 +207,7 @@ fn count(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   }
 }
 
-// These words of a State have numbers, because the host says which one to emit.
+// Indices of words of a State.
 const kind_word = 0u;
 const target_column_word = 1u;
 const m_word = 4u;
@@ -235,7 +234,7 @@ fn emit(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     let kind = rows_in[row + kind_word];
     if (p.kind == 2u && is_counted(kind) && rows_in[row + target_column_word] == none) {
-      value = p.nan ^ 0x80400000u;  // it is -inf, because another shard has the target
+      value = p.nan ^ 0x80400000u;  // -inf: another shard has the target
     }
     if (p.kind == 2u && (kind & 255u) == outside) {
       value = p.nan;

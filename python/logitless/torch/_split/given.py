@@ -16,21 +16,21 @@ class Split:
     """How a vocabulary is split over the ranks of a group, or into blocks: what `group=` takes
     where a process group alone does not say enough (docs/devices.md).
 
-    `group`: a torch.distributed.ProcessGroup, or its name. linear_weight and linear_bias are then
-    this rank's columns, everything else is the same on every rank, and so are all results, to the
-    bit. None: one process, with `blocks`.
-    `start`, `total`: where these columns begin, and how many all ranks have. None: torch.chunk's
-    split of `total`, or equal shards. Rows of the weight behind `total` are padding.
-    `blocks`: a power of two that the ranks divide. The vocabulary is computed in that many blocks
-    of equal width, each by itself, and everything has the same bits for any number of ranks that
-    divides it, one process included.
-    `sequence_dim`: the dimension of tokens along which the input is split over the group too.
-    Targets and results are those of all tokens.
-    `local_tokens`: with `sequence_dim`, targets and results are those of the rank's own tokens; a
-    sum or mean is then the rank's part of that of all.
-    `reduce_input_grad`: False leaves the input's gradient the rank's part of a sum.
-    `reduce_dtype`: "float32" adds the parts of that gradient in the ranks' order, so that every
-    rank has the same bits; "input" leaves the sum to the backend, in the input's dtype.
+    - `group`: a torch.distributed.ProcessGroup, or its name. linear_weight and linear_bias are this
+      rank's columns. All else is the same on every rank, and so are all results, to the bit. None:
+      one process, with `blocks`.
+    - `start`, `total`: where these columns begin, and how many all ranks have. None: torch.chunk's
+      split of `total`, or equal shards. Rows of the weight behind `total` are padding.
+    - `blocks`: a power of two that the number of ranks divides. The vocabulary is computed in that
+      many blocks of equal width, each by itself. Everything then has the same bits for any number
+      of ranks that divides it, one process included.
+    - `sequence_dim`: the dimension of tokens along which the input is split over the group too.
+      Targets and results are those of all tokens.
+    - `local_tokens`: with `sequence_dim`, targets and results are those of the rank's own tokens; a
+      sum or mean is then the rank's part of that of all.
+    - `reduce_input_grad`: False leaves the input's gradient the rank's part of a sum.
+    - `reduce_dtype`: "float32" adds the parts of that gradient in the ranks' order, so that every
+      rank has the same bits; "input" leaves the sum to the backend, in the input's dtype.
     """
 
     group: Any = None

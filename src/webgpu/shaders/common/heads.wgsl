@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a column of two heads adds to a divergence and its gradient: docs/semantics.md, "Divergences
-// of two heads"; src/cuda/divergence/column.cuh has the formulas. With e = exp(-|d|) and s = e - 1 no
-// exponential overflows:
+// of two heads"; src/cuda/divergence/column.cuh has the formulas. With e = exp(-|d|) and s = e - 1
+// no exponential overflows:
 //   p - q            p <= q: q s                           p > q: -p s
 //   log m/q          p <= q: log(1 + (1 - beta) s)         p > q: log(1 - (1 - beta) s/e)
 //   log m/p          p <= q: log(1 - beta s/e)             p > q: log(1 + beta s)
@@ -17,24 +17,24 @@ fn has_mean() -> bool {
   return divergence != forward_kl;
 }
 
-// A slot of 1024 columns of both heads comes to this.
+// The sums of one slot, 1024 columns of both heads.
 struct PairSums {
-  value: f32,       // of the divergence
-  mean_slope: f32,  // it sums p_j f_j
+  value: f32,       // the slot's part of the divergence
+  mean_slope: f32,  // sum of p_j f_j; f_j is slope_at
   acceptance: f32,
-  infinite: u32,  // if not 0, a summand of the divergence is infinite
+  infinite: u32,  // not 0: a summand of the divergence is infinite
 }
 
-const infinitely_far = 0x1p120f;  // it stands for the d of a column of which one head has -inf
+const infinitely_far = 0x1p120f;  // stands for |d| of a column where one head has -inf
 
 // A column of both heads. Where both probabilities are 0, so is what it adds, whatever d is.
 struct Column {
   p: f32,
   q: f32,
-  d: f32,             // it is log p - log q
-  is_infinite: bool,  // so is its summand
+  d: f32,             // log p - log q
+  is_infinite: bool,  // the divergence's summand is
 }
-// Makes a column. What is infinite is -inf: of a row of NaN, or with +inf, nobody reads the sums.
+// An infinite logit is taken for -inf: nobody reads the sums of a row with NaN or +inf.
 fn column_of(s: State, t: State, student: f32, teacher: f32) -> Column {
   let apart = (s.m - t.m) + (s.log_sum - t.log_sum);
   let no_p = is_infinite(student);
@@ -63,8 +63,8 @@ fn difference(c: Column, x: Exponential) -> f32 {
   return c.q * x.s;
 }
 
-// Returns log(rest + part r) of a ratio r of the heads, which is e where it is `less` than 1, and
-// else 1 / e.
+// Returns log(rest + part r), rest = 1 - part. The ratio r of the heads is e where it is `less`
+// than 1, else 1 / e.
 fn log_of_mixture(part: f32, rest: f32, less: bool, x: Exponential) -> f32 {
   let w = part * x.s;
   if (less) {
@@ -98,7 +98,7 @@ fn value_of(c: Column) -> f32 {
   return max(value, 0.0);
 }
 
-// Returns f_j, whose mean over p is subtracted. It may be anything where p is 0.
+// Returns f_j, whose mean over p derivative_of subtracts. Where p is 0 nobody reads it.
 fn slope_at(c: Column) -> f32 {
   if (divergence == reverse_kl) {
     return c.d;
@@ -110,7 +110,7 @@ fn slope_at(c: Column) -> f32 {
   if (divergence == jsd) {
     return -log_m_over_p(c, x);
   }
-  // It is 1 - q/m, with m relative to the greater of the two.
+  // Skewed KL has f = 1 - q/m; here q and m are divided by the greater of p and q.
   if (c.d > 0.0) {
     return -p.rest * x.s / (p.beta * x.e + p.rest);
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's sums give its loss and the factors of its gradient (the formulas of docs/semantics.md).
+// Makes a row's loss and the factors of its gradient from its sums (docs/semantics.md).
 // Factors are multiplied as Wide numbers (numbers.wgsl), because any of them may be tiny.
 
 fn class_weight_sum() -> f32 {
@@ -24,8 +24,8 @@ fn loss_of(s: State) -> f32 {
   return loss;
 }
 
-// Sets the factors of the gradient's parts, each times the slope. Large ones are divided, because
-// their difference may be a number where they are none.
+// Sets the factors of the gradient's parts, each times the slope. Where one has an exponent above
+// 60, all are divided by `large`: two that overflow may still have a finite difference.
 fn with_factors(token: u32, known: State) -> State {
   var s = known;
   let given = inputs[token];

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A column's raw logit becomes z here (the formulas of docs/semantics.md), and tanh where there is a
-// softcap.
+// Maps a column's raw logit to z (docs/semantics.md). With a softcap t is its tanh, which the
+// gradient needs.
 
 struct Mapped {
   z: f32,
   t: f32,
 }
 
-// What a head's map has beside a token's Scale.
+// The factors of a head's map that are the same for all its tokens.
 struct Map {
   capped: bool,
   scaled: bool,

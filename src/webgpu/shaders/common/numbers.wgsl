@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// NaN and infinities are told by their bits here, since the language lets a compiler assume that
-// there are none; exp, log and tanh are good to about an ulp, which the language's own are not.
+// Tells NaN and infinities by their bits, since WGSL lets a compiler assume that there are none.
+// Its exp, log and tanh are good to about an ulp, which WGSL's own need not be.
 
 const lowest = -0x1.fffffep+127f;
 const infinity_bits = 0x7f800000u;
@@ -52,13 +52,13 @@ fn exp_nonpositive(x: f32) -> f32 {
   return e * bitcast<f32>(u32(exponent) << 23u);
 }
 
-// An exponential, and what it is less than 1.
+// An exponential, and its distance from 1, which e alone would give with few bits near 1.
 struct Exponential {
-  s: f32,  // it is e - 1
+  s: f32,  // e - 1
   e: f32,
 }
-// Returns both of exp(x) for x <= 0; below -87 it is that of -87. s is good to about an ulp, and e to
-// 1 + |x| / 2 of them, because a compiler may add the two parts of log 2 before they are multiplied.
+// Returns exp(x) for x <= 0; below -87 that of -87. s is good to about an ulp, and e to 1 + |x| / 2
+// of them, because a compiler may add the two parts of log 2 before they are multiplied.
 fn exponential_of(x: f32) -> Exponential {
   let y = max(x, -87.0);
   let n = round(y * 1.44269504);
@@ -84,8 +84,8 @@ fn log_positive(x: f32) -> f32 {
   return log_of_parts(k, bitcast<f32>((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0);
 }
 
-// Returns log(x) of x = 1 + w, x >= 0, to about an ulp also where it is tiny. Both are given, because
-// each may be the better number.
+// Returns log(x) of x = 1 + w, x >= 0, to about an ulp also where that is tiny. It takes both,
+// since near 1 w has more bits, and near 0 x has.
 fn log_beside_one(x: f32, w: f32) -> f32 {
   if (w > -0.29 && w < 0.41) {
     return log_of_parts(0.0, w);
@@ -106,7 +106,7 @@ fn times(a: f32, b: f32, b_low: f32) -> f32 {
   if (is_infinite(whole)) {
     return whole;
   }
-  // The halves' products lie as far as 2^-24 below the whole, where a device may take them for 0.
+  // The halves' products are as small as 2^-24 of the whole; a device may flush such numbers to 0.
   let is_small = abs(whole) < 0x1p-60f && abs(a) < 0x1p60f;
   let raised = select(a, a * 0x1p60f, is_small);
   let a_high = high_half(raised);
@@ -117,8 +117,9 @@ fn times(a: f32, b: f32, b_low: f32) -> f32 {
   return select(sum, sum * 0x1p-60f, is_small);
 }
 
-// A number is m 2^e here, |m| in [1, 2), so that a product of several does not vanish on its way, nor
-// overflow: a device may take what is below 2^-126 for 0. Of 0, an infinity and a NaN m is the number.
+// The number m 2^e, |m| in [1, 2): a product of several neither overflows nor vanishes on its way,
+// though a device may flush what is below 2^-126 to 0. m is the number itself if that is 0,
+// infinite or NaN.
 struct Wide {
   m: f32,
   e: i32,
@@ -134,7 +135,7 @@ fn wide(x: f32) -> Wide {
   return Wide(bitcast<f32>((bits & 0x007fffffu) | 0x3f800000u | sign),
               i32(bits >> 23u) - select(127, 276, is_subnormal));
 }
-// Returns a x, of which m may leave [1, 2).
+// Returns a x. Its m may leave [1, 2).
 fn by(a: Wide, x: f32) -> Wide {
   let b = wide(x);
   return Wide(a.m * b.m, a.e + b.e);
@@ -142,7 +143,7 @@ fn by(a: Wide, x: f32) -> Wide {
 fn power_of_two(e: i32) -> f32 {
   return bitcast<f32>(u32(e + 127) << 23u);
 }
-// Returns the number, which vanishes or overflows in the last step if at all.
+// Returns the number; only the last step may overflow or vanish.
 fn narrow(a: Wide) -> f32 {
   let first = clamp(a.e, -120, 120);
   let second = clamp(a.e - first, -120, 120);

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products share their operands, their bounds and how a sum is stored, whatever their tile.
+// What product.wgsl and product_small.wgsl share: operands, bounds, and how a sum is stored.
 
 struct Params {
-  rows: u32,      // it is m
-  columns: u32,   // it is n, a multiple of 4 but for bias
-  depth: u32,     // it is k
-  a_stride: u32,  // it counts vec4
-  b_base: u32,    // it counts vec4 in the binding
+  // Bases and strides are in vec4.
+  rows: u32,     // m
+  columns: u32,  // n rounded up to a multiple of 4; b_rows is n
+  depth: u32,    // k
+  a_stride: u32,
+  b_base: u32,  // where b begins in its binding
   b_stride: u32,
   result_base: u32,
   result_stride: u32,
-  adds: u32,          // if not 0, the product is added to what the result holds
-  b_rows: u32,        // b has so many rows: n of [n, k]
-  slice_depth: u32,   // one workgroup in z takes so much of k
-  slice_stride: u32,  // it counts vec4 from one slice's result to the next
-  block_depth: u32,   // at least so much of k has a sum of its own
+  adds: u32,          // not 0: the product is added to what the result holds
+  b_rows: u32,        // n of b [n, k], and of bias
+  slice_depth: u32,   // the part of k that a workgroup takes; the next in z takes the next
+  slice_stride: u32,  // from one slice's result to the next
+  block_depth: u32,   // the least part of k with a sum of its own
 }
 
 override a_transposed: bool = false;  // a is then [k, m]
@@ -29,7 +30,7 @@ override bounded: u32 = 0u;  // counted[0] bounds the rows if this is 1, the dep
 @group(0) @binding(4) var<storage, read> counted: array<u32>;
 @group(0) @binding(5) var<storage, read> bias: array<f32>;
 
-// Loads four numbers of a along k (or along m where it is transposed), which are 0 beyond its rows.
+// Loads four numbers of a, along k, or along m where a is transposed; 0 outside rows and columns.
 fn load_a(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
   if (row < rows && column < columns) {
     return a[row * p.a_stride + column / 4u];
@@ -49,7 +50,7 @@ fn depth_of() -> u32 {
   }
   return p.depth;
 }
-// Returns a block's length in steps of 16: a quarter of k, but no less than is asked for.
+// Returns a block's length in steps of 16: a quarter of the depth, at least block_depth.
 fn block_steps(depth: u32) -> u32 {
   return max((max(depth / 4u, p.block_depth) + 15u) / 16u, 1u);
 }

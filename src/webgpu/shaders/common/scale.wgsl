@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a temperature decides of a token's logits, and of their gradient.
+// The factors that depend on a token's temperature, of its logits and of their gradient.
 
 override capped: bool = false;
 override scaled: bool = false;
@@ -17,8 +17,8 @@ fn scale_of(token: u32) -> Scale {
   return Scale(p.slope, p.cap_out, p.cap_out_low);
 }
 
-// The slope multiplies the factors of a row's gradient, not its columns, which may be so small that a
-// device takes them for 0 before a steep slope enlarges them.
+// The slope multiplies the factors of a row's gradient, not its columns: a device may flush a small
+// column to 0 before a steep slope enlarges it.
 fn slope_of(token: u32) -> f32 {
   if (!capped && !scaled) {
     return 1.0;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A target says whether its token counts. It is a word, or two where it is `wide`.
+// Reads a token's target, which says whether the token counts: one word, or two where it is `wide`.
 
 struct Target {
   kind: u32,
-  column: u32,  // it is counted in the whole vocabulary, or none
+  column: u32,  // in the whole vocabulary, or none
 }
 
-// Reads the target at a word, of so many classes.
+// Reads the target at word `at`; a column is below `classes`.
 fn target_at(at: u32, classes: u32) -> Target {
   if ((p.flags & is_softmax) != 0u) {
     return Target(counts, none);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is what the shaders know of a token and of its call. src/webgpu/run.h has the same names in
-// the same order, which tests/webgpu/shared_names_test.py checks.
+// What the shaders know of a token and of its call. src/webgpu/run.h has the same names in the same
+// order, which tests/webgpu/shared_names_test.py checks.
 
-// A call's flags say what it has.
+// A call's flags.
 const has_vocab_weight = 1u;
 const has_token_weight = 2u;
 const outside_is_ignored = 4u;
@@ -22,7 +22,7 @@ const has_teacher_softcap = 32768u;
 const has_teacher_temperature = 65536u;  // each token has its own
 const has_grad_chosen = 131072u;         // there are gradients of chosen columns
 
-// A token is of one of three kinds, to which the states are added.
+// A token's kind: one of the first three, with any of the states added.
 const ignored = 0u;
 const counts = 1u;
 const outside = 2u;
@@ -36,42 +36,46 @@ fn is_counted(kind: u32) -> bool {
 }
 
 const large = 0x1p60f;
-const none = 0xffffffffu;  // it stands for no column and no place
+const none = 0xffffffffu;  // no column, no place
 
-// `rows` has what is known of every token: [tokens].
+// What is known of a token: `rows`, [tokens].
 struct State {
   kind: u32,
-  target_column: u32,  // it is counted in the views, or none
-  class_weight: f32,   // it is c_t
-  token_weight: f32,   // it is a
+  target_column: u32,  // in the views, or none
+  class_weight: f32,   // c_t
+  token_weight: f32,   // a
   m: f32,
-  log_sum: f32,       // it is log s
-  target_logit: f32,  // it is z_t
-  weighted: f32,      // it is the sum of c_j z_j, or a divergence's acceptance
+  log_sum: f32,       // log s
+  target_logit: f32,  // z_t
+  weighted: f32,      // the sum of c_j z_j; of a divergence its acceptance
   entropy: f32,
   argmax: u32,
   loss: f32,
-  probability: f32,     // this factor of the gradient multiplies p, or a divergence's derivative
-  onehot: f32,          // this one is of the target's column
-  smoothing: f32,       // this one multiplies c_j; or a divergence's kept gradient is divided by it
-  entropy_factor: f32,  // this one is of the entropy's gradient, or a divergence's mean slope
-  place: u32,           // it is a row of the block, or none
+  // Factors of the gradient: of p (or of a divergence's derivative), of the target's column, of
+  // c_j, of the entropy. A divergence has its kept gradient's divisor and its mean slope in the
+  // last two.
+  probability: f32,
+  onehot: f32,
+  smoothing: f32,
+  entropy_factor: f32,
+  place: u32,  // the token's row of the block, or none
 }
 
-// `extras` has what few calls ask for: [tokens].
+// What few calls ask for: `extras`, [tokens].
 struct Extra {
   sum_p_squared: f32,
   mean_logit: f32,
-  rank: u32,  // it may be none
-  max_logprob: f32,  // Combine has it
+  rank: u32,         // none of a token that does not count
+  max_logprob: f32,  // only Combine sets it
   mass_above: f32,
-  // It is of the token's own temperature, as in Params (window.wgsl); NaN if that is none.
+  // As in Params (window.wgsl), of the token's own temperature. A temperature that is not allowed
+  // makes the slope NaN.
   slope: f32,
   cap_out: f32,
   cap_out_low: f32,
 }
 
-// `inputs` has what the call gives for every token: [tokens].
+// What the call gives for a token: `inputs`, [tokens].
 struct Given {
   token_weight: f32,
   grad_loss: f32,
@@ -83,11 +87,11 @@ struct Given {
   grad_entropy: f32,
 }
 
-// These are common to all tokens.
+// What all tokens share.
 struct Scalars {
   normalizer: f32,
-  exponent: i32,    // the normalizer is times 2^exponent
-  upstream: u32,    // it has the bits of grad_loss where that is one number, else those of 1
-  factor: f32,      // it multiplies every gradient
-  weight_sum: f32,  // it sums the vocabulary's weights
+  exponent: i32,    // losses are divided by normalizer 2^exponent
+  upstream: u32,    // the bits of grad_loss where that is one number, else those of 1
+  factor: f32,      // of every gradient: upstream / (normalizer 2^exponent)
+  weight_sum: f32,  // of the vocabulary's class weights
 }

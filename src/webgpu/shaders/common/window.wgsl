@@ -4,42 +4,42 @@
 // sums are the same in every plan.
 
 struct Params {
-  rows: u32,          // the block has so many
-  columns: u32,       // the window has so many
-  row_stride: u32,    // it lies between rows of the block
-  base: u32,          // the block begins there in its binding
-  first_column: u32,  // the window begins there
-  slots: u32,         // a whole row has so many
+  rows: u32,     // of the block, as row_stride is
+  columns: u32,  // of the window
+  row_stride: u32,
+  base: u32,          // where the block begins in its binding
+  first_column: u32,  // where the window begins in the views
+  slots: u32,         // of a whole row
   flags: u32,
-  nan: u32,    // these are a NaN's bits, which would not compile as a constant
-  slope: f32,  // it is logit_scale / temperature
-  // It is 2 logit_scale / softcap, which is never subnormal; cap_in_low is what that lost.
+  nan: u32,    // a NaN's bits; in the shader's text a NaN does not compile
+  slope: f32,  // logit_scale / temperature
+  // 2 logit_scale / softcap, which is never subnormal; cap_in_low is what rounding it lost.
   cap_in: f32,
   cap_in_low: f32,
-  cap_out: f32,  // it is softcap / temperature; cap_out_low is what that lost
+  cap_out: f32,  // softcap / temperature; cap_out_low is what rounding it lost
   cap_out_low: f32,
   smoothing: f32,
-  smoothing_per_class: f32,  // it is label_smoothing / vocab_total
+  smoothing_per_class: f32,  // label_smoothing / vocab_total
   z_loss: f32,
-  floor: f32,        // it is added to probabilities given as input
-  classes: f32,      // it is vocab_total
-  weight_base: u32,  // the window begins there in vocab_weight
-  // Divergences have these: the teacher's factors, like those above, and their own options.
+  floor: f32,        // added to probabilities given as input
+  classes: f32,      // vocab_total
+  weight_base: u32,  // where the window begins in vocab_weight
+  // Of divergences: the teacher's factors, like those above, and their own options.
   teacher_slope: f32,
   teacher_cap_in: f32,
   teacher_cap_in_low: f32,
   teacher_cap_out: f32,
   teacher_cap_out_low: f32,
   beta: f32,
-  rest: f32,  // it is 1 - beta
+  rest: f32,  // 1 - beta
   label_weight: f32,
-  zero: u32,  // it is 0, which no compiler knows
-  // Chosen columns have these: a token has so many, an id so many words; and a product's operands.
+  zero: u32,  // always 0, but no compiler can know it (divergence.wgsl, rounded)
+  // Of chosen columns: the ids of a token, the words of an id, and a product's operands in vec4.
   chosen: u32,
   id_words: u32,
-  depth: u32,          // it counts vec4 of a row of hidden
-  weight_first: u32,   // it counts vec4 in the binding
-  weight_stride: u32,  // it counts vec4
+  depth: u32,          // of hidden and weight
+  weight_first: u32,   // where the window's weights begin in their binding
+  weight_stride: u32,  // from one column's weights to the next's
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -52,14 +52,14 @@ const flag_nan = 1u;
 const flag_infinite = 2u;  // there is a +inf
 const flag_number = 4u;    // there is something that is not -inf
 
-// A slot is summed up by these.
+// The sums of a slot's columns.
 struct Slot {
-  m: f32,         // it is the maximum
-  sum: f32,       // it sums e = exp(z - m)
-  shifted: f32,   // it sums e (z - m)
-  weighted: f32,  // it sums c_j z_j
+  m: f32,         // the maximum of z
+  sum: f32,       // of e = exp(z - m)
+  shifted: f32,   // of e (z - m)
+  weighted: f32,  // of c_j z_j
   argmax: u32,
   flags: u32,
-  squared: f32,    // it sums e^2, where there are more statistics
-  logit_sum: f32,  // it sums z_j, where there are more statistics
+  squared: f32,    // of e^2; like the next only with more_statistics
+  logit_sum: f32,  // of z_j
 }
