@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless import _abi
 from logitless._errors import invalid, renames, wrong_shape
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import Split, linear_logprob, linear_logprobs_at, linear_topk
@@ -158,6 +159,11 @@ def compute_forward_kl_topk(
         raise wrong_shape(
             f"teacher_topk_log_probs has shape {tuple(log_q.shape)} and teacher_topk_ids "
             f"{tuple(ids.shape)}; allowed: {(*hidden_states.shape[:-1], 'k')}, as hidden_states"
+        )
+    if overlap and ids.shape[-1] > _abi.MOST_LISTED:
+        raise invalid(
+            f"teacher_topk_ids has {ids.shape[-1]} ids a token; allowed beside overlap: at most "
+            f"{_abi.MOST_LISTED}; use overlap=False for up to {_abi.MOST_CHOSEN}"
         )
     memory = frugal(memory, hidden_states, weight, _topk_peak)
     given: dict[str, Any] = {"temperature": temperature, "memory": memory}
