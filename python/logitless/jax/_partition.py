@@ -59,6 +59,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "weight": ("v", "d"),
     "bias": ("v",),
     "vocab_weight": ("c",),
+    "id_offsets": ("o",),
     "teacher_weight": ("v", "t"),
     "teacher_bias": ("v",),
 }
@@ -100,6 +101,12 @@ class Op(NamedTuple):
     memory: int | None
     tokens: tuple[int, ...]  # their shape
     lowered: Any = FOR_DEVICES
+
+    @property
+    def only_chosen(self) -> bool:
+        """Whether it is of logits_at alone, as over a token's ids."""
+        made = [result.name for result in self.results]
+        return made == ["logits_at"] or _run.only_chosen(self.names)
 
     @property
     def keeps(self) -> bool:
@@ -480,6 +487,25 @@ def _refuse(split: Split, op: Op) -> None:
         )
 
 
+def _refuse_lists(split: Split, op: Op) -> None:
+    """Refuses a split of chosen columns that are in lists, or alone."""
+    listed = "id_offsets" in op.names
+    beside = "offsets" if listed else "over='ids'"
+    if listed and split.token_axes:
+        raise not_supported(
+            f"{beside} is given, and input is split over the mesh axes {list(split.token_axes)} by "
+            "its tokens; allowed beside it: tokens that are whole on every device "
+            "(jax.lax.with_sharding_constraint makes them so), or each device's own lists inside "
+            "of jax.shard_map"
+        )
+    if split.vocab_axes and (listed or op.only_chosen):
+        raise not_supported(
+            f"{beside} is given, and linear_weight is split over the mesh axes "
+            f"{list(split.vocab_axes)} by its rows; allowed beside it: a weight that is whole on "
+            "every device (jax.lax.with_sharding_constraint makes it so)"
+        )
+
+
 def _rule(given: Sequence[Tensor], made: Sequence[Tensor], parts: int) -> dict[str, Any]:
     """Shardy's rule, the factors that may not be split, in the rule's order, and the sizes of those
     that are part of a dimension: if kept state has several parts, every dimension of the vocabulary
@@ -513,6 +539,7 @@ def _partitioned(*operands: Array, op: Op, fails: bool, devices: int) -> Any:
         input, weight = (arguments[at[name]] for name in ("input", "weight"))
         split = _split(mesh, op, input, weight, parts)
         _refuse(split, op)
+        _refuse_lists(split, op)
         if isinstance(op.options, Divergence):
             _refuse_vocabulary(split, zip(op.names, arguments))
 
