@@ -715,16 +715,16 @@ def test_lists_of_split_arrays_are_refused(
 @HOSTS
 @needs_partitioner
 @OVER
-def test_ids_of_lists_may_be_split(over: Any) -> None:
+def test_ids_and_offsets_of_lists_may_be_split(over: Any) -> None:
     """XLA gathers them, and splits the softmax over them itself."""
-    x, w, b, _ = problem((9,), 37, 16, bias=True)
+    x, w, b, _ = problem((11,), 37, 16, bias=True)
     ids = to_jax(ids_of((48,), 37, 1, absent=0.1).squeeze(-1).int())
-    offsets = jnp.array([0, 5, 5, 11, 13, 14, 30, 47, 47, 48])
+    offsets = jnp.array([0, 5, 5, 11, 13, 14, 30, 47, 47, 48, 48, 48])
     g = jnp.where(ids == -1, NAN, to_jax(torch.randn(48)))
     mesh = mesh_of(dp=4)
     put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
     held = (put(x), put(w), put(b), put(ids, "dp"), put(g, "dp"))
-    made, grads = jax.jit(step_of(over, put(offsets)))(*held)
+    made, grads = jax.jit(lambda ends, *a: step_of(over, ends)(*a))(put(offsets, "dp"), *held)
     compare(made, grads, (x, w, b, ids, offsets, g), over, {})
 
 
@@ -759,6 +759,10 @@ def test_each_devices_own_lists_inside_of_shard_map(over: Any) -> None:
         call, mesh=mesh_of(dp=4), in_specs=(own, P(), P(), own, own), out_specs=own,
         check_vma=False,
     )  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"pass check_vma=False to jax\.shard_map"):
+        jax.shard_map(
+            call, mesh=mesh_of(dp=4), in_specs=(own, P(), P(), own, own), out_specs=own
+        )(x, w, b, ids, offsets)  # fmt: skip
     made, grads = pulled(jax.jit(lambda *a: whole(*a, ids, offsets)), g, x, w, b)
     arrays = (x, w, b, ids.flatten(), joined(offsets, 5), g.flatten())
     compare(made.flatten(), grads, arrays, over, {})
