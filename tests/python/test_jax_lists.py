@@ -685,31 +685,160 @@ def test_a_split_vocabulary_is_refused(layout: str, jitted: bool) -> None:
         (jax.jit(step) if jitted else step)(*placed(layout, x, w, b, ids, g))
 
 
+SPLITS: dict[
+    str, tuple[dict[str, int], tuple[Any, ...], Any]
+] = {  # of the tokens, and of the vocabulary
+    "replicated": ({"dp": 2, "tp": 2}, (), None),
+    "sequences": ({"dp": 4}, ("dp",), None),
+    "places in sequences": ({"dp": 4}, (None, "dp"), None),
+    "both": ({"dp": 2, "sp": 4}, ("dp", "sp"), None),
+    "fsdp": ({"dp": 4}, ("dp",), "dp"),
+}
+
+
+def split_lists(layout: str, wrong: Any = None) -> tuple[tuple[Any, ...], list[Any]]:
+    """Lists of [8, 16] tokens, whole and as they are placed; `wrong` changes ids and offsets."""
+    x, w, b, _ = problem((8, 16), 48, 16, bias=True)
+    ids, offsets = listed(ids_of((8, 16), 48, 4))
+    ids, offsets = ids.int().numpy(), offsets.int().numpy()
+    if wrong is not None:
+        wrong(ids, offsets)
+    g = torch.randn(ids.shape).masked_fill(torch.tensor(ids == -1), NAN)
+    arrays = (x, w, b, jnp.asarray(ids), jnp.asarray(offsets), to_jax(g))
+    axes, tokens, vocab = {**SPLITS, "vocabulary": ({"tp": 4}, (), "tp")}[layout]
+    specs = (tokens, (vocab,), (vocab,), (), (), ())
+    at = mesh_of(**axes)
+    held = [
+        jax.device_put(a, jax.sharding.NamedSharding(at, P(*spec)))
+        for a, spec in zip(arrays, specs)
+    ]
+    return arrays, held
+
+
+def of_lists(over: Any, **options: Any) -> Any:
+    def step(x: Any, w: Any, b: Any, ids: Any, offsets: Any, g: Any) -> Any:
+        return pulled(
+            lambda x, w, b: linear_logprobs_at(
+                x, w, ids, linear_bias=b, over=over, offsets=offsets, **options
+            ), g, x, w, b,
+        )  # fmt: skip
+
+    return step
+
+
 @HOSTS
 @needs_partitioner
 @OVER
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SPLITS)
 @JITTED
-def test_lists_of_split_arrays_are_refused(
-    over: Any,
-    layout: str,
-    jitted: bool,
+def test_lists_of_split_tokens(over: Any, layout: str, jitted: bool) -> None:
+    arrays, held = split_lists(layout)
+    step = of_lists(over, temperature=0.8)
+    compare(
+        *(jax.jit(step) if jitted else step)(*held), arrays, over, {"temperature": 0.8}
+    )  # fmt: skip
+
+
+@HOSTS
+@needs_partitioner
+def test_lists_of_split_tokens_are_of_a_devices_own_hidden_states() -> None:
+    _, held = split_lists("sequences")
+    text = jax.jit(of_lists("vocab")).lower(*held).compile().as_text()
+    assert "f32[2,16,16]" in text and "f32[8,16,16]" not in text
+
+
+@HOSTS
+@needs_partitioner
+@OVER
+def test_lists_of_tokens_that_an_axis_does_not_divide(over: Any) -> None:
+    x, w, b, ids, offsets, g = arrays = given((7, 3), 4)
+    mesh = mesh_of(dp=4)
+    put = lambda a, *spec: jax.sharding.NamedSharding(mesh, P(*spec))  # noqa: E731
+
+    def step(x: Any, *rest: Any) -> Any:
+        return of_lists(over)(jax.lax.with_sharding_constraint(x, put(x, "dp")), *rest)
+
+    held = [jax.device_put(a, put(a)) for a in (x, w, b, ids, offsets, g)]
+    compare(*jax.jit(step)(*held), arrays, over, {})
+
+
+@HOSTS
+@needs_partitioner
+def test_statistics_of_split_tokens_beside_lists() -> None:
+    arrays, held = split_lists("both")
+
+    def call(x: Any, w: Any, ids: Any, offsets: Any) -> Any:
+        return linear_logprobs_at(x, w, ids, offsets=offsets, return_statistics=("lse", "argmax"))
+
+    whole = call(*(arrays[i] for i in (0, 1, 3, 4)))
+    split = jax.jit(call)(*(held[i] for i in (0, 1, 3, 4)))
+    assert np.array_equal(whole[0], split[0])
+    assert np.array_equal(whole[1].lse, split[1].lse)
+    assert np.array_equal(whole[1].argmax, split[1].argmax)
+
+
+def _an_id(at: int) -> Any:
+    def change(ids: Any, offsets: Any) -> None:
+        ids[at] = 48
+
+    return change
+
+
+def _an_offset(at: int, value: int) -> Any:
+    def change(ids: Any, offsets: Any) -> None:
+        offsets[at] = value
+
+    return change
+
+
+@HOSTS
+@needs_partitioner
+@OVER
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (_an_id(1), "is 48; allowed: 0 to 47"),
+        (_an_id(-1), "is 48; allowed: 0 to 47"),
+        (_an_offset(0, 1), r"id_offsets\[0\] is 1; allowed: 0 to 0"),
+        (_an_offset(70, 3), r"id_offsets\[.*\] is 3; allowed"),
+        (_an_offset(70, 1 << 20), r"id_offsets\[.*\] is 1048576; allowed"),
+        (_an_offset(-1, 1 << 20), r"id_offsets\[.*\] is 1048576; allowed"),
+    ],
+)
+def test_what_is_wrong_in_a_list_is_an_error_of_every_device(
+    over: Any, wrong: Any, text: str
 ) -> None:
-    x, w, b, _, _, _ = of_48((8, 16), 4)
-    ids, offsets = listed(ids_of((8, 16), 48, 4))
-    g = torch.randn(ids.shape).masked_fill(ids == -1, NAN)
-    arrays = (x, w, b, to_jax(ids.int()), to_jax(offsets.int()), to_jax(g))
-    axes, tokens, vocab = LAYOUTS[layout]
-    put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh_of(**axes), P(*spec)))  # noqa: E731
-    held = (put(x, tokens), put(w, vocab), put(b, vocab), put(arrays[3]), put(arrays[5]))
-    step = step_of(over, put(arrays[4]))
-    wrapped = jax.jit(step) if jitted else step
-    if layout == "replicated":
-        compare(*wrapped(*held), arrays, over, {})
-        return
-    of = r"linear_weight .* \['tp'\]" if layout == "vocabulary" else r"input .* \['dp'\]"
-    with pytest.raises(Exception, match=rf"offsets is given, and {of} by its "):
-        wrapped(*held)
+    _, held = split_lists("sequences", wrong)
+    with pytest.raises(Exception, match=text):
+        jax.block_until_ready(jax.jit(of_lists(over))(*held))
+
+
+def test_parts_of_lists() -> None:
+    offsets = jnp.array([0, 3, 3, 7, 9])
+    place, ends = _lists.part_of(offsets, 9, jnp.array([2, 0, 4]))
+    assert place.tolist() == [3, 4, 5, 6, 0, 1, 2, 9, 9] and ends.tolist() == [0, 4, 7, 9]
+    for wrong, lists in (
+        ([0, 9, 3, 12, 9], [[*range(9)], [], [], []]),
+        ([-2, 2, 4, 4, 9], [[], [2, 3], [], [4, 5, 6, 7, 8]]),
+        ([0, 2, 1, 4, 20], [[0, 1], [], [], []]),
+        ([-(1 << 31), (1 << 31) - 1, 0, 1, 1], [[], [], [], []]),
+    ):
+        for token, inside in enumerate(lists):
+            place, ends = _lists.part_of(jnp.array(wrong), 9, jnp.array([token]))
+            assert place.tolist() == inside + [9] * (9 - len(inside)) and ends.tolist() == [0, 9]
+
+
+@HOSTS
+@needs_partitioner
+@OVER
+@JITTED
+def test_lists_of_a_split_vocabulary_are_refused(over: Any, jitted: bool) -> None:
+    _, held = split_lists("vocabulary")
+    step = of_lists(over)
+    with pytest.raises(
+        Exception, match=r"offsets is given, and linear_weight is split .* \['tp'\] by"
+    ):
+        (jax.jit(step) if jitted else step)(*held)
 
 
 @HOSTS

@@ -761,7 +761,7 @@ def linear_logprobs_at(
     any length; token i of the N, counted over all leading dimensions, has
     ids[offsets[i]:offsets[i + 1]]. They begin at 0, do not fall, and end at M, else it is an error
     on the CPU; on a GPU a place in no list is NaN. Neither goes with `axis_name` or a split
-    vocabulary, nor lists with tokens that are split under jax.jit.
+    vocabulary.
 
     The options are those of linear_logprob: temperature (a number, or an array in the shape of the
     tokens), logit_scale, softcap, linear_bias, memory, vocab_ids (`ids` stay those of the whole

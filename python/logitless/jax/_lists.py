@@ -75,6 +75,28 @@ def any_of(values: Array, offsets: Array) -> Array:
     return found
 
 
+def part_of(offsets: Array, places: int, tokens: Array) -> tuple[Array, Array]:
+    """The lists of these `tokens` [n] alone, one behind the other: which of all places each place
+    [M] of them is, or M, and their offsets [n + 1], of which the last goes on to M. A token beyond
+    N has none, and a list that is wrong is empty."""
+    begin, end = offsets[:-1], offsets[1:]
+    right = (begin >= jnp.maximum(lax.cummax(offsets)[:-1], 0)) & (end >= begin) & (end <= places)
+    own = jnp.minimum(tokens, begin.shape[0] - 1)
+    length = jnp.where((tokens < begin.shape[0]) & right[own], (end - begin)[own], 0)
+    ends = jnp.append(0, jnp.cumsum(length)).astype(offsets.dtype)
+    of, at = _token_of(ends, places), jnp.arange(places, dtype=offsets.dtype)
+    place = jnp.where(at < ends[-1], begin[own][of] + at - ends[of], places)
+    return place, ends.at[-1].set(places)
+
+
+def first_wrong(offsets: Array, places: int) -> tuple[Array, Array]:
+    """Whether any of the offsets is wrong, and the first that is."""
+    wrong = (offsets < jnp.append(0, offsets[:-1])) | (offsets > places)
+    wrong = wrong.at[-1].set(wrong[-1] | (offsets[-1] != places))
+    wrong = wrong.at[0].set(offsets[0] != 0)
+    return wrong.any(), offsets[jnp.argmax(wrong)]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def spread(values: Array, offsets: Array, places: int) -> Array:
     """[M]: at each place the value [N] of its token."""
