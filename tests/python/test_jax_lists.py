@@ -639,36 +639,29 @@ def of_48(shape: tuple[int, ...], columns: int) -> tuple[Any, ...]:
 @needs_partitioner
 @pytest.mark.parametrize("columns", [1, 4])
 @pytest.mark.parametrize("layout", ["tokens", "replicated", "fsdp"])
-@pytest.mark.parametrize("tokens", [8, 7])
 @JITTED
-def test_tokens_split_over_the_ids(
-    columns: int,
-    layout: str,
-    tokens: int,
-    jitted: bool,
-) -> None:
-    arrays = of_48((tokens, 16), columns)
-    x, w, b, ids, _, g = arrays
-    more = {"fsdp": ({"dp": 4}, "dp", "dp")}
-    with mock.patch.dict(LAYOUTS, more):
-        held = list(placed(layout, x, w, b, ids, g)) if tokens == 8 else None
-    if held is None:  # tokens that the axis does not divide are split inside of the program
-        if layout == "fsdp" or not jitted:
-            pytest.skip("an array has equal parts")
-        mesh = mesh_of(**LAYOUTS[layout][0])
-        at = jax.sharding.NamedSharding(mesh, P(LAYOUTS[layout][1]))
-        inner = step_of("ids")
-        held = list(placed("replicated", x, w, b, ids, g))
+def test_tokens_split_over_the_ids(columns: int, layout: str, jitted: bool) -> None:
+    x, w, b, ids, _, g = arrays = of_48((8, 16), columns)
+    step = step_of("ids")
+    with mock.patch.dict(LAYOUTS, {"fsdp": ({"dp": 4}, "dp", "dp")}):
+        held = placed(layout, x, w, b, ids, g)
+    compare(*(jax.jit(step) if jitted else step)(*held), arrays, "ids", {})
 
-        def step(x: Any, w: Any, b: Any, ids: Any, g: Any) -> Any:
-            put = functools.partial(jax.lax.with_sharding_constraint, shardings=at)
-            return inner(put(x), w, b, put(ids), put(g))
 
-        held = [jax.device_put(a, jax.sharding.NamedSharding(mesh, P())) for a in (x, w, b, ids, g)]
-    else:
-        step = step_of("ids")
-    made, grads = (jax.jit(step) if jitted else step)(*held)
-    compare(made, grads, arrays, "ids", {})
+@HOSTS
+@needs_partitioner
+@pytest.mark.parametrize("columns", [1, 4])
+def test_tokens_over_the_ids_that_an_axis_does_not_divide(columns: int) -> None:
+    x, w, b, ids, _, g = arrays = of_48((7, 16), columns)
+    mesh = mesh_of(dp=4)
+    split, whole = (jax.sharding.NamedSharding(mesh, P(*spec)) for spec in (("dp",), ()))
+
+    def step(x: Any, w: Any, b: Any, ids: Any, g: Any) -> Any:
+        put = functools.partial(jax.lax.with_sharding_constraint, shardings=split)
+        return step_of("ids")(put(x), w, b, put(ids), put(g))
+
+    held = [jax.device_put(a, whole) for a in (x, w, b, ids, g)]
+    compare(*jax.jit(step)(*held), arrays, "ids", {})
 
 
 @HOSTS
@@ -753,12 +746,12 @@ def test_lists_of_split_tokens_are_of_a_devices_own_hidden_states() -> None:
 def test_lists_of_tokens_that_an_axis_does_not_divide(over: Any) -> None:
     x, w, b, ids, offsets, g = arrays = given((7, 3), 4)
     mesh = mesh_of(dp=4)
-    put = lambda a, *spec: jax.sharding.NamedSharding(mesh, P(*spec))  # noqa: E731
+    split, whole = (jax.sharding.NamedSharding(mesh, P(*spec)) for spec in (("dp",), ()))
 
     def step(x: Any, *rest: Any) -> Any:
-        return of_lists(over)(jax.lax.with_sharding_constraint(x, put(x, "dp")), *rest)
+        return of_lists(over)(jax.lax.with_sharding_constraint(x, split), *rest)
 
-    held = [jax.device_put(a, put(a)) for a in (x, w, b, ids, offsets, g)]
+    held = [jax.device_put(a, whole) for a in (x, w, b, ids, offsets, g)]
     compare(*jax.jit(step)(*held), arrays, over, {})
 
 
