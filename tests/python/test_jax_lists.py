@@ -743,10 +743,11 @@ def test_lists_of_split_tokens_are_of_a_devices_own_hidden_states() -> None:
 @HOSTS
 @needs_partitioner
 @OVER
-def test_lists_of_tokens_that_an_axis_does_not_divide(over: Any) -> None:
-    x, w, b, ids, offsets, g = arrays = given((7, 3), 4)
+@pytest.mark.parametrize(("shape", "spec"), [((7, 3), ("dp",)), ((3, 7), (None, "dp"))], ids=str)
+def test_lists_of_tokens_that_an_axis_does_not_divide(over: Any, shape: Any, spec: Any) -> None:
+    x, w, b, ids, offsets, g = arrays = given(shape, 4)
     mesh = mesh_of(dp=4)
-    split, whole = (jax.sharding.NamedSharding(mesh, P(*spec)) for spec in (("dp",), ()))
+    split, whole = (jax.sharding.NamedSharding(mesh, P(*of)) for of in (spec, ()))
 
     def step(x: Any, *rest: Any) -> Any:
         return of_lists(over)(jax.lax.with_sharding_constraint(x, split), *rest)
@@ -784,6 +785,10 @@ def _an_offset(at: int, value: int) -> Any:
     return change
 
 
+def _a_short_end(ids: Any, offsets: Any) -> None:
+    offsets[-1] -= 1
+
+
 @HOSTS
 @needs_partitioner
 @OVER
@@ -795,6 +800,7 @@ def _an_offset(at: int, value: int) -> Any:
         (_an_offset(0, 1), r"id_offsets\[0\] is 1; allowed: 0 to 0"),
         (_an_offset(70, 3), r"id_offsets\[.*\] is 3; allowed"),
         (_an_offset(70, 1 << 20), r"id_offsets\[.*\] is 1048576; allowed"),
+        (_a_short_end, r"id_offsets\[.*\] is .*; allowed"),
         (_an_offset(-1, 1 << 20), r"id_offsets\[.*\] is 1048576; allowed"),
     ],
 )
