@@ -4,6 +4,7 @@
 //   device_type, kind       s32, as in c.h
 //   fields                  text: the names of the op's tensors, arguments then results, a space
 //                           between two; "-" for a result that is an argument's memory
+//   only_chosen             s32, as in c.h; 0 where it is not given
 //   workspace_bytes         s64: of the last result, which no field names; it holds `alignment`
 //   alignment               bytes more, so that the workspace can start at a multiple of it
 //   any of logitless_loss_options, and of logitless_divergence_options, whose kind is `divergence`
@@ -23,7 +24,7 @@ namespace logitless::xla {
 namespace {
 
 struct Request {
-  int32_t device_type = -1, kind = -1;
+  int32_t device_type = -1, kind = -1, only_chosen = 0;
   int64_t workspace_bytes = 0, alignment = 1;
   std::string_view fields;
   logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
@@ -43,12 +44,13 @@ struct ScalarAttribute {
   ScalarAttribute { #field, type, bytes, offsetof(Request, options.field) }
 #define LOGITLESS_DIVERGENCE(type, bytes, name, field) \
   ScalarAttribute { name, type, bytes, offsetof(Request, divergence.field) }
-constexpr size_t first_option = 4, first_of_divergence = 16;
+constexpr size_t first_option = 5, first_of_divergence = 17;
 constexpr std::array scalar_attributes = {
     LOGITLESS_ATTRIBUTE(type_s32, 4, device_type),
     LOGITLESS_ATTRIBUTE(type_s32, 4, kind),
     LOGITLESS_ATTRIBUTE(type_s64, 8, workspace_bytes),
     LOGITLESS_ATTRIBUTE(type_s64, 8, alignment),
+    LOGITLESS_ATTRIBUTE(type_s32, 4, only_chosen),
     LOGITLESS_OPTION(type_s32, 4, reduction),
     LOGITLESS_OPTION(type_s64, 8, ignore_index),
     LOGITLESS_OPTION(type_f32, 4, label_smoothing),
@@ -280,6 +282,7 @@ Error* run(const CallFrame& frame, Status* status) {
   if (!status->ok()) return nullptr;
   if (call.has_options) op.options = &call.options;
   if (call.has_divergence) op.divergence = &call.divergence;
+  op.only_chosen = call.only_chosen;
   take_kept(execution, &op, status);
   if (!status->ok()) return nullptr;
   logitless_run(&op, &workspace, &execution, status->c());

@@ -550,6 +550,108 @@ TEST(Xla, AShardKeepsStateRelativeToItsAnchor) {
   EXPECT_NE(missing.message.find("anchor is missing"), std::string::npos) << missing.message;
 }
 
+// These are the logits of chosen columns, in lists, and the gradients of these alone.
+struct ChosenFrame : Frame {
+  static constexpr int64_t N = 3, V = 7, D = 3, M = 5;
+  float input[N * D], weight[V * D], bias[V], logits_at[M] = {};
+  float grad_logits_at[M] = {1, -2, 0.5f, 3, 0.25f};
+  float grad_input[N * D], grad_weight[V * D], grad_bias[V];
+  int32_t target[N] = {}, ids[M] = {6, 2, 2, -1, 0};
+  int64_t id_offsets[N + 1] = {0, 2, 2, 5};
+  std::vector<char> scratch = std::vector<char>(1 << 20);
+
+  ChosenFrame() {
+    for (int i = 0; i < N * D; ++i) input[i] = std::sin(static_cast<float>(i));
+    for (int i = 0; i < V * D; ++i) weight[i] = std::cos(static_cast<float>(2 * i));
+    for (int i = 0; i < V; ++i) bias[i] = 0.1f * static_cast<float>(i);
+    for (float& g : grad_input) g = 9;
+    for (float& g : grad_weight) g = 9;
+    for (float& g : grad_bias) g = 9;
+    set("device_type", int32_t{LOGITLESS_CPU});
+    set("workspace_bytes", static_cast<int64_t>(scratch.size()) - 64);
+    set("alignment", int64_t{64});
+    set("reduction", int32_t{LOGITLESS_REDUCTION_NONE});
+    set("ignore_index", int64_t{-1});
+    set("softcap", 2.0f);
+  }
+  Error run(int32_t kind) {
+    const bool forward = kind == LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD;
+    arguments.clear(), results.clear(), argument_kinds.clear(), result_kinds.clear();
+    argument(type_f32, input, {N, D});
+    argument(type_f32, weight, {V, D});
+    argument(type_f32, bias, {V});
+    argument(type_s32, target, {N});
+    argument(type_s32, ids, {M});
+    argument(type_s64, id_offsets, {N + 1});
+    if (forward) {
+      result(type_f32, logits_at, {M});
+    } else {
+      argument(type_f32, grad_logits_at, {M});
+      result(type_f32, grad_input, {N, D});
+      result(type_f32, grad_weight, {V, D});
+      result(type_f32, grad_bias, {V});
+    }
+    result(type_u8, scratch.data(), {static_cast<int64_t>(scratch.size())});
+    set("kind", kind);
+    set("fields", std::string("input weight bias target ids id_offsets ") +
+                      (forward ? "logits_at" : "grad_logits_at grad_input grad_weight grad_bias"));
+    return call();
+  }
+};
+
+TEST(Xla, OnlyChosenColumnsOfListsHaveGradients) {
+  ChosenFrame f;
+  ASSERT_EQ(f.run(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD).message, "");
+  f.set("only_chosen", int32_t{1});
+  ASSERT_EQ(f.run(LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD).message, "");
+  double grad_input[f.N * f.D] = {}, grad_weight[f.V * f.D] = {}, grad_bias[f.V] = {};
+  for (int64_t i = 0; i < f.N; ++i) {
+    for (int64_t m = f.id_offsets[i]; m < f.id_offsets[i + 1]; ++m) {
+      const int64_t j = f.ids[m];
+      if (j < 0) {
+        EXPECT_TRUE(std::isinf(f.logits_at[m]) && f.logits_at[m] < 0);
+        continue;
+      }
+      double z = f.bias[j];
+      for (int64_t d = 0; d < f.D; ++d) z += double{f.input[i * f.D + d]} * f.weight[j * f.D + d];
+      const double capped = 2 * std::tanh(z / 2);
+      EXPECT_NEAR(f.logits_at[m], capped, 1e-5) << m;
+      const double a = f.grad_logits_at[m] * (1 - capped * capped / 4);
+      grad_bias[j] += a;
+      for (int64_t d = 0; d < f.D; ++d) {
+        grad_input[i * f.D + d] += a * f.weight[j * f.D + d];
+        grad_weight[j * f.D + d] += a * f.input[i * f.D + d];
+      }
+    }
+  }
+  for (int i = 0; i < f.N * f.D; ++i) EXPECT_NEAR(f.grad_input[i], grad_input[i], 1e-5) << i;
+  for (int i = 0; i < f.V * f.D; ++i) EXPECT_NEAR(f.grad_weight[i], grad_weight[i], 1e-5) << i;
+  for (int i = 0; i < f.V; ++i) EXPECT_NEAR(f.grad_bias[i], grad_bias[i], 1e-5) << i;
+}
+
+TEST(Xla, OnlyChosenIsOneOpsAlone) {
+  ChosenFrame f;
+  f.set("only_chosen", int32_t{1});
+  EXPECT_NE(f.run(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD).message.find("only_chosen is set"),
+            std::string::npos);
+  f.set("label_smoothing", 0.5f);
+  const Error error = f.run(LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD);
+  EXPECT_EQ(error.code, error_invalid_argument);
+  EXPECT_NE(error.message.find("label_smoothing is 0.5 with only_chosen"), std::string::npos)
+      << error.message;
+  for (int32_t only_chosen : {0, 1}) {  // with 0 the loss has an upstream gradient of 1
+    ChosenFrame other;
+    other.set("only_chosen", only_chosen);
+    ASSERT_EQ(other.run(LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD).message, "");
+    EXPECT_EQ(other.grad_bias[5] != 0, only_chosen == 0);  // which no list has
+  }
+  ChosenFrame wrong;
+  wrong.id_offsets[3] = 4;
+  const Error short_of = wrong.run(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD);
+  EXPECT_NE(short_of.message.find("id_offsets[3] is 4; allowed: 5 to 5"), std::string::npos)
+      << short_of.message;
+}
+
 TEST(Xla, MalformedFramesAreErrors) {
   struct Case {
     const char* what;
@@ -559,6 +661,8 @@ TEST(Xla, MalformedFramesAreErrors) {
       {"attribute", [](SoftmaxFrame* f) { f->set("unheard_of", int32_t{1}); }},
       {"attribute", [](SoftmaxFrame* f) { f->set("kind", int64_t{0}); }},
       {"attribute", [](SoftmaxFrame* f) { f->set("kind", "softmax"); }},
+      {"attribute", [](SoftmaxFrame* f) { f->set("only_chosen", int64_t{1}); }},
+      {"only_chosen", [](SoftmaxFrame* f) { f->set("only_chosen", int32_t{1}); }},
       {"attribute", [](SoftmaxFrame* f) { f->set("fields", int32_t{1}); }},
       {"kind", [](SoftmaxFrame* f) { f->set("kind", int32_t{77}); }},
       {"options", [](SoftmaxFrame* f) { f->set("z_loss", 0.5f); }},

@@ -345,9 +345,8 @@ def test_a_mesh_of_explicit_axes(hosts: None) -> None:
 
 
 def _other_sign(there: Any, upstream: Any) -> Any:
-    to_logits = jnp.where(there, upstream, 0)
-    to_lse = to_logits.sum(-1)
-    return to_logits, to_lse, jnp.zeros_like(to_lse), jnp.zeros_like(to_lse), None, None
+    to_logits, to_lse, *rest = _functions._logprobs_at_backward(there, upstream)
+    return to_logits, -to_lse, *rest
 
 
 def _reads_absent(there: Any, upstream: Any) -> Any:

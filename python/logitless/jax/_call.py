@@ -85,6 +85,11 @@ class Call(NamedTuple):
         return tuple(name for name in self.outputs if name in known)
 
     @property
+    def only_chosen(self) -> bool:
+        """Whether nothing of the vocabulary but chosen columns is asked for."""
+        return self.outputs == ("logits_at",)
+
+    @property
     def per_token(self) -> bool:
         return self.options.reduction == _abi.REDUCTION_NONE
 
@@ -146,6 +151,8 @@ def asked_of(
         for name, ct in zip(call.outputs, cotangents)
         if name in call.differentiable and not isinstance(ct, SymbolicZero)
     }
+    if call.only_chosen and given:
+        return call, {"grad_logits_at": given["logits_at"]}
     found = {}
     if "loss" in given:
         found["grad_loss"] = given["loss"]
@@ -159,7 +166,8 @@ def asked_of(
         if name in given:
             found[f"grad_{name}"] = given[name]
     if "logits_at" not in given:
-        call = call._replace(names=tuple(name for name in call.names if name != "ids"))
+        names = tuple(name for name in call.names if name not in ("ids", "id_offsets"))
+        call = call._replace(names=names)
     if "logprob" in given:  # logprob is -loss, or target_logit - lse
         weighted = "token_weight" in call.names or "vocab_weight" in call.names
         nll = isinstance(call.options, Options) and call.options.of_nll()

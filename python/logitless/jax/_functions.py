@@ -45,7 +45,7 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
-from logitless.jax import _parallel
+from logitless.jax import _lists, _parallel
 from logitless.jax._call import TOP, Call
 from logitless.jax._loss import loss
 from logitless.jax._run import Array, Tensor, explicit_sharding, run
@@ -74,6 +74,8 @@ if TYPE_CHECKING:
         axis_name: str | tuple[str, ...] | None
 
     class ChosenOptions(TopOptions, total=False):
+        over: Literal["vocab", "ids"]
+        offsets: Any
         upstream: Literal["whole", "parts"] | None
 
 
@@ -335,11 +337,16 @@ def _casts_named() -> Iterator[None]:
         raise
 
 
-def _shaped(made: dict[str, Array], shape: tuple[int, ...]) -> dict[str, Array]:
-    """Outputs of tokens, in the tokens' shape."""
+def _shaped(
+    made: dict[str, Array], shape: tuple[int, ...], lists: bool = False
+) -> dict[str, Array]:
+    """Outputs of tokens, in the tokens' shape; logits in `lists` as they are."""
     columns = {name: (x.shape[-1],) for name, x in made.items() if name in ("logits_at", *TOP)}
     return {
-        name: x.reshape(*shape, *columns.get(name, ())) if x.ndim else x for name, x in made.items()
+        name: x.reshape(*shape, *columns.get(name, ()))
+        if x.ndim and not (lists and name == "logits_at")
+        else x
+        for name, x in made.items()
     }
 
 
@@ -350,10 +357,11 @@ def _loss(
     temperature: Any = 1.0, token_weight: Any = None, normalizer: Any = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
     axis_name: Any = None, upstream: str | None = None, ids: Array | None = None, k: int = 0,
-    vocab_ids: Any = None,
+    vocab_ids: Any = None, offsets: Array | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits.
-    `ids` [..., K] are for `logits_at`, `k` is for `top_logits` and `top_ids`."""
+    `ids` [..., K], or [M] with `offsets`, are for `logits_at`, `k` is for `top_logits` and
+    `top_ids`."""
     arrays = _arrays(rows)
     what = next(iter(arrays))
     shift = _integer("shift", shift)
@@ -388,7 +396,9 @@ def _loss(
         operands["normalizer"] = counted
     if temperatures is not None:
         operands["temperature"] = temperatures.reshape(tokens)
-    if ids is not None:
+    if ids is not None and offsets is not None:
+        operands |= {"ids": ids, "id_offsets": offsets}
+    elif ids is not None:
         operands["ids"] = ids.reshape(*tokens, ids.shape[-1])
     call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory), k)
     if axis_name is None and upstream is not None:
@@ -400,7 +410,7 @@ def _loss(
             made = loss(call, list(operands.values()))
     if listed is not None and "argmax" in made:
         made["argmax"] = listed.whole(made["argmax"])
-    return _shaped(made, shape)
+    return _shaped(made, shape, offsets is not None)
 
 
 def _listed_rows(vocab_ids: Any, arrays: dict[str, Array], axis_name: Any) -> Listed:
@@ -566,52 +576,92 @@ def linear_logprob(
 _ABSENT = -1
 
 
-@renames({"target": "ids"})
-def _as_target(ids: Any) -> Array:
-    """Ids in a dtype that a target may have."""
-    held, _ = _target(ids, _ABSENT)
+def _as_target(value: Any) -> Array:
+    """Ids or offsets in a dtype that a target may have."""
+    held, _ = _target(value, _ABSENT)
     if held.dtype not in (jnp.int32, jnp.int64):
         raise wrong_dtype(f"target is {held.dtype}; allowed: int32, int64")
     return held
 
 
-def _ids(value: Any, input: Array, vocab: int | None, listed: Listed | None) -> Array:
-    """The checked ids [..., K]. `vocab`: the number of columns, if it is known."""
-    ids = _as_target(value)
+_as_ids = renames({"target": "ids"})(_as_target)
+_as_offsets = renames({"target": "offsets"})(_as_target)
+
+
+def _ids(value: Any, input: Array, vocab: int, listed: Listed | None) -> Array:
+    """The checked ids [..., K]. `vocab`: the number of columns."""
+    ids = _as_ids(value)
     tokens = input.shape[:-1]
     if ids.ndim == 0 or ids.shape[:-1] != tokens or not 1 <= ids.shape[-1] <= _abi.MOST_CHOSEN:
         raise wrong_shape(
             f"ids has shape {ids.shape}; allowed: ({''.join(f'{n}, ' for n in tokens)}K), the "
             f"shape of input with K, 1 to {_abi.MOST_CHOSEN}, in the place of its last dimension"
         )
-    looked_at = _looked_at(value)
+    return _checked_ids(ids, _looked_at(value), vocab, listed, tokens)
+
+
+def _checked_ids(
+    ids: Array, looked_at: Any, vocab: int, listed: Listed | None, tokens: tuple[int, ...] | None
+) -> Array:
+    """The ids, if those that can be looked at exist, as places of a list of rows. `tokens`: the
+    shape of theirs, or None if they are [M]."""
     if listed is not None:
         listed.check(looked_at, _ABSENT, 0, "ids")
         return listed.places(ids, _ABSENT)
-    if looked_at is not None and vocab:
-        wrong = (looked_at < _ABSENT) | (looked_at >= vocab)
-        if wrong.any():
-            row, column = divmod(int(wrong.argmax()), ids.shape[-1])
-            message = f"ids[{row}, {column}] is {looked_at.flat[int(wrong.argmax())]}; allowed: "
-            raise error_of(
-                8, placed(f"{message}0 to {vocab - 1}, or -1 for none", tokens, name="ids")
-            )
+    if looked_at is None or not vocab:
+        return ids
+    wrong = (looked_at < _ABSENT) | (looked_at >= vocab)
+    if wrong.any():
+        first = int(wrong.argmax())
+        row, column = divmod(first, ids.shape[-1])
+        at = f"{first}" if tokens is None else f"{row}, {column}"
+        message = f"ids[{at}] is {looked_at.flat[first]}; allowed: 0 to {vocab - 1}, or -1 for none"
+        raise error_of(8, placed(message, ids.shape if tokens is None else tokens, name="ids"))
     return ids
+
+
+def _listed_ids(
+    ids: Any, offsets: Any, input: Array, vocab: int, listed: Listed | None
+) -> tuple[Array, Array]:
+    """The checked ids [M] and offsets [N + 1]."""
+    held, count = _as_ids(ids), math.prod(input.shape[:-1]) + 1
+    if held.ndim != 1:
+        raise wrong_shape(f"ids has shape {held.shape}; allowed beside offsets: (M,)")
+    if count == 1 and held.shape[0]:
+        raise wrong_shape(f"ids has shape {held.shape}; allowed beside no tokens: (0,)")
+    ends = _looked_at(offsets)
+    if ends is not None and ends.shape == (count,) and ends.dtype in (np.int32, np.int64):
+        _check_offsets(ends, held.shape[0])  # before JAX cuts 64 bits
+    held_offsets = _as_offsets(offsets)
+    if held_offsets.shape != (count,):
+        raise wrong_shape(
+            f"offsets has shape {held_offsets.shape}; allowed: ({count},), N + 1 of the N tokens"
+        )
+    return _checked_ids(held, _looked_at(ids), vocab, listed, None), held_offsets
+
+
+def _check_offsets(ends: np.ndarray[Any, Any], places: int) -> None:
+    """The core's own check: they begin at 0, do not fall, and end at M."""
+    least, most = np.append(0, ends[:-1]), np.full(len(ends), places)
+    least[-1], most[0] = places, 0
+    wrong = (ends < least) | (ends > most)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise invalid(f"offsets[{at}] is {ends[at]}; allowed: {least[at]} to {most[at]}")
 
 
 @jax.custom_vjp
 def _logprobs_at(
     logits: Array, lse: Array, reference: Array, log_sum: Array, ids: Array, there: Array
 ) -> Array:
-    """[..., K]: the logits at `ids` less the lse, -inf for absent ids; gradients are for those that
-    are `there`."""
+    """The logits at `ids` less the lse, -inf for absent ids; gradients are for those that are
+    `there`. All have the shape of `ids`."""
     return jnp.where(ids == _ABSENT, -jnp.inf, _less_lse(logits, reference, log_sum))
 
 
 def _less_lse(logits: Array, reference: Array, log_sum: Array) -> Array:
     """[..., K], never above 0."""
-    less = (logits - reference[..., None]) - log_sum[..., None]
-    return jnp.minimum(0, less)  # a NaN stays
+    return jnp.minimum(0, (logits - reference) - log_sum)  # a NaN stays
 
 
 def _logprobs_at_forward(*given: Array) -> Any:
@@ -620,11 +670,74 @@ def _logprobs_at_forward(*given: Array) -> Any:
 
 def _logprobs_at_backward(there: Array, upstream: Array) -> Any:
     to_logits = jnp.where(there, upstream, 0)
-    to_lse = -to_logits.sum(-1)
-    return to_logits, to_lse, jnp.zeros_like(to_lse), jnp.zeros_like(to_lse), None, None
+    none = jnp.zeros_like(to_logits)
+    return to_logits, -to_logits, none, none, None, None
 
 
 _logprobs_at.defvjp(_logprobs_at_forward, _logprobs_at_backward)
+
+
+def _over_vocabulary(
+    rows: dict[str, Any], ids: Array, offsets: Array | None, names: Sequence[str], vocab: int,
+    options: dict[str, Any],
+) -> tuple[Array, dict[str, Array]]:  # fmt: skip
+    """The log-probabilities at the ids, and the statistics `names` of the tokens."""
+    if offsets is None and ids.shape[-1] == 1:  # as linear_logprob does, with its bits
+        made = _loss(rows, ids[..., 0], ("logprob", *names), **options)
+        return jnp.where(ids == _ABSENT, -jnp.inf, made["logprob"][..., None]), made
+    if offsets is None:
+        some = (ids != _ABSENT).any(-1)
+        target = jnp.where(some, jnp.clip(ids.max(-1), 0, vocab - 1), _ABSENT)
+    else:
+        some = _lists.any_of(ids != _ABSENT, offsets).reshape(rows["input"].shape[:-1])
+        target = jnp.where(some, 0, _ABSENT)
+    asked = dict.fromkeys(("logits_at", "lse", "row_reference", "row_log_sum", *names))
+    made = _loss(rows, target, tuple(asked), ids=ids, offsets=offsets, **options)
+
+    def at_ids(of_rows: Array) -> Array:
+        if offsets is None:
+            return jnp.broadcast_to(of_rows[..., None], ids.shape)
+        return _lists.spread(of_rows.reshape(-1), offsets, ids.shape[0])
+
+    state = (at_ids(lax.stop_gradient(made[n])) for n in ("row_reference", "row_log_sum"))
+    there = (ids >= 0) & (ids < vocab)
+    return _logprobs_at(made["logits_at"], at_ids(made["lse"]), *state, ids, there), made
+
+
+def _among_ids(
+    rows: dict[str, Any], ids: Array, offsets: Array | None, options: dict[str, Any]
+) -> Array:
+    """The log-probabilities at the ids, over a token's ids alone. The logits' Backward takes no
+    product of the vocabulary, because nothing but they is asked for."""
+    target = jnp.zeros(rows["input"].shape[:-1], jnp.int32)
+    logits = _loss(rows, target, ("logits_at",), ids=ids, offsets=offsets, **options)["logits_at"]
+    if offsets is None:
+        among = jax.nn.log_softmax(logits, axis=-1)
+    else:
+        among = _lists.log_softmax(logits, offsets)
+    # Stops the upstream gradient of absent ids.
+    made: Array = jnp.where(ids == _ABSENT, -jnp.inf, among)
+    return made
+
+
+def _refuse_beside(
+    over: str, offsets: Any, vocab_ids: Any, return_statistics: Any, axis_name: Any
+) -> None:
+    """Refuses what does not go with lists, or with a softmax over the ids alone."""
+    alone = over == "ids"
+    beside = "over='ids'" if alone else "offsets"
+    if axis_name is not None and (alone or offsets is not None):
+        raise not_supported(
+            f"{beside} is given, and axis_name is {axis_name!r}; allowed beside it: None, and a "
+            "linear_weight of the whole vocabulary"
+        )
+    if alone and vocab_ids is not None:
+        raise not_supported("vocab_ids is given with over='ids'; allowed: None, for only ids count")
+    if alone and return_statistics not in ((), [], None):
+        raise not_supported(
+            f"return_statistics is {return_statistics!r} with over='ids'; allowed: (), for nothing "
+            "is known of the other columns"
+        )
 
 
 @overload
@@ -649,6 +762,8 @@ def linear_logprobs_at(
     temperature: Any = 1.0,
     memory: int | str | None = None,
     return_statistics: Any = (),
+    over: Literal["vocab", "ids"] = "vocab",
+    offsets: Any = None,
     vocab_ids: Any = None,
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
@@ -659,41 +774,49 @@ def linear_logprobs_at(
 
     The id -1 is none: -inf, and its upstream gradient is not read. A token without any other id is
     not computed, and its statistics are 0. Any other id outside the vocabulary is an error on the
-    CPU; on a GPU it is NaN, without a gradient. An id may be given more than once.
+    CPU; on a GPU it is NaN, without a gradient (over the ids alone, all of that token's are NaN).
+    An id may be given more than once.
+
+    `over`: "vocab", the softmax over the whole vocabulary, or "ids", over the token's ids alone, an
+    id that is given twice counted twice. That takes no product of the vocabulary, and has neither
+    `return_statistics` nor `vocab_ids`. `offsets` [N + 1], int32 or int64, with `ids` [M]: lists of
+    any length; token i of the N, counted over all leading dimensions, has
+    ids[offsets[i]:offsets[i + 1]]. They begin at 0, do not fall, and end at M, else it is an error
+    on the CPU; on a GPU a place in no list is NaN. Neither goes with `axis_name` or a split
+    vocabulary.
 
     The options are those of linear_logprob: temperature (a number, or an array in the shape of the
     tokens), logit_scale, softcap, linear_bias, memory, vocab_ids (`ids` stay those of the whole
     vocabulary), axis_name, upstream. `return_statistics`: names of `Statistics` that are of no
     target; the result is then (logprobs, Statistics)."""
-    rows: dict[str, Any] = {"input": input, "weight": linear_weight, "bias": linear_bias}
+    if over not in ("vocab", "ids"):
+        raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
+    _refuse_beside(over, offsets, vocab_ids, return_statistics, axis_name)
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
     _check_rows(hidden, "input")
     if head.ndim != 2:
         raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
+    rows: dict[str, Any] = {"input": hidden, "weight": head, "bias": linear_bias}
     listed = None
     if vocab_ids is not None:
         rows = _arrays(rows)
         listed = _listed_rows(vocab_ids, rows, axis_name)
         head = rows["weight"]
     vocab = head.shape[0] * (1 if axis_name is None else _parallel.size_of(axis_name))
-    chosen = _ids(ids, hidden, vocab, listed)
+    ends = None
+    if offsets is None:
+        chosen = _ids(ids, hidden, vocab, listed)
+    else:
+        chosen, ends = _listed_ids(ids, offsets, hidden, vocab, listed)
     options: dict[str, Any] = {
         "reduction": "none", "ignore_index": _ABSENT, "logit_scale": logit_scale,
         "softcap": softcap, "temperature": temperature, "memory": memory, "axis_name": axis_name,
         "upstream": upstream,
     }  # fmt: skip
-    if chosen.shape[-1] == 1:  # as linear_logprob does, with its bits
-        made = _loss(rows, chosen[..., 0], ("logprob", *names), **options)
-        logprobs = jnp.where(chosen == _ABSENT, -jnp.inf, made["logprob"][..., None])
-    else:
-        some = (chosen != _ABSENT).any(-1)
-        target = jnp.where(some, jnp.clip(chosen.max(-1), 0, vocab - 1), _ABSENT)
-        asked = dict.fromkeys(("logits_at", "lse", "row_reference", "row_log_sum", *names))
-        made = _loss(rows, target, tuple(asked), ids=chosen, **options)
-        there = (chosen >= 0) & (chosen < vocab)
-        of_rows = (made[name] for name in ("lse", "row_reference", "row_log_sum"))
-        logprobs = _logprobs_at(made["logits_at"], *of_rows, chosen, there)
+    if over == "ids":
+        return _among_ids(rows, chosen, ends, options)
+    logprobs, made = _over_vocabulary(rows, chosen, ends, names, vocab, options)
     if not names:
         return logprobs
     if listed is not None and "argmax" in made:
@@ -766,7 +889,8 @@ def linear_topk(
         logit_scale=logit_scale, softcap=softcap, temperature=temperature, memory=memory,
         axis_name=axis_name, k=count,
     )  # fmt: skip
-    logprobs = _less_lse(made["top_logits"], made["row_reference"], made["row_log_sum"])
+    of_rows = (made[name][..., None] for name in ("row_reference", "row_log_sum"))
+    logprobs = _less_lse(made["top_logits"], *of_rows)
     if listed is not None:
         made |= {name: listed.whole(made[name]) for name in ("top_ids", "argmax") if name in made}
     if not names:

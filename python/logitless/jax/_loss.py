@@ -98,7 +98,7 @@ def _forward_rule(call: Call, wrt: tuple[Tensor, ...], primals: Any, rest: Any) 
         made = _run(call, call.kinds.both, operands, results + gradients)
         held = tuple(made[gradient.name] for gradient in gradients)
         return tuple(made[name] for name in call.outputs), held
-    made = _forward(call, operands, state=True)
+    made = _forward(call, operands, state=not call.only_chosen)
     of_rows = () if call.diverges else (*_STATE, "entropy")
     kept = {name: made[name] for name in (*of_rows, *_partition.KEPT) if name in made}
     return tuple(made[name] for name in call.outputs), (values, kept)
@@ -158,7 +158,7 @@ def _abstract(*avals: Any, call: Call, **_: Any) -> Any:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, **_: Any) -> Any:
     given = dict(zip(call.names, zip(primals, tangents)))
     moving = {name: t for name, (_, t) in given.items() if type(t) is not ad.Zero}
-    for name in ("target", "ids"):
+    for name in ("target", "ids", "id_offsets"):
         moving.pop(name, None)
     for name in moving:
         if name not in ("input", "weight", "bias", "logits"):
@@ -206,7 +206,10 @@ def _mean(call: Call, total: Array, divisor: Array) -> Array:
 def _one_call(call: Call, given: dict[str, tuple[Array, int | None]]) -> bool:
     """Whether one call on all tokens serves: elements differ only in tokens and normalizers; a
     normalizer comes with a mean (the core refuses it elsewhere); and if it is a number, XLA can
-    divide by it, which multiplies by the f32 inverse."""
+    divide by it, which multiplies by the f32 inverse. Lists that were joined would no longer show
+    where one element's offsets are wrong."""
+    if "id_offsets" in given:
+        return False
     if any(d is not None and n not in (*_OF_ROWS, "normalizer") for n, (_, d) in given.items()):
         return False
     number = call.options.normalizer

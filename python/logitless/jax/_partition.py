@@ -44,7 +44,7 @@ from logitless import _abi
 from logitless._abi import AnyOptions, Divergence
 from logitless._errors import argument, not_supported
 from logitless._statistics import names_where
-from logitless.jax import _parallel, _run, _shards
+from logitless.jax import _lists, _parallel, _run, _shards
 from logitless.jax._call import Call, tokens_of
 from logitless.jax._run import Array, Tensor
 
@@ -59,6 +59,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "weight": ("v", "d"),
     "bias": ("v",),
     "vocab_weight": ("c",),
+    "id_offsets": ("o",),
     "teacher_weight": ("v", "t"),
     "teacher_bias": ("v",),
 }
@@ -100,6 +101,12 @@ class Op(NamedTuple):
     memory: int | None
     tokens: tuple[int, ...]  # their shape
     lowered: Any = FOR_DEVICES
+
+    @property
+    def only_chosen(self) -> bool:
+        """Whether it is of logits_at alone, as over a token's ids."""
+        made = [result.name for result in self.results]
+        return made == ["logits_at"] or _run.only_chosen(self.names)
 
     @property
     def keeps(self) -> bool:
@@ -321,6 +328,49 @@ def _first_wrong(values: Array, wrong: Array, split: Split) -> tuple[Array, Arra
     return some > 0, index, value
 
 
+def _own_tokens(split: Split) -> Array:
+    """[n]: which of all tokens a device's own are, counted over all dimensions; N for padding."""
+    flat, inside = jnp.zeros((), _I32), jnp.ones((), bool)
+    for size, factor in zip(split.tokens, split.by_token):
+        own = -(-size // split.parts.get(factor, 1))
+        first = lax.axis_index(split.axes[factor]) * own if split.axes.get(factor) else 0
+        index = first + jnp.arange(own, dtype=_I32)
+        flat, inside = flat[..., None] * size + index, inside[..., None] & (index < size)
+    return jnp.where(inside, flat, math.prod(split.tokens)).reshape(-1)
+
+
+def _own_lists(
+    operands: dict[str, Array], split: Split, fails: bool
+) -> tuple[dict[str, Array], Array]:
+    """The operands with the lists of a device's own tokens, from those of all, and which of all
+    places each of theirs is, or M. The last token gets the places that are left, whose ids are
+    absent. If `fails`, offsets or ids that are wrong anywhere are wrong here too, as in _agreed."""
+    ids, offsets = operands["ids"], operands["id_offsets"]
+    places = ids.shape[0]
+    place, ends = _lists.part_of(offsets, places, _own_tokens(split))
+    there = place < places
+    found = {"id_offsets": ends}
+    for name, none in (("ids", -1), ("grad_logits_at", 0)):
+        if name in operands:
+            found[name] = jnp.where(there, operands[name][jnp.minimum(place, places - 1)], none)
+    if fails:
+        wrong, value = _lists.first_wrong(offsets, places)
+        found["id_offsets"] = ends.at[0].set(offsets[0]).at[-1].set(jnp.where(wrong, value, places))
+        outside = (ids < -1) | (ids >= split.vocab)
+        some, other = outside.any() & ~there[-1], ids[jnp.argmax(outside)]
+        found["ids"] = found["ids"].at[-1].set(jnp.where(some, other, found["ids"][-1]))
+        target = operands["target"]
+        found["target"] = target.at[-1].set(jnp.where(some, 0, target[-1]))
+    return operands | found, place
+
+
+def _of_all_lists(logits: Array, place: Array, split: Split) -> Array:
+    """[M]: the logits of all places from those of every device's own; NaN in no list."""
+    own = jnp.stack((logits, jnp.ones_like(logits)))
+    every = lax.psum(jnp.zeros_like(own).at[:, place].set(own, mode="drop"), split.token_axes)
+    return jnp.where(every[1] > 0, every[0], jnp.nan)
+
+
 def _with_kept(
     parts: Sequence[int] | None, operands: dict[str, Array],
     made: Callable[[dict[str, Array]], dict[str, Array]],
@@ -396,9 +446,15 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
     operands = _counted(_flattened(given), split, op.options)
     # A loss's Backward takes states of its Forward, which would have failed already. A divergence's
     # may take nothing from one.
-    if fails and target is not None and op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD:
+    fails = fails and target is not None and op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD
+    place = None
+    if "id_offsets" in operands and split.token_axes and operands["ids"].size:
+        operands, place = _own_lists(operands, split, fails)
+    elif fails:
         operands = _agreed(operands, split, op.options)
     made = (_of_shards if split.vocab_axes else _of_tokens)(split, own, operands)
+    if place is not None and "logits_at" in made:
+        made["logits_at"] = _of_all_lists(made["logits_at"], place, split)
     for result, shape in zip(op.results, shapes):
         name = result.name
         if name in KEPT and name not in made:
@@ -480,6 +536,18 @@ def _refuse(split: Split, op: Op) -> None:
         )
 
 
+def _refuse_lists(split: Split, op: Op) -> None:
+    """Refuses a split vocabulary of chosen columns that are in lists, or alone."""
+    listed = "id_offsets" in op.names
+    if split.vocab_axes and (listed or op.only_chosen):
+        beside = "offsets" if listed else "over='ids'"
+        raise not_supported(
+            f"{beside} is given, and linear_weight is split over the mesh axes "
+            f"{list(split.vocab_axes)} by its rows; allowed beside it: a weight that is whole on "
+            "every device (jax.lax.with_sharding_constraint makes it so)"
+        )
+
+
 def _rule(given: Sequence[Tensor], made: Sequence[Tensor], parts: int) -> dict[str, Any]:
     """Shardy's rule, the factors that may not be split, in the rule's order, and the sizes of those
     that are part of a dimension: if kept state has several parts, every dimension of the vocabulary
@@ -513,6 +581,7 @@ def _partitioned(*operands: Array, op: Op, fails: bool, devices: int) -> Any:
         input, weight = (arguments[at[name]] for name in ("input", "weight"))
         split = _split(mesh, op, input, weight, parts)
         _refuse(split, op)
+        _refuse_lists(split, op)
         if isinstance(op.options, Divergence):
             _refuse_vocabulary(split, zip(op.names, arguments))
 

@@ -63,6 +63,12 @@ class Tensor(NamedTuple):
     dtype: Any
 
 
+def only_chosen(names: Sequence[str]) -> bool:
+    """Whether an op of these tensors makes the gradients of logits_at alone. Any other Backward has
+    a grad_loss: where there is none, it would be 1."""
+    return "grad_logits_at" in names and "grad_loss" not in names
+
+
 class _Workspace(NamedTuple):
     bytes: int
     alignment: int
@@ -96,7 +102,7 @@ def _plan(
         (tokens, hidden), vocab = shapes["input"], shapes["weight"][0]
         logits = (2 if isinstance(options, Divergence) else 1) * tokens * vocab
         most = 4 * (logits + tokens * hidden + vocab * hidden)
-    how: dict[str, Any] = {"memory": memory, "most": most}
+    how: dict[str, Any] = {"memory": memory, "most": most, "only_chosen": only_chosen([*shapes])}
     if "kept" in shapes:
         code = views[0].dtype
         kept_bytes = _abi.kept_bytes(tokens, math.prod(shapes["kept"]), _abi.KEPT_ELEMENT[code])
@@ -271,6 +277,7 @@ def _custom_call(
             types.append(jax.ShapeDtypeStruct(operands[operand].shape, operands[operand].dtype))
             fields.append("-")
     types.append(jax.ShapeDtypeStruct((workspace.bytes + workspace.alignment,), np.uint8))
+    more = {"only_chosen": np.int32(1)} if only_chosen(names) else {}
     call = jax.ffi.ffi_call(_TARGET, types, input_output_aliases=aliases)
     return call(
         *operands,
@@ -279,6 +286,7 @@ def _custom_call(
         fields=" ".join(fields),
         workspace_bytes=np.int64(workspace.bytes),
         alignment=np.int64(workspace.alignment),
+        **more,
         **_attributes(options),
     )[: len(results)]
 
