@@ -50,10 +50,6 @@ class Tally:
         self.made: deque[Tensor] = deque(maxlen=_MOST)
         self.last: Tensor | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has no Trainer yet."""
-        return Tally(self.names).__dict__
-
     def add(self, sums: Tensor) -> None:
         if torch.compiler.is_compiling():
             self.last = sums  # compiled code that only writes is not compiled anew
