@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 from logitless.integrations import Patch, patch_transformers, patch_trl
+from logitless.integrations._metrics import METRICS
+from logitless.torch import linear_cross_entropy
+from logitless.torch._functions import measured
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -104,7 +107,7 @@ def test_metrics_are_those_of_the_logits(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_loss_and_gradients_are_the_same_bits_of_one_call(
+def test_loss_and_gradients_are_those_without_metrics_in_one_call(
     reduction: str, launched: list[int]
 ) -> None:
     """Those of a mean would be made in a second call, if a statistic could have a gradient."""
@@ -120,6 +123,19 @@ def test_loss_and_gradients_are_the_same_bits_of_one_call(
     torch.testing.assert_close(loss, before, rtol=1e-6, atol=0)
     for a, e in zip(found, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_statistics_that_are_measured_have_no_gradient(reduction: str) -> None:
+    """Nor where the loss's gradients are made later, as in f16 on a GPU."""
+    x, w = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    names = [METRICS[name] for name in NAMES]
+    loss, found = measured(x, w, torch.arange(5), names, reduction=reduction)
+    assert loss.requires_grad
+    assert not any(getattr(found, name).requires_grad for name in names)
+    expected = linear_cross_entropy(x, w, torch.arange(5), reduction=reduction)
+    for a, e in zip(*(torch.autograd.grad(v.sum(), (x, w)) for v in (loss, expected))):
+        torch.testing.assert_close(a, e)
 
 
 def test_of_equal_logits_the_first_is_predicted_and_all_have_rank_0() -> None:
@@ -287,8 +303,9 @@ def test_a_compiled_model_has_the_same_metrics_and_compiles_once(mode: str) -> N
         output = compiled(**batch)
         for name in expected.metrics:
             torch.testing.assert_close(output.metrics[name], expected.metrics[name])
-        model._logitless_patch.tally.take()  # as a Trainer does
     assert len(graphs) == 1
+    (sums,) = model._logitless_patch.tally.take()  # as a Trainer does
+    assert sums[:, 0].sum() == output.metrics["tokens"] and sums.shape == (2, 5)
     if mode == "train":
         for a, e in zip(gradients(model, output.loss), gradients(model, expected.loss)):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=2e-6)
