@@ -15,7 +15,7 @@ namespace logitless::reference {
 // How the judged backend adds, which sets gamma(K) of the contract.
 struct BoundModel {
   bool tensor_cores = false;  // gamma is then u32 (4 + K/16) instead of u32 (4 + sqrt K)
-  bool tf32 = false;        // products of f32 keep 10 bits of both operands: gamma grows by 2 2^-10
+  bool tf32 = false;  // products of f32 keep 10 bits of both operands: gamma grows by 2 2^-10
   // Rows are constant, repeated or of one sign: where K/4 is more, it replaces sqrt K or K/16.
   bool structured = false;
 };

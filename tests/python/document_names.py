@@ -116,6 +116,24 @@ def a_llama() -> Names:
     }
 
 
+def a_transformers_trainer() -> Names:
+    """What it is made of."""
+    needs("transformers", "accelerate")
+    import torch
+    import transformers
+
+    arguments = transformers.TrainingArguments(
+        tempfile.mkdtemp(), use_cpu=True, max_steps=1, report_to="none", save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    tokens = torch.randint(0, V, (B, T))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    return {
+        **a_llama(), "arguments": arguments, "rows": rows, "held_out": rows,
+        "batch": {"input_ids": tokens, "labels": tokens},
+    }  # fmt: skip
+
+
 def a_corpus() -> Names:
     needs("safetensors")
     import torch
@@ -278,6 +296,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
     ],
     "docs/integrations.md": [
         ("patch_transformers(model)", a_llama),
+        ("metrics=(", a_transformers_trainer),
         ("patch_trl(", a_trl_trainer),
         ("integrations.lm_eval", a_model_of_the_hub),
         ("levanter.models", lambda: needs("levanter") or {}),

@@ -74,9 +74,11 @@ def test_more_made_of_the_logits_makes_gradients_nan_and_an_error_later() -> Non
         model(**given())
 
 
-def test_a_step_can_be_captured() -> None:
+@pytest.mark.parametrize("metrics", [(), ("accuracy", "entropy", "logprob", "rank")])
+def test_a_step_can_be_captured(metrics: tuple[str, ...]) -> None:
+    """So that nothing in it waits for the device, metrics neither."""
     model, tensors = ToyForCausalLM().cuda(), given()
-    patch_transformers(model)
+    patch_transformers(model, metrics=metrics)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -85,13 +87,18 @@ def test_a_step_can_be_captured() -> None:
             model(**tensors).loss.backward()
     torch.cuda.current_stream().wait_stream(side)
     expected = model.lm_head.weight.grad.clone()
+    found = dict(getattr(model(**tensors), "metrics", {}))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         model.zero_grad(set_to_none=False)
-        loss = model(**tensors).loss
+        output = model(**tensors)
+        loss = output.loss
         loss.backward()
     for _ in range(5):
         graph.replay()
     torch.cuda.synchronize()
     assert loss.isfinite()
     torch.testing.assert_close(model.lm_head.weight.grad, expected, rtol=0, atol=0)
+    assert len(found) == len(metrics) + bool(metrics)
+    for name, value in found.items():
+        torch.testing.assert_close(output.metrics[name], value, rtol=0, atol=0)

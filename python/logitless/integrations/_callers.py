@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who calls a patched model: raises early for a Trainer that will ask for logits."""
+"""Who calls a patched model: raises early for a Trainer that will ask for logits, and lets one log
+metrics."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ from typing import Any
 from logitless._errors import not_supported
 
 _TRAINER, _STEPS = "transformers.trainer", ("training_step", "prediction_step")
+_MODES = ("training_step", "evaluation_loop")  # where it calls train() and eval()
 
 
-def _trainer_frame() -> FrameType | None:
-    """The frame of the step of transformers' Trainer in which this thread is, if any."""
+def _trainer_frame(names: tuple[str, ...] = _STEPS) -> FrameType | None:
+    """The frame of one of these methods of transformers' Trainer in which this thread is, if
+    any."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in _STEPS and frame.f_globals.get("__name__") == _TRAINER:
+        if frame.f_code.co_name in names and frame.f_globals.get("__name__") == _TRAINER:
             return frame
         frame = frame.f_back
     return None
@@ -36,12 +39,32 @@ def _wants_logits(frame: FrameType) -> bool:
     return not (arguments.prediction_loss_only or generates or never)
 
 
-def check() -> None:
-    """Raises if a Trainer up the stack will use logits that are not made."""
+def check(raises: bool = True, compiled: bool = False) -> bool:
+    """Raises if a Trainer up the stack will use logits that are not made, or returns whether the
+    call's go to its preprocess_logits_for_metrics, for which their argmax may do. Not in
+    `compiled` code, which has no argmax for it."""
     frame = _trainer_frame()
-    if frame is not None and _wants_logits(frame):
+    if frame is None or not _wants_logits(frame):
+        return False
+    served = getattr(frame.f_locals.get("self"), "preprocess_logits_for_metrics", None) is not None
+    predicts = frame.f_code.co_name == "prediction_step"
+    if served and not (predicts and compiled):
+        return predicts
+    if raises:
         raise not_supported(
             "the Trainer makes predictions or compute_metrics of the logits of evaluations, of "
             "which a patched model makes none; pass eval_logits=True to patch_transformers, which "
-            "leaves evaluations alone (eval_logits=False: the metrics need no logits)"
+            "leaves evaluations alone (eval_logits=False: the metrics need no logits), or give the "
+            "Trainer preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)"
         )
+    return False
+
+
+def tell(tally: Any) -> None:
+    """Lets a Trainer up the stack, which calls the model's train() or eval(), log what is added to
+    the tally from now on."""
+    frame = _trainer_frame(_MODES)
+    if frame is not None and (trainer := frame.f_locals.get("self")) is not None:
+        from logitless.integrations import _trainer  # it needs transformers
+
+        _trainer.watch(trainer, tally, frame.f_code.co_name == "evaluation_loop")

@@ -271,7 +271,7 @@ def _checked(
     """(out, the factor of its gradient)."""
     _raise_late()
     if asks and not _is_settled(key):
-        _callers.check()
+        _callers.check(compiled=key > 0)
     transform, told = Transform(scale, softcap, columns), names.split()
     for name, a, b in zip(told, given, known):
         if a.shape != b.shape:

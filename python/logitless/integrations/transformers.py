@@ -15,15 +15,17 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from logitless._errors import LogitlessError, invalid, not_supported, renames
-from logitless.integrations import _callers, _heads, _rows, trl
-from logitless.torch import linear_cross_entropy, workspace_size
+from logitless.integrations import _callers, _heads, _metrics, _rows, trl
+from logitless.integrations._predicted import Predicted
+from logitless.torch import linear_cross_entropy, linear_topk, workspace_size
+from logitless.torch._functions import measured
 
 # Attributes of a patched module beside its `forward`; Patch.unpatch removes them.
 _PATCH, _OWN_FORWARD, _OWN_LOSS = "_logitless_patch", "_logitless_forward", "_logitless_loss"
@@ -79,6 +81,9 @@ class _Pending:
         self.loss: Tensor | None = None
         self.asked = False  # whether the model has asked for the loss
         self.looked = False  # whether the head's own forward has been checked
+        self.sums: Tensor | None = None  # of the metrics
+        self.predicts = False  # whether the Trainer wants the likeliest tokens
+        self.logits: Tensor | None = None  # what it is given in place of logits
         self.pairs: list[tuple[str, Tensor, Tensor]] = []  # (name, the model's, the head's)
 
     @renames({"target": "labels", "linear_weight": "lm_head.weight", "linear_bias": "lm_head.bias"})
@@ -113,9 +118,21 @@ class _Pending:
         self, input: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
         options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
-        loss: Tensor = linear_cross_entropy(
-            input, weight, labels, linear_bias=bias, shift=self.shift_labels is None, **options
-        )
+        if self.predicts:  # of ignored positions too, which no statistic has
+            made = ("softcap", "logit_scale", "memory")
+            given = {name: options[name] for name in made if name in options}
+            ids = linear_topk(input, weight, 1, linear_bias=bias, **given)[1][..., 0]
+            self.logits = Predicted(ids, weight.shape[0], _dtype_of_logits(input))
+        shifted, names = self.shift_labels is not None, self.settings.metrics
+        options |= {"linear_bias": bias, "shift": not shifted}
+        loss: Tensor
+        if not names:
+            loss = linear_cross_entropy(input, weight, labels, **options)
+            return loss
+        wanted = [_metrics.METRICS[name] for name in names]
+        loss, statistics = measured(input, weight, labels, wanted, **options)
+        target = _metrics.target_of(labels, shifted, self.ignore_index)
+        self.sums = _metrics.sums_of(statistics, target, self.ignore_index, names)
         return loss
 
     def answer(self) -> Tensor:
@@ -361,19 +378,52 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if "labels" in names and not set(names) & set(kwargs):
         kwargs |= dict(zip(names, args))
         args = args[len(names) :]
-    labels = kwargs.get("labels")
-    if labels is None or (settings.eval_logits and not self.training):
-        if labels is None and self.training and torch.is_grad_enabled():
+    labels, skips = kwargs.get("labels"), kwargs.pop("skip_logits", None)
+    if labels is None:
+        if skips:
+            raise invalid("skip_logits is True, but labels is None; allowed: with labels")
+        if self.training and torch.is_grad_enabled():
             settings.warn("it was called without labels and gives its logits")
         return _through_its_backbone(self, *args, **kwargs)
     if settings.derived_of and _is_left_alone(self, settings.derived_of):
         return _through_its_backbone(self, *args, **kwargs)
+    if skips is None:
+        skips = self.training or not settings.eval_logits
+    if not skips and not settings.metrics:
+        return _through_its_backbone(self, *args, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
-    pending = (_calls.kind or _Pending)(settings, labels, kwargs)
-    output = _forward_with(pending, self, *args, **kwargs, return_dict=True)
-    output = dataclasses.replace(output, loss=pending.checked(output.loss), logits=None)
-    settings.count(pending)
+    if skips:
+        pending = (_calls.kind or _Pending)(settings, labels, kwargs)
+        output = _forward_with(pending, self, *args, **kwargs, return_dict=True)
+        loss = pending.checked(output.loss)
+        output = dataclasses.replace(output, loss=loss, logits=pending.logits)
+        settings.count(pending)
+        sums = pending.sums
+    else:
+        output = _through_its_backbone(self, *args, **kwargs, return_dict=True)
+        sums = _sums_of_logits(output.logits, settings.metrics, labels, kwargs)
+    if sums is not None:
+        settings.tally.add(sums)
+        output = _metrics.added(output, _metrics.means_of(sums, settings.metrics))
     return output.to_tuple() if as_tuple else output
+
+
+def _sums_of_logits(
+    logits: Tensor, names: tuple[str, ...], labels: Tensor, kwargs: dict[str, Any]
+) -> Tensor:
+    shifted, ignored = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
+    target = labels if shifted is None else shifted
+    target = _metrics.target_of(target, shifted is not None, ignored)
+    return _metrics.of_logits(logits, target, ignored, names)
+
+
+def _train(self: Any, mode: bool = True) -> Any:
+    """nn.Module's train. A Trainer calls it before its steps and its evaluations."""
+    type(self).train(self, mode)
+    settings: _Settings | None = self.__dict__.get(_PATCH)
+    if settings is not None:
+        _callers.tell(settings.tally)
+    return self
 
 
 def _through_its_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -497,6 +547,8 @@ class _Settings:
         self.options = {name: options[name] for name in _OPTIONS if name in options}
         self.options.setdefault("empty_mean", "nan")
         self.eval_logits: bool | None = options.get("eval_logits")
+        self.metrics: tuple[str, ...] = options.get("metrics", ())
+        self.tally = _metrics.Tally(self.metrics)
         self.derived_of = derived_of  # the patched class, if not the model's own
         self.config = model.config.get_text_config() if hasattr(model, "config") else None
         self.seen: set[tuple[Any, ...]] = set()  # states in which a call passed the check
@@ -530,8 +582,8 @@ class _Settings:
             return
         pending.state = self._state(model, parts)
         pending.key = _rows.SETTLED if pending.state in self.seen else _rows.NEW
-        if self.eval_logits is None and not model.training:
-            _callers.check()  # this call's Trainer may be another one
+        if not (self.eval_logits or model.training):  # this call's Trainer may be another one
+            pending.predicts = _callers.check(raises=self.eval_logits is None)
 
     def _state(self, model: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         """The state in which one checked call vouches for others."""
@@ -605,6 +657,12 @@ class _BoundLoss(_Bound):
         return inspect.signature(self.module.__dict__[_OWN_LOSS].own)
 
 
+class _BoundTrain(_Bound):
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(functools.partial(type(self.module).train, self.module))
+
+
 def _replicate(self: Any) -> Any:
     """Binds functions anew: DataParallel's replicas are shallow copies."""
     replica = type(self)._replicate_for_data_parallel(self)
@@ -654,6 +712,8 @@ def _restore(model: Any) -> None:
     for module in model.modules():  # adapters may have moved the head anywhere
         if module.__dict__.pop(_PATCH, None) is None:
             continue
+        if isinstance(module.__dict__.get("train"), _BoundTrain):
+            del module.__dict__["train"]
         _restore_loss(module)
         held = [name for name in _FORWARDS if isinstance(module.__dict__.get(name), _Bound)]
         if not held:
@@ -778,6 +838,8 @@ def _check_alike(known: dict[str, Any], given: dict[str, Any], what: str, way: s
 
 def _install_model(model: Any, settings: _Settings) -> None:
     _install(model, _model_forward, settings)
+    if settings.metrics:
+        model.__dict__["train"] = _BoundTrain(model, _train)
     if (backbone := getattr(model, "base_model", model)) is not model:
         _install(backbone, _backbone_forward, settings)
 
@@ -858,13 +920,20 @@ def _check_options(options: dict[str, Any], rows: int | None) -> None:
     workspace_size(zeros[0], zeros[1], zeros[2].long(), **tried)
 
 
-def patch_transformers(model: Any, *, eval_logits: bool | None = None, **options: Any) -> Patch:
+def patch_transformers(
+    model: Any, *, eval_logits: bool | None = None, metrics: Sequence[str] = (), **options: Any
+) -> Patch:  # fmt: skip
     """Makes `model` (Llama, Qwen, Gemma, GPT-2, ... ForCausalLM) compute its loss without logits.
 
     `model` may be one of PEFT's around such a model, or a class, as LlamaForCausalLM: then every
     model of it that is made from now on is patched. With labels, output.loss is the loss and
-    output.logits is None; without them nothing changes.
+    output.logits is None; without them nothing changes. A call with `skip_logits=False` has logits
+    [B, T, V] beside labels too, and the model's own loss.
 
+    - `metrics`: some of "accuracy", "entropy", "logprob" and "rank". output.metrics is then a dict
+      of them, [] f32 on the model's device, each a mean over the call's labels that are not
+      ignored; NaN if there is none. "tokens" in it is their number. A Trainer logs means over all
+      labels since its last log, and evaluates means over all labels of a dataset.
     - `eval_logits`: True leaves the model as it is in eval mode, for metrics made of logits. False
       says that a Trainer's metrics need none, which is an error otherwise.
     - `logit_scale`, `softcap`, `vocab_size`: the scale and softcap of the logits, and which rows of
@@ -875,6 +944,8 @@ def patch_transformers(model: Any, *, eval_logits: bool | None = None, **options
     Returns a `Patch`, whose `calls` counts the losses made here.
     """
     given = options if eval_logits is None else {**options, "eval_logits": eval_logits}
+    if names := _metrics.names_of(metrics):
+        given = {**given, "metrics": names}
     if isinstance(model, type):
         _check_options(options, None)
         return _patch_class(model, given)

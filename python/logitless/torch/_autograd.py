@@ -155,7 +155,8 @@ class Call:
         """Whether the gradients are made in the forward call. `hooked`: nothing may be kept.
         `all_needed`: as if every tensor required one."""
         none = self.options.reduction == _abi.REDUCTION_NONE
-        if weight is None or none or self.wanted & _run.DIFFERENTIABLE:
+        follows = self.wanted & _run.DIFFERENTIABLE and not self.wanted & _run.ALL_DETACHED
+        if weight is None or none or follows:
             return False
         bounded = self.memory is not None and self.memory >= 0  # below 0 it is an _abi.Room
         if torch.float16 not in (input.dtype, weight.dtype) or hooked or bounded:

@@ -231,7 +231,7 @@ def _loss(
             apply = FusedLoss.apply
             loss = apply(input, weight, bias, call)
             statistics, call.statistics = call.statistics, ()
-            return loss, None, None, None, None, *statistics, None, None, None
+            return loss, *statistics, None, None, None
         if needs:
             apply = Loss.apply
             return apply(input, weight, bias, call)
@@ -347,6 +347,18 @@ def linear_cross_entropy(
         normalizer, shift, memory, empty_mean, group, vocab_ids,
     )  # fmt: skip
     return _result(outputs, wanted)
+
+
+def measured(
+    input: Tensor, linear_weight: Tensor, target: Tensor, return_statistics: Sequence[str],
+    **options: Any,
+) -> tuple[Tensor, Statistics]:  # fmt: skip
+    """(loss, statistics) of linear_cross_entropy, whose statistics have no gradient: those of a
+    mean or a sum are made in one call with it, whatever is asked for."""
+    wanted = wanted_of(return_statistics) | _run.LOSS | _run.DETACHED | _run.ALL_DETACHED
+    loss, *outputs = linear_outputs(input, linear_weight, target, wanted, **options)
+    made = outputs[: AFTER_STATISTICS - 1]
+    return loss, _statistics.Statistics(*(t if t is None else t.detach() for t in made))
 
 
 def _result(outputs: Any, wanted: int) -> Any:

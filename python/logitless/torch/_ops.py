@@ -141,7 +141,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     if wanted & _run.FUSED:
         dtypes = _held((input, weight, bias), wanted)
         loss, statistics, grads = _run.forward_backward(*call, wanted, dtypes)
-        made = {_run.LOSS: loss, **dict(zip(_run.CONSTANTS, statistics))}
+        made = {_run.LOSS: loss, **dict(zip(_run.STATISTICS, statistics))}
         nothing = _kept_like(input, weight, constants.target, 0)
         found = _filled((*map(made.get, _run.OUTPUTS), None, None), input.device)
         return *found, *nothing, *_grads(grads, input)

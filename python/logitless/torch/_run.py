@@ -9,7 +9,7 @@ next, because any call may run with special allocations, such as a CUDA graph's 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +27,8 @@ from logitless.torch._kept import FRESH, Keep, Kept, State
 # What a forward call may be asked for, as bits: outputs in the order that they have everywhere,
 # what Backward needs, and that the entropy will not be differentiated. In ops also which gradients
 # may follow, perhaps in f32 beside 16-bit tensors, whether one of the entropy may arrive, the
-# class-weighted sum of a shard's logits, and that the gradients are made with the loss.
+# class-weighted sum of a shard's logits, and that the gradients are made with the loss. At last,
+# that no statistic will be differentiated, so that they may be.
 # `logits_at` [..., K] and `top_logits` [..., k] of the whole vocabulary become log-probabilities
 # (logprobs_at, logprobs_of); those of a shard stay logits. k is a number above the bits.
 OUTPUTS = {
@@ -37,8 +38,8 @@ OUTPUTS = {
 BITS = {name: bit for bit, name in OUTPUTS.items()}
 (
     ROW_STATE, DETACHED, OF_INPUT, OF_WEIGHT, OF_BIAS, INPUT_IN_F32, WEIGHT_IN_F32, BIAS_IN_F32,
-    OF_ENTROPY, WEIGHTED, FUSED,
-) = (1 << (len(OUTPUTS) + place) for place in range(11))  # fmt: skip
+    OF_ENTROPY, WEIGHTED, FUSED, ALL_DETACHED,
+) = (1 << (len(OUTPUTS) + place) for place in range(12))  # fmt: skip
 OF_TENSORS, IN_F32 = (OF_INPUT, OF_WEIGHT, OF_BIAS), (INPUT_IN_F32, WEIGHT_IN_F32, BIAS_IN_F32)
 LOSS, TARGET_LOGIT, LOGPROB, ENTROPY = (
     BITS[name] for name in ("loss", "target_logit", "logprob", "entropy")
@@ -59,7 +60,7 @@ INPUTS = (
 )  # fmt: skip
 _FORWARD = (*INPUTS, "anchor", *OUTPUTS.values(), "weighted_logit_sum")
 _FORWARD_BACKWARD = (
-    *INPUTS, "loss", *CONSTANTS.values(), "grad_input", "grad_weight", "grad_bias",
+    *INPUTS, "loss", *TABLE, "grad_input", "grad_weight", "grad_bias",
 )  # fmt: skip
 _BACKWARD = (
     *INPUTS, "entropy", "grad_loss", "grad_lse",
@@ -353,12 +354,11 @@ def _per_token(target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 _NO_STATISTICS = (None,) * len(STATISTICS)
-_NO_CONSTANTS = (None,) * len(CONSTANTS)
 
 
-def _statistics(target: Tensor, wanted: int, bits: Iterable[int]) -> list[Tensor | None]:
+def _statistics(target: Tensor, wanted: int) -> list[Tensor | None]:
     """A tensor [...] for each wanted one."""
-    return [_per_token(target, dtype_of(bit)) if wanted & bit else None for bit in bits]
+    return [_per_token(target, dtype_of(bit)) if wanted & bit else None for bit in STATISTICS]
 
 
 def _row_state(rows: Tensor) -> Tensor:
@@ -403,7 +403,7 @@ def forward(
         loss = _per_token(target) if none else _scalar(rows)  # [...] or []
     statistics: Sequence[Tensor | None] = _NO_STATISTICS
     if wanted & _EVERY_STATISTIC:
-        statistics = _statistics(target, wanted, STATISTICS)  # [...]
+        statistics = _statistics(target, wanted)  # [...]
     if not wanted & LOGITS_AT:
         ids = id_offsets = None
     logits_at = None if ids is None else _per_token(ids)  # [..., K]
@@ -445,16 +445,16 @@ def forward_backward(
     memory: int | None, wanted: int, dtypes: tuple[torch.dtype | None, ...],
     launcher: Launcher | None = None,
 ) -> tuple[Tensor, Sequence[Tensor | None], list[Tensor | None]]:  # fmt: skip
-    """The loss [], the statistics of CONSTANTS, and the gradients of input, weight and bias for an
-    upstream gradient of 1; `dtypes` are theirs, None where one is not wanted."""
+    """The loss [], the statistics, and the gradients of input, weight and bias for an upstream
+    gradient of 1; `dtypes` are theirs, None where one is not wanted."""
     target, token_weight, vocab_weight, normalizer, temperature, *_ = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
     loss = _scalar(rows)  # []
     grad_input = grad_weight = grad_bias = None
-    statistics: Sequence[Tensor | None] = _NO_CONSTANTS
+    statistics: Sequence[Tensor | None] = _NO_STATISTICS
     if wanted & _EVERY_STATISTIC:
-        statistics = _statistics(target, wanted, CONSTANTS)  # [...]
+        statistics = _statistics(target, wanted)  # [...]
     if dtypes[0] is not None:
         grad_input = _grad_of(rows, dtypes[0])  # [N, D]
     if dtypes[1] is not None:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' Trainer logs the metrics of a patched model.
+
+It is found when it calls the model's train() or eval(), before the model's forward. Then it is
+given a callback, and a prediction_step that does not take the metrics for logits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+_RUNTIME = "_runtime"  # ends a name in the logs of every evaluation
+# What transformers ignores of outputs where a configuration says nothing.
+_IGNORED = ("cache",)
+
+
+class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Adds the sums of a model's calls, and the means to what its Trainer logs. It is the first of
+    the Trainer's callbacks, so that those that report see the means."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.tally: Any = None
+        self.trained: Tensor | None = None  # [1 + K] sums since the last log, of this process
+        self.evaluated: Tensor | None = None  # of all processes
+        self.means: dict[str, float] = {}  # of the evaluation that was logged last
+
+    def follow(self, tally: Any, evaluates: bool) -> None:
+        """Watches the calls of a model, which may be another one since."""
+        if tally is not self.tally:
+            self.tally, self.trained = tally, None
+            tally.watched = True
+        tally.take()  # of calls that were not the Trainer's
+        if evaluates:
+            self.evaluated, self.means = None, {}
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.trained = None
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        for sums in self.tally.take():
+            total = sums.sum(0)
+            self.trained = total if self.trained is None else self.trained + total
+
+    on_step_end = on_substep_end
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        """Gathers rows as the Trainer gathers losses: those that the sampler repeats in the last
+        batch, to give every process as many, are dropped."""
+        for sums in self.tally.take():
+            missing = self.trainer.args.eval_batch_size - len(sums)
+            rows = torch.nn.functional.pad(sums, (0, 0, 0, max(missing, 0)))
+            total = self.trainer.accelerator.gather_for_metrics(rows).sum(0)
+            self.evaluated = total if self.evaluated is None else self.evaluated + total
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        found: dict[str, float] = {}
+        prefix = _prefix_of(logs)
+        if prefix is not None and self.evaluated is not None:
+            self._end_evaluation(prefix)
+            found = self.means
+        elif "loss" in logs and self.trained is not None:
+            found = self._means(self.trainer.accelerator.gather(self.trained[None]).sum(0))
+            self.trained = None
+        logs.update(found)
+        state.log_history[-1].update(found)
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
+    ) -> None:
+        """For a Trainer whose log makes a copy of what it is given."""
+        metrics.update(self.means)
+        self.means = {}
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+        """A prediction is not logged."""
+        prefix = _prefix_of(metrics)
+        if prefix is not None and self.evaluated is not None:
+            self._end_evaluation(prefix)
+            self.on_evaluate(args, state, control, metrics)
+
+    def _end_evaluation(self, prefix: str) -> None:
+        assert self.evaluated is not None
+        made = self._means(self.evaluated)
+        self.evaluated, self.means = None, {f"{prefix}_{k}": v for k, v in made.items()}
+
+    def _means(self, sums: Tensor) -> dict[str, float]:
+        """None, where no token counts."""
+        count, *totals = sums.tolist()
+        return {name: total / count for name, total in zip(self.tally.names, totals) if count}
+
+
+def _prefix_of(logs: Any) -> str | None:
+    """That of an evaluation's names."""
+    found = (name for name in logs if name.endswith(_RUNTIME))
+    return next((name[: -len(_RUNTIME)] for name in found), None)
+
+
+def watch(trainer: Any, tally: Any, evaluates: bool) -> None:
+    """Lets the Trainer log what the model's calls add to `tally`."""
+    callbacks = trainer.callback_handler.callbacks
+    watcher = next((c for c in callbacks if isinstance(c, Watcher)), None)
+    if watcher is None:
+        watcher = Watcher(trainer)
+        callbacks.insert(0, watcher)
+        trainer.prediction_step = functools.partial(
+            _prediction_step, trainer, trainer.prediction_step
+        )
+    watcher.follow(tally, evaluates)
+
+
+def _prediction_step(
+    trainer: Any, own: Any, model: Any, inputs: Any, prediction_loss_only: Any,
+    ignore_keys: Any = None, **options: Any,
+) -> Any:  # fmt: skip
+    if ignore_keys is None:
+        config = getattr(trainer.model, "config", None)
+        ignore_keys = getattr(config, "keys_to_ignore_at_inference", _IGNORED)
+    ignore_keys = [*ignore_keys, "metrics"]
+    return own(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **options)
