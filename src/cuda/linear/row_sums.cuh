@@ -56,23 +56,10 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   RowTotals all;
 #pragma unroll
   for (int n = 0; n < held; ++n) all.others = fmaxf(all.others, own[n].reference);
-  // Four at a time, so that their loads wait for memory together.
-  const auto each_other = [&](const auto& use) {
-    constexpr int together = kPlain ? 1 : 4;
 #pragma unroll 1
-    for (int first = 32 * held + lane; first < count; first += 32 * together) {
-      PartialSum x[together];
-#pragma unroll
-      for (int n = 0; n < together; ++n) {
-        if (first + 32 * n < count) x[n] = segments(first + 32 * n);
-      }
-#pragma unroll
-      for (int n = 0; n < together; ++n) {
-        if (first + 32 * n < count) use(first + 32 * n, x[n]);
-      }
-    }
-  };
-  each_other([&](int, const PartialSum& x) { all.others = fmaxf(all.others, x.reference); });
+  for (int b = 32 * held + lane; b < count; b += 32) {
+    all.others = fmaxf(all.others, segments(b).reference);
+  }
   all.others = warp_max(all.others);
   all.maximum = maximum_with_target(all.others, token);
   const auto add = [&](int b, const PartialSum& x) {
@@ -97,7 +84,8 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   for (int n = 0; n < held; ++n) {
     if (32 * n + lane < count) add(32 * n + lane, own[n]);
   }
-  each_other(add);
+#pragma unroll 1
+  for (int b = 32 * held + lane; b < count; b += 32) add(b, segments(b));
   all.sum = warp_sum(all.sum);
   if constexpr (kPlain) return all;
   if (partials.shifted != nullptr) all.shifted = warp_sum(all.shifted);
