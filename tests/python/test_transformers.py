@@ -202,6 +202,36 @@ def test_a_model_in_f64_is_refused_when_patching() -> None:
     assert "forward" not in vars(model)
 
 
+class Codes(torch.Tensor):
+    """A weight in int8 that looks like one of its scale's dtype, as torchao's."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Any:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        return make(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, _: Any, arguments: Any, __: Any = None) -> Any:
+        if op is torch.ops.aten.detach.default:
+            return cls(arguments[0].codes, arguments[0].scale)
+        raise NotImplementedError(op)
+
+
+@pytest.mark.parametrize("kind", ["int8", "its own"])
+def test_a_quantized_head_is_refused_with_the_way_out(kind: str) -> None:
+    model, _ = model_and_batch("llama")
+    codes = torch.ones(model.lm_head.weight.shape, dtype=torch.int8)
+    weight = codes if kind == "int8" else Codes(codes, torch.ones(1))
+    model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    said = "is int8; allowed" if kind == "int8" else r"is a test_transformers\.Codes; allowed"
+    with pytest.raises(TypeError if kind == "int8" else NotImplementedError, match=said) as caught:
+        patch_transformers(model)
+    assert 'skip_modules=["lm_head"]' in str(caught.value)
+
+
 @pytest.mark.parametrize("when", ["before the patch", "after the patch", "before, and appended"])
 def test_hooks_of_accelerate_on_the_head_run(when: str) -> None:
     hooks = pytest.importorskip("accelerate.hooks")

@@ -78,13 +78,29 @@ def parts(head: Any) -> tuple[Any, ...]:
     raise _refused(f"a {type(head).__module__}.{type(head).__qualname__}")
 
 
-def check_dtype(part: Any) -> None:
-    dtype = getattr(getattr(part, "weight", None), "dtype", torch.float32)
-    if dtype not in _DTYPES:
+_UNQUANTIZED = (
+    'leave the head out of the quantization, as BitsAndBytesConfig(llm_int8_skip_modules=["lm_head"'
+    ']) and TorchAoConfig(modules_to_not_convert=["lm_head"]) do'
+)
+
+
+def check_weight(part: Any) -> None:
+    """Refuses a weight that is no matrix of numbers: other dtypes, and tensors of a class that says
+    itself what an operation is (torchao's), but for distributed ones."""
+    weight = getattr(part, "weight", None)
+    if not isinstance(weight, Tensor):
+        return
+    if weight.dtype not in _DTYPES:
         allowed = ", ".join(str(allowed)[6:] for allowed in _DTYPES)
-        raise wrong_dtype(
-            f"lm_head.weight is {str(dtype)[6:]}; allowed: {allowed} (model.to(torch.float32) "
-            "before the patch)"
+        casts = weight.dtype in (torch.float64, torch.complex64, torch.complex128)
+        way = "model.to(torch.float32) before the patch" if casts else _UNQUANTIZED
+        raise wrong_dtype(f"lm_head.weight is {str(weight.dtype)[6:]}; allowed: {allowed} ({way})")
+    kind: Any = type(weight)
+    known = kind.__torch_dispatch__ == Tensor.__torch_dispatch__ or hasattr(weight, "placements")
+    if not known and kind.__module__.partition(".")[0] != "torch":
+        raise not_supported(
+            f"lm_head.weight is a {kind.__module__}.{kind.__qualname__}; allowed: a plain or a "
+            f"distributed tensor ({_UNQUANTIZED})"
         )
 
 

@@ -799,7 +799,7 @@ def _check_model(model: Any) -> tuple[Any, ...]:
     head = _head_of(model)
     parts = _heads.parts(head)
     for part in parts:
-        _heads.check_dtype(part)
+        _heads.check_weight(part)
     trl.check_forward(model)
     _check_loss_function(model)
     if "loss_function" not in _names_in_forward(type(model)):
