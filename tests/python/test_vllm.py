@@ -11,7 +11,9 @@ from torch import Tensor
 
 import reference
 from logitless import LogitlessError
+from logitless._abi import Room
 from logitless.integrations import vllm
+from logitless.torch import default_memory
 from reference import close
 from test_linear import problem
 
@@ -97,6 +99,26 @@ def test_memory_bounds_the_call() -> None:
     assert all(torch.equal(a, b) for a, b in zip(bounded, free))
     with pytest.raises(LogitlessError, match="memory"):
         vllm.gather_logprobs(x, w, 4, t, memory=1)
+
+
+def test_the_default_memory_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    real = vllm.linear_outputs
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        given.append(options["memory"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(vllm, "linear_outputs", spy)
+    x, w, _, t = problem((4,), 17, 8, ignored=0)
+    for memory in (None, "64MiB"):
+        vllm.gather_logprobs(x, w, 2, t, memory=memory)
+    large = torch.empty(8192, 16, device="meta"), torch.empty(151936, 16, device="meta")
+    vllm.gather_logprobs(*large, 2, torch.zeros(8192, dtype=torch.int64, device="meta"))
+    with default_memory("1GiB"):
+        vllm.gather_logprobs(x, w, 2, t)
+    small = 4 * 4 * 17 // 3
+    assert given == [Room(small), "64MiB", Room(92 << 20), None]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from logitless._errors import invalid, renames, wrong_dtype, wrong_shape
+from logitless.integrations._memory import frugal
 from logitless.torch import _run, _top
 from logitless.torch._functions import linear_outputs
 
@@ -34,6 +35,7 @@ class Logprob(NamedTuple):
 
 
 _NEVER = -(1 << 63)  # an ignore_index that no token has
+_MEMORY = 92 << 20  # with the results of 8192 tokens and 20 likeliest ones 96 MiB
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
@@ -52,8 +54,9 @@ def gather_logprobs(
     softcap: float | None = 0.0, memory: int | str | None = None,
 ) -> LogprobsTensors:  # fmt: skip
     """Of token_ids [N] behind hidden_states [N, D], as vLLM's Sampler.gather_logprobs makes them of
-    log-probabilities [N, V]. `num_logprobs` is 0 to 256 and at most V. The
-    options are linear_topk's."""
+    log-probabilities [N, V]. `num_logprobs` is 0 to 256 and at most V. The options are
+    linear_topk's; `memory` is 92 MiB unless it or default_memory says another, or the least that
+    serves, if that is more."""
     if isinstance(num_logprobs, bool) or not isinstance(num_logprobs, int) or num_logprobs < 0:
         raise invalid(f"num_logprobs is {num_logprobs!r}; allowed: 0 to 256, and at most V")
     if hidden_states.dim() != 2 or token_ids.shape != hidden_states.shape[:1]:
@@ -67,6 +70,7 @@ def gather_logprobs(
     wanted = _run.LOGPROB | _run.BITS["rank"]
     if num_logprobs:
         wanted |= _top.wanted_of(num_logprobs)
+    memory = frugal(memory, hidden_states, weight, lambda _: _MEMORY)
     outputs = linear_outputs(
         hidden_states, weight, token_ids.long(), wanted, linear_bias, reduction="none",
         ignore_index=_NEVER, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
