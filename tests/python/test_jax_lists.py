@@ -734,6 +734,34 @@ def test_lists_of_split_tokens(over: Any, layout: str, jitted: bool) -> None:
 
 @HOSTS
 @needs_partitioner
+@OVER
+@pytest.mark.parametrize("statistics", [(), ("lse",)], ids=str)
+def test_empty_lists_of_split_tokens(over: Any, statistics: Any) -> None:
+    if statistics and over == "ids":
+        pytest.skip("nothing is known of the other columns")
+    x, w, _, _ = problem((8,), 48, 16)
+    split = jax.device_put(x, jax.sharding.NamedSharding(mesh_of(dp=4), P("dp")))
+    ids, offsets = np.zeros(0, np.int32), np.zeros(9, np.int32)
+
+    def call(x: Any, w: Any, offsets: Any) -> Any:
+        made = linear_logprobs_at(
+            x, w, ids, over=over, offsets=offsets, return_statistics=statistics
+        )
+        return made if statistics else (made,)
+
+    made = jax.jit(call)(split, w, offsets)
+    assert made[0].shape == (0,)
+    if not statistics:
+        return
+    assert not np.any(made[1].lse), "tokens without an id are not computed"
+    wrong = offsets.copy()
+    wrong[4] = 2
+    with pytest.raises(Exception, match="id_offsets"):
+        jax.block_until_ready(jax.jit(call)(split, w, wrong))
+
+
+@HOSTS
+@needs_partitioner
 def test_lists_of_split_tokens_are_of_a_devices_own_hidden_states() -> None:
     _, held = split_lists("sequences")
     text = jax.jit(of_lists("vocab")).lower(*held).compile().as_text()

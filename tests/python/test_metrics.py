@@ -398,8 +398,9 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def trainer_of(
-    model: Any, folder: Any, data: Any, given: dict[str, Any] | None = None, **settings: Any
-) -> tuple[Any, list[dict[str, Tensor]]]:
+    model: Any, folder: Any, data: Any, given: dict[str, Any] | None = None,
+    kind: Any = transformers.Trainer, **settings: Any,
+) -> tuple[Any, list[dict[str, Tensor]]]:  # fmt: skip
     """A Trainer that learns nothing, so that its metrics are those of one model, and its
     batches."""
     batches: list[dict[str, Tensor]] = []
@@ -415,7 +416,7 @@ def trainer_of(
     arguments = transformers.TrainingArguments(
         str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **{**defaults, **settings}
     )
-    trainer = transformers.Trainer(
+    trainer = kind(
         model, arguments, data_collator=collator, train_dataset=data, eval_dataset=data,
         **(given or {}),
     )  # fmt: skip
@@ -678,16 +679,142 @@ def in_a_process(rank: int, folder: str, port: int, state: Any) -> None:
     patch_transformers(model, metrics=NAMES)
     given = {"compute_metrics": words_of, "preprocess_logits_for_metrics": ARGMAX["method"]}
     trainer, batches = trainer_of(
-        model, folder, data, given, ddp_backend="gloo", per_device_eval_batch_size=3
+        model, folder, data, given, Sampling, ddp_backend="gloo", per_device_eval_batch_size=3
     )
     trainer.train()
     made = {
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "batches": batches[:4],
         "evaluated": [trainer.evaluate(data[:n]) for n in (7, 10, 6)],
+        "streamed": [trainer.evaluate(Stream(alike(data[:n]))) for n in (5, 7, 8)],
     }
     torch.save(made, pathlib.Path(folder) / f"{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[misc]
+    """Rows without a length: the first process reads them, and each gets an even part of what is
+    left for the last batch."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def alike(rows: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Rows of one length, as a stream's must be."""
+    batch = collate(rows)
+    return [{name: values[i] for name, values in batch.items()} for i in range(len(rows))]
+
+
+class Sampling(transformers.Trainer):  # type: ignore[misc]
+    """Looks at samples in the middle of a step and of an evaluation, in its first process alone."""
+
+    def _sample(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.model(input_ids=torch.zeros(1, 3, dtype=torch.int64))
+
+    def compute_loss(self, *given: Any, **more: Any) -> Any:
+        made = super().compute_loss(*given, **more)
+        if self.model.training and self.is_world_process_zero():
+            self._sample()
+            self.model.train()
+        return made
+
+    def prediction_step(self, *given: Any, **more: Any) -> Any:
+        if self.is_world_process_zero():
+            self._sample()
+        return super().prediction_step(*given, **more)
+
+
+def test_what_a_trainer_samples_ends_no_sum(tmp_path: Any) -> None:
+    model, _ = test_transformers.model_and_batch("llama")
+    own, data = copy.deepcopy(model), rows_of(model)
+    patch_transformers(model, metrics=NAMES)
+
+    def metrics(_: Any) -> dict[str, float]:
+        model.eval()
+        return {"accuracy": -7.0}
+
+    given = {"compute_metrics": metrics, "preprocess_logits_for_metrics": ARGMAX["method"]}
+    trainer, batches = trainer_of(model, tmp_path, data, given, Sampling)
+    trainer.train()
+    near(trainer.state.log_history[0], means_of(*(sums_over(own, b) for b in batches[:2])))
+    found = trainer.evaluate()
+    assert found["eval_accuracy"] == -7, "the Trainer's own"
+    near(found | {"eval_accuracy": over(own, data)["accuracy"]}, over(own, data), "eval_")
+
+
+def test_a_teacher_in_the_trainer_is_not_logged(tmp_path: Any) -> None:
+    model, _ = test_transformers.model_and_batch("llama")
+    own, data = copy.deepcopy(model), rows_of(model)
+    teacher = copy.deepcopy(model)
+    with torch.no_grad():
+        teacher.lm_head.weight.neg_()
+    patch_transformers(model, metrics=NAMES)
+    patch_transformers(teacher, metrics=NAMES)
+
+    class Distils(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *given: Any, **more: Any) -> Any:
+            teacher.eval()
+            with torch.no_grad():
+                teacher(**inputs)
+            return super().compute_loss(model, inputs, *given, **more)
+
+        def training_step(self, *given: Any, **more: Any) -> Any:
+            teacher.train()
+            return super().training_step(*given, **more)
+
+    trainer, batches = trainer_of(model, tmp_path, data, None, Distils)
+    trainer.train()
+    near(trainer.state.log_history[0], means_of(*(sums_over(own, b) for b in batches[:2])))
+    near(trainer.evaluate(), over(own, data), "eval_")
+
+
+def test_an_evaluation_that_failed_is_not_logged_later(tmp_path: Any) -> None:
+    model, _ = test_transformers.model_and_batch("llama")
+    patch_transformers(model, metrics=NAMES)
+    fails = True
+
+    def metrics(_: Any) -> dict[str, float]:
+        if fails:
+            raise RuntimeError("no metric")
+        return {}
+
+    given = {"compute_metrics": metrics, "preprocess_logits_for_metrics": ARGMAX["method"]}
+    trainer, _ = trainer_of(model, tmp_path, rows_of(model), given)
+    with pytest.raises(RuntimeError, match="no metric"):
+        trainer.evaluate()
+    fails = False
+    trainer.train()
+    assert not any("rank" in name for name in trainer.state.log_history[-1])
+
+
+def test_nothing_is_kept_after_a_training(tmp_path: Any) -> None:
+    model, batch = test_transformers.model_and_batch("llama")
+    patch_transformers(model, metrics=NAMES)
+    trainer, _ = trainer_of(model, tmp_path, rows_of(model))
+    tally = trainer.model.__dict__["_logitless_patch"].tally
+    for use in (trainer.train, trainer.evaluate):
+        use()
+        model(**batch)
+        assert not tally.made and tally.last is None
+    tally.watched = True
+    model(**batch)
+    copied = copy.deepcopy(tally)
+    assert tally.made and not copied.made and not copied.watched and copied.names == tally.names
+
+
+def test_the_items_of_a_replica_are_one_number() -> None:
+    """The Trainer gives each replica of DataParallel a row of [n, 1]."""
+    model, batch = test_transformers.model_and_batch("llama")
+    patch_transformers(model, metrics=NAMES)
+    items = torch.tensor(13.0)
+    losses = [model(**batch, num_items_in_batch=n).loss for n in (items, items.reshape(1, 1))]
+    assert torch.equal(losses[0].flatten(), losses[1].flatten())
 
 
 def llama_of(state: Any) -> Any:
@@ -737,6 +864,9 @@ def test_two_processes_log_and_evaluate_every_token_once(tmp_path: Any) -> None:
             evaluated = made["evaluated"][i]
             near(evaluated, over(model, data[:count]), "eval_")
             assert evaluated["eval_share"] == pytest.approx(evaluated["eval_accuracy"])
+    for i, count in enumerate((5, 7, 8)):
+        for made in found:
+            near(made["streamed"][i], over(model, alike(data[:count])), "eval_")
 
 
 # TRL's trainers.

@@ -12,6 +12,8 @@ from logitless._errors import not_supported
 
 _TRAINER, _STEPS = "transformers.trainer", ("training_step", "prediction_step")
 _MODES = ("training_step", "evaluation_loop")  # where it calls train() and eval()
+# Whose frames are between such a call and the model's train().
+_WRAPPERS = ("torch", "accelerate", "deepspeed", "peft", "logitless", "transformers.modeling_utils")
 
 
 def _trainer_frame(names: tuple[str, ...] = _STEPS) -> FrameType | None:
@@ -60,11 +62,30 @@ def check(raises: bool = True, compiled: bool = False) -> bool:
     return False
 
 
-def tell(tally: Any) -> None:
-    """Lets a Trainer up the stack, which calls the model's train() or eval(), log what is added to
-    the tally from now on."""
-    frame = _trainer_frame(_MODES)
-    if frame is not None and (trainer := frame.f_locals.get("self")) is not None:
+def logs_steps() -> bool:
+    """Whether the Trainer logs its steps, which it does in every process."""
+    return _trainer_frame(("_maybe_log_save_evaluate",)) is not None
+
+
+def _caller() -> FrameType | None:
+    """The first frame that is not a wrapper's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module not in _WRAPPERS and module.partition(".")[0] not in _WRAPPERS:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def tell(model: Any, tally: Any) -> None:
+    """Lets the Trainer that begins a step or an evaluation, and so has called the model's train()
+    or eval() itself, log what is added to the tally from now on. Calls by what it calls in between
+    (a compute_loss that samples, compute_metrics) begin nothing."""
+    frame = _caller()
+    if frame is None or frame.f_code.co_name not in _MODES:
+        return
+    if frame.f_globals.get("__name__") == _TRAINER and (trainer := frame.f_locals.get("self")):
         from logitless.integrations import _trainer  # it needs transformers
 
-        _trainer.watch(trainer, tally, frame.f_code.co_name == "evaluation_loop")
+        _trainer.watch(trainer, model, tally, frame.f_code.co_name == "evaluation_loop")

@@ -50,6 +50,10 @@ class Tally:
         self.made: deque[Tensor] = deque(maxlen=_MOST)
         self.last: Tensor | None = None
 
+    def __reduce__(self) -> Any:
+        """Copies begin anew: nobody watches them."""
+        return Tally, (self.names,)
+
     def add(self, sums: Tensor) -> None:
         if torch.compiler.is_compiling():
             self.last = sums  # compiled code that only writes is not compiled anew

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from logitless.integrations import _callers
+
 _RUNTIME = "_runtime"  # ends a name in the logs of every evaluation
+_OF_TRAINING = "total_flos"  # in the last log of a training, which has a runtime too
 # What transformers ignores of outputs where a configuration says nothing.
 _IGNORED = ("cache",)
 
@@ -25,38 +28,53 @@ class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self.training = False
         self.tally: Any = None
         self.trained: Tensor | None = None  # [1 + K] sums since the last log, of this process
         self.evaluated: Tensor | None = None  # of all processes
         self.means: dict[str, float] = {}  # of the evaluation that was logged last
 
     def follow(self, tally: Any, evaluates: bool) -> None:
-        """Watches the calls of a model, which may be another one since."""
+        """Watches the calls of the Trainer's model, which may be another one since."""
         if tally is not self.tally:
             self.tally, self.trained = tally, None
-            tally.watched = True
+        tally.watched = True
         tally.take()  # of calls that were not the Trainer's
         if evaluates:
             self.evaluated, self.means = None, {}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.trained = None
+        self.training = True
+        self.trained, self.evaluated, self.means = None, None, {}
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.training = False
+        self._rest()
+
+    def _rest(self) -> None:
+        """Outside of training nothing is kept of the calls after an evaluation."""
+        if not self.training and self.tally is not None:
+            self.tally.watched = False
+            self.tally.take()
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         for sums in self.tally.take():
-            total = sums.sum(0)
-            self.trained = total if self.trained is None else self.trained + total
+            total = sums.sum(0)  # on its replica's device under DataParallel
+            self.trained = (
+                total if self.trained is None else self.trained + total.to(self.trained.device)
+            )
 
     on_step_end = on_substep_end
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """Gathers rows as the Trainer gathers losses: those that the sampler repeats in the last
         batch, to give every process as many, are dropped."""
-        for sums in self.tally.take():
-            missing = self.trainer.args.eval_batch_size - len(sums)
-            rows = torch.nn.functional.pad(sums, (0, 0, 0, max(missing, 0)))
-            total = self.trainer.accelerator.gather_for_metrics(rows).sum(0)
-            self.evaluated = total if self.evaluated is None else self.evaluated + total
+        made = self.tally.take()
+        if not made:
+            return
+        rows = torch.cat([sums.to(made[0].device) for sums in made])  # of all replicas
+        total = self.trainer.accelerator.gather_for_metrics(rows).sum(0)
+        self.evaluated = total if self.evaluated is None else self.evaluated + total
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         found: dict[str, float] = {}
@@ -64,18 +82,27 @@ class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if prefix is not None and self.evaluated is not None:
             self._end_evaluation(prefix)
             found = self.means
-        elif "loss" in logs and self.trained is not None:
-            found = self._means(self.trainer.accelerator.gather(self.trained[None]).sum(0))
-            self.trained = None
-        logs.update(found)
-        state.log_history[-1].update(found)
+        elif "loss" in logs and self.tally is not None and _callers.logs_steps():
+            found = self._of_all_processes()
+        _add(logs, found)
+        _add(state.log_history[-1], found)
+
+    def _of_all_processes(self) -> dict[str, float]:
+        """The means since the last log. Every process comes here, with sums or without."""
+        sums, self.trained = self.trained, None
+        if sums is None:
+            sums = torch.zeros(
+                1 + len(self.tally.names), dtype=torch.float64, device=self.trainer.args.device
+            )
+        return self._means(self.trainer.accelerator.gather(sums[None]).sum(0))
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
         """For a Trainer whose log makes a copy of what it is given."""
-        metrics.update(self.means)
+        _add(metrics, self.means)
         self.means = {}
+        self._rest()
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
         """A prediction is not logged."""
@@ -95,16 +122,27 @@ class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
         return {name: total / count for name, total in zip(self.tally.names, totals) if count}
 
 
+def _add(logs: Any, means: dict[str, float]) -> None:
+    """Names that the Trainer or its compute_metrics has stay what they are."""
+    logs.update({name: mean for name, mean in means.items() if name not in logs})
+
+
 def _prefix_of(logs: Any) -> str | None:
     """That of an evaluation's names."""
+    if _OF_TRAINING in logs:
+        return None
     found = (name for name in logs if name.endswith(_RUNTIME))
     return next((name[: -len(_RUNTIME)] for name in found), None)
 
 
-def watch(trainer: Any, tally: Any, evaluates: bool) -> None:
-    """Lets the Trainer log what the model's calls add to `tally`."""
+def watch(trainer: Any, model: Any, tally: Any, evaluates: bool) -> None:
+    """Lets the Trainer log what the model's calls add to `tally`, if the model is the one that it
+    trains, or is within that."""
     callbacks = trainer.callback_handler.callbacks
     watcher = next((c for c in callbacks if isinstance(c, Watcher)), None)
+    known = watcher is not None and watcher.tally is tally
+    if not known and not any(module is model for module in trainer.model.modules()):
+        return
     if watcher is None:
         watcher = Watcher(trainer)
         callbacks.insert(0, watcher)

@@ -102,7 +102,10 @@ class _Pending:
         options = {**self.settings.options, "ignore_index": self.ignore_index}
         options |= {"logit_scale": scale, "softcap": softcap}
         if (items := self.items) is not None:
-            options["normalizer"] = items.to(input.device) if isinstance(items, Tensor) else items
+            if isinstance(items, Tensor):
+                # A replica of DataParallel is given [1, 1].
+                items = items.to(input.device).reshape(() if items.numel() == 1 else items.shape)
+            options["normalizer"] = items
         words, their_bias = weight, bias
         if columns < weight.shape[0]:
             words, their_bias = weight[:columns], None if bias is None else bias[:columns]
@@ -422,7 +425,7 @@ def _train(self: Any, mode: bool = True) -> Any:
     type(self).train(self, mode)
     settings: _Settings | None = self.__dict__.get(_PATCH)
     if settings is not None:
-        _callers.tell(settings.tally)
+        _callers.tell(self, settings.tally)
     return self
 
 

@@ -448,8 +448,13 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
     # may take nothing from one.
     fails = fails and target is not None and op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD
     place = None
-    if "id_offsets" in operands and split.token_axes and operands["ids"].size:
-        operands, place = _own_lists(operands, split, fails)
+    if "id_offsets" in operands and split.token_axes:
+        if operands["ids"].size:
+            operands, place = _own_lists(operands, split, fails)
+        else:  # offsets that are not 0 are wrong here too
+            last = jnp.abs(operands["id_offsets"]).max()
+            own_offsets = jnp.zeros(operands["input"].shape[0] + 1, last.dtype).at[-1].set(last)
+            operands = {**operands, "id_offsets": own_offsets}
     elif fails:
         operands = _agreed(operands, split, op.options)
     made = (_of_shards if split.vocab_axes else _of_tokens)(split, own, operands)
