@@ -270,7 +270,6 @@ TEST_P(TokenStatistics, LogprobHasTheSameBitsWhateverElseIsAsked) {
   }
 }
 
-// Likewise beside kept state.
 TEST_P(TokenStatistics, LogprobHasTheSameBitsBesideKeptState) {
   if (op_ != OpKind::linear_forward || !device_.keeps_state(dtype_)) return;
   for (const float softcap : {0.0f, 20.0f}) {

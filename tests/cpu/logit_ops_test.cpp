@@ -38,7 +38,7 @@ void run_guarded(const Op& op, bool least, int32_t threads) {
   cpu::set_num_threads(0);
 }
 
-// Returns every output of the op, as bytes.
+// The bytes of every output but `fault`, by name.
 template <class Op>
 std::map<std::string, std::vector<char>> outputs(const Op& op) {
   std::map<std::string, std::vector<char>> all;

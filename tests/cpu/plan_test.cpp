@@ -88,7 +88,7 @@ TEST(Plan, TheRecommendedWorkspaceGivesTheRecommendedPlan) {
       EXPECT_EQ(got.stored, want.stored);
       EXPECT_EQ(got.lanes, want.lanes);
       EXPECT_EQ(got.bytes, want.bytes);
-      // Fewer threads leave lanes behind, and only lanes.
+      // With fewer threads only the number of lanes gets smaller.
       const LinearPlan used = plan_linear(shape, want.bytes, threads);
       EXPECT_EQ(used.lanes, std::min(want.lanes, threads));
       EXPECT_EQ(used.bytes + (want.lanes - used.lanes) * want.lane_bytes, want.bytes);

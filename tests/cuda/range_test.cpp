@@ -71,8 +71,9 @@ TEST_P(CudaRange, OnlyAnInfiniteLogitReachesTheSoftcap) {
   }
 }
 
-// A dz of f16 is stored divided by a power of two that the upstream gradients decide. Input or
-// weight is so large that a bound of K 2^-126 hides nothing.
+// A dz of f16 is stored divided by a power of two that the upstream gradients decide. Where these
+// are tiny the input or the weight is large: else the gradients would be so small that the bound's
+// absolute term of 2^-126 accepts anything.
 TEST_P(CudaRange, UpstreamGradientsFarFromOne) {
   with_linear_gradients([&](auto op) {
     using Op = decltype(op);

@@ -327,7 +327,7 @@ def test_the_teacher_has_no_gradient(device: str, reduction: str) -> None:
 
     call(h.input).sum().backward()
     assert h.input.grad is not None and all(t.grad is None for t in teacher)
-    assert not call(h.input.detach()).requires_grad  # nothing else would have one
+    assert not call(h.input.detach()).requires_grad  # only the teacher's tensors require one here
     logits = torch.randn(*SHAPE, VOCAB, device=device, requires_grad=True)
     loss = linear_divergence(h.input, h.weight, teacher_logits=logits, reduction=reduction)
     loss.sum().backward()

@@ -42,10 +42,10 @@ __device__ __noinline__ float map_by_token(const GatherArguments& a, int64_t k, 
   return map_raw(with_token(a.map, map), raw);
 }
 
-// A warp takes a row k of the compacted chunk, and writes zeros to rows that are not valid (unless
-// `to` is null: no copy):
-//   z_t = map(input_k . weight_t) in f32, 16 bytes a lane in turn, then the tree over the lanes.
-// Where another shard has the target, z_t is the row's anchor.
+// One warp per row k of the compacted chunk. It copies the row's input to `to`, or writes zeros if
+// the row is not valid; a null `to` means no copy. It also makes the target's logit,
+//   z_t = map(input_k . weight_t + bias_t), summed in f32 in a fixed order.
+// If another shard has the target, z_t is the row's anchor, or -inf if there is none.
 template <class T>
 __device__ void gather_row(const GatherArguments& a, T* to) {
   const int64_t k = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;

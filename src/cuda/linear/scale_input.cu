@@ -38,8 +38,9 @@ __global__ void __launch_bounds__(256)
   sum[d] = sum_of_slabs(slabs, count, pitch, d);
 }
 
-// Writes two rows behind the chunk's, whose product with the class weights is the smoothing's term
-// of grad_weight: -sum_k s_k input_k, rounded, and what the rounding lost.
+// Writes v_k input_k for each row k of the chunk, then two more rows: -sum_k s_k input_k rounded to
+// E, and what the rounding lost. Their product with the class weights is label smoothing's part of
+// grad_weight; a single row of 16 bits would lose too much of it. Rows behind these are zero.
 template <class E>
 __global__ void __launch_bounds__(128)
     scale_kernel(Chunk chunk, const RowFactors* factors, const E* input, int64_t pitch,

@@ -102,7 +102,8 @@ constexpr int split_steps = has_boxes<kMode> ? 1 : 2;
 // then.
 constexpr float least_sum = 0x1p-100f;
 
-// By row of the two that this thread has in a half. For E `anchor` is the anchor's exponent.
+// A thread has two rows of a half tile; the index says which. For dz `anchor` is the anchor itself,
+// for E it is anchor * log2(e), because exponentials are taken in base 2.
 struct Starts {
   float anchor[2], log2_sum[2], factor[2], target_gradient[2];
 };
