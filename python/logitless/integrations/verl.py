@@ -162,7 +162,7 @@ def compute_forward_kl_topk(
         )
     if overlap and ids.shape[-1] > _abi.MOST_LISTED:
         raise invalid(
-            f"teacher_topk_ids has {ids.shape[-1]} ids a token; allowed beside overlap: at most "
+            f"teacher_topk_ids has {ids.shape[-1]} columns; allowed beside overlap: at most "
             f"{_abi.MOST_LISTED}; use overlap=False for up to {_abi.MOST_CHOSEN}"
         )
     memory = frugal(memory, hidden_states, weight, _topk_peak)
