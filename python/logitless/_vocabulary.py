@@ -7,7 +7,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from logitless._errors import LogitlessError, error_of, invalid, placed, wrong_dtype, wrong_shape
+from logitless._errors import (
+    LogitlessError,
+    error_of,
+    invalid,
+    not_supported,
+    placed,
+    wrong_dtype,
+    wrong_shape,
+)
 
 ABSENT = -1  # an ignored target, in a call on listed rows
 
@@ -48,6 +56,24 @@ def not_listed(
         where, shape = f"ids[{row}, {column}]", shape[:-1]
     message = f"{where} is {value}, which is not in {listed}; allowed: an id of the list, or {none}"
     return error_of(8, placed(message, shape, name=name))
+
+
+def check_over(over: Any) -> bool:
+    """Whether a softmax at chosen ids is over the ids alone."""
+    if over not in ("vocab", "ids"):
+        raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
+    return bool(over == "ids")
+
+
+def refuse_beside_ids(vocab_ids: Any, return_statistics: Any) -> None:
+    """Refuses what does not go with a softmax over the ids alone."""
+    if vocab_ids is not None:
+        raise not_supported("vocab_ids is given with over='ids'; allowed: None, for only ids count")
+    if return_statistics not in ((), [], None):
+        raise not_supported(
+            f"return_statistics is {return_statistics!r} with over='ids'; allowed: (), for nothing "
+            "is known of the other columns"
+        )
 
 
 def both_given() -> LogitlessError:

@@ -510,8 +510,7 @@ def linear_logprobs_at(
     The arrays and the other options are as in `linear_cross_entropy`; a `temperature` is in the
     shape of the tokens.
     """
-    if over not in ("vocab", "ids"):
-        raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
+    alone = _vocabulary.check_over(over)
     rows = _array("input", input)
     tokens = math.prod(rows.shape[:-1])
     if offsets is None:
@@ -536,13 +535,13 @@ def linear_logprobs_at(
         "logits_at": logits,
     }  # fmt: skip
     try:
-        state = _state_of(rows, weight, linear_bias, options, memory, more, over == "vocab")
+        state = _state_of(rows, weight, linear_bias, options, memory, more, not alone)
     except LogitlessError as error:
         leading = rows.shape[:-1] if ends is None else chosen.shape
         error.args = (with_cast(placed(str(error), leading, name="ids")),)
         raise
     token, each = np.repeat(np.arange(tokens), np.diff(places)), logits.ravel()
-    if over == "ids":
+    if alone:
         logprobs = _among_ids(each, token, tokens)
     else:
         logprobs = _logprobs(each, *(of_row[token] for of_row in state))

@@ -102,9 +102,7 @@ def test_verls_overlap_may_be_left_out() -> None:
 def test_verls_overlap_is_of_as_many_as_a_list_has() -> None:
     x, w, _, _ = problem((1, 3), 300, D, ignored=0)
     log_q, ids = teacher((1, 3), 257, 300)
-    with pytest.raises(
-        ValueError, match=r"^teacher_topk_ids has 257 columns; .* overlap=False"
-    ):
+    with pytest.raises(ValueError, match=r"^teacher_topk_ids has 257 columns; .* overlap=False"):
         verl.compute_forward_kl_topk(x, w, log_q, ids, config())
     made = verl.compute_forward_kl_topk(x, w, log_q, ids, config(), overlap=False)
     close(made["teacher_mass"], log_q.exp().sum(-1))

@@ -5,6 +5,7 @@ metrics."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,15 +17,23 @@ _MODES = ("training_step", "evaluation_loop")  # where it calls train() and eval
 _WRAPPERS = ("torch", "accelerate", "deepspeed", "peft", "logitless", "transformers.modeling_utils")
 
 
+def _frames() -> Iterator[FrameType]:
+    """The frames of this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def _trainer_frame(names: tuple[str, ...] = _STEPS) -> FrameType | None:
     """The frame of one of these methods of transformers' Trainer in which this thread is, if
     any."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in names and frame.f_globals.get("__name__") == _TRAINER:
-            return frame
-        frame = frame.f_back
-    return None
+    found = (f for f in _frames() if f.f_code.co_name in names and _module_of(f) == _TRAINER)
+    return next(found, None)
 
 
 def _wants_logits(frame: FrameType) -> bool:
@@ -67,25 +76,18 @@ def logs_steps() -> bool:
     return _trainer_frame(("_maybe_log_save_evaluate",)) is not None
 
 
-def _caller() -> FrameType | None:
-    """The first frame that is not a wrapper's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module not in _WRAPPERS and module.partition(".")[0] not in _WRAPPERS:
-            return frame
-        frame = frame.f_back
-    return None
+def _is_wrapper(module: str) -> bool:
+    return module in _WRAPPERS or module.partition(".")[0] in _WRAPPERS
 
 
 def tell(model: Any, tally: Any) -> None:
     """Lets the Trainer that begins a step or an evaluation, and so has called the model's train()
     or eval() itself, log what is added to the tally from now on. Calls by what it calls in between
     (a compute_loss that samples, compute_metrics) begin nothing."""
-    frame = _caller()
+    frame = next((f for f in _frames() if not _is_wrapper(_module_of(f))), None)
     if frame is None or frame.f_code.co_name not in _MODES:
         return
-    if frame.f_globals.get("__name__") == _TRAINER and (trainer := frame.f_locals.get("self")):
+    if _module_of(frame) == _TRAINER and (trainer := frame.f_locals.get("self")):
         from logitless.integrations import _trainer  # it needs transformers
 
         _trainer.watch(trainer, model, tally, frame.f_code.co_name == "evaluation_loop")

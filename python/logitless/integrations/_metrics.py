@@ -19,6 +19,7 @@ from torch import Tensor
 from logitless._errors import invalid
 from logitless._statistics import StatisticName
 from logitless.torch import cross_entropy
+from logitless.torch._functions import _moved
 
 # The statistic from which each is made. Accuracy is not rank 0, which all of several equal largest
 # logits have: the first of them is predicted, as by torch's argmax.
@@ -68,9 +69,7 @@ class Tally:
 
 def target_of(labels: Tensor, shifted: bool, ignore_index: int) -> Tensor:
     """The token after each position, [B, T]; `shifted`: the labels are that already."""
-    if shifted:
-        return labels
-    return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], ignore_index)], -1)
+    return labels if shifted else _moved(labels, 1, ignore_index)
 
 
 def sums_of(statistics: Any, target: Tensor, ignore_index: int, names: Sequence[str]) -> Tensor:
@@ -104,10 +103,13 @@ def means_of(sums: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     }
 
 
+def _values_of(output: Any) -> dict[str, Any]:
+    return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+
+
 def _reduce(output: Any) -> Any:
     """By the class that it was made of: this one has no name that pickle would find."""
-    values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return _made, (type(output).__mro__[1], values)
+    return _made, (type(output).__mro__[1], _values_of(output))
 
 
 def _made(cls: type, values: dict[str, Any]) -> Any:
@@ -131,5 +133,4 @@ def with_metrics(cls: Any) -> Any:
 
 def added(output: Any, metrics: dict[str, Tensor]) -> Any:
     """The output with them."""
-    values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return with_metrics(type(output))(**values, metrics=metrics)
+    return with_metrics(type(output))(**_values_of(output), metrics=metrics)

@@ -720,26 +720,6 @@ def _among_ids(
     return made
 
 
-def _refuse_beside(
-    over: str, offsets: Any, vocab_ids: Any, return_statistics: Any, axis_name: Any
-) -> None:
-    """Refuses what does not go with lists, or with a softmax over the ids alone."""
-    alone = over == "ids"
-    beside = "over='ids'" if alone else "offsets"
-    if axis_name is not None and (alone or offsets is not None):
-        raise not_supported(
-            f"{beside} is given, and axis_name is {axis_name!r}; allowed beside it: None, and a "
-            "linear_weight of the whole vocabulary"
-        )
-    if alone and vocab_ids is not None:
-        raise not_supported("vocab_ids is given with over='ids'; allowed: None, for only ids count")
-    if alone and return_statistics not in ((), [], None):
-        raise not_supported(
-            f"return_statistics is {return_statistics!r} with over='ids'; allowed: (), for nothing "
-            "is known of the other columns"
-        )
-
-
 @overload
 def linear_logprobs_at(
     input: Any, linear_weight: Any, ids: Any, *, return_statistics: tuple[()] = ...,
@@ -789,9 +769,15 @@ def linear_logprobs_at(
     tokens), logit_scale, softcap, linear_bias, memory, vocab_ids (`ids` stay those of the whole
     vocabulary), axis_name, upstream. `return_statistics`: names of `Statistics` that are of no
     target; the result is then (logprobs, Statistics)."""
-    if over not in ("vocab", "ids"):
-        raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
-    _refuse_beside(over, offsets, vocab_ids, return_statistics, axis_name)
+    alone = _vocabulary.check_over(over)
+    if axis_name is not None and (alone or offsets is not None):
+        beside = "over='ids'" if alone else "offsets"
+        raise not_supported(
+            f"{beside} is given, and axis_name is {axis_name!r}; allowed beside it: None, and a "
+            "linear_weight of the whole vocabulary"
+        )
+    if alone:
+        _vocabulary.refuse_beside_ids(vocab_ids, return_statistics)
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
     _check_rows(hidden, "input")
@@ -814,7 +800,7 @@ def linear_logprobs_at(
         "softcap": softcap, "temperature": temperature, "memory": memory, "axis_name": axis_name,
         "upstream": upstream,
     }  # fmt: skip
-    if over == "ids":
+    if alone:
         return _among_ids(rows, chosen, ends, options)
     logprobs, made = _over_vocabulary(rows, chosen, ends, names, vocab, options)
     if not names:

@@ -341,12 +341,17 @@ def _own_tokens(split: Split) -> Array:
 
 def _own_lists(
     operands: dict[str, Array], split: Split, fails: bool
-) -> tuple[dict[str, Array], Array]:
+) -> tuple[dict[str, Array], Array | None]:
     """The operands with the lists of a device's own tokens, from those of all, and which of all
-    places each of theirs is, or M. The last token gets the places that are left, whose ids are
-    absent. If `fails`, offsets or ids that are wrong anywhere are wrong here too, as in _agreed."""
+    places each of theirs is, or M; None if there are no places. The last token gets the places that
+    are left, whose ids are absent. If `fails`, offsets or ids that are wrong anywhere are wrong
+    here too, as in _agreed."""
     ids, offsets = operands["ids"], operands["id_offsets"]
     places = ids.shape[0]
+    if not places:  # offsets that are not 0 are wrong here too
+        last = jnp.abs(offsets).max()
+        own = jnp.zeros(operands["input"].shape[0] + 1, last.dtype).at[-1].set(last)
+        return {**operands, "id_offsets": own}, None
     place, ends = _lists.part_of(offsets, places, _own_tokens(split))
     there = place < places
     found = {"id_offsets": ends}
@@ -449,12 +454,7 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
     fails = fails and target is not None and op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD
     place = None
     if "id_offsets" in operands and split.token_axes:
-        if operands["ids"].size:
-            operands, place = _own_lists(operands, split, fails)
-        else:  # offsets that are not 0 are wrong here too
-            last = jnp.abs(operands["id_offsets"]).max()
-            own_offsets = jnp.zeros(operands["input"].shape[0] + 1, last.dtype).at[-1].set(last)
-            operands = {**operands, "id_offsets": own_offsets}
+        operands, place = _own_lists(operands, split, fails)
     elif fails:
         operands = _agreed(operands, split, op.options)
     made = (_of_shards if split.vocab_axes else _of_tokens)(split, own, operands)

@@ -25,7 +25,7 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
-from logitless._vocabulary import ABSENT
+from logitless._vocabulary import ABSENT, check_over, refuse_beside_ids
 from logitless.torch import _among, _chosen, _kept, _memory, _ops, _run, _top, _vocabulary
 from logitless.torch._autograd import (
     AFTER_STATISTICS,
@@ -673,18 +673,15 @@ def linear_logprobs_at(
     outside the vocabulary is NaN without a gradient (with over="ids" all of that token's are NaN),
     and with wrong offsets a place in no list is NaN.
     """
-    if over not in ("vocab", "ids"):
-        raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
-    alone = over == "ids"
+    alone = check_over(over)
     if alone or offsets is not None:
         beside = "over='ids'" if alone else "offsets"
         _chosen.refuse_groups((input, linear_weight, linear_bias, ids), group, beside)
-    if alone and vocab_ids is not None:
-        raise not_supported("vocab_ids is given with over='ids'; allowed: None, for only ids count")
     if alone:
+        refuse_beside_ids(vocab_ids, return_statistics)
         return _among_ids(
             input, linear_weight, linear_bias, ids, offsets, logit_scale, softcap, temperature,
-            memory, return_statistics,
+            memory,
         )  # fmt: skip
     wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
     outputs = linear_outputs(
@@ -700,14 +697,9 @@ def linear_logprobs_at(
 def _among_ids(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, ids: Tensor,
     offsets: Tensor | None, logit_scale: float, softcap: float | None, temperature: Any,
-    memory: Any, return_statistics: Any,
+    memory: Any,
 ) -> Tensor:  # fmt: skip
     """linear_logprobs_at over the ids alone."""
-    if return_statistics not in ((), [], None):
-        raise not_supported(
-            f"return_statistics is {return_statistics!r} with over='ids'; allowed: (), for nothing "
-            "is known of the other columns"
-        )
     check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
