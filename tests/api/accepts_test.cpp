@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are good calls at the edge of what is allowed: every backend accepts them, with the
-// recommended and with the minimum workspace, and writes no input.
+// Calls at the edge of what is allowed: every backend accepts them, with the recommended and with
+// the minimum workspace, and writes no input.
 #include <gtest/gtest.h>
 
 #include <cfloat>
@@ -12,13 +12,13 @@
 namespace logitless::testing {
 namespace {
 
-// Returns false where the op has nothing to change.
+// Changes the call; returns false where the op has nothing to change.
 using Change = std::function<bool(Subject&)>;
 
 struct Accept {
   const char* name;
   Change make;
-  bool keeps = false;  // the op keeps state, which leaves no place for most changes
+  bool keeps = false;  // keep `kept` and `kept_rows`, which most changes exclude
 };
 void PrintTo(const Accept& accept, std::ostream* out) { *out << accept.name; }
 
@@ -40,8 +40,8 @@ Change on_options(std::function<void(LossOptions&)> how) {
   };
 }
 
-// Lays out every field of that kind of access as rows of `stride` elements apart and columns `step`
-// apart.
+// Lays out every input (or, if `written`, every output) with rows `stride` elements apart and
+// columns `step` apart.
 Change with_strides(bool written, int64_t stride, int64_t step) {
   return [=](Subject& s) {
     for (auto& [name, view] : s.views) {
@@ -53,7 +53,7 @@ Change with_strides(bool written, int64_t stride, int64_t step) {
   };
 }
 
-// Lays out two fields of the op as neighbours in one buffer, the second `bytes` after the first.
+// Lays out two fields in one buffer, the second `bytes` after the first.
 Change beside(const char* first, const char* second, int64_t bytes, std::array<int64_t, 2> stride) {
   return [=](Subject& s) {
     if (!s.has(first) || !s.has(second)) return false;
@@ -389,7 +389,7 @@ TEST_P(AcceptTable, AcceptedAndNoInputWritten) {
     }
     const auto after = s.snapshot();
     for (const auto& [name, view] : s.views) {
-      // In some rows of the table an output lies in its memory.
+      // In the rows of the table for calls in place, an output shares the memory of the logits.
       const bool shared = name == "logits";
       if (s.written(name) || shared) continue;
       EXPECT_TRUE(before.at(name) == after.at(name)) << name;

@@ -22,8 +22,8 @@
 static int g_failures;
 static const char* g_what = "";
 
-/* This makes a struct of a newer version: this one's, and a tail that this library does not
- * know. */
+/* A struct of a newer version of the library: today's struct and a tail that today's library
+ * does not know. */
 #define NEWER(type) \
   struct {          \
     type value;     \
@@ -65,7 +65,7 @@ static void run_in_order(void* state, int64_t count, void (*fn)(void*, int64_t),
 }
 static int g_regions;
 
-/* Makes an op of that kind on that device with its tensors, all as small as they come. */
+/* Fills g_op with an op of this kind on this device and its smallest possible tensors. */
 static void set_up(int32_t kind, int32_t device) {
   const logitless_op op = LOGITLESS_OP_INIT(kind);
   const logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
@@ -112,7 +112,7 @@ static void set_up(int32_t kind, int32_t device) {
   }
   g_op.value.options = &g_options.value;
   g_op.value.target = &g_target.value;
-  /* the order is Forward, Backward, both */
+  /* Each family of ops is declared in the order Forward, Backward, ForwardBackward. */
   const int position = (kind - LOGITLESS_CROSS_ENTROPY_FORWARD) % 3;
   if (position != 1) g_op.value.loss = &g_loss.value;
   if (position == 0) return;
@@ -129,7 +129,7 @@ static int32_t ask(void) {
   return logitless_workspace(&g_op.value, &g_execution.value, &g_size.value, &g_status.value);
 }
 
-/* The same by a plan of this op, which lists its tensors as logitless_op does. */
+/* Runs g_op through a plan. Addresses are listed in the order of the fields of logitless_op. */
 static int32_t run_plan(void) {
   logitless_plan* plan = NULL;
   void* addresses[8];
@@ -160,13 +160,13 @@ static int32_t run(void) {
   return logitless_run(&g_op.value, &g_workspace.value, &g_execution.value, &g_status.value);
 }
 
-/* Tests every rule about one struct's size, by `call`, which reads it. The bytes from `shorter`
- * on are not read where struct_size says so: they are set, to show it. */
+/* Tests every rule about the size of one struct, which `call` reads. The bytes from `shorter`
+ * on are set, but must not be read where struct_size ends there. */
 static void size_rules(const char* what, int32_t (*call)(void), void* wrapped, size_t bytes,
                        size_t shorter) {
   unsigned char* memory = wrapped;
   unsigned char saved[1024];
-  const uint32_t bad[] = {0, 3, 12, 4104, UINT32_MAX}; /* 12 is the middle of a field */
+  const uint32_t bad[] = {0, 3, 12, 4104, UINT32_MAX}; /* 12 cuts a field in two */
   uint32_t size = (uint32_t)(bytes + 16);
   g_what = what;
   memcpy(saved, memory, bytes);
@@ -199,7 +199,7 @@ static void test_struct_sizes(int32_t device) {
   size_rules("options", run, &g_options, sizeof(logitless_loss_options),
              offsetof(logitless_loss_options, normalizer));
   size_rules("target", run, &g_target, sizeof(logitless_tensor),
-             offsetof(logitless_tensor, stride)); /* with stride 0 the first target serves all */
+             offsetof(logitless_tensor, stride)); /* stride 0 repeats the first target */
   size_rules("loss", run, &g_loss, sizeof(logitless_tensor), offsetof(logitless_tensor, shape));
   size_rules("execution", run, &g_execution, sizeof(logitless_execution),
              offsetof(logitless_execution, stream));
@@ -415,8 +415,8 @@ static void test_every_op(int32_t device) {
   g_what = "";
 }
 
-/* These are the fields at the op's end. Temperatures [1/2, 0] make p = [1/10, 9/10] of the first
- * row, whose target is its first, and NaN of the second. */
+/* The fields at the end of logitless_op. Temperatures [1/2, 0] make p = [1/10, 9/10] in the first
+ * row, whose target is column 0, and NaN in the second. */
 static void test_statistics_and_temperatures(int32_t device) {
   float values[6][2];
   int64_t rank[2] = {7, 7};
@@ -450,7 +450,7 @@ static void test_statistics_and_temperatures(int32_t device) {
     CHECK(rank[0] == 1 && rank[1] >= 0 && rank[1] < 2);
     for (int i = 0; i < 3; ++i) CHECK(isnan(values[i][1]));
     CHECK(fault == (8 | 4));
-    g_options.value.temperature = 0.5f; /* the temperature is one or the other */
+    g_options.value.temperature = 0.5f; /* two temperatures are an error */
     CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
     CHECK(strstr(g_status.value.message, "temperature") != NULL);
   }
@@ -499,7 +499,8 @@ static void test_divergence(int32_t device) {
   g_what = "";
 }
 
-/* The same heads, whose states are given: reverse_kl's sums, and one without a state. */
+/* The heads of test_divergence as one shard: given the states, Forward writes reverse_kl's sums;
+ * a missing state is an error. */
 static void test_divergence_sums(int32_t device) {
   logitless_divergence_options options = LOGITLESS_DIVERGENCE_OPTIONS_INIT;
   float teacher[4] = {2, 2, -1, -1}, sums[2][2];
@@ -534,7 +535,7 @@ static void test_divergence_sums(int32_t device) {
   g_what = "";
 }
 
-/* Both rows have the logits [0, log 3]; the second column is chosen twice of the first row. */
+/* Both rows have the logits [0, log 3]; the first row's ids name column 1 twice. */
 static void test_chosen_columns(int32_t device) {
   int32_t ids[2][3] = {{1, 0, 1}, {-1, 0, -1}};
   float logits[2][3], gradients[2][3] = {{0.5f, 2, 0.25f}, {NAN, -1, NAN}};
@@ -564,7 +565,7 @@ static void test_chosen_columns(int32_t device) {
   CHECK(run() == LOGITLESS_OK);
   expect_values(g_gradient, grad_weight, 2);
   g_one = 1;
-  /* the same as lists, without any softmax */
+  /* The same ids as lists. With only_chosen no softmax is computed. */
   int64_t listed[4] = {1, 0, 1, 0}, offsets[3] = {0, 3, 4};
   float of_listed[4] = {0.5f, 2, 0.25f, -1};
   logitless_tensor list = view(listed, LOGITLESS_I64, 1, 4, 0),
@@ -586,7 +587,7 @@ static void test_chosen_columns(int32_t device) {
   CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
   CHECK(strstr(g_status.value.message, "only_chosen is set; LinearCrossEntropyForward does not") !=
         NULL);
-  /* another op has none */
+  /* only Forward and Backward take ids */
   set_up(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD, device);
   g_op.value.ids = &id;
   CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
@@ -615,7 +616,7 @@ static void test_largest_logits(int32_t device) {
       CHECK(ids[i][0] == 1 && ids[i][1] == 0);
     }
   }
-  /* another op has none */
+  /* only linear ops have top_logits */
   set_up(LOGITLESS_CROSS_ENTROPY_FORWARD, device);
   g_op.value.top_logits = &top;
   CHECK(run() == LOGITLESS_INVALID_ARGUMENT);

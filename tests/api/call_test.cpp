@@ -64,7 +64,7 @@ TYPED_TEST(OpCall, SaysWhatItsOpDoes) {
   EXPECT_EQ(call.forward, ForwardOp<TypeParam>);
 }
 
-// In a Forward these are outputs, whose contents nothing may read.
+// A Forward's state fields are outputs, whose contents nothing may read; a Backward's are inputs.
 TEST(Call, StateIsGivenToBackwardAlone) {
   float value = 0;
   CrossEntropyForward forward;
@@ -117,7 +117,8 @@ TEST(Call, AsksForTheSumsOfWhatItWrites) {
   EXPECT_TRUE(Call(backward).sums().empty());
 }
 
-// Plans read the alignment and never the address; without one it is not known.
+// Plans read a tensor's alignment, never its address. A tensor without an address has no known
+// alignment.
 TEST(Call, ATensorCarriesItsAlignment) {
   alignas(32) char memory[64];
   Softmax op;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every message of the library must be: in names. A reader of "reduction 1" has to look up
-// what 1 is; a number stands only for a value that has no name.
+// Messages of the library use names instead of numbers: a reader of "reduction 1" would have to
+// look up what 1 is. A number stands only for a value that has no name.
 #pragma once
 
 #include <regex>
@@ -10,9 +10,9 @@
 
 namespace logitless::testing {
 
-// Returns the number of an enumerator that stands in a message where its name should, or "".
+// Returns the number that stands in a message in place of an enumerator's name, or "".
 inline std::string number_for_a_name(const std::string& message, StatusCode code) {
-  // "2 (mean)" and "device 1:0" have no excuse; "reduction is 3" has one where 3 is unknown.
+  // Always wrong: "2 (mean)" and "device 1:0". Right only if 3 is unknown: "reduction is 3".
   static const std::regex explained(
       R"(\b\d+ \((sum|mean|error|ignore|zero|nan|logits|probabilities|)"
       R"(cpu|cuda|webgpu|reference|b?f\d\d|i\d\d|[A-Z]\w+)\))");

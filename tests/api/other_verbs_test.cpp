@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests are about the verbs beside workspace and run: what scale and the WebGPU calls refuse
-// on a machine that has neither device, and that they write nothing then.
+// The verbs other than `workspace` and `run`: what scale and the WebGPU calls refuse on a machine
+// with neither CUDA nor WebGPU, and that a refused call writes nothing.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -15,8 +15,8 @@
 namespace logitless {
 namespace {
 
-// The CPU has no scale, so values [5] f32 and factor [] f32 there are refused, but only after every
-// other rule.
+// Values [5] and a factor [], both f32, on the CPU. The CPU has no scale and refuses the call, but
+// only after every other rule is checked.
 struct Scaling {
   std::array<float, 6> memory{1, 2, 3, 4, 5, 6};
   float two = 2;
@@ -33,7 +33,7 @@ struct Mistake {
   const char* name;
   std::function<void(Scaling&)> make;
   int32_t code;
-  const char* field;  // the message names it
+  const char* field;  // that the message must name
 };
 
 const Mistake kMistakes[] = {
@@ -109,7 +109,7 @@ TEST(Scale, OfNothingIsDone) {
             LOGITLESS_INVALID_ARGUMENT);
 }
 
-// Expects invalid_argument of a library with WebGPU, backend_unavailable of one without.
+// A library with WebGPU returns invalid_argument, one without it backend_unavailable.
 void expect_refused(int32_t code, const logitless_status& status, const char* what) {
   EXPECT_EQ(code, status.code) << what;
   EXPECT_TRUE(code == LOGITLESS_INVALID_ARGUMENT || code == LOGITLESS_BACKEND_UNAVAILABLE) << what;
@@ -129,7 +129,7 @@ TEST(WebGpuVerbs, RefuseNullAndTellWhyThereIsNoDevice) {
                    status, "use_device");
     EXPECT_EQ(index, 77);
   }
-  // LOGITLESS_WEBGPU_LIBRARY names none in this program.
+  // This program runs with LOGITLESS_WEBGPU_LIBRARY=none, so there is no WebGPU.
   void* made = untouched;
   EXPECT_EQ(logitless_webgpu_create_workspace(0, 64, &made, &status),
             LOGITLESS_BACKEND_UNAVAILABLE);
@@ -235,7 +235,7 @@ TEST(Keeps, NothingOfWhatIsNotKnown) {
   EXPECT_EQ(logitless_keeps(LOGITLESS_CPU, LOGITLESS_F32, &options), 0);
 }
 
-// A message has a name where there is one: of a device, of an op.
+// Messages name devices and ops.
 TEST(Messages, NameDevicesAndOps) {
   Scaling s;
   logitless_status status = LOGITLESS_STATUS_INIT;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The overlap rules are compared with sets of bytes, on random strided views of one buffer.
+// Compares the rules about overlap with sets of bytes, on random strided views of one buffer.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -70,7 +70,8 @@ TEST(Overlap, OutputsWithRepeatedElementsAreExactlyTheOnesRefused) {
   EXPECT_GT(taken, kDraws / 10);
 }
 
-// A call is refused exactly where a byte is shared, but for the same elements in place.
+// A call is refused exactly where two tensors share a byte, except for in-place calls on the same
+// elements.
 TEST(Overlap, SharedBytesAreExactlyTheOnesRefused) {
   Random random;
   std::vector<char> buffer(4096);
@@ -101,8 +102,9 @@ TEST(Overlap, SharedBytesAreExactlyTheOnesRefused) {
   EXPECT_GT(taken, kDraws / 10);
 }
 
-// Of two large views every third element and every second behind it never meet, whatever their
-// number; of strides without a common divisor it is assumed that they do.
+// The columns of one view lie at multiples of 6 elements, of the other at 1 + multiples of 4; every
+// stride is divisible by 2, so the views never meet. Where strides have no common divisor, large
+// views are assumed to meet.
 TEST(Overlap, LargeViewsAreKeptApartByADivisor) {
   constexpr int64_t rows = 300, columns = 300;
   std::vector<float> buffer(rows * 2000);
@@ -115,7 +117,7 @@ TEST(Overlap, LargeViewsAreKeptApartByADivisor) {
   EXPECT_FALSE(validate_data(op, {}, {}).ok());
 }
 
-// A broadcast input is as small as what it repeats, whatever its shape says.
+// A broadcast input takes the memory of the elements that it repeats, however large its shape.
 TEST(Overlap, BroadcastInputsTakeOnlyWhatTheyRepeat) {
   std::vector<float> buffer(64);
   Softmax op{.logits = matrix_view(buffer.data() + 16, DType::f32, int64_t{1} << 40, 1 << 20),
@@ -123,13 +125,13 @@ TEST(Overlap, BroadcastInputsTakeOnlyWhatTheyRepeat) {
   op.logits.stride = {0, 0};
   op.probabilities.stride = {12, 4};
   EXPECT_FALSE(validate_data(op, {}, {}).ok());
-  op.probabilities.stride = {10, 4};  // 14 and 18 lie past the other view, which no divisor shows
+  op.probabilities.stride = {10, 4};  // 14 and 18 lie on both sides of element 16
   EXPECT_TRUE(validate_data(op, {}, {}).ok());
 }
 
-// The rule multiplies two such numbers, whose product must not overflow.
+// Strides without a common divisor. The rule multiplies them, and the product must not overflow.
 TEST(Overlap, VectorsOfUnrelatedStridesMeetWhereTheyDo) {
-  // Both are primes, so they meet every s t elements.
+  // Two primes: vectors with these strides meet once in every s t elements.
   constexpr int64_t s = 46337, t = 46349, n = 10000;
   std::vector<char> none(16);
   const auto vector = [&](int64_t first, int64_t stride, int64_t count) {
@@ -138,7 +140,8 @@ TEST(Overlap, VectorsOfUnrelatedStridesMeetWhereTheyDo) {
     v.byte_offset = static_cast<uint64_t>(first) * 4;
     return v;
   };
-  // 3 s - 3 t + 36 = 0 says that elements 3 of both meet, and none before.
+  // 3 s + 36 = 3 t: element 3 of one vector is element 3 of the other, and no earlier one is
+  // shared.
   CrossEntropyForward op{.logits = matrix_view(none.data(), DType::f32, 3, 3)};
   op.logits.byte_offset = uint64_t{1} << 40;
   op.target = vector(int64_t{1} << 41, 1, n);
@@ -151,7 +154,7 @@ TEST(Overlap, VectorsOfUnrelatedStridesMeetWhereTheyDo) {
   }
 }
 
-// Blocks of rows and columns of one row-major buffer overlap exactly where their rectangles do.
+// Rectangles of one row-major buffer overlap exactly where they intersect.
 TEST(Overlap, SlicesOfOneBufferAreJudgedExactly) {
   Random random;
   std::vector<char> buffer(1 << 14);

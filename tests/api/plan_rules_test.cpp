@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests are about what a plan owns and what it refuses when it is run: docs/semantics.md,
-// "Plans". That it gives the bits of `run` is determinism_test's matter.
+// What a plan owns, and what it refuses when it runs: docs/semantics.md, "Plans". determinism_test
+// compares its bits with those of `run`.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -71,7 +71,7 @@ TEST(PlanRules, AddressesStandInTheOrderOfTheCStruct) {
   for (size_t i = 0; i < std::size(wanted); ++i) EXPECT_EQ(addresses[i], wanted[i]) << i;
 }
 
-// What it was created from may change or go: options, views, the executor.
+// A plan copies what it was created from: options, views and the executor may change or go.
 TEST(PlanRules, OwnsWhatItWasCreatedFrom) {
   Head head;
   Plan plan;
@@ -124,7 +124,8 @@ TEST(PlanRules, RefusesOtherAddresses) {
   EXPECT_TRUE(at(1, weight).ok());
 }
 
-// A plan of no address takes any that an element may have; one of an unaligned one, those too.
+// A plan created without an address, or with an unaligned one, runs on aligned and on unaligned
+// tensors.
 TEST(PlanRules, APlanOfNoAddressTakesAny) {
   Head head;
   const auto op = head.op();
@@ -162,7 +163,7 @@ TEST(PlanRules, AWorkspaceHasItsBytes) {
                  StatusCode::workspace_too_small, "workspace");
   ASSERT_TRUE(plan.create(op, {}, size.minimum).ok());
   EXPECT_EQ(bytes_of(plan), size.minimum);
-  // More than it was created for is left alone.
+  // Workspace beyond the size that the plan was created for is not touched.
   const Workspace more = head.workspace(size.recommended);
   char* end = static_cast<char*>(more.data) + size.minimum;
   std::memset(end, 0x5A, size.recommended - size.minimum);

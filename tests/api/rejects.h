@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tables of bad calls say what is wrong, the status it must give and the field its message must
-// name.
+// Tables of bad calls: each row names the mistake, the status that it must give, and the field that
+// the message must name.
 #pragma once
 
 #include <limits>
@@ -13,7 +13,8 @@ namespace logitless::testing {
 using Mistake = std::function<bool(Subject&)>;  // returns false where the op cannot make it
 using enum StatusCode;
 
-// Says who must see it: `workspace` and `run`, or `run` alone because it is about memory.
+// Which verbs must see the mistake: `workspace` and `run`, or `run` alone because it is about
+// memory.
 enum class Seen { by_both, by_run };
 
 struct Reject {
@@ -49,7 +50,7 @@ inline Mistake divergence(T DivergenceOptions::* member, T value) {
 inline Mistake diverging(std::function<bool(Subject&)> how) {
   return [=](Subject& s) { return s.diverges() && how(s); };
 }
-// A divergence's Forward has a field that its sums, or those of a shard, do not go with.
+// Gives a divergence's Forward its sums and one more field that is not allowed with them.
 inline Mistake beside_sums(const char* name) {
   return diverging([=](Subject& s) {
     const bool forward = s.forward() && !s.gradients();
@@ -115,7 +116,7 @@ inline Mistake any_op(std::function<void(Subject&)> how) {
   };
 }
 
-// Makes a mistake in an op with probabilities as input.
+// Makes a mistake in an op whose input is probabilities.
 inline Mistake probabilities(std::function<bool(Subject&)> how) {
   return [=](Subject& s) { return s.make_probabilities() && how(s); };
 }
@@ -299,7 +300,7 @@ inline const Reject kOpRejects[] = {
      invalid_argument, "consume_kept"},
 };
 
-// A call with chosen columns is changed.
+// Makes a mistake in a call with chosen columns.
 inline Mistake choosing(std::function<bool(Subject&)> how) {
   return [=](Subject& s) { return s.make_chosen() && how(s); };
 }
@@ -307,11 +308,11 @@ inline Mistake chosen(const char* name, std::function<void(TensorView&)> how) {
   return choosing(change(name, std::move(how)));
 }
 
-// A call with lists of chosen columns is changed.
+// Makes a mistake in a call whose chosen columns are lists.
 inline Mistake listing_ids(std::function<bool(Subject&)> how) {
   return [=](Subject& s) { return s.make_id_lists() && how(s); };
 }
-// A call that has only chosen columns' gradients is given another field.
+// Gives a Backward with `only_chosen` one more field, which is not allowed there.
 inline Mistake only_choosing(const char* name) {
   return [=](Subject& s) {
     if (s.only_chosen == nullptr) return false;
@@ -426,14 +427,14 @@ inline const Reject kChosenRejects[] = {
      invalid_argument, "options.normalizer is 2 with only_chosen; allowed: 0"},
 };
 
-// A call with lists of the largest logits is changed.
+// Makes a mistake in a call with top_logits and top_ids.
 inline Mistake listing(std::function<bool(Subject&)> how) {
   return [=](Subject& s) { return s.make_lists() && how(s); };
 }
 inline Mistake listed(const char* name, std::function<void(TensorView&)> how) {
   return listing(change(name, std::move(how)));
 }
-// Changes the size of the lists in every field that has it.
+// Changes k, the number of top logits, in every field that has it.
 inline Mistake listing_so_many(int64_t count) {
   return listing([=](Subject& s) {
     for (const auto& [name, view] : s.of_lists) {
@@ -444,7 +445,7 @@ inline Mistake listing_so_many(int64_t count) {
   });
 }
 
-// Lists of the largest logits.
+// The largest logits (top-k).
 inline const Reject kListRejects[] = {
     {"top_logits without top_ids", listing(missing({"top_ids"})), invalid_argument,
      "top_logits is given without top_ids"},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the rules about memory where a tensor's address is a buffer's handle (WebGPU),
-// which needs no device.
+// The rules about memory where a tensor's address is a buffer's handle, as in WebGPU, checked
+// without a device.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t rows = 3, columns = 5;
 
-// Every tensor has a buffer of its own; the handles are never followed.
+// Every tensor has a buffer of its own; the handles are never dereferenced.
 struct InBuffers {
   int buffers[4];
   Workspace workspace{};
@@ -51,8 +51,8 @@ TEST(RejectsBuffers, AnOffsetOfPartOfAnElement) {
   EXPECT_TRUE(call.validated().ok());
 }
 
-// The two are refused however far apart they are, because WebGPU binds a buffer for reading or for
-// writing.
+// One buffer for an input and an output is refused, however far apart the two lie: WebGPU binds a
+// buffer for reading or for writing.
 TEST(RejectsBuffers, ReadAndWrittenInOne) {
   InBuffers call;
   call.op.grad_logits.data = call.op.logits.data;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is the table of bad calls that only `run` can see: addresses, overlaps, the workspace.
+// The table of bad calls that only `run` can see: addresses, overlaps, the workspace.
 #pragma once
 
 #include "rejects.h"
 
 namespace logitless::testing {
 
-// Moves a view onto the bytes of another, `shift` bytes on.
+// Moves one tensor onto the memory of another, `shift` bytes further.
 inline Mistake onto(const char* name, const char* other, ptrdiff_t shift = 0) {
   return [=](Subject& s) {
     if (!s.has(name) || !s.has(other)) return false;

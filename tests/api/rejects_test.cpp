@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every bad call gives its own status on every backend, its message names the field, and nothing is
-// written. The calls are those of the tables in rejects.h and rejects_memory.h, and the mistakes
+// written. The calls are those of the tables in rejects.h and rejects_memory.h, plus the mistakes
 // that every field can have.
 #include "rejects.h"
 
@@ -15,7 +15,7 @@
 namespace logitless::testing {
 namespace {
 
-// Returns whether `word` stands in `text`, and not as a part of a longer name.
+// Returns whether `word` occurs in `text` as a whole identifier.
 bool mentions(const std::string& text, const std::string& word) {
   const auto part_of_name = [](char c) {
     return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
@@ -55,7 +55,7 @@ void expect_reject(Subject& s, StatusCode code, const std::string& field, Seen s
   EXPECT_TRUE(before == s.snapshot()) << "something was written by a plan";
 }
 
-// The calls to be broken are accepted, so that what is refused below is the one change.
+// The calls are valid before the tests below break them, so the refusals come of the one change.
 TEST(Rejects, UnbrokenCallsAreAccepted) {
   for_each_judged_subject([](Subject& s) {
     SCOPED_TRACE(describe(s));
@@ -97,7 +97,8 @@ INSTANTIATE_TEST_SUITE_P(Divergences, RejectTable, ::testing::ValuesIn(kDivergen
 INSTANTIATE_TEST_SUITE_P(Fields, RejectTable, ::testing::ValuesIn(kFieldRejects), row_name);
 INSTANTIATE_TEST_SUITE_P(Memory, RejectTable, ::testing::ValuesIn(kMemoryRejects), row_name);
 
-// Breaks every field of every op in one way. `how` says false where the field cannot be so broken.
+// Breaks every field of every op in one way. `how` returns false where this field cannot be broken
+// so.
 void break_every_field(StatusCode code, Seen seen,
                        const std::function<bool(Subject&, const std::string&)>& how) {
   int made = 0;
@@ -115,7 +116,8 @@ void break_every_field(StatusCode code, Seen seen,
   EXPECT_GT(made, 0);
 }
 
-// N, V, D and P are read from these views: with another size they are right, and others do not fit.
+// N, V, D and P are read from these fields. If one of them changes, the message names another
+// field.
 bool sets_sizes(const Subject& s, const std::string& name) {
   if (s.combines()) return name == "target" || name == "shard_row_reference";
   return name == "logits" || name == "input" || name == "weight" || name == "teacher_input";
@@ -145,7 +147,7 @@ TEST(Rejects, UnknownDeviceOfAnyField) {
   }
 }
 
-// The reference takes tensors on cpu, and only those; CUDA takes those of its own device.
+// The CPU and the reference take tensors on the CPU; CUDA takes those of its own device.
 TEST(Rejects, WrongDeviceOfAnyField) {
   for (Device device : {Device{DeviceType::cuda, 0}, Device{DeviceType::webgpu, 0},
                         Device{DeviceType::reference, 0}, Device{DeviceType::cpu, 1},
@@ -189,7 +191,7 @@ TEST(Rejects, WrongRankOfAnyField) {
   }
 }
 
-// The view has the right number of elements, but a dimension more.
+// The view has the right number of elements, but one dimension too many.
 TEST(Rejects, OneDimensionTooManyOfAnyField) {
   break_every_field(wrong_shape, Seen::by_both, [](Subject& s, const std::string& name) {
     TensorView& v = s[name];
@@ -217,7 +219,7 @@ TEST(Rejects, WrongSizeOfAnyField) {
     for (int64_t change : {-1, 1}) {
       break_every_field(wrong_shape, Seen::by_both, [=](Subject& s, const std::string& name) {
         if (sets_sizes(s, name) || s[name].rank <= dimension) return false;
-        // K and k are read from these.
+        // These two define K and k.
         if ((name == "ids" || name == "top_logits") && dimension == 1) return false;
         s[name].shape[dimension] += change;
         return true;
@@ -226,7 +228,8 @@ TEST(Rejects, WrongSizeOfAnyField) {
   }
 }
 
-// Nobody wants a weight [D, D]: what fits is any V, and a weight [D, V] is one that was transposed.
+// A weight of shape [D, V] gets a message that asks whether it was transposed: it is the common
+// mistake.
 TEST(Rejects, ATransposedWeightIsSaidToBeOne) {
   int made = 0;
   for_each_judged_subject([&](Subject& s) {
@@ -268,7 +271,7 @@ TEST(Rejects, BytesBeyondInt64OfAnyField) {
   }
 }
 
-// Broadcast inputs make sizes cheap whose products no plan can hold.
+// Broadcast inputs of little memory have sizes whose product overflows a plan's arithmetic.
 TEST(Rejects, ProductsOfSizesBeyond2To56) {
   for_each_judged_subject([](Subject& s) {
     if (s.kind == kind_of<Softmax> || s.linear() || s.gradients()) return;
@@ -323,8 +326,8 @@ TEST(Rejects, AddressesPastTheEndOfMemoryOfAnyField) {
   });
 }
 
-// The first element of one tensor lies inside the last of the other; logits may be exactly an
-// output's.
+// The first element of one tensor lies in the last bytes of the other. Exactly equal memory would
+// be allowed for logits and an output in place.
 TEST(Rejects, AnyOutputOnAnyOtherField) {
   int made = 0;
   for_each_judged_subject([&](Subject& whole) {
@@ -332,7 +335,8 @@ TEST(Rejects, AnyOutputOnAnyOtherField) {
       for (const auto& [second, other] : whole.views) {
         if (first == second || (!whole.written(first) && !whole.written(second))) continue;
         if (!*view || !*other) continue;
-        // `kept` would reach beyond the other's memory; the pair is tried the other way round.
+        // `kept` at the end of another field would reach beyond that field's memory. The reverse
+        // pair is tried.
         if (first == "kept") continue;
         ++made;
         with_subject(whole.kind, whole.execution.device.type,
@@ -357,16 +361,16 @@ TEST(Rejects, AnyFieldOnTheWorkspace) {
   });
 }
 
-// `workspace` and `run` say this when they look for the backend; whoever asks the rules alone must
-// hear it too.
+// `workspace` and `run` find an unknown device when they look for its backend; validate() alone
+// must find it too.
 TEST(Rejects, UnknownDeviceByTheRulesAlone) {
   const Softmax op{.logits = subject_view("logits"),
                    .probabilities = subject_view("probabilities")};
   expect_status(validate(Call(op, {.device = {DeviceType(4), 0}})), unknown_enum, "device");
 }
 
-// A library without CUDA says so, as does a machine without a driver or a device; where there is
-// one, it refuses tensors that it cannot reach.
+// A library without CUDA says so, as does a machine without a driver or a device. Where there is a
+// device, CUDA refuses tensors in memory that it cannot reach.
 TEST(Rejects, AnAbsentCudaSaysWhy) {
   char text[256];
   Status present;
@@ -393,7 +397,7 @@ TEST(Rejects, NoPlaceForTheSize) {
   });
 }
 
-// Nothing is thrown across the boundary, whoever threw it.
+// No exception crosses the C boundary, not even one that the caller's executor throws.
 TEST(Rejects, AnExceptionOfTheExecutorIsAStatus) {
   constexpr int64_t rows = 64, columns = 2048;
   std::vector<float> logits(rows * columns, 1.f), probabilities(rows * columns);
@@ -418,7 +422,7 @@ TEST(Rejects, TargetOutOfRangeBeforeAnyOutputIsWritten) {
       auto before = s.snapshot();
       expect_status(s.call_run(), target_out_of_range, "target");
       auto after = s.snapshot();
-      before.erase("workspace");  // the tokens are sorted there before the bad one is met
+      before.erase("workspace");  // the targets are read while the tokens are compacted into it
       after.erase("workspace");
       EXPECT_TRUE(before == after) << "something was written";
     });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A subject is a call to break: any op with every field given and accepted by every
-// backend, whose memory it owns. Reject and accept tables change one thing of it.
+// A subject is a call for tests to break: any op with every field given, accepted by every backend,
+// that owns its memory. The tables of accepts and rejects change one thing in it.
 //   N = 3, V = 5, D = 4, P = 2, f32, mean with a given normalizer
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace logitless::testing {
 
-// The memory of one tensor or workspace has `bytes` in use, and room on both sides.
+// The memory of one tensor or workspace: the bytes in use, and room on both sides.
 struct Memory {
   static constexpr size_t room = 512, alignment = 128;
   explicit Memory(size_t bytes) : content(bytes + 3 * room, 0xA5) {}
@@ -35,28 +35,28 @@ struct Subject {
   int32_t kind = -1;
   std::map<std::string, TensorView*> views;  // every field of the op, by name
   std::map<std::string, Access> access;
-  LossOptions* options = nullptr;                    // Softmax has none (nullptr)
-  bool* accumulate = nullptr;                        // only linear ops with gradients have it
-  bool* consume = nullptr;                           // only a linear Backward has it
-  std::map<std::string, TensorView*> of_whole_rows;  // Combine has none to be given
-  uint64_t key_error = 0;                            // added to the right kept_key
-  TensorView anchor{};                               // only a shard is given it
-  TensorView teacher_logits{};                       // instead of a teacher's head
-  DivergenceOptions* divergence = nullptr;           // only divergences have them
-  // Of a divergence that takes the states of the whole vocabulary.
+  LossOptions* options = nullptr;                    // nullptr for Softmax
+  bool* accumulate = nullptr;                        // of linear ops with gradients
+  bool* consume = nullptr;                           // of a linear Backward
+  std::map<std::string, TensorView*> of_whole_rows;  // statistics that a shard cannot have
+  uint64_t key_error = 0;                            // makes kept_key wrong
+  TensorView anchor{};                               // a shard's alone
+  TensorView teacher_logits{};                       // in place of the teacher's head
+  DivergenceOptions* divergence = nullptr;           // of divergences
+  // Fields of a divergence's shard, which is given the states of the whole vocabulary.
   std::map<std::string, TensorView> of_sums;
-  std::map<std::string, TensorView> of_choice;  // ids and the tensors at them, which go together
-  std::map<std::string, TensorView> of_lists;   // so do the lists of largest logits
-  TensorView id_offsets{};                      // of lists
-  bool* only_chosen = nullptr;                  // only a linear Backward of a loss has it
+  std::map<std::string, TensorView> of_choice;  // ids, logits_at and its gradient
+  std::map<std::string, TensorView> of_lists;   // top_logits and top_ids
+  TensorView id_offsets{};                      // for ids as lists
+  bool* only_chosen = nullptr;                  // of a linear Backward of a loss
   Execution execution{};
   Workspace workspace{};
-  WorkspaceSize size{};  // `workspace` asked for it, for the unbroken op
+  WorkspaceSize size{};  // what `workspace` says of the unbroken op
   std::map<std::string, std::unique_ptr<Memory>> memory;
 
   std::function<Status(WorkspaceSize*)> ask_workspace;
   std::function<Status()> call_run;
-  // The same by a plan; the rules alone have none.
+  // Runs the call through a plan; empty where only the rules are tested.
   std::function<Status()> call_plan;
 
   bool has(const std::string& name) const { return views.contains(name); }
@@ -68,20 +68,20 @@ struct Subject {
   bool forward() const { return has("loss"); }
   bool gradients() const { return has("grad_loss"); }
   bool written(const std::string& name) const { return access.at(name) != Access::read; }
-  // Gives that much and some more, for a call that was changed a little.
+  // Gives a workspace with some spare bytes, so that a slightly changed call fits too.
   void give_workspace(uint64_t recommended) {
     const uint64_t bytes = recommended + 4096;
     memory["workspace"] = std::make_unique<Memory>(bytes);
     workspace = {memory["workspace"]->data(), bytes, 0};
   }
-  // Takes fields away, as far as the op has them.
+  // Takes fields away where the op has them.
   void drop(std::initializer_list<const char*> names) {
     for (const char* name : names) {
       if (has(name)) (*this)[name] = {};
     }
   }
-  // Cuts the op to what remains legal on a shard [4, 4 + V) of a vocabulary of 16; returns false
-  // where the op cannot be one.
+  // Turns the op into the shard [4, 4 + V) of a vocabulary of 16, without the fields that a shard
+  // may not have; returns false where the op has no shards.
   bool make_shard() {
     if (options == nullptr || (forward() && gradients()) || combines()) return false;
     options->vocab_start = 4;
@@ -92,8 +92,8 @@ struct Subject {
     (*this)["vocab_weight"].shape[0] = 16;
     return true;
   }
-  // Gives a divergence's Forward its sums, and its Backward states; returns false where there are
-  // none.
+  // Turns a divergence into that of a shard: Forward with its sums, Backward with states. Returns
+  // false for other ops.
   bool make_sums() {
     if (of_sums.empty()) return false;
     drop({"loss", "entropy", "teacher_entropy", "logprob", "target_logit", "kept", "kept_rows"});
@@ -101,22 +101,22 @@ struct Subject {
     if (ask_workspace(&size).ok()) give_workspace(size.recommended);
     return true;
   }
-  // Gives a Backward the rows' states, which a divergence's takes in the place of kept state.
+  // Gives a divergence's Backward the rows' states in place of kept state; true for every other op.
   bool give_states() { return diverges() ? make_sums() : true; }
-  // Takes fields away that are given again where a test asks for them.
+  // Takes fields away and remembers them, so that a test can give them back.
   void set_apart(std::map<std::string, TensorView>* apart,
                  std::initializer_list<const char*> names) {
     for (const char* name : names) {
       if (has(name)) std::swap((*apart)[name], (*this)[name]);
     }
   }
-  // Gives chosen columns; returns false where the op has none.
+  // Gives ids and logits_at; returns false where the op has none.
   bool make_chosen() {
     for (const auto& [name, view] : of_choice) (*this)[name] = view;
     if (!of_choice.empty() && ask_workspace(&size).ok()) give_workspace(size.recommended);
     return !of_choice.empty();
   }
-  // Makes lists of them, of four ids in all; returns false where the op has none.
+  // Turns the chosen columns into lists of four ids in all; returns false where the op has none.
   bool make_id_lists() {
     if (!make_chosen()) return false;
     for (const auto& [name, view] : of_choice) {
@@ -127,7 +127,7 @@ struct Subject {
     std::memcpy(id_offsets.data, offsets, sizeof(offsets));
     return true;
   }
-  // Leaves a Backward no gradient but that of chosen columns.
+  // Leaves a Backward no upstream gradient except that of chosen columns.
   bool make_only_chosen() {
     if (only_chosen == nullptr || !make_chosen()) return false;
     drop({"grad_loss", "grad_lse", "grad_target_logit", "grad_entropy", "entropy", "row_reference",
@@ -135,8 +135,7 @@ struct Subject {
     *only_chosen = true;
     return true;
   }
-  // Gives lists of the largest logits, which nothing is kept beside; returns false where the op has
-  // none.
+  // Gives top_logits and top_ids, which exclude kept state; returns false where the op has none.
   bool make_lists() {
     if (of_lists.empty()) return false;
     drop({"kept", "kept_rows"});
@@ -144,7 +143,7 @@ struct Subject {
     if (ask_workspace(&size).ok()) give_workspace(size.recommended);
     return true;
   }
-  // Gives a field that an op has only without others.
+  // Gives a field that most calls leave out, with the fields that it needs.
   bool give(const std::string& name) {
     if (of_sums.contains(name)) return make_sums();
     if (of_choice.contains(name)) return make_chosen();
@@ -152,15 +151,15 @@ struct Subject {
     if (name == "id_offsets") return make_id_lists();
     return name == "teacher_logits" ? give_teacher_logits() : make_shard();
   }
-  // Gives the teacher's logits in the place of its head.
+  // Gives the teacher's logits in place of the teacher's head.
   bool give_teacher_logits() {
     if (!diverges()) return false;
     drop({"teacher_input", "teacher_weight", "teacher_bias"});
     (*this)["teacher_logits"] = teacher_logits;
     return true;
   }
-  // Cuts the op to what remains legal with probabilities as input; returns false where the op
-  // cannot have them.
+  // Turns the op into one whose input is probabilities, without the fields that exclude them;
+  // returns false where the op cannot have them.
   bool make_probabilities() {
     if (options == nullptr || linear() || combines()) return false;
     options->input_kind = InputKind::probabilities;
@@ -168,7 +167,7 @@ struct Subject {
     drop({"temperature"});
     return true;
   }
-  // Drops the statistics: outputs, what Backward takes of them, and their gradients.
+  // Drops the statistics, Backward's inputs made of them, and their gradients.
   void drop_statistics() {
     drop({"lse",
           "target_logit",
@@ -196,8 +195,8 @@ struct Subject {
           "kept",
           "kept_rows"});
   }
-  // Leaves a forward op nothing to write but this and its gradients; returns false where it is
-  // none, or has no such field.
+  // Leaves a forward op no output except this one and the gradients; returns false where the op has
+  // no forward or no such field.
   bool write_only(const std::string& name) {
     if (!forward() || !has(name)) return false;
     const TensorView left = (*this)[name];
@@ -206,7 +205,7 @@ struct Subject {
     (*this)[name] = left;
     return true;
   }
-  // Cuts every field with N rows to N = 0.
+  // Cuts every field of N rows to N = 0.
   void make_empty() {
     for (auto& [name, view] : views) {
       if (view->rank >= 1 && view->shape[0] == n && name != "fault") view->shape[0] = 0;
@@ -252,7 +251,7 @@ inline TensorView subject_view(const std::string& name) {
   return vector_view(nullptr, DType::f32, n);
 }
 
-// Fills inputs with 0.5 (target: 1), outputs with a pattern.
+// Fills inputs with 0.5 (integers with 1). Outputs keep the pattern of Memory.
 inline void fill_subject(const TensorView& view, Access access, char* data) {
   if (access == Access::write) return;
   for (size_t i = 0; i < Memory::room / 8; ++i) {
@@ -266,7 +265,7 @@ inline void fill_subject(const TensorView& view, Access access, char* data) {
   }
 }
 
-// Gives Backward the key of the Forward that it follows, whatever has been changed of both.
+// Gives Backward the key of the Forward that it follows. Called again after each change of the op.
 template <class Op>
 void set_kept_key(const Subject& s, Op& op) {
   if constexpr (KeepingOp<Op> && GradientOp<Op>) {
@@ -278,8 +277,8 @@ void set_kept_key(const Subject& s, Op& op) {
   }
 }
 
-// Returns what `workspace` and `run` say of a call before a device is needed, by its own rules, for
-// a machine without one. The workspace is a made-up one.
+// Makes the subject ask the rules alone, without a device: what `workspace` and `run` check of a
+// call before they need one. The size of the workspace is invented.
 template <class Op>
 void ask_the_rules_alone(Subject* s, Op& op) {
   static constexpr WorkspaceSize made_up{1024, 2048, Memory::alignment};
@@ -297,7 +296,7 @@ void ask_the_rules_alone(Subject* s, Op& op) {
   };
 }
 
-// `device` is cpu or reference, or cuda for the rules alone. `op` and the subject live together.
+// `device` is cpu or reference, or cuda for the rules alone. `op` must outlive the subject.
 template <class Op>
 std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   auto s = std::make_unique<Subject>();
@@ -320,7 +319,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
                       s->of_whole_rows[field] = &view;
                       return;
                     }
-                    if (DivergenceOp<Op> && field == "vocab_weight") return;  // has none
+                    if (DivergenceOp<Op> && field == "vocab_weight") return;  // which has none
                     view = subject_view(name);
                     if (device == DeviceType::cuda) view.device.type = device;
                     s->views[name] = &view;
@@ -360,7 +359,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   return s;
 }
 
-// Calls f(subject) with an unbroken call of that kind.
+// Calls f(subject) with an unbroken call of this kind of op.
 template <class F>
 void with_subject(int32_t kind, DeviceType device, F&& f) {
   const auto use = [&](auto op) {
@@ -379,7 +378,7 @@ void with_subject(int32_t kind, DeviceType device, F&& f) {
   use(LinearDivergenceForwardBackward{});
 }
 
-// Calls f for each op on each backend that runs on any machine.
+// Calls f for each op on the CPU and on the reference.
 template <class F>
 void for_each_subject(F&& f) {
   for (int32_t kind = LOGITLESS_SOFTMAX; kind < kinds; ++kind) {
@@ -389,7 +388,7 @@ void for_each_subject(F&& f) {
   }
 }
 
-// Calls f for those, and for the rules alone as if they were called on CUDA.
+// Calls f as for_each_subject does, and for the rules alone as if they were called on CUDA.
 template <class F>
 void for_each_judged_subject(F&& f) {
   for_each_subject(f);

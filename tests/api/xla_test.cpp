@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests call the XLA handler as XLA does: a call frame goes in, results or an error come out.
+// Calls the XLA handler as XLA does: a call frame goes in, results or an error come out.
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -163,7 +163,7 @@ TEST(Xla, DimensionsBeforeTheLastAreOne) {
   EXPECT_EQ(std::memcmp(flat.probabilities, deep.probabilities, sizeof(flat.probabilities)), 0);
 }
 
-// Loss and gradients with no option at its default.
+// Loss and gradients with every option away from its default.
 struct LossFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3;
   float input[N * D], weight[V * D], loss = 9;
@@ -249,7 +249,7 @@ TEST(Xla, EveryOptionReachesTheOp) {
     ASSERT_EQ(other.call().message, "") << a.name;
     EXPECT_NE(other.loss, ours.loss) << a.name;
   }
-  LossFrame empty;  // for empty_mean: no target counts
+  LossFrame empty;  // no target counts, so empty_mean applies
   for (int32_t& t : empty.target) t = -7;
   empty.set("normalizer", 0.0);
   ASSERT_EQ(empty.call().message, "");
@@ -285,7 +285,8 @@ TEST(Xla, KeptStateThatIsNoneIsAnError) {
   }
 }
 
-// A divergence with no option at its default, which makes its gradients or keeps what they need.
+// A divergence with every option away from its default, which makes gradients or keeps state for
+// them.
 struct DivergenceFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3, Dt = 2;
   float input[N * D], weight[V * D], teacher_input[N * Dt], teacher_weight[V * Dt];
@@ -346,7 +347,7 @@ struct DivergenceFrame : Frame {
     return run(LOGITLESS_LINEAR_DIVERGENCE_FORWARD,
                "input weight target teacher_input teacher_weight loss kept kept_rows");
   }
-  // Makes the gradients of what Forward has kept, without a teacher, or of both heads.
+  // Makes the gradients from kept state, without a teacher, or from both heads.
   Error backward(bool of_kept) {
     inputs(!of_kept);
     set("reduction", int32_t{LOGITLESS_REDUCTION_NONE});
@@ -423,7 +424,7 @@ TEST(Xla, ADivergencesBackwardTakesWhatIsKeptAndLeavesIt) {
     for (int i = 0; i < f.V * f.D; ++i) EXPECT_NEAR(f.grad_weight[i], again.grad_weight[i], 1e-5);
     EXPECT_TRUE(f.kept == kept && f.kept_rows == rows);
   }
-  for (float& x : f.kept) x = 0;  // so Backward reads `kept`, and makes nothing again
+  for (float& x : f.kept) x = 0;  // if gradients change, Backward reads `kept`
   ASSERT_EQ(f.backward(true).message, "");
   for (const float g : f.grad_input) EXPECT_EQ(g, 0);
 }
@@ -440,7 +441,7 @@ TEST(Xla, AnOptionOfADivergenceIsNoLosss) {
   DivergenceFrame unknown;
   unknown.set("divergence", int32_t{99});
   EXPECT_NE(unknown.both().message.find("divergence kind is 99"), std::string::npos);
-  DivergenceFrame other;  // what was kept of another input is no error, of another shape it is
+  DivergenceFrame other;  // kept state of a wrong shape is an error
   ASSERT_EQ(other.forward().message, "");
   other.kept_rows.resize(8);
   other.inputs(false);
@@ -453,17 +454,17 @@ TEST(Xla, AnOptionOfADivergenceIsNoLosss) {
   EXPECT_NE(shape.message.find("kept"), std::string::npos) << shape.message;
 }
 
-// Returns the upper half of the float, whose lower half is dropped.
+// Truncates to bf16.
 uint16_t as_bf16(double x) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(x)) >> 16);
 }
 
-// A shard in bf16, the first half of a vocabulary, that keeps its exponentials.
+// A shard in bf16, half of a vocabulary, whose Forward keeps exponentials.
 struct ShardFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3;
   uint16_t input[N * D], weight[V * D];
   float grad_loss = 0.5f;
-  int32_t target[N] = {0, 13, 3, 9, -100};  // the second and the fourth are another shard's
+  int32_t target[N] = {0, 13, 3, 9, -100};  // tokens 1 and 3: in another shard
   float anchor[N] = {};
   std::vector<char> scratch = std::vector<char>(1 << 20);
 
@@ -491,7 +492,7 @@ struct ShardFrame : Frame {
   }
 };
 
-// With memory to keep all that the shard can keep.
+// Has memory to keep every column of the shard.
 struct KeptShard : ShardFrame {
   std::vector<uint16_t> kept = std::vector<uint16_t>(64 * 64);
   std::vector<float> kept_rows = std::vector<float>(N * 8);
@@ -508,7 +509,7 @@ struct KeptShard : ShardFrame {
                std::string("input weight target ") + (with_anchor ? "anchor " : "") +
                    "row_reference row_log_sum kept kept_rows");
   }
-  // Returns grad_input, of what Forward has kept or of logits that Backward makes again.
+  // Returns grad_input, from kept state or from logits that Backward computes again.
   std::vector<float> backward(bool of_kept) {
     std::vector<float> grad_input(N * D);
     inputs();
@@ -536,7 +537,7 @@ TEST(Xla, AShardKeepsStateRelativeToItsAnchor) {
   const std::vector<float> again = f.backward(false), kept = f.backward(true);
   for (size_t i = 0; i < kept.size(); ++i) EXPECT_NEAR(kept[i], again[i], 0.01) << i;
   for (size_t i = 0; i < size_t{f.N};
-       ++i) {  // another anchor is seen by a row whose target is elsewhere
+       ++i) {  // row i uses the anchor if its target is in another shard
     KeptShard other;
     other.anchor[i] = 1;
     ASSERT_EQ(other.forward().message, "");
@@ -550,7 +551,7 @@ TEST(Xla, AShardKeepsStateRelativeToItsAnchor) {
   EXPECT_NE(missing.message.find("anchor is missing"), std::string::npos) << missing.message;
 }
 
-// These are the logits of chosen columns, in lists, and the gradients of these alone.
+// Logits of chosen columns in lists, and gradients from them alone.
 struct ChosenFrame : Frame {
   static constexpr int64_t N = 3, V = 7, D = 3, M = 5;
   float input[N * D], weight[V * D], bias[V], logits_at[M] = {};
@@ -639,11 +640,11 @@ TEST(Xla, OnlyChosenIsOneOpsAlone) {
   EXPECT_EQ(error.code, error_invalid_argument);
   EXPECT_NE(error.message.find("label_smoothing is 0.5 with only_chosen"), std::string::npos)
       << error.message;
-  for (int32_t only_chosen : {0, 1}) {  // with 0 the loss has an upstream gradient of 1
+  for (int32_t only_chosen : {0, 1}) {  // if 0, the loss too has an upstream gradient, 1
     ChosenFrame other;
     other.set("only_chosen", only_chosen);
     ASSERT_EQ(other.run(LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD).message, "");
-    EXPECT_EQ(other.grad_bias[5] != 0, only_chosen == 0);  // which no list has
+    EXPECT_EQ(other.grad_bias[5] != 0, only_chosen == 0);  // column 5 is in no list
   }
   ChosenFrame wrong;
   wrong.id_offsets[3] = 4;

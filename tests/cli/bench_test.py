@@ -72,7 +72,7 @@ class BenchTest(CliTest):
         self.assertIn(" 1.0 MiB ", row)
         self.assertIn("logits: ", rest[-2])
         self.assertIn("make bench-cpu", rest[-1])
-        given = self.succeed(*small, "--n", "64", "--op", "softmax")  # whose input they are
+        given = self.succeed(*small, "--n", "64", "--op", "softmax")  # takes samples and no input
         self.assertNotIn("logits: ", given)
         self.assertIn("make bench-cpu", given)
 
@@ -182,7 +182,7 @@ class BenchTest(CliTest):
         os.close(leader)
         self.assertEqual(done.returncode, 0)
         self.assertIn("[", shown)
-        self.assertTrue(shown.endswith("\r\x1b[K"))  # the bar is taken away at the end
+        self.assertTrue(shown.endswith("\r\x1b[K"))  # the progress bar is erased at the end
         self.assertNotIn("\x1b", done.stdout)
 
     def test_bad_input(self) -> None:
@@ -204,7 +204,7 @@ class BenchTest(CliTest):
         ):
             with self.subTest(arguments=arguments):
                 self.assertIn(word, self.refuse("bench", *arguments, "--json"))
-                self.assertIn(word, self.refuse("bench", *arguments))  # no table has begun
+                self.assertIn(word, self.refuse("bench", *arguments))  # before any table is printed
 
 
 if __name__ == "__main__":

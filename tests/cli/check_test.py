@@ -81,13 +81,13 @@ class CheckTest(CliTest):
                 self.assertRegex(text, r"\nPASSED: 80 cases, 0 failed")
 
     def test_a_failure_names_the_shards(self) -> None:
-        # Of 0 of the bound every rounding fails; the cases take the kinds of shards in turn.
+        # With a bound of 0, every rounding fails. The cases cycle through the kinds of shards.
         done = run("check", "--shards", "3", "--op", "linear-backward", "--dtype", "f32",
                    "--device", "cpu", "--cases", "9", "--within", "0")  # fmt: skip
         self.assertEqual(done.returncode, 1)
         self.assertRegex(done.stdout, r"\nFAILED: 9 cases, \d failed")
         self.assertRegex(done.stdout, r"3 shards, even\n")
-        self.assertIn("combined", done.stdout)  # and what was judged
+        self.assertIn("combined", done.stdout)  # names what was judged
 
     def test_failures_are_told(self) -> None:
         arguments = ["check", "--op", "linear-forward-backward", "--dtype", "f32",

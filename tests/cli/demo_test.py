@@ -76,9 +76,9 @@ class DemoTest(unittest.TestCase):
         self.assertLess(sum(loss[-50:]), 0.6 * sum(loss[:50]))
         self.assertLess(2 * perplexity["model"], perplexity["unigram"])
         self.assertLess(perplexity["model"], perplexity["bigram"])
-        # One word in ten is a die's toss, so nobody can do better than this.
+        # One word in ten of the corpus is random, so no model can do better.
         self.assertGreater(perplexity["model"], 2)
-        # <unk>, <document>, "." and the end of a line are among them
+        # The count includes <unk>, <document>, "." and the end of a line.
         self.assertEqual(outcome["model"]["vocab"], 404)
         self.assertLess(outcome["exactness"]["largest_difference"], 1e-5)
         memory = outcome["memory_bytes"]
@@ -119,7 +119,7 @@ class DemoTest(unittest.TestCase):
         self.assertGreater(text["files"], 100)
         self.assertGreater(text["heldout_files"], 0)
         self.assertGreaterEqual(outcome["model"]["vocab"], min(30000, text["distinct"] / 2))
-        # A model that is hardly trained starts from the words' frequencies.
+        # A model with hardly any training predicts words by their frequency.
         perplexity = outcome["perplexity"]
         self.assertLess(abs(math.log(perplexity["model"] / perplexity["unigram"])), 0.2)
 
@@ -132,7 +132,7 @@ class DemoTest(unittest.TestCase):
     def test_says_it_in_lines_where_there_is_no_terminal(self) -> None:
         done = demo(self.text, *QUICK, "--steps", 30, "--words", 20)
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertRegex(done.stdout, r"(?m)^step 1 ")  # at once: who waits sees that it trains
+        self.assertRegex(done.stdout, r"(?m)^step 1 ")  # printed at once
         for word in ("Vocabulary", "100 %", "Memory", "unigram", "bigram", "this model", "Exact"):
             self.assertIn(word, done.stdout)
         self.assertNotIn("\x1b", done.stdout)
@@ -165,7 +165,8 @@ class DemoTest(unittest.TestCase):
         )
         self.assertEqual(done.returncode, 0, done.stderr)
         loss = json.loads(done.stdout)["loss"]
-        # The file holds some of the held-out words, whose loss is nearly the mean over all of them.
+        # The file holds a part of the held-out words, so its loss is near the mean over all of
+        # them.
         self.assertAlmostEqual(2.718281828**loss / outcome["perplexity"]["model"], 1, delta=0.4)
 
     def test_files_appear_only_if_all_went_well(self) -> None:

@@ -55,7 +55,8 @@ class FilesTest(CliTest):
                     (folder / other).write_bytes(content)
                 (folder / "victim").write_bytes(b"a victim")
                 (folder / "out.part").symlink_to("victim")
-                # What a link names is replaced and keeps its mode; the link stays a link.
+                # The target of a symbolic link is replaced and keeps its mode; the link stays a
+                # link.
                 (folder / "real").write_bytes(b"old")
                 (folder / "real").chmod(0o600)
                 (folder / "out").symlink_to("real")
@@ -166,7 +167,7 @@ class FilesTest(CliTest):
                 out = self.directory / "old"
                 out.write_bytes(b"what was there")
                 here = self.left_behind()
-                # A limit on the size of files stops the writing, as a full disk does.
+                # A limit on file sizes makes writing fail, as on a full disk.
                 limited = ["bash", "-c", 'ulimit -f 0; exec "$0" "$@"', PROGRAM, *command, str(out)]
                 done = subprocess.run(limited, capture_output=True, text=True, check=False)
                 self.assertEqual(done.returncode, 1, done.stderr)
@@ -263,7 +264,8 @@ class InterruptedTest(CliTest):
         path = self.long_input()
         size = path.stat().st_size
         here = self.left_behind()
-        # With many threads it is mostly a worker that finds the end, and often two at once.
+        # With many threads, most often a worker finds the end of the file, and two may do so at
+        # once.
         for _ in range(8):
             os.truncate(path, size)
             process = self.start("loss", str(path), "--gradients", str(self.directory / "out"),

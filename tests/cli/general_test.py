@@ -83,7 +83,7 @@ class GeneralTest(CliTest):
             for device, takers in served.items():
                 with self.subTest(command=name, device=device):
                     done = run(*command, "--device", device)
-                    if name in takers:  # 1 says that this library or machine lacks it
+                    if name in takers:  # 1: the library or the machine lacks it
                         self.assertIn(done.returncode, (0, 1), done.stderr)
                         self.assertNotIn("allowed", done.stderr)
                         continue

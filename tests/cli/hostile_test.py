@@ -62,7 +62,7 @@ WORDS = {
     **{f"cut to {share}0 %": "truncated" for share in (1, 2, 3, 4)},
     **{f"cut to {share}0 %": "ends at byte" for share in (5, 6, 7, 8, 9)},
     "one byte short": "ends at byte",
-}  # the name stands in the one line; "not JSON" stands in the others'
+}  # each name appears in one message
 
 
 def entry(offsets: str = "[0,4]", dtype: str = '"F32"', shape: str = "[1]") -> str:

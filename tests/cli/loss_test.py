@@ -31,7 +31,7 @@ class LossTest(CliTest):
 
     def check_gradients(self, device: str, head: Head, target: str, smoothing: float) -> None:
         want = head.expected(smoothing)
-        # 16-bit inputs round the stored probability and a scaled row of hidden states.
+        # 16-bit gradients round the stored probabilities and a scaled row of hidden states.
         bound = {"F32": 1e-6, "F16": 4e-3, "BF16": 3e-2}[head.dtype]
         out = self.directory / "out.safetensors"
         report = self.json(
@@ -246,7 +246,7 @@ class LossTest(CliTest):
                         self.assert_near(log, [-v for v in head.expected()["losses"]], 1e-6)
                         if reduction == "none":
                             self.assertEqual(report["loss"], loss)
-        # The smallest workspace of the gradients serves this pass too.
+        # The smallest workspace of the gradients is enough for this pass too.
         arguments = ("loss", path, "--per-token", str(out), *gradients, "--memory")
         least = self.refuse(*arguments, "1").split("needs at least ")[1].split()[0]
         self.succeed(*arguments, least)
@@ -302,7 +302,7 @@ class LossTest(CliTest):
         out = str(self.directory / "out.safetensors")
         for arguments, word in (
             ([], "file"),
-            # the message names the tensors that there are
+            # the message lists the tensors that the file has
             ([path, "--weight", "nope"], '"hidden"'),
             ([path, "--bias", "odd"], '--bias: tensor "odd" has dtype U8; allowed: F32, F16, BF16'),
             ([path, "--hidden", "target"], "allowed: F32, F16, BF16\n"),
@@ -340,7 +340,7 @@ class LossTest(CliTest):
         path = self.file(safetensors(Head().tensors()))
         out = self.directory / "out.safetensors"
         out.write_bytes(b"what was there")
-        # A limit on the size of files stops the writing halfway, as a full disk does.
+        # A limit on file sizes makes writing fail halfway, as on a full disk.
         limit = (
             f'ulimit -f 0; trap "" XFSZ; exec "$0" loss "$1" --gradients "$2" --device {DEVICES[0]}'
         )

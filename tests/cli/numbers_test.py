@@ -10,7 +10,7 @@ import unittest
 from support import CliTest, Head, run, safetensors
 
 COMMANDS = [c for c in json.loads(run("info", "--json").stdout)["commands"] if c != "info"]
-# Become 0 or infinite in f32, the last two in double too. NONE below: no numbers at all.
+# LOST become 0 or infinite in f32 (the last two in double too). NONE are no numbers.
 LOST = ("1e-46", "-1e-50", "7e-46", "3.5e38", "-1e39", "1e-400", "1e400")
 NONE = ("nan", "-nan", "x", "1,5", "1.5x", "")
 
@@ -30,7 +30,8 @@ class NumbersTest(CliTest):
             for option in self.options(command, "FLOAT"):
                 for value in LOST + NONE:
                     with self.subTest(command=command, option=option, value=value):
-                        # of one word, for else a minus sign begins an option
+                        # One argument, because a separate word that begins with "-" would be an
+                        # option.
                         given = (*self.arguments(command), f"{option}={value}")
                         error = self.refuse(command, *given)
                         name = option[2:].replace("-", "[-_]")
@@ -66,7 +67,7 @@ class NumbersTest(CliTest):
                         self.assertIn(option, error)
 
     def test_integers_beyond_a_doubles_are_taken_as_they_are(self) -> None:
-        path = self.file(safetensors(Head().tensors()))  # a target of it is -100
+        path = self.file(safetensors(Head().tensors()))  # one of its targets is -100
         for value in (2**53 - 1, 2**53, 2**53 + 1, -(2**53) - 1, 2**63 - 1):
             with self.subTest(value=value):
                 space = self.json("plan", "4", "4", "4", f"--memory={abs(value)}")["workspace"]

@@ -146,8 +146,8 @@ class PlanTest(CliTest):
         return next(line for line in text.splitlines() if line.startswith("avoided"))
 
     def test_what_is_avoided_is_what_is_not_held(self) -> None:
-        # At a size that one tries first all tokens are one chunk, and the workspace is larger than
-        # what it replaces.
+        # A first-time user's small size: all tokens are one chunk, and the workspace is larger than
+        # the logits and their gradient.
         toy = ("64", "32", "1000")
         self.assertEqual(self.json("plan", *toy)["logits_bytes_avoided"], 0)
         line = self.avoided(*toy)
@@ -159,10 +159,11 @@ class PlanTest(CliTest):
         space = self.json("plan", *toy, "--memory", memory)
         self.assertGreater(space["logits_bytes_avoided"], 0)
         self.assertLess(space["workspace"]["used"], 512_000)
-        # No workspace is smaller than these logits.
+        # These logits are smaller than any workspace.
         self.assertRegex(self.avoided("2", "32", "10"), r"nothing is saved at this size$")
         self.assertRegex(self.avoided("0", "32", "10"), r"nothing is saved at this size$")
-        # Again one chunk: the workspace avoids the gradient of the logits, not the logits.
+        # Here too all tokens are one chunk: the workspace holds the logits and avoids their
+        # gradient.
         one = ("128", "8", "30000")
         plan = self.json("plan", *one)["plan"]
         self.assertEqual((plan["chunks"], plan["name"]), (1, "stored chunks"))
@@ -201,7 +202,8 @@ class PlanTest(CliTest):
         self.refuse("plan", *shape, f"--memory={space['minimum'] - 1}")
         for op in OPS:
             self.assertIn(op, self.succeed("plan", *shape, "--op", op))
-        # f32 gradients are worked on where they lie, whatever dtype the logits have.
+        # Gradients in f32 need no scratch: they are computed in place, whatever the dtype of the
+        # logits.
         for op in ("forward-backward", "softmax"):
             spaces = [self.json("plan", *shape, "--op", op, "--dtype", dtype)["workspace"]
                       for dtype in ("f32", "f16")]  # fmt: skip
@@ -234,7 +236,8 @@ class PlanTest(CliTest):
         for given in (least, 192 << 20, 8 << 30):
             arguments = ("plan", *shape, f"--memory={max(given, least)}", "--steps")
             plan = self.json(*arguments)["plan"]
-            # Each of the two passes has launches.
+            # predicted_ms beyond the steps is launch overhead: 0.09 ms for each of one or two
+            # passes.
             launches = plan["predicted_ms"] - seconds(plan["steps"])
             self.assertAlmostEqual(launches / 0.09, round(launches / 0.09), places=6)
             self.assertIn(round(launches / 0.09), (1, 2))
@@ -258,7 +261,7 @@ class PlanTest(CliTest):
             self.assertGreaterEqual(space["used"], space["minimum"])
             self.assertGreaterEqual(plan["chunks"] * plan["token_chunk"], 8192)
             self.assertTrue(3 <= plan["products"] <= 4)
-            # More memory is never slower.
+            # A plan with more memory is never slower.
             self.assertTrue(before == 0 or plan["predicted_ms"] <= before * 1.000001)
             before = plan["predicted_ms"]
             kinds.add(plan["name"])
@@ -285,7 +288,8 @@ class PlanTest(CliTest):
             self.json("plan", *self.SHAPE, "--threads", str(n))["workspace"] for n in (1, 2, 8, 16)
         ]
         self.assertEqual(len({space["minimum"] for space in spaces}), 1)
-        # The size decides the plan, so all machines have room for eight threads, or for more.
+        # The recommended size has room for at least eight threads on every machine, so a plan of
+        # that size is the same on all of them.
         self.assertEqual(len({space["recommended"] for space in spaces[:3]}), 1)
         self.assertLess(spaces[2]["recommended"], spaces[3]["recommended"])
         for few, more in zip(spaces, spaces[1:], strict=False):

@@ -81,7 +81,8 @@ class ScoreTest(CliTest):
             self.assertEqual(line["top_ids"], order)
             for got, j in zip(line["top_logprobs"], order, strict=True):
                 self.assertAlmostEqual(got, log_p[j], delta=2e-6)
-            if line["rank"] < top and device == "cpu":  # to the bit: the reference is in double
+            # on the CPU to the bit; the reference computes in double
+            if line["rank"] < top and device == "cpu":
                 self.assertEqual(line["top_logprobs"][line["rank"]], line["logprob"])
 
     def test_lines_are_the_formulas(self) -> None:
@@ -190,7 +191,7 @@ class ScoreTest(CliTest):
     @unittest.skipIf(SANITIZED, "the sanitizer keeps what is freed")
     def test_memory_does_not_grow_with_the_tokens(self) -> None:
         few, many = self.peak(BLOCK), self.peak(12 * BLOCK)
-        outputs = 11 * BLOCK * 64 * 12 // 1024  # KiB of top-k alone, if they were held
+        outputs = 11 * BLOCK * 64 * 12 // 1024  # KiB for top-k alone, if all were held
         self.assertLess(many - few, outputs / 4, f"{few} KiB, then {many}")
 
     def test_out(self) -> None:

@@ -85,7 +85,7 @@ class Head:
 
         def matrix(rows: int, columns: int) -> Matrix:
             values = [numbers.gauss(0, 1) for _ in range(rows * columns)]
-            # the values are rounded to the dtype of the file
+            # round the values to the file's dtype
             values = unpack(dtype, pack(dtype, values))
             return [values[i * columns : (i + 1) * columns] for i in range(rows)]
 

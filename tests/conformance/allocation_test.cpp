@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU backend allocates nothing in a run, whatever is asked and even where it refuses: the
-// workspace is all it needs. The threads of the library's own pool are started once.
+// workspace is all it needs. Only starting the threads of the library's own pool, once, allocates.
 #include <algorithm>
 #include <cstdlib>
 #include <set>
@@ -49,7 +49,7 @@ class Allocation : public ConformanceTest {
     EXPECT_EQ(allocations(), between) << what << " by a plan";
     EXPECT_EQ(run_again.code(), wanted) << what << ": " << run_again.message();
   }
-  // Every option of the contract alone.
+  // Each option of the contract alone.
   std::vector<Case> options() const {
     std::vector<Case> all;
     for (const Pair& pair : feature_pairs(op_, dtype_)) {
@@ -58,7 +58,7 @@ class Allocation : public ConformanceTest {
     }
     return all;
   }
-  // No option, and many together, in every placement of tensors.
+  // Without options and with many of them, in every placement of tensors.
   std::vector<Case> placements() const {
     std::vector<Case> all;
     for (const Placement placement :
@@ -89,7 +89,7 @@ TEST_P(Allocation, NoneWhileRunning) {
   }
 }
 
-// Combine has no case in the table.
+// The table of cases has no Combine.
 TEST_P(Allocation, NoneOfACombine) {
   if (!device_.has_threads() || op_ != OpKind::softmax || dtype_ != DType::f32) return;
   constexpr int64_t shards = 3, tokens = 700, vocab = 12;
@@ -144,7 +144,7 @@ TEST_P(Allocation, NoneOfACombine) {
               "combine");
 }
 
-// Forward keeps state; Backward's kept state is no Forward's.
+// Covers a Forward that keeps state, and a Backward whose kept state no Forward has written.
 TEST_P(Allocation, NoneWithKeptState) {
   if (!device_.has_threads() || dtype_ == DType::f16) return;
   const SerialExecutor serial(4);
@@ -171,7 +171,7 @@ TEST_P(Allocation, NoneWithKeptState) {
   });
 }
 
-// An error is a message in the caller's memory, so it allocates nothing either.
+// A refusal's message is written to the caller's memory, without an allocation.
 TEST_P(Allocation, NoneWhereACallIsRefused) {
   if (!device_.has_threads()) return;
   with_op(op_, [&](auto op) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bounds are wide enough for honest f32 arithmetic and narrow enough to catch every shortcut:
-// simulated implementations, judged as a backend is, at hidden sizes of at least 1024.
+// Checks that the bounds are wide enough for honest f32 arithmetic and narrow enough to catch every
+// shortcut, with simulated implementations, judged as a backend is, at hidden sizes of at least
+// 1024.
 #include <tuple>
 
 #include "gtest/gtest.h"
@@ -17,8 +18,8 @@ constexpr Mutation kMutations[] = {
     Mutation::last_hidden_dropped, Mutation::probabilities_to_bf16, Mutation::gradient_sum_in_bf16,
     Mutation::last_token_dropped,  Mutation::target_not_subtracted};
 
-// Columns of constant data differ by less than their logits' rounding errors, so the constant
-// problem has few of them.
+// With constant data the logits differ by less than their rounding errors, so that problem has few
+// columns.
 Problem<Op> problem_of(DType dtype, Data data) {
   const int64_t vocab = data == Data::constant ? 40 : 300;
   Case c{.op = OpKind::linear_forward_backward,
@@ -44,7 +45,7 @@ TEST_P(Bounds, HonestArithmeticPasses) {
 
 TEST_P(Bounds, EveryShortcutFails) {
   for (const Mutation mutation : kMutations) {
-    // The contract lets dz of 16-bit inputs be rounded to their dtype twice.
+    // For 16-bit inputs the contract allows two roundings of dz to that dtype.
     const bool rounds_dz =
         mutation == Mutation::probabilities_to_bf16 || mutation == Mutation::gradient_sum_in_bf16;
     if (rounds_dz && std::get<0>(GetParam()) != DType::f32) continue;
@@ -53,8 +54,8 @@ TEST_P(Bounds, EveryShortcutFails) {
   }
 }
 
-// Sums in one lane, term after term, as a matrix library may add f32: where terms repeat, rounding
-// errors align, and K of them lose up to u32 K/4.
+// Sums in one lane, term after term, as a matrix library may add f32. If terms repeat, rounding
+// errors align: K terms lose up to K/4 of f32's unit roundoff.
 TEST(SequentialSums, OfRepeatedTermsPassAsStructuredOnesAlone) {
   bool unstructured_pass = true;
   for (const Shape& shape :

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chosen columns: each logit has the bits of a target's, whatever stands beside it; gradients add
-// up in the order of k; what is absent, outside, ignored or inactive is not read.
+// Chosen columns (ids): each logit has the bits of a target's logit, whatever else is computed.
+// Gradients add up in the order of k. Ids that are absent or outside, and rows that are ignored or
+// inactive, are not read.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -65,7 +66,7 @@ std::vector<std::byte> column_of(const Field& field, int64_t k) {
   return bits;
 }
 
-// Leaves logits_at alone, or logits_at beside what takes every product.
+// Leaves logits_at as the only output.
 void ask_for_nothing_else(Problem<Forward>* p) {
   p->op.loss = {};
   p->op.statistics = {};
@@ -151,7 +152,7 @@ TEST_P(ChosenColumns, GradientsHaveTheSameBitsOnAnyNumberOfThreads) {
   c.grad_lse = c.saved_state = true;
   const Problem<Backward> p = build<Backward>(c);
   for (const Memory memory : {Memory::minimum, Memory::recommended}) {
-    // A workspace for many threads must give the bits of one for a single thread.
+    // K, the other ids, the target and the other outputs change no bit.
     const SerialExecutor one(1), many(5, true);
     const Outcome first = run_of(p, {.memory = memory, .executor = one.get()});
     const Outcome again = run_of(p, {.memory = memory, .executor = many.get()});
@@ -181,15 +182,16 @@ TEST_P(ChosenColumns, TheMostThatATokenMayHave) {
     c.saved_state = true;
     const Comparison judged = judge(device_, c);
     EXPECT_TRUE(judged.ok()) << judged.report;
-    if (c.chosen == 1024) continue;  // the next number is an error of every device
+    if (c.chosen == 1024) continue;  // 1024 is the contract's limit
     ++c.chosen;
     EXPECT_TRUE(is_refused(device_, c) && judge(device_, c).ok()) << judge(device_, c).report;
   }
 }
 
-// In another order, or in f64, the sums would differ.
+// Every sum of 7's gradients is exactly 0 in the order of k alone; in f64 another order would give
+// it too.
 TEST_P(ChosenColumns, GradientsOfOneColumnAddUpInTheOrderOfK) {
-  if (std::string(device_.name()) == "reference") return;  // adds in f64
+  if (std::string(device_.name()) == "reference") return;  // which adds in f64
   Case c = plain(OpKind::linear_backward, {2, 8, 70}, 4);
   Problem<Backward> p = build<Backward>(c);
   write(p.op.target, {0, 0});
@@ -202,12 +204,12 @@ TEST_P(ChosenColumns, GradientsOfOneColumnAddUpInTheOrderOfK) {
   for (size_t j = 0; j < bias.value.size(); ++j) {
     EXPECT_EQ(bias.value[j], j == 69 ? 2 : 0) << j;
   }
-  // 1 + big is big in f32, in whatever order; with a third summand the order shows.
+  // big + 1 rounds to big, so only the order (big - big) + 1 gives 1.
   use_ids(&p, 4, {7, 7, 7, -1, -1, -1, -1, -1}, {big, -big, 1, 0, 0, 0, 0, 0});
   EXPECT_EQ(run_of(p).fields.at("grad_bias").value[7], 1);
 }
 
-// The gradient of a chosen column is that of the target's logit, whatever its logit is.
+// The logit of a chosen column passes its gradient on even where the column is masked (-inf).
 TEST_P(ChosenColumns, AMaskedColumnPassesItsGradient) {
   Case c = plain(OpKind::linear_backward, {6, 24, 200}, 3);
   c.grad_lse = true;
@@ -234,7 +236,7 @@ TEST_P(ChosenColumns, AMaskedColumnPassesItsGradient) {
 }
 
 TEST_P(ChosenColumns, AnIdOutsideIsAnError) {
-  constexpr double wide = 4294967301;  // its lower half is a column
+  constexpr double wide = 4294967301;  // its low 32 bits are a valid column
   for (const double id : {37.0, -2.0, 1e6, -100.0, wide, -wide}) {
     for (const DType ids : {DType::i32, DType::i64}) {
       if (std::fabs(id) == wide && ids == DType::i32) continue;
@@ -291,13 +293,13 @@ TEST_P(ChosenColumns, OfTokensThatDoNotCountAreNotLookedAt) {
   }
 }
 
-// A token without a gradient at any present id is inactive: nothing of its row is read.
+// A token whose present ids all have a gradient of 0 is inactive: nothing of its row is read.
 TEST_P(ChosenColumns, ATokenWithoutAGradientIsInactive) {
   Case c = plain(OpKind::linear_backward, {8, 24, 131}, 2);
   Problem<Backward> p = build<Backward>(c);
   p.op.grad_loss = p.pool.add(DType::f32, {8}, std::vector<double>(8, 0.0));
   std::vector<double> ids(16, -1), gradients(16, kNan), input = read(p.op.input);
-  ids[2] = 3, gradients[2] = -0.0;  // token 1 has a gradient of 0, and token 3 one that counts
+  ids[2] = 3, gradients[2] = -0.0;  // token 1 stays inactive, token 3 is active
   ids[7] = 130, gradients[7] = 0.5;
   for (int64_t i = 0; i < 8; ++i) {
     for (int64_t k = 0; k < 24 && i != 3; ++k) input[static_cast<size_t>(i * 24 + k)] = kNan;
@@ -317,7 +319,7 @@ TEST_P(ChosenColumns, ATokenWithoutAGradientIsInactive) {
   }
 }
 
-// Gradients are scaled by the largest, of which one that is not read is no part.
+// Gradients are scaled by the largest of them; the gradient of an absent id must not count.
 TEST_P(ChosenColumns, AnAbsentGradientOfAnySizeChangesNothing) {
   const Case c = plain(OpKind::linear_backward, {9, 24, 131}, 4);
   Problem<Backward> p = build<Backward>(c);
@@ -355,7 +357,7 @@ TEST_P(ChosenColumns, OfAnotherShardHaveNoLogitAndNoGradient) {
   }
   EXPECT_GT(elsewhere, 0);
 
-  // The gradient of a column that another shard has makes the token active here too.
+  // A token is active here even if its only gradient is to a column of another shard.
   c.op = OpKind::linear_backward;
   c.saved_state = true;
   Problem<Backward> back = build<Backward>(c);
@@ -370,7 +372,7 @@ TEST_P(ChosenColumns, OfAnotherShardHaveNoLogitAndNoGradient) {
   EXPECT_EQ(grad_input.value[24], 0);
 }
 
-// The largest of what the shards write of a column is what the whole vocabulary has.
+// The maximum over the shards' logits_at is the whole vocabulary's logits_at.
 TEST_P(ChosenColumns, OfAllShardsAreThoseOfTheWhole) {
   constexpr int64_t n = 9, v = 130, cut = 59;
   const Case c = plain(OpKind::linear_forward, {n, 24, v}, 7);
@@ -397,8 +399,8 @@ TEST_P(ChosenColumns, OfAllShardsAreThoseOfTheWhole) {
   EXPECT_TRUE(judged.ok()) << judged.report;
 }
 
-// Turns the rows of ids, and what goes with them, into lists without the absent ids at the rows'
-// ends.
+// Turns the rows of ids, and the tensors that go with them, into lists without the absent ids at
+// the rows' ends.
 template <class Op>
 void use_lists(Problem<Op>* p) {
   const int64_t rows = p->op.ids.shape[0], columns = p->op.ids.shape[1];
@@ -510,13 +512,13 @@ TEST_P(ChosenColumns, OffsetsThatAreNoneAreAnError) {
   }
 }
 
-// A device that does not wait takes invalid lists as empty; valid ones have their places.
+// An asynchronous device takes invalid lists as empty; valid lists keep their ids.
 TEST_P(ChosenColumns, OffsetsThatAreNoneMakeEmptyLists) {
   if (device_.synchronous() || !device_.has_id_lists()) return;
   const std::vector<double> ids{1, 2, 3, 4, 5, 6}, gradients{1, 2, 3, 4, 5, 6};
   const struct {
     std::vector<double> offsets;
-    std::vector<size_t> rows;  // of the places: 0, 1, 2, or 3 for none
+    std::vector<size_t> rows;  // the token of each id, 3 if it is in no list
   } wrong[] = {{{0, 4, 2, 6}, {0, 0, 0, 0, 3, 3}},       {{1, 2, 4, 6}, {3, 0, 1, 1, 2, 2}},
                {{0, 2, 1 << 30, 6}, {0, 0, 3, 3, 3, 3}}, {{0, -5, 3, 6}, {3, 3, 3, 2, 2, 2}},
                {{0, 2, 4, 5}, {0, 0, 1, 1, 2, 3}},       {{-2, 2, 4, 7}, {3, 3, 1, 1, 3, 3}}};
@@ -558,7 +560,7 @@ TEST_P(ChosenColumns, OffsetsThatAreNoneMakeEmptyLists) {
   }
 }
 
-// Nothing but the chosen columns is read, and no other row of grad_weight is written to.
+// With only_chosen, no other row of weight is read and no other row of grad_weight is written.
 TEST_P(ChosenColumns, OnlyTheirGradientsAreMade) {
   if (!device_.has_id_lists()) return;
   Case c = plain(OpKind::linear_backward, {6, 24, 200}, 3);
@@ -581,7 +583,7 @@ TEST_P(ChosenColumns, OnlyTheirGradientsAreMade) {
     write(p.op.input, input);
     use_ids(&p, 3, ids, gradients);
     std::vector<double> old = read(p.op.grad_weight), old_bias = read(p.op.grad_bias);
-    old[0] = old_bias[0] = -0.0;  // which a sum with 0 would not leave
+    old[0] = old_bias[0] = -0.0;  // adding 0 would make it +0
     write(p.op.grad_weight, old);
     write(p.op.grad_bias, old_bias);
     expect_judged(p);
@@ -623,7 +625,7 @@ TEST_P(ChosenColumns, OnlyTheirGradientsHaveTheSameBitsInAnyWorkspaceAndOnAnyThr
   }
 }
 
-// The gradient to a column depends on neither the other columns nor their number.
+// A column's gradient does not depend on the other columns or their number.
 TEST_P(ChosenColumns, AColumnsGradientDependsOnItsOwnPlacesAlone) {
   if (!device_.has_id_lists()) return;
   Case c = plain(OpKind::linear_backward, {1100, 8, 70}, 2);

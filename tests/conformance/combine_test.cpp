@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Combine makes of shards' states what the contract says, whatever they hold, and of what Forward
-// wrote of every shard what Forward writes of the whole vocabulary.
+// Combine matches the contract for any states of shards. Of what Forward wrote for every shard, it
+// makes what Forward writes for the whole vocabulary.
 #include <algorithm>
 #include <cmath>
 
@@ -17,11 +17,11 @@ constexpr OpKind kForwards[] = {OpKind::forward, OpKind::linear_forward};
 
 class Combines : public ConformanceTest {
  protected:
-  // Tests of states that no Forward made run once per backend.
+  // Tests with invented states do not depend on the parameters and run once per backend.
   bool once() const { return op_ == OpKind::forward && dtype_ == DType::f32; }
 };
 
-// Invented states of shards, each [P, N].
+// Random states of shards, each [P, N].
 struct States {
   int64_t shards = 0, tokens = 0;
   std::vector<double> target{};  // [N]
@@ -45,7 +45,7 @@ States states_of(int64_t shards, int64_t tokens, uint64_t seed) {
   for (int64_t k = 0; k < count; ++k) {
     s.row_log_sum[k] = std::fabs(s.row_log_sum[k]);
     s.entropy[k] = std::fabs(s.entropy[k]);
-    // Most shards' references are their rows' maxima.
+    // In two shards of three the reference is the row's maximum.
     s.max_logprob[k] = k % 3 == 0 ? -std::fabs(s.max_logprob[k]) : -s.row_log_sum[k];
     s.sum_p_squared[k] = 1 / (1 + std::fabs(s.sum_p_squared[k]));
     s.argmax.push_back(static_cast<double>(k / tokens * kColumns + random.below(kColumns)));
@@ -54,13 +54,13 @@ States states_of(int64_t shards, int64_t tokens, uint64_t seed) {
     const int64_t target = random.below(shards * kColumns), at = target / kColumns * tokens + i;
     s.target.push_back(static_cast<double>(target));
     s.target_logit[at] = s.row_reference[at] - std::fabs(random.normal());
-    // Of equal maxima the first shard's argmax must be returned.
+    // Where maxima are equal, the first shard's argmax must win.
     for (int64_t k = i; i % 7 == 0 && k < count; k += tokens) s.row_reference[k] = 2;
   }
   return s;
 }
 
-// Rows as Forward may write them for masks, NaN and large logits; a token's number decides which.
+// States as Forward writes them for masks, NaN and large logits. Token i gets case i % 8.
 void make_extreme(States* s) {
   for (int64_t i = 0; i < s->tokens; ++i) {
     const int64_t shard = i / 8 % s->shards, at = shard * s->tokens + i;
@@ -80,7 +80,7 @@ void make_extreme(States* s) {
   }
 }
 
-// Applied to an op that asks for everything.
+// A change to an op with every option and output.
 struct Variation {
   const char* name;
   void (*apply)(Problem<Combine>&);
@@ -127,7 +127,7 @@ const Variation kVariations[] = {
      [](Problem<Combine>& p) {
        p.op.options.vocab_start = 7, p.op.options.logit_scale = 0.3f, p.op.options.softcap = 30;
        p.op.options.allow_tf32 = true;
-       p.op.weights.temperature = vector_of(p, p.op.target.shape[0], 1, 0);  // some are not allowed
+       p.op.weights.temperature = vector_of(p, p.op.target.shape[0], 1, 0);  // some are <= 0
      }},
     {"sum", [](Problem<Combine>& p) { reduce(p, Reduction::sum); }},
     {"mean", mean},
@@ -239,8 +239,8 @@ TEST_P(Combines, MasksNaNAndInfinityStayInTheirRows) {
   }
 }
 
-// A shard with next to no probability still makes the whole vocabulary's entropy, where the other
-// one has none: H = log(1 + e^-d) + d e^-d / (1 + e^-d).
+// A shard with almost no probability still contributes to the entropy of the whole vocabulary where
+// the other shard's own entropy is 0: H = log(1 + e^-d) + d e^-d / (1 + e^-d).
 TEST_P(Combines, TheEntropyOfAFarShardIsNotLost) {
   if (!once()) return;
   constexpr int64_t tokens = 24;
@@ -261,7 +261,7 @@ TEST_P(Combines, TheEntropyOfAFarShardIsNotLost) {
   }
 }
 
-// More tokens than one launch prepares, and many shards.
+// More tokens than one launch takes, and many shards.
 TEST_P(Combines, ManyTokensAndShards) {
   if (!once()) return;
   for (const auto& [shards, tokens] : {std::pair<int64_t, int64_t>{2, 70000}, {200, 33}, {3, 0}}) {
@@ -286,7 +286,7 @@ TEST_P(Combines, EmptyCalls) {
   }
 }
 
-// A token has the bits that it has alone, on any number of threads.
+// A token's result has the same bits alone and in a batch, on any number of threads.
 TEST_P(Combines, TokensAreIndependent) {
   if (!once()) return;
   constexpr int64_t tokens = 700;
@@ -322,7 +322,7 @@ TEST_P(Combines, TokensAreIndependent) {
   }
 }
 
-// What follows takes what Forward wrote.
+// A case with every option and output, for the tests below, which combine what Forward wrote.
 Case everything(OpKind op, DType dtype, Reduction reduction) {
   Case c{.op = op, .shape = {29, 33, 131}, .dtype = dtype};
   apply_everything(c);
@@ -369,8 +369,9 @@ TEST_P(Combines, ForwardOfShardsIsForwardOfTheWhole) {
   }
 }
 
-// One shard is the whole vocabulary: nothing is rounded again. The linear ops of CUDA add losses in
-// an order of their own, and the reference has no f32 state.
+// A single shard is the whole vocabulary, so Combine rounds nothing again. Left out: reduced losses
+// of CUDA's linear ops, which are added in another order, and the reference, whose states are not
+// f32.
 TEST_P(Combines, OneShardHasForwardsBits) {
   if (std::string(device_.name()) == "reference") return;
   const bool own_order = device_.tensors().type == DeviceType::cuda && is_linear(op_);

@@ -1,4 +1,4 @@
-# The conformance suite runs one case table on every backend against the reference.
+# The conformance suite compares every backend with the reference on one table of cases.
 include(${CMAKE_CURRENT_LIST_DIR}/../support/harness.cmake)
 
 set(conformance_objects)
@@ -17,9 +17,8 @@ function(add_conformance_test name parts)
   add_parts(${name} ${parts} ${name})
 endfunction()
 
-# The same tests run on the device, all in one program, because its library, of which most bytes are
-# kernels, is carried to another machine once. They run again with the kernels that every
-# architecture runs.
+# The tests of CUDA are one program: the library is large, and is copied to the device machine once.
+# Each suite runs with the best engine and again with the portable one.
 option(LOGITLESS_DEVICE_TESTS "Build the tests that need an NVIDIA GPU, where the CUDA backend is built" ON)
 set(device_suites)
 function(add_device_test suite parts)
@@ -42,7 +41,8 @@ function(add_device_test suite parts)
   endforeach()
 endfunction()
 
-# Test the judge itself, and reach no line of the library that others do not.
+# These two test the comparison itself. They reach no library code that other tests do not, so the
+# sanitizer builds leave them out.
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize")
   add_conformance_test(harness_test 1)
   add_conformance_test(bounds_test 1)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op of every backend against the double-precision reference: each option alone and with each
-// other, and every shape, with per-element bounds and guarded memory.
+// Compares every op of every backend with the double-precision reference: each option alone and in
+// pairs, and every shape, with a bound per element and guarded memory.
 #include <cstdio>
 #include <string>
 
@@ -17,7 +17,7 @@ void expect_ok(const Comparison& c, const std::string& what) {
 
 class Conformance : public ConformanceTest {
  protected:
-  // The seeded eighth of the cases for an instruction set; the sets' eighths all differ.
+  // An eighth of the cases for one instruction set, chosen by a seed; the sets' eighths all differ.
   Part part_of(size_t set) const {
     const size_t seed =
         set * 3 + static_cast<size_t>(op_) * 5 + static_cast<size_t>(dtype_) + rotation();
@@ -33,7 +33,7 @@ TEST_P(Conformance, EveryShape) {
   expect_ok(judge_shapes(device_, op_, dtype_, eighth() ? part_of(0) : Part{}), "shapes");
 }
 
-// The best instruction set ran above; each of the others is forced in turn.
+// The tests above run the best instruction set; this one forces each of the others.
 TEST_P(Conformance, EveryInstructionSet) {
   const std::vector<std::string> sets = device_.instruction_sets();
   for (size_t i = 1; i < sets.size(); ++i) {

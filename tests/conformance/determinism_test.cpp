@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call gives the same bits run after run, whatever memory held before, on any number of threads,
-// next to other calls.
+// A call gives the same bits in every run: whatever its memory held before, on any number of
+// threads, and while other calls run.
 #include <array>
 #include <cstring>
 #include <thread>
@@ -13,8 +13,8 @@
 namespace logitless::conformance {
 namespace {
 
-// Small and large, plain and with everything, so that a call is one task, few and many. One is a
-// single tile of odd width, whose padding no other tile has written.
+// Small and large calls, without options and with all, so that a call is one task, a few or many.
+// The first is a single tile of odd width, whose padding no other tile has written.
 std::vector<Case> cases_of(OpKind op, DType dtype) {
   const Case plain{.op = op, .dtype = dtype};
   Case everything = plain;
@@ -41,7 +41,7 @@ TEST_P(Determinism, RunTwice) {
   for (const Case& c : cases_of(op_, dtype_)) {
     for (const Memory memory : {Memory::minimum, Memory::recommended}) {
       const Outcome first = run_case(device_, c, {.memory = memory, .fill = std::byte{0}});
-      // What outputs and workspace held before must not matter: here NaN.
+      // The second run starts from outputs and a workspace full of NaN.
       const Outcome second = run_case(device_, c, {.memory = memory, .fill = std::byte{0xFF}});
       expect_same(first, second, c, "run twice");
     }
@@ -63,7 +63,8 @@ TEST_P(Determinism, APlanGivesTheBitsOfRun) {
   }
 }
 
-// Where alignments decide nothing, a plan for any address equals every other.
+// A plan for tensors of any address gives the results of `run`; the bits are equal where the
+// device's kernels do not depend on alignment.
 TEST_P(Determinism, APlanOfAnyAddressIsRight) {
   for (const Case& c : cases_of(op_, dtype_)) {
     const RunPlan any{.by = By::plan_of_any_address};
@@ -74,7 +75,7 @@ TEST_P(Determinism, APlanOfAnyAddressIsRight) {
   }
 }
 
-// Threads run one plan at once, each on its own tensors and workspace.
+// Several threads run one plan at once, each on its own tensors and workspace.
 TEST_P(Determinism, OnePlanServesManyThreads) {
   if (!device_.has_threads()) return;
   Case c = cases_of(op_, dtype_)[3];
@@ -134,7 +135,7 @@ TEST_P(Determinism, AnyNumberOfThreads) {
   }
 }
 
-// One thread's workspace serves 64, and the other way round.
+// A workspace sized for one thread serves 64 threads, and the reverse.
 TEST_P(Determinism, AnyNumberOfThreadsInOneWorkspace) {
   if (!device_.has_threads()) return;
   const SerialExecutor one(1), many(64);

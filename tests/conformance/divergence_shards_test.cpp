@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A divergence of heads whose vocabulary is in shards: what Forward writes of each, what Combine
-// and a sum make of them, and Backward. Each shard is judged alone, and all together as the whole
+// The divergence of two heads with a sharded vocabulary: Forward of each shard, Combine and a sum
+// over the shards, and Backward. Each shard is judged alone, and all together as the whole
 // vocabulary.
 #include <cmath>
 #include <functional>
@@ -26,7 +26,7 @@ void set(const TensorView& view, const std::function<double(int64_t, double)>& v
   write(view, values);
 }
 
-// What the ranks with the shards make of one call.
+// Simulates the ranks of a group, each with one shard, in one call.
 class Ranks {
  public:
   Ranks(const TestDevice& device, Problem<Both>& p, const Sizes& sizes, const RunPlan& plan)
@@ -74,7 +74,7 @@ class Ranks {
     result_.merge(compare(want, outcome), name);
     return outcome.fields;
   }
-  // Runs each shard's Forward as `ask` completes it.
+  // Runs every shard's Forward after `ask` has set its outputs.
   template <class Ask>
   std::vector<Fields> all(const Ask& ask) {
     std::vector<Fields> shards;
@@ -96,7 +96,7 @@ class Ranks {
     return shards;
   }
 
-  // Combines the states of one head, whose fields begin with `head`.
+  // Combines the shards' states of one head, the student ("") or the teacher ("teacher_").
   Fields combined(const std::vector<Fields>& shards, const std::string& head) {
     LinearCrossEntropyForward whole{
         .target = p_.op.target, .options = p_.op.options, .weights = p_.op.weights};
@@ -243,7 +243,7 @@ std::string name_of(DivergenceKind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// One shard, halves, three uneven ones, a single column on either side, five.
+// One shard, two halves, three uneven shards, a single column on either side, five shards.
 const Sizes kPartitions[] = {{131}, {66, 65}, {7, 100, 24}, {1, 129, 1}, {16, 16, 64, 32, 3}};
 
 TEST_P(DivergenceShards, AreTheWhole) {
@@ -254,7 +254,7 @@ TEST_P(DivergenceShards, AreTheWhole) {
   }
 }
 
-// So large that an engine may store the shards' logits.
+// Enough columns for an engine to store the shards' logits.
 TEST_P(DivergenceShards, OfManyColumns) {
   if (std::string("cuda") != device_.name()) return;
   for (const DivergenceKind kind : {DivergenceKind::reverse_kl, DivergenceKind::jsd}) {
@@ -289,7 +289,7 @@ TEST_P(DivergenceShards, OfLogitsAndWithoutATarget) {
   }
 }
 
-// Equal states make equal heads: every shard's sums are exactly 0.
+// If student and teacher are equal, every shard's sums are exactly 0.
 TEST_P(DivergenceShards, EqualHeadsGiveExactlyZero) {
   if (!is_served()) return;
   for (const DivergenceKind kind : kDivergenceKinds) {
@@ -318,7 +318,7 @@ TEST_P(DivergenceShards, EqualHeadsGiveExactlyZero) {
   }
 }
 
-// A shard of -inf has no probability in one head or both; or single columns are masked.
+// A whole shard of -inf in one head or in both, or single masked columns.
 TEST_P(DivergenceShards, ColumnsThatAreMasked) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const int masked : {1, 2, 3}) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the contract promises of divergences beyond the table of cases: equal heads, close heads,
-// what is 0 or infinite, rows that are not read, and kept state.
+// What the contract promises of divergences beyond the table of cases: equal and close heads,
+// results that are 0 or infinite, rows that are not read, kept state.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -69,7 +69,7 @@ TEST_P(Divergences, EqualHeadsGiveExactlyZero) {
       c.equal = c.bias = c.teacher_bias = true;
       Problem<Both> p = build<Both>(c);
       p.op.teacher.bias = p.op.bias;
-      for (const float softcap : {0.0f, 3.0f}) {  // the maps are equal too
+      for (const float softcap : {0.0f, 3.0f}) {  // the same in both heads
         p.op.options.softcap = p.op.divergence.teacher_softcap = softcap;
         if (softcap > 0) {
           p.op.options.logit_scale = p.op.divergence.teacher_logit_scale = 0.7f;
@@ -86,7 +86,7 @@ TEST_P(Divergences, EqualHeadsGiveExactlyZero) {
   }
 }
 
-// A student very close to its teacher still has a gradient; logits of 16 bits would leave none.
+// A student very close to its teacher still has a gradient; 16-bit logits would lose it.
 TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
   for (const DivergenceKind kind : {DivergenceKind::forward_kl, DivergenceKind::reverse_kl,
                                     DivergenceKind::jsd, DivergenceKind::skew_kl}) {
@@ -104,7 +104,7 @@ TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
         error += (made[k] - exact[k]) * (made[k] - exact[k]);
         size += exact[k] * exact[k];
       }
-      // Sums of 128 products, one after the other in f32, lose 6e-5 by themselves.
+      // A sum of 128 products, one after the other in f32, alone is off by 6e-5.
       EXPECT_LT(std::sqrt(error / size), dtype_ == DType::f32 ? 1.5e-4 : 5e-3)
           << name_of(kind) << " " << name << " of a divergence of "
           << got.fields.at("loss").value[0];
@@ -112,8 +112,8 @@ TEST_P(Divergences, GradientsOfHeadsThatAreNear) {
   }
 }
 
-// A divergence far below the roundings of p and q keeps its digits: it is not computed from their
-// difference.
+// A divergence far below the rounding errors of p and q stays accurate: it is not computed from p -
+// q.
 TEST_P(Divergences, OfHeadsThatAreVeryNear) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const float temperature : {1.00001f, 1.001f}) {
@@ -123,7 +123,8 @@ TEST_P(Divergences, OfHeadsThatAreVeryNear) {
       const std::string what = name_of(kind) + " at " + std::to_string(temperature);
       const Problem<Both> p = build<Both>(c);
       const Outcome got = judged(p, what);
-      // The two heads' logits are rounded alike, so much less is lost than the bounds allow.
+      // The two heads' logits have the same rounding errors, so the loss is far more accurate than
+      // its bound.
       const reference::Result want = expected(device_, p.op, p.model);
       const std::vector<double>& exact = want.outputs.at("loss").value;
       for (size_t i = 0; i < exact.size(); ++i) {
@@ -152,9 +153,9 @@ TEST_P(Divergences, ColumnsThatAreMasked) {
   }
 }
 
-// Beside a -inf logit a probability below f32's range counts as 0, and makes nothing infinite. The
-// first columns share the probability, so that p and q are small both beside 1 and beside the
-// maximum.
+// Where one head's logit is -inf, the other's probability counts as 0 if it is below f32's range,
+// and the divergence stays finite. The first columns share the probability, so that p and q are
+// small relative to 1 and to the row's maximum.
 TEST_P(Divergences, ProbabilitiesThatF32HasNoNumberFor) {
   using enum DivergenceKind;
   for (const DivergenceKind kind : kDivergenceKinds) {
@@ -169,7 +170,7 @@ TEST_P(Divergences, ProbabilitiesThatF32HasNoNumberFor) {
           set(weight, [](int64_t, double) { return 0.0; });
         }
         if (of_tokens != 0) set(p.op.target, [](int64_t, double) { return 0.0; });
-        for (const bool of_teacher : {false, true}) {  // which has the -inf
+        for (const bool of_teacher : {false, true}) {  // which head has the -inf
           const auto& [masked, other] = of_teacher ? std::tie(p.op.teacher.bias, p.op.bias)
                                                    : std::tie(p.op.bias, p.op.teacher.bias);
           for (const double power : {120.0, 130.0, 140.0, 200.0}) {
@@ -213,7 +214,7 @@ TEST_P(Divergences, WhatIsNotFiniteStaysInItsRow) {
   }
 }
 
-// A row that several blocks of a GPU share: masked columns, maps of every sort, a row of NaN.
+// A row that several blocks of a GPU share: masked columns, maps of logits, a row of NaN.
 TEST_P(Divergences, RowsOfManyColumns) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const int64_t vocab : {5003, 9000, 20011}) {
@@ -305,11 +306,11 @@ TEST_P(Divergences, EndsOfBeta) {
   }
 }
 
-// beta must not be computed as 1 - (1 - beta), which loses its digits.
+// The code must not compute beta as 1 - (1 - beta), which loses digits.
 TEST_P(Divergences, BetaNearItsEnds) {
   for (const DivergenceKind kind : {DivergenceKind::jsd, DivergenceKind::skew_kl}) {
     for (const float beta : {1e-8f, 1e-4f, 0.01f, 0.999f}) {
-      for (const float scale : {1.0f, 8.0f}) {  // heads that are far apart
+      for (const float scale : {1.0f, 8.0f}) {  // the larger, the farther apart the heads
         Case c = plain({33, 24, 300}, kind);
         c.divergence.beta = beta;
         c.options.logit_scale = c.divergence.teacher_logit_scale = scale;
@@ -319,8 +320,8 @@ TEST_P(Divergences, BetaNearItsEnds) {
   }
 }
 
-// p and q are so far apart that their ratio has no digits left, and still a column's gradient is of
-// the size of its p. The least beta other than 0 is not lost beside such a ratio.
+// p and q are so far apart that their ratio has no digits left, but a column's gradient must be as
+// accurate as its p. The smallest nonzero beta must not vanish beside such a ratio.
 TEST_P(Divergences, OfHeadsThatAreEightyNatsApart) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     const bool mixes = kind == DivergenceKind::jsd || kind == DivergenceKind::skew_kl;
@@ -343,7 +344,7 @@ TEST_P(Divergences, OfHeadsThatAreEightyNatsApart) {
   }
 }
 
-// Forward alone has the bits of both together.
+// Forward alone writes the same bits as ForwardBackward.
 TEST_P(Divergences, ForwardHasTheBitsOfBoth) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     Case c = plain({33, 24, 1030}, kind);
@@ -380,7 +381,7 @@ TEST_P(Divergences, OfATokenDoNotDependOnItsBatch) {
 }
 
 TEST_P(Divergences, KeptStateServesAnyBackward) {
-  if (std::string("reference") == device_.name()) return;  // keeps nothing
+  if (std::string("reference") == device_.name()) return;  // which keeps no state
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const Memory memory : {Memory::minimum, Memory::recommended}) {
       Case c = plain({70, 24, 421}, kind);
@@ -401,7 +402,7 @@ TEST_P(Divergences, KeptStateServesAnyBackward) {
         EXPECT_TRUE(result.ok()) << name_of(kind) << " use " << use << "\n" << result.report;
         EXPECT_EQ(got.kept.at("kept").bits, kept.kept.at("kept").bits);
       }
-      // Another Backward has other tokens without a gradient.
+      // A second Backward from the same state, with other inactive tokens.
       set(k.p.op.grad_loss, [](int64_t i, double x) { return i % 3 == 0 ? 0 : x - 0.5; });
       const Comparison other = compare(expected(device_, k.p.op, k.p.model),
                                        execute(device_, k.without_teacher(), k.p.pool));
@@ -410,8 +411,8 @@ TEST_P(Divergences, KeptStateServesAnyBackward) {
   }
 }
 
-// dz of reverse_kl has no bound: rows beyond 16 bits' range are kept beside ordinary ones, and
-// serve a Backward with any upstream gradients.
+// dz of reverse_kl has no bound: rows whose dz exceeds 16 bits' range are kept beside ordinary
+// rows, and serve a Backward with any upstream gradients.
 TEST_P(Divergences, KeptStateOfRowsFarFromTheirTeacher) {
   if (std::string("reference") == device_.name()) return;
   for (const int64_t vocab : {5, 421, 20011}) {
@@ -435,7 +436,7 @@ TEST_P(Divergences, KeptStateOfRowsFarFromTheirTeacher) {
         const std::string what = std::to_string(vocab) + " columns, upstream " +
                                  std::to_string(upstream) + ", scale " +
                                  std::to_string(teacher_scale);
-        if (upstream == 2) k.forward.loss = {};  // dz needs the divergence all the same
+        if (upstream == 2) k.forward.loss = {};  // dz needs the divergence even so
         k.take(execute(device_, k.forward, k.p.pool));
         const reference::Result want = expected(device_, k.p.op, k.p.model);
         const std::vector<double>& dz = want.outputs.at("grad_bias").value;
@@ -449,7 +450,7 @@ TEST_P(Divergences, KeptStateOfRowsFarFromTheirTeacher) {
   }
 }
 
-// A row of NaN shows in Backward where it is active, and only there.
+// A row of NaN gives NaN in Backward if the row is active, and only in that row.
 TEST_P(Divergences, KeptStateOfARowOfNaN) {
   if (std::string("reference") == device_.name()) return;
   for (const int64_t vocab : {131, 20011}) {  // several blocks of a GPU share a row
@@ -468,7 +469,7 @@ TEST_P(Divergences, KeptStateOfARowOfNaN) {
   }
 }
 
-// Rows that no Forward has written give NaN and a fault.
+// Rows that no Forward has written give NaN and set the fault word.
 TEST_P(Divergences, KeptStateOfNobody) {
   if (std::string("reference") == device_.name()) return;
   for (const double garbage : {0.0, 1.0, kNan}) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The edge table of docs/semantics.md: no tokens, one column, empty means, targets outside, ties,
-// order of the options.
+// The edge table of docs/semantics.md: no tokens, one column, empty means, targets out of range,
+// ties, order of the options.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -16,8 +16,8 @@ namespace {
 
 class Edges : public ConformanceTest {
  protected:
-  // Runs the case with `change` applied to its op, expects the reference's result and returns what
-  // was written.
+  // Runs the case with `change` applied to its op, compares it with the reference and returns the
+  // outputs.
   template <class Change>
   Fields run(const Case& c, Change&& change) {
     return with_op(op_, [&](auto op) {
@@ -101,7 +101,7 @@ TEST_P(Edges, EveryTokenIgnored) {
   }
 }
 
-// The normalizer is exactly 0 if it is given so, or is the sum of class weights that are all 0.
+// The normalizer is exactly 0: given as 0, or the sum of class weights that are all 0.
 TEST_P(Edges, NormalizerOfZero) {
   for (const EmptyMean empty : {EmptyMean::zero, EmptyMean::nan}) {
     for (const bool given : {false, true}) {
@@ -123,7 +123,7 @@ TEST_P(Edges, NormalizerOfZero) {
   }
 }
 
-// Normalizers in a view, of either sign and any size; the two words of an i64 are one number.
+// Normalizers as tensors, of either sign and any size. Both 32-bit words of an i64 must be read.
 TEST_P(Edges, NormalizersOfAView) {
   if (!has_loss(op_)) return;
   for (const double value : {1.0, -1.0, -5.0, -127.0, -128.0, -129.0, 4294967296.0, -4294967295.0,
@@ -189,16 +189,16 @@ void set_targets(const TensorView& view, const std::vector<int64_t>& targets) {
   });
 }
 
-// A host that does not wait gets NaN, rows of zeros and the fault word, but no status. Some targets
-// are so far outside that an address made from one would crash; some equal a valid target in their
-// low 32 bits.
+// An asynchronous backend cannot return a status for a target out of range: it writes a loss of
+// NaN, gradient rows of zeros and the fault word. Some targets are so far outside that an address
+// made from one would crash; some equal a valid target in their low 32 bits.
 TEST_P(Edges, TargetsOutsideOfAnAsynchronousBackend) {
   if (device_.synchronous()) return;
   constexpr int64_t kFar = int64_t{1} << 32;
   const std::vector<int64_t> bad{
       40, -1, kFar + 3, 3 - kFar, INT64_MAX, INT64_MIN, INT64_MIN + 5, int64_t{1} << 62, -99};
   for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
-    // With the last count every token is bad.
+    // With the last count, every token's target is out of range.
     for (const size_t count : {size_t{1}, size_t{4}, bad.size()}) {
       for (const DType dtype : {DType::i32, DType::i64}) {
         for (const bool weighted : {false, true}) {
@@ -219,14 +219,14 @@ TEST_P(Edges, TargetsOutsideOfAnAsynchronousBackend) {
               }
               set_targets(p.op.target, target);
               ASSERT_EQ(tokens_outside(p.op).size(), count);
-              for (const double before : {0, 6, 1}) {  // other bits of the word stay
+              for (const double before : {0, 6, 1}) {  // the word's other bits are kept
                 write(p.op.fault, {before});
                 const Outcome outcome = execute(device_, p.op, p.pool);
                 const Comparison result = compare(expected(device_, p.op, p.model), outcome);
                 EXPECT_TRUE(result.ok()) << count << " outside\n" << result.report;
                 EXPECT_EQ(outcome.fault & 1, 1);
               }
-              // Where such targets are ignored there is no fault.
+              // With out_of_range = ignore there is no fault.
               Op passes = p.op;
               passes.options.out_of_range = OutOfRange::ignore;
               write(p.op.fault, {6});
@@ -249,7 +249,7 @@ TEST_P(Edges, Ties) {
     const Fields fields = run(c, [&](auto& op) {
       using Op = std::remove_reference_t<decltype(op)>;
       if constexpr (LinearOp<Op>) {
-        // Rows of weight that are the input itself have the highest product with it.
+        // Rows of weight that equal the input have the largest logit.
         std::vector<double> input = read(op.input), weight = read(op.weight);
         for (int64_t i = 0; i < 3; ++i)
           std::copy_n(input.begin(), hidden, input.begin() + i * hidden);
@@ -270,7 +270,7 @@ TEST_P(Edges, Ties) {
   }
 }
 
-// A closed form shows that the scale comes first, then the softcap, then the temperature.
+// Compares with a closed form: the scale comes first, then the softcap, then the temperature.
 TEST_P(Edges, OrderOfTheOptions) {
   Case c = plain({1, 1, 2});
   c.options.logit_scale = 2;
@@ -292,8 +292,8 @@ TEST_P(Edges, OrderOfTheOptions) {
   EXPECT_NEAR(fields.at("target_logit").value[0], z0, 1e-5);
 }
 
-// Factors of the map near the ends of f32, with logits of usual size; beyond them a status
-// (rejects.h).
+// Scale, softcap and temperature near the ends of f32 that leave logits of usual size. Values
+// beyond are refused (rejects.h).
 TEST_P(Edges, ExtremeMaps) {
   using Map = std::array<float, 3>;
   for (const auto& [scale, softcap, temperature] :
@@ -315,7 +315,7 @@ TEST_P(Edges, ALogitScaleOfZeroMakesThemAllEqual) {
   expect_all_gradients(fields, 0);
 }
 
-// More tokens than one block of threads prepares, with gaps between those that count.
+// More tokens than one thread block compacts, with gaps between those that count.
 TEST_P(Edges, ManyTokensSomeIgnored) {
   if (op_ == OpKind::softmax) return;
   Case c = plain({2500, 3, 11});
@@ -324,7 +324,7 @@ TEST_P(Edges, ManyTokensSomeIgnored) {
   EXPECT_TRUE(result.ok()) << result.report;
 }
 
-// The square of its lse overflows, and 0 times that would be NaN.
+// z-loss would be 0 * lse^2, where lse^2 overflows and the product is NaN.
 TEST_P(Edges, ATokenOfWeightZeroHasNoLossHoweverLargeItsLogits) {
   Case c = plain({5, 3, 40});
   c.options.z_loss = 1e-3f;
@@ -348,7 +348,7 @@ TEST_P(Edges, ATokenOfWeightZeroHasNoLossHoweverLargeItsLogits) {
   });
 }
 
-// A call in place gives the bits of one out of place.
+// A call in place gives the same bits as one with separate memory.
 TEST_P(Edges, InPlace) {
   if (is_linear(op_) || op_ == OpKind::forward) return;
   for (const Placement placement : {Placement::dense, Placement::padded, Placement::strided,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The suite itself is tested: a backend that lies in one byte or one element is caught, whatever
-// the lie.
+// Tests the suite itself: a backend that returns one wrong byte or element is caught, wherever it
+// is.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,7 +18,7 @@ namespace {
 
 using Op = LinearCrossEntropyForwardBackward;
 
-// The reference backend, with a change to a block of memory as it is read back.
+// The reference backend, except that `lie` changes each block of memory as it is read back.
 class LyingDevice : public TestDevice {
  public:
   using Lie = std::function<void(std::byte* host, size_t bytes)>;
@@ -56,7 +56,7 @@ Comparison judged(const LyingDevice::Lie& lie) {
   return compare(reference::evaluate(p.op, p.model), execute(LyingDevice(lie), p.op, p.pool));
 }
 
-// Changes one byte of the tensor whose allocation has the size of `view`'s.
+// Flips a bit in one byte of the allocation with this number, in the order of downloads.
 LyingDevice::Lie flip(size_t allocation, size_t byte) {
   return [=, seen = size_t{0}](std::byte* host, size_t bytes) mutable {
     if (seen++ == allocation && byte < bytes) host[byte] ^= std::byte{0x10};
@@ -103,7 +103,7 @@ TEST(Harness, SeesInputsWrittenTo) {
 
 TEST(Harness, SeesOneWrongElement) {
   for (const char* name : {"loss", "lse", "entropy", "argmax", "grad_input", "grad_weight"}) {
-    // A byte with a bit of the exponent, or of the index.
+    // A byte with bits of the exponent, or the lowest of the index.
     const size_t byte = std::string(name) == "argmax" ? 0 : 2;
     EXPECT_FALSE(judged(flip(allocation_of(name), kGuardBytes + byte)).ok()) << name;
   }
@@ -148,8 +148,8 @@ class AsynchronousDevice final : public LyingDevice {
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
 };
 
-// From a backend that cannot refuse a target the suite expects a loss of NaN and rows of zeros, and
-// NaN for a mean over that token too.
+// For a target out of range on a backend that cannot refuse it, the suite expects a loss of NaN and
+// gradient rows of zeros, and NaN for a mean that includes this token.
 TEST(Harness, WantsNaNForATargetOutsideOfAnAsynchronousBackend) {
   const AsynchronousDevice device;
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
@@ -177,7 +177,7 @@ TEST(Harness, WantsNaNForATargetOutsideOfAnAsynchronousBackend) {
   }
 }
 
-// Tensor cores do not add f32, so short sums have the wider of the two bounds.
+// Tensor cores do not compute in f32, so sums of few products get the wider of two bounds.
 TEST(Harness, BoundsFollowTheInputsDtype) {
   const AsynchronousDevice device;
   for (const DType dtype : {DType::f32, DType::bf16}) {
@@ -187,12 +187,12 @@ TEST(Harness, BoundsFollowTheInputsDtype) {
     if (dtype == DType::f32) {
       EXPECT_EQ(here, plain);
     } else {
-      EXPECT_LT(here, plain);  // 4 + 19 / 16 against 4 + sqrt 19
+      EXPECT_LT(here, plain);  // 4 + 19 / 16 < 4 + sqrt 19
     }
   }
 }
 
-// A vocabulary is divided evenly and otherwise, with something special in one shard.
+// Splits of a vocabulary: even, uneven, and with special content in one shard.
 TEST(Harness, DividesAVocabularyInEveryWay) {
   for (const int64_t vocab : {1, 37, 50257}) {
     for (int64_t shards = 1; shards <= 8; ++shards) {
@@ -205,7 +205,7 @@ TEST(Harness, DividesAVocabularyInEveryWay) {
         const int64_t most = *std::max_element(split.sizes.begin(), split.sizes.end());
         EXPECT_GE(least, 0);
         EXPECT_TRUE(split.content == Split::plain || split.sizes[split.shard] > 0);
-        if (vocab == 1) continue;  // most shards are then without columns
+        if (vocab == 1) continue;  // most shards have no columns
         EXPECT_EQ(least == 0, split.name == "one without columns");
         EXPECT_EQ(least > 0 && most >= 2 * least, split.name == "uneven");
       }
@@ -214,7 +214,7 @@ TEST(Harness, DividesAVocabularyInEveryWay) {
   }
 }
 
-// The reference's shards pass, whatever they hold; an inexact device does not.
+// The reference passes for every content of a shard; an inexact device fails.
 TEST(Harness, JudgesEveryContentOfAShard) {
   for (const OpKind op :
        {OpKind::forward, OpKind::backward, OpKind::linear_forward, OpKind::linear_backward}) {
@@ -222,7 +222,7 @@ TEST(Harness, JudgesEveryContentOfAShard) {
     for (const Split& split : splits_of(37, 3)) {
       const Comparison honest = judge_shards(device("reference"), c, split);
       EXPECT_TRUE(honest.ok()) << split.name << "\n" << honest.report;
-      // Every float that the device returns is off in its last eight bits.
+      // Flips the low byte of every float that the device returns.
       const LyingDevice lying([](std::byte* host, size_t bytes) {
         for (size_t k = kGuardBytes; k + kGuardBytes < bytes; k += 4) host[k] ^= std::byte{0xff};
       });
@@ -236,7 +236,6 @@ TEST(Harness, MissingAndUnexpectedFieldsFail) {
   EXPECT_FALSE(compare(reference::Result{}, Fields{{"loss", Field{}}}).ok());
 }
 
-// Every 16-bit value survives the round trip, and doubles round to nearest, ties to even.
 TEST(Harness, ThreeCommitsRunEveryCaseOnce) {
   CasesByTest all = {{"All/Edges.Alone", {""}}, {"All/Edges.Few", {"/a", "/b", "/c"}}};
   for (int i = 0; i < 64; ++i) all["All/Edges.Swept"].push_back("/cpu_" + std::to_string(i));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens without an upstream gradient in Backward have gradient rows of 0; nothing of their rows is
-// read, but they count in the normalizer. kept_inactive_test.cpp has the same with kept state.
+// Tokens without an upstream gradient in Backward get gradient rows of 0. Nothing of their rows is
+// read, but they count in the normalizer. kept_inactive_test.cpp tests the same with kept state.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -13,16 +13,16 @@ namespace {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 bool is_inactive(int64_t token) { return token % 5 == 1 || token % 7 == 3; }
-// The number of tokens, and one token that is inactive.
+// The number of tokens, and the one inactive token of some tests.
 constexpr int64_t kAll = 37, kOne = 16;
 
-// The ways in which a token can have no gradient.
+// The upstream gradients that can be 0.
 enum class Upstream { grad_loss, token_weight, statistics, statistics_alone, either };
 constexpr Upstream kUpstreams[] = {Upstream::grad_loss, Upstream::token_weight,
                                    Upstream::statistics, Upstream::statistics_alone,
                                    Upstream::either};
 
-// Sets some tokens' elements to 0, some of them to -0.
+// Sets the elements that `which` selects to 0, some of them to -0.
 void clear(const TensorView& view, const std::function<bool(int64_t)>& which) {
   std::vector<double> values = read(view);
   for (size_t i = 0; i < values.size(); ++i) {
@@ -45,8 +45,8 @@ class InactiveTokens : public ConformanceTest {
       c.grad_lse = c.grad_target_logit = c.grad_entropy = true;
     return c;
   }
-  // Returns false, and clears nothing, if with this kind of upstream gradient no token can be
-  // inactive.
+  // Clears the upstream gradients of this kind for the inactive tokens. Returns false, and clears
+  // nothing, where such a token would not be inactive.
   template <class Op>
   bool clear_upstream(Problem<Op>* p, Upstream upstream) const {
     const bool each = p->op.options.reduction == Reduction::none;
@@ -142,7 +142,7 @@ TEST_P(InactiveTokens, HaveZeroRowsWhateverTheirRowHolds) {
   });
 }
 
-// 0 times an infinity or a NaN is not 0.
+// A gradient of 0 times an infinite or NaN weight is NaN, so such a token is active.
 TEST_P(InactiveTokens, ZeroTimesInfinityIsActive) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -156,7 +156,7 @@ TEST_P(InactiveTokens, ZeroTimesInfinityIsActive) {
           const TensorView& other = weight ? p.op.weights.token : p.op.grad_loss;
           clear(zero, is_inactive);
           set(other, kOne, factor);
-          // An infinite grad_loss scales every row where gradients are stored in 16 bits.
+          // With 16-bit gradients, an infinite grad_loss enters the common scale of all rows.
           const bool others = weight || dtype_ == DType::f32;
           const Fields fields = weight ? judged(p, "0 times no number").fields
                                        : execute(device_, p.op, p.pool).fields;
@@ -173,7 +173,7 @@ TEST_P(InactiveTokens, ZeroTimesInfinityIsActive) {
   });
 }
 
-// Each upstream gradient alone makes a token active, even one that is not finite.
+// An upstream gradient of any one statistic makes a token active, even if it is not finite.
 TEST_P(InactiveTokens, AnyGradientOfAStatisticMakesATokenActive) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -187,7 +187,7 @@ TEST_P(InactiveTokens, AnyGradientOfAStatisticMakesATokenActive) {
           for (const TensorView& view : {p.op.grad_loss, views[0], views[1], views[2]})
             write(view, std::vector<double>(kAll, 0.0));
           set(views[which], kOne, value);
-          // Beside a NaN in one column no bound is known.
+          // If a column holds NaN, the other elements of its row have no bound.
           const Fields fields = std::isnan(value) ? execute(device_, p.op, p.pool).fields
                                                   : judged(p, std::to_string(which)).fields;
           const Field& field = fields.at(LinearOp<Op> ? "grad_input" : "grad_logits");
@@ -252,7 +252,7 @@ TEST_P(InactiveTokens, AreIgnoredOnesThatCountInTheNormalizer) {
   });
 }
 
-// Accumulating, or in place of the logits.
+// With accumulation into grad_weight, and in place of the logits.
 TEST_P(InactiveTokens, InPlaceAndAccumulating) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -269,7 +269,7 @@ TEST_P(InactiveTokens, InPlaceAndAccumulating) {
   });
 }
 
-// The op that also makes the loss multiplies by the 0, and so a NaN stays NaN.
+// ForwardBackward multiplies an inactive token's row by 0, so a NaN there stays NaN.
 TEST_P(InactiveTokens, KeepTheirNaNInForwardBackward) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A token's loss and statistics have the same bits whatever its batch, place and neighbours, and
-// whatever the workspace.
+// A token's loss and statistics have the same bits whatever its batch, its position, its neighbours
+// and the workspace.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -21,16 +21,16 @@ constexpr OpKind kForwardOps[] = {OpKind::forward, OpKind::forward_backward, OpK
 
 class Invariance : public ConformanceTest {
  protected:
-  // Whether the backend promises it ("Determinism" of the contract); prints the cases that it does
-  // not.
+  // Whether the backend promises invariance for this case ("Determinism" of the contract). Prints
+  // the cases where it does not.
   bool promised(const Case& c) const {
     if (device_.batch_invariant(c)) return true;
     std::printf("[  not promised ] %s: a token's bits may depend on its batch in %s\n",
                 device_.name(), describe(c).c_str());
     return false;
   }
-  // Plain with the statistics that the loss is made of, plain with all, everything at once, and,
-  // with few tokens, each option alone, for which linear ops may have kernels of their own.
+  // Cases: only the statistics that the loss is made of, all statistics, everything at once, and,
+  // with few tokens, each option alone, for which linear ops may have their own kernels.
   std::vector<Case> cases(Shape shape) const {
     Case c{.op = op_, .shape = shape, .dtype = dtype_, .row_statistics = true};
     c.options.reduction = Reduction::none;
@@ -50,8 +50,7 @@ class Invariance : public ConformanceTest {
   }
 };
 
-// The name of a field of loss and statistics in which row k of `part` differs in a bit from row
-// rows[k] of `whole`, or "".
+// Returns the first field in which row k of `part` differs from row rows[k] of `whole`, or "".
 std::string first_difference(const Fields& whole, const Fields& part,
                              const std::vector<int64_t>& rows) {
   for (const auto& [name, field] : part) {
@@ -77,7 +76,7 @@ std::vector<int64_t> range(int64_t first, int64_t end) {
   return rows;
 }
 
-// Batches of 1 token, a few and many, at other places and with other neighbours.
+// Batches of one token, a few and many, at other positions and with other neighbours.
 std::vector<std::vector<int64_t>> batches(int64_t tokens) {
   std::vector<std::vector<int64_t>> all;
   for (const int64_t row : {int64_t{0}, tokens / 3, tokens / 2 + 1, tokens - 1})
@@ -151,8 +150,8 @@ TEST_P(Invariance, OfTheWorkspace) {
   }
 }
 
-// Makes rows far from their targets, with some columns next to nothing, and a row of NaN, beside
-// rows that are near; for each option alone.
+// Makes some rows whose targets are far below or above other columns, some columns with almost no
+// probability, and one row of NaN.
 template <class Op>
 void put_far_rows(Problem<Op>* p, int64_t nan_row) {
   const auto [tokens, hidden, vocab] =
@@ -161,9 +160,9 @@ void put_far_rows(Problem<Op>* p, int64_t nan_row) {
   std::vector<double> input = read(p->op.input), weight = read(p->op.weight);
   for (int64_t i = 0; i < tokens; ++i) {
     double* row = &input[i * hidden];
-    row[hidden - 1] = i == 2 ? 100 : i == 3 ? -40 : 0;  // makes the target's logit
-    row[hidden - 2] = i == 5 || i == 17 ? 200 : 0;      // makes one logit far above
-    row[hidden - 3] = 1;                                // makes 64 logits far below
+    row[hidden - 1] = i == 2 ? 100 : i == 3 ? -40 : 0;  // the target's logit
+    row[hidden - 2] = i == 5 || i == 17 ? 200 : 0;      // one logit far above the target's
+    row[hidden - 3] = 1;                                // 64 logits far below the target's
     if (i == nan_row) row[0] = std::nan("");
   }
   for (int64_t j = 0; j < vocab; ++j) {
@@ -203,7 +202,7 @@ TEST_P(Invariance, BesideFarRows) {
   }
 }
 
-// A token's loss does not depend on what else is asked for, nor on the reduction.
+// A token's statistics do not depend on the reduction.
 TEST_P(Invariance, OfTheReduction) {
   for (const bool all_statistics : {false, true}) {
     Case c{.op = op_, .shape = {130, 40, 300}, .dtype = dtype_, .statistics = all_statistics};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Without an oracle: ignored rows change nothing, rows of a gradient sum to zero, a common shift
-// and a factor pass through, and micro-batches add up to the batch.
+// Properties that need no reference: ignored rows change nothing, rows of a gradient sum to 0, a
+// common shift of logits changes no loss, gradients are linear in grad_loss, and micro-batches add
+// up to the batch.
 #include <array>
 #include <cmath>
 #include <utility>
@@ -14,7 +15,7 @@ namespace {
 
 class Invariants : public ConformanceTest {
  protected:
-  // Calls f(problem) with the op of the case if it is of the kind `Wanted`.
+  // Calls f(problem) if the op of the case has a loss.
   template <class F>
   void with_problem(const Case& c, F&& f) {
     with_op(op_, [&](auto op) {
@@ -64,7 +65,7 @@ TEST_P(Invariants, IgnoredRowsAreNothing) {
           }
           write(rows_of(p.op), values);
           for (double& t : target) t = t < 0 || t >= static_cast<double>(shape.vocab) ? -100 : t;
-          // Nor do the weights of ignored tokens.
+          // The token weights of ignored tokens may be NaN too.
           std::vector<double> weight = read(p.op.weights.token);
           for (size_t i = 0; i < weight.size(); ++i) weight[i] = target[i] < 0 ? NAN : weight[i];
           write(p.op.weights.token, weight);
@@ -89,7 +90,7 @@ TEST_P(Invariants, GradientRowsSumToZero) {
     for (int64_t i = 0; i < c.shape.tokens; ++i) {
       double sum = 0;
       for (int64_t j = 0; j < c.shape.vocab; ++j) sum += gradient[i * c.shape.vocab + j];
-      // B of the contract, with entropy and |log s| at most log V, and twice that for the target's
+      // The contract's bound B with entropy and |log s| at most log V; twice B for the target's
       // column.
       const double log_v = std::log2(static_cast<double>(c.shape.vocab));
       EXPECT_LE(std::fabs(sum), 2 * 4 * 0x1p-24 * (3 * log_v + 6)) << "row " << i;
@@ -97,7 +98,7 @@ TEST_P(Invariants, GradientRowsSumToZero) {
   });
 }
 
-// The gradient of a tied bias sums to the rows' sum, 0.
+// grad_bias is the sum of the gradient's rows, each of which sums to 0.
 TEST_P(Invariants, GradBiasSumsToZero) {
   if (!is_linear(op_)) return;
   Case c{.op = op_, .shape = {33, 40, 515}, .dtype = dtype_, .bias_dtype = dtype_, .bias = true};
@@ -112,8 +113,8 @@ TEST_P(Invariants, GradBiasSumsToZero) {
   });
 }
 
-// A class that is one token's target gets one large term and hundreds of small ones of one sign,
-// each of which could vanish in the rounding of the sum.
+// A class that is the target of one token gets one large term and hundreds of small terms of the
+// same sign, each of which could vanish when the sum is rounded.
 TEST_P(Invariants, ManySmallTermsAfterALargeOne) {
   if (!is_linear(op_) || !has_gradient(op_)) return;
   Case c{.op = op_,
@@ -126,7 +127,7 @@ TEST_P(Invariants, ManySmallTermsAfterALargeOne) {
   EXPECT_TRUE(result.ok()) << result.report;
 }
 
-// A common offset of a row's logits, exact in f32, costs nothing.
+// A common offset of a row's logits that f32 holds exactly costs no accuracy.
 TEST_P(Invariants, ShiftOfTheLogits) {
   if (is_linear(op_) || dtype_ != DType::f32) return;
   for (const double shift : {64.0, 8192.0}) {
@@ -139,7 +140,7 @@ TEST_P(Invariants, ShiftOfTheLogits) {
       const reference::Result want = expected(device_, p.op, p.model);
       for (double& z : logits) z += shift;
       write(rows_of(p.op), logits);
-      // Judged by the bounds of the unshifted logits.
+      // The shifted result is judged by the bounds of the unshifted logits.
       const Comparison result = compare(want, run(p));
       EXPECT_TRUE(result.ok()) << "shift " << shift << "\n" << result.report;
     });
@@ -154,7 +155,7 @@ TEST_P(Invariants, ShiftOfTheProducts) {
     c.options.reduction = Reduction::none;
     with_problem(c, [&](auto p) {
       if constexpr (LinearOp<decltype(p.op)>) {
-        // All numbers are quarters; the first element of the hidden axis is the shift.
+        // All values are multiples of a quarter; the first element of the hidden axis is the shift.
         std::vector<double> input = read(p.op.input), weight = read(p.op.weight);
         for (double& x : input) x = std::nearbyint(x * 2) / 2;
         for (double& x : weight) x = std::nearbyint(x * 2) / 2;
@@ -176,7 +177,7 @@ TEST_P(Invariants, ShiftOfTheProducts) {
   }
 }
 
-// A power of two in grad_loss is the same power of two in every gradient, to the bit.
+// grad_loss times a power of two multiplies every gradient by it, to the bit.
 TEST_P(Invariants, LinearInGradLoss) {
   for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
     Case c{.op = op_, .shape = {33, 40, 300}, .dtype = dtype_, .grad_loss = true};
@@ -192,7 +193,7 @@ TEST_P(Invariants, LinearInGradLoss) {
         for (const auto& [name, field] : once) {
           if (!name.starts_with("grad_")) continue;
           for (size_t k = 0; k < field.value.size(); ++k) {
-            // A value that may have been flushed in one of the two is left out.
+            // Leaves out values so small that one of the two runs may have flushed them to 0.
             if (std::fabs(field.value[k]) < 1e-30) continue;
             ASSERT_EQ(eight.at(name).value[k], 8 * field.value[k]) << name << " " << k;
           }
@@ -208,9 +209,9 @@ TEST_P(Invariants, LinearInGradLoss) {
   }
 }
 
-// Two accumulated micro-batches under one normalizer are the batch, also if the second is several
-// chunks (of 64 tokens and less in the smallest workspace), whose sums are apart from a grad_weight
-// that no product can write.
+// Two accumulated micro-batches with one normalizer add up to the batch. In the smallest workspace
+// the second has several chunks of at most 64 tokens, and a grad_weight that no product can write
+// has its sums elsewhere.
 TEST_P(Invariants, MicroBatchesAddUp) {
   if (!is_linear(op_)) return;
   constexpr int64_t tokens = 150, hidden = 33, vocab = 300;
@@ -242,7 +243,7 @@ TEST_P(Invariants, MicroBatchesAddUp) {
   });
 }
 
-// The host's normalizer is a double: it may be smaller and larger than any f32, and if not 0 the
+// The host's normalizer is a double: it may be below or above the range of f32. If it is not 0, the
 // mean is not empty.
 TEST_P(Invariants, NormalizersThatNoF32Holds) {
   struct Numbers {

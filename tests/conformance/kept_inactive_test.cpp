@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kept state with tokens that have no upstream gradient. Part of kept_test.cpp's suite.
+// Kept state with tokens that have no upstream gradient. Belongs to the suite of kept_test.cpp.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -11,8 +11,7 @@ namespace {
 
 using Which = std::function<bool(int64_t)>;  // which tokens are inactive
 
-// Most tokens are inactive, in several patterns: at random, a block of 64 rows and more, all tokens
-// but one.
+// Patterns of inactive tokens: at random, a run of more than 64, all but one, all.
 const Which kPatterns[] = {
     [](int64_t i) { return i * 2654435761u % 97 < 73; },
     [](int64_t i) { return i >= 20 && i < 115; },
@@ -34,7 +33,7 @@ void clear_upstream(const Backward& op, const Which& inactive) {
     clear(view, inactive);
 }
 
-// Kinds of gradient that are made in different ways.
+// Upstream gradients that take different code paths.
 const Setting kKinds[] = {
     {"losses", [](Case&) {}},
     {"entropy", [](Case& c) { c.grad_entropy = true; }},
@@ -69,8 +68,8 @@ TEST_P(KeptState, ServesInactiveTokens) {
   }
 }
 
-// Nothing is read of inactive tokens: Forward kept a row of NaN of some, and others' states are not
-// the kept ones.
+// Nothing is read of inactive tokens: some have kept rows of NaN, others are given states that
+// differ from the kept ones.
 TEST_P(KeptState, OfAnInactiveTokenIsNotRead) {
   for (const Setting& kind : kKinds) {
     for (const int64_t columns : {0, 192}) {
@@ -104,7 +103,7 @@ TEST_P(KeptState, OfAnInactiveTokenIsNotRead) {
   }
 }
 
-// A Backward of few tokens that consumes also marks the others' state as consumed.
+// A Backward with few active tokens that consumes the kept state marks all of it as consumed.
 TEST_P(KeptState, ConsumedByFewServesNone) {
   Case c = plain(130, 421);
   c.ignored = 0;
@@ -125,8 +124,8 @@ TEST_P(KeptState, ConsumedByFewServesNone) {
   for (const double x : second.fields.at("grad_input").value) ASSERT_TRUE(std::isnan(x));
 }
 
-// With one upstream gradient of 0 for all, nothing is read, and infinite exponentials times it are
-// still no gradient.
+// If the only upstream gradient is 0, every token is inactive: nothing is read, and infinite
+// exponentials give gradients of 0.
 TEST_P(KeptState, OfNoGradientAtAll) {
   for (const bool accumulates : {false, true}) {
     Case c = plain(130, 421);
@@ -145,7 +144,7 @@ TEST_P(KeptState, OfNoGradientAtAll) {
   }
 }
 
-// A Backward of a quarter of the tokens leaves the kept state as it was.
+// A Backward with a quarter of the tokens active leaves the kept state unchanged.
 TEST_P(KeptState, ServesTheOthersAfterFew) {
   for (const int64_t columns : {0, 192}) {
     for (const Which& inactive : kPatterns) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shards of the vocabulary keep state too, relative to the targets' logits, which they exchange
-// first. Gradients are within the bound, whatever share is kept and wherever the target is.
+// Shards of the vocabulary keep state relative to the targets' logits, which the ranks exchange
+// first. Gradients are within the bound for every kept share and wherever the target is.
 #include <algorithm>
 #include <cmath>
 
@@ -12,7 +12,7 @@ namespace {
 
 const Sizes kPartitions[] = {{453}, {227, 226}, {7, 400, 46}, {64, 192, 197}};
 
-// One shard's Forward and Backward, and what it keeps.
+// One shard's Forward and Backward, and its kept state.
 struct Shard {
   Forward forward{};
   Backward backward{};
@@ -21,7 +21,7 @@ struct Shard {
 
 class KeptShards : public KeptState {
  protected:
-  // A Forward of the whole vocabulary that is asked for its state.
+  // A Forward over the whole vocabulary that also writes its state.
   static Forward forward_of(Problem<Backward>* problem) {
     const Backward& op = problem->op;
     Forward whole{.input = op.input,
@@ -36,7 +36,7 @@ class KeptShards : public KeptState {
     }
     return whole;
   }
-  // Runs a Forward for the targets' logits alone.
+  // Runs a Forward that writes only the target logits.
   std::vector<double> targets_of(const Problem<Backward>& problem, Forward alone) {
     alone.statistics = {.target_logit = alone.statistics.target_logit};
     const Outcome outcome = execute(device_, alone, problem.pool, {.fill = garbage});
@@ -45,8 +45,9 @@ class KeptShards : public KeptState {
     EXPECT_TRUE(compare(expected(device_, alone, problem.model), outcome).ok());
     return outcome.fields.at("target_logit").value;
   }
-  // Runs the shards' Forwards, first for the targets' logits, and gives their Backwards the whole
-  // vocabulary's states. Every shard keeps its columns, or the first `columns` of them.
+  // Runs each shard's Forward twice, first for the target logits, then to keep state, and gives the
+  // shards' Backwards the states of the whole vocabulary. Every shard keeps its columns, or the
+  // first `columns` of them.
   std::vector<Shard> keep_shards(Problem<Backward>* problem, const Sizes& sizes, int64_t columns) {
     Backward& op = problem->op;
     const auto tokens = static_cast<size_t>(op.input.shape[0]);
@@ -70,7 +71,7 @@ class KeptShards : public KeptState {
       make_room(problem, columns, &shards[s]);
       const Outcome outcome = run_forward(*problem, &shards[s]);
       if (!outcome.status.ok()) return {};
-      // Nothing else that is asked for changes a bit of the target's logit.
+      // The target logit has the same bits whatever other outputs there are.
       EXPECT_EQ(outcome.fields.at("target_logit").value, targets[s]);
       add_states(outcome.fields, s == 0, &states);
       if (shards[s].kept.columns > 0 && is_relative(op.options)) expect_anchors(outcome, anchor);
@@ -78,7 +79,7 @@ class KeptShards : public KeptState {
     give_states(op, states);
     return shards;
   }
-  // Runs a shard's Forward and hands what it keeps to its Backward.
+  // Runs a shard's Forward and gives its kept state to the shard's Backward.
   Outcome run_forward(const Problem<Backward>& problem, Shard* shard) {
     Outcome outcome = execute(device_, shard->forward, problem.pool, {.fill = garbage});
     EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
@@ -103,17 +104,17 @@ class KeptShards : public KeptState {
       (*states)[i] = first ? own : combine((*states)[i], own);
     }
   }
-  // Whether kept state is relative to the target's logit: not on the CPU in f32, which keeps
-  // logits, nor where nothing is kept.
+  // Whether kept state is relative to the target's logit. The CPU in f32 keeps logits instead.
   bool is_relative(const LossOptions& options) const {
     const std::string name = device_.name();
     return name == "cuda" || (name == "cpu" && dtype_ == DType::bf16 && options.softcap == 0);
   }
-  // Any anchor near it serves, so gradients alone do not show whether the anchor was used.
+  // Gradients are right with any anchor near the target's logit, so they do not show whether this
+  // one was used.
   static void expect_anchors(const Outcome& outcome, const std::vector<double>& anchor) {
     const std::vector<double>& rows = outcome.kept.at("kept_rows").value;
     for (size_t i = 0; i < anchor.size(); ++i) {
-      if (!std::isfinite(anchor[i]) || anchor[i] == 0) continue;  // does not count
+      if (!std::isfinite(anchor[i]) || anchor[i] == 0) continue;  // the token does not count
       EXPECT_EQ(rows[8 * i + 2], anchor[i]) << i;
     }
   }
@@ -135,7 +136,7 @@ class KeptShards : public KeptState {
     shard->forward.kept_rows =
         problem->pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
   }
-  // Backward's tensors of the whole vocabulary's states are the same on every shard.
+  // Gives Backward the states of the whole vocabulary, which are the same for every shard.
   static void give_states(const Backward& op, const std::vector<TokenState>& states) {
     std::vector<double> reference, log_sum, entropy;
     for (const TokenState& state : states) {
@@ -147,7 +148,7 @@ class KeptShards : public KeptState {
     write(op.row_log_sum, log_sum);
     if (op.entropy) write(op.entropy, entropy);
   }
-  // All targets are among the first 20 columns, whose logits are `distance` nats above the others.
+  // Raises the first 20 columns, which include all targets, by `distance` nats.
   static void put_targets_apart(const Backward& op, double distance) {
     std::vector<double> bias = read(op.bias), target = read(op.target);
     for (size_t j = 0; j < 20; ++j) bias[j] = distance;
@@ -155,8 +156,7 @@ class KeptShards : public KeptState {
     write(op.bias, bias);
     write(op.target, target);
   }
-  // The kept state of these tokens is another Forward's: their gradients are NaN, and `fault` is
-  // set.
+  // Expects NaN gradients and a fault for the tokens whose kept state is another Forward's.
   template <class IsNan>
   void expect_nan(const Problem<Backward>& problem, const Backward& op, IsNan&& is_nan) {
     const Outcome outcome = execute(device_, op, problem.pool, {.fill = garbage});
@@ -198,8 +198,8 @@ TEST_P(KeptShards, GradientsAreWithinTheBound) {
   }
 }
 
-// Another shard has a column that is nearly as likely as the target, so that 1 - p_t of the shard
-// is not that of the whole.
+// Another shard has a column nearly as likely as the target, so 1 - p_t within the target's shard
+// differs from that of the whole vocabulary.
 TEST_P(KeptShards, ATargetThatAloneInItsShardIsCertain) {
   Case c = plain(66, 453);
   c.bias = true;
@@ -215,8 +215,8 @@ TEST_P(KeptShards, ATargetThatAloneInItsShardIsCertain) {
   }
 }
 
-// The target's logit is far above a shard's, so that the shard's own exponentials are negligible;
-// or far below, where the row is made again.
+// The target's logit may be far above a shard's logits, so that the shard's own exponentials are
+// negligible, or far below, where the row is computed again.
 TEST_P(KeptShards, AnAnchorFarAwayServes) {
   for (const double distance : {-200.0, -70.0, -40.0, 40.0, 70.0, 110.0}) {
     Case c = plain(66, 453);
@@ -230,8 +230,8 @@ TEST_P(KeptShards, AnAnchorFarAwayServes) {
   }
 }
 
-// Exponentials from the anchor are just above the smallest: what a shard says of its own
-// distribution still has the bound.
+// Exponentials relative to the anchor are just above f32's smallest; the statistics of the shard's
+// own distribution keep their bound.
 TEST_P(KeptShards, StatisticsFarBelowTheAnchorAreRight) {
   for (const double distance : {58.0, 62.0, 66.0, 70.0}) {
     Case c = plain(66, 453);
@@ -246,7 +246,7 @@ TEST_P(KeptShards, StatisticsFarBelowTheAnchorAreRight) {
   }
 }
 
-// Views of every column are no shard, even with vocab_total given.
+// A view of every column is not a shard, even if vocab_total is given.
 TEST_P(KeptShards, OfEveryColumnTheStateIsItsOwn) {
   if (!device_.keeps_state(dtype_) || device_.name() == std::string("webgpu")) return;
   Case c = plain(70, 453);
@@ -263,8 +263,8 @@ TEST_P(KeptShards, OfEveryColumnTheStateIsItsOwn) {
   expect_nan(problem, op, [](int64_t i) { return i == 3; });
 }
 
-// A shard does not know the whole vocabulary's state before it is given, but the whole's lse is
-// never below the shard's own; and consumed state serves nobody.
+// A shard does not know the whole vocabulary's state when it keeps its own. It can check that the
+// whole's lse is not below its own, and that the state was not consumed.
 TEST_P(KeptShards, StateOfAnotherForwardIsNaN) {
   if (!device_.keeps_state(dtype_) || device_.name() == std::string("webgpu")) return;
   for (const bool consumed : {false, true}) {
@@ -287,7 +287,7 @@ TEST_P(KeptShards, StateOfAnotherForwardIsNaN) {
         write(op.row_log_sum, log_sum);
       }
       expect_nan(problem, op, [&](int64_t i) { return consumed || i == 3; });
-      if (!consumed) return;  // the states are changed
+      if (!consumed) return;  // the states were changed above
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward keeps state and Backward uses it: gradients are within the bound whatever share is kept,
-// the same from state that was used before, and NaN from another call's state.
+// Forward keeps state and Backward uses it. Gradients are within the bound for every kept share, a
+// second Backward gives the same, and another call's state gives NaN.
 #include <algorithm>
 #include <cmath>
 
@@ -10,7 +10,7 @@
 namespace logitless::conformance {
 namespace {
 
-// Shapes whose vocabulary is kept whole, or by one and two groups of blocks.
+// Shapes whose vocabulary is kept whole, or in one or two groups of column blocks.
 struct Share {
   Shape shape;
   int64_t columns;
@@ -23,7 +23,8 @@ TEST_P(KeptState, ServesEveryOptionAloneAndInPairs) {
   const size_t step = full() ? 1 : kSanitized || eighth() ? 24 : 3;
   for (size_t i = rotation_within() % step; i < pairs.size(); i += step) {
     Case c = case_of(op_, dtype_, pairs[i]);
-    // The state of another shard's target is not kept, and chosen columns alone need none.
+    // A shard's state needs target logits, which this test does not exchange; a gradient of chosen
+    // columns alone needs no state.
     if (c.options.vocab_total != 0 || c.shape.tokens == 0 || c.only_chosen) continue;
     if (is_refused(device_, c)) continue;
     c.saved_state = true;
@@ -39,9 +40,8 @@ TEST_P(KeptState, ServesEveryOptionAloneAndInPairs) {
   }
 }
 
-// Little or nothing is kept of a column far below the target: its gradient is still right under a
-// large class weight, exactly 0 where the column is masked, and infinite under an infinite gradient
-// of lse.
+// A column far below the target keeps almost nothing. Its gradient is still right under a large
+// class weight, exactly 0 where the column is masked, and infinite where the gradient of lse is.
 TEST_P(KeptState, ServesColumnsFarBelowTheTarget) {
   Case c = plain(20, 200);
   c.bias = c.vocab_weight = c.grad_entropy = c.grad_lse = true;
@@ -95,8 +95,8 @@ TEST_P(KeptState, HasTheSizeOfItsFormula) {
   }
 }
 
-// If what was kept becomes NaN before Backward, so do the gradients, exactly where logitless_keeps
-// says that Backward uses it.
+// If kept state is overwritten with NaN before Backward, gradients become NaN exactly where
+// logitless_keeps says that Backward uses it.
 TEST_P(KeptState, ServesWhereTheLibrarySaysSo) {
   for (const float softcap : {0.0f, 5.0f}) {
     for (const float smoothing : {0.0f, 0.1f}) {
@@ -122,8 +122,8 @@ TEST_P(KeptState, ServesWhereTheLibrarySaysSo) {
   }
 }
 
-// Kept state for a loss without reduction and an upstream gradient per token, for every kind of
-// row: usual ones, ones beyond the exponent's range, with a bias and without.
+// Kept state for losses without reduction and an upstream gradient per token, with every kind of
+// row: usual ones and ones beyond the exponent's range, with and without bias.
 TEST_P(KeptState, ServesRowsNearAndFar) {
   for (const Data data : {Data::normal, Data::peaked, Data::constant, Data::large}) {
     for (const int64_t columns : {0, 192}) {
@@ -138,7 +138,7 @@ TEST_P(KeptState, ServesRowsNearAndFar) {
   }
 }
 
-// One column far above every target, by more and by less than exponentials hold.
+// One column is far above every target, within and beyond the range of exponentials.
 TEST_P(KeptState, ServesTargetsFarBelowTheMaximum) {
   for (const double nats : {12, 30, 33, 37, 50, 75, 100, 300}) {
     Case c = plain(66, 600);
@@ -154,8 +154,8 @@ TEST_P(KeptState, ServesTargetsFarBelowTheMaximum) {
   }
 }
 
-// Gradients of target_logit 8 to 35 orders of magnitude above those of lse, so that the
-// probabilities' factors, relative to the call's largest, are on both sides of 2^-96.
+// Gradients of target_logit 8 to 35 orders of magnitude above those of lse put the probabilities'
+// factors, relative to the call's largest, on both sides of 2^-96.
 TEST_P(KeptState, ServesOneHotPartsOfAnotherOrder) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(130, 600);
@@ -174,8 +174,7 @@ TEST_P(KeptState, ServesOneHotPartsOfAnotherOrder) {
   }
 }
 
-// A row that is NaN or infinite beside usual rows, and a masked column and the row whose target it
-// is.
+// A row of NaN or infinities beside usual rows, and a masked column that is the target of a row.
 TEST_P(KeptState, ServesRowsThatAreNotFinite) {
   for (const int64_t columns : {0, 192}) {
     for (const bool weight : {true, false}) {
@@ -216,8 +215,8 @@ TEST_P(KeptState, IsKeptInChunksOfTokens) {
   }
 }
 
-// Entropy's gradient alone, because there the exponentials' rounding is most of the error: on
-// uniform rows, on rows of two peaks, on peaked ones.
+// Only entropy has a gradient, because there the exponentials' rounding is most of the error: on
+// uniform rows, rows of two peaks, and rows of one peak.
 TEST_P(KeptState, ServesEntropysGradient) {
   for (const int peaks : {0, 1, 2}) {
     for (const bool consumes : {false, true}) {
@@ -243,7 +242,7 @@ TEST_P(KeptState, ServesEntropysGradient) {
   }
 }
 
-// The gradient of log p of an almost certain column is 1 - p: it is right only if both parts are
+// The gradient of log p of an almost certain column is 1 - p. It is accurate only if both parts are
 // added before dz is rounded.
 TEST_P(KeptState, ServesALikelyChosenColumn) {
   if (device_.synchronous() && dtype_ != DType::f32) return;  // the CPU keeps E in 16 bits
@@ -285,8 +284,9 @@ TEST_P(KeptState, ServesALikelyChosenColumn) {
   }
 }
 
-// Gradients of a sum, and of losses whose upstream gradients are powers of two, have the bits of
-// one call where both divide the work alike: here all tokens and columns are one piece.
+// Forward and Backward have the bits of one ForwardBackward where both divide the work alike (here
+// all tokens and columns are one piece): for a sum, and for upstream gradients that are powers of
+// two.
 TEST_P(KeptState, HasTheBitsOfOneCall) {
   if (!device_.keeps_state(dtype_)) return;
   // The CPU keeps exponentials in 16 bits, where one call has logits in f32: they do not divide
