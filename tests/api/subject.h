@@ -38,7 +38,7 @@ struct Subject {
   LossOptions* options = nullptr;                    // nullptr for Softmax
   bool* accumulate = nullptr;                        // of linear ops with gradients
   bool* consume = nullptr;                           // of a linear Backward
-  std::map<std::string, TensorView*> of_whole_rows;  // statistics that a shard cannot have
+  std::map<std::string, TensorView*> of_whole_rows;  // rank and mass_above, which Combine lacks
   uint64_t key_error = 0;                            // makes kept_key wrong
   TensorView anchor{};                               // a shard's alone
   TensorView teacher_logits{};                       // in place of the teacher's head

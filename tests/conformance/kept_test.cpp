@@ -289,8 +289,7 @@ TEST_P(KeptState, ServesALikelyChosenColumn) {
 // two.
 TEST_P(KeptState, HasTheBitsOfOneCall) {
   if (!device_.keeps_state(dtype_)) return;
-  // The CPU keeps exponentials in 16 bits, where one call has logits in f32: they do not divide
-  // alike.
+  // In 16 bits the CPU keeps rounded exponentials, where ForwardBackward has logits in f32.
   if (std::string(device_.name()) == "cpu" && dtype_ != DType::f32) return;
   for (const bool each : {false, true}) {
     Case c = plain(66, 453);
@@ -321,8 +320,8 @@ TEST_P(KeptState, HasTheBitsOfOneCall) {
   }
 }
 
-// State that a Backward used, with upstream gradients of zero, tiny and infinite, serves the next
-// as if it were fresh.
+// A Backward with upstream gradients of zero, tiny, infinite or NaN leaves kept state that serves
+// the next Backward like fresh state.
 TEST_P(KeptState, IsUsedTwice) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(130, 600);
@@ -349,7 +348,8 @@ TEST_P(KeptState, IsUsedTwice) {
     write(op.grad_lse, lse);
     const Outcome second = backward(steps);
     expect_judged(steps, second, "used twice");
-    // Rows that were made again once are always made again; the others stay the same.
+    // A row that one Backward computed again is computed again by all later ones; other rows keep
+    // their bits.
     const Outcome third = [&] {
       steps.take_kept(second);
       return backward(steps);
@@ -359,8 +359,9 @@ TEST_P(KeptState, IsUsedTwice) {
   }
 }
 
-// One kept state serves the gradient of the entropy, which is formed of it, and gradients that
-// multiply it, in any order; and that of target_logit alone, whose other columns have no gradient.
+// One kept state serves several Backwards in any order: with entropy's gradient, which is computed
+// from the kept values; with gradients that multiply them; and with target_logit's alone, where
+// other columns have no gradient.
 TEST_P(KeptState, ServesOneKindOfGradientAfterAnother) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(70, 421);
@@ -383,7 +384,7 @@ TEST_P(KeptState, ServesOneKindOfGradientAfterAnother) {
   }
 }
 
-// A gradient of NaN makes its row NaN, whatever else is 0.
+// A NaN among the upstream gradients makes its row NaN, even if all others are 0.
 TEST_P(KeptState, ANaNThatArrivesIsNotLost) {
   for (const bool of_target : {false, true}) {
     Case c = plain(70, 421);
@@ -411,7 +412,7 @@ TEST_P(KeptState, ANaNThatArrivesIsNotLost) {
   }
 }
 
-// The state of other weights gives NaN in the rows that differ, and sets the fault word.
+// State kept with other weights gives NaN in the rows where they differ, and sets the fault word.
 TEST_P(KeptState, OfAnotherForwardIsNaN) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(70, 421);
@@ -440,7 +441,7 @@ TEST_P(KeptState, OfAnotherForwardIsNaN) {
   }
 }
 
-// A Backward that consumes marks the state as consumed.
+// A Backward that consumes the state marks it so, and a second one fails.
 TEST_P(KeptState, OnceConsumedIsAnError) {
   Case c = plain(70, 421);
   c.ignored = 0;
@@ -457,7 +458,7 @@ TEST_P(KeptState, OnceConsumedIsAnError) {
   for (const double x : second.fields.at("grad_input").value) ASSERT_TRUE(std::isnan(x));
 }
 
-// Keeping changes no bit of the loss and the statistics.
+// Keeping state changes no bit of the loss and the statistics.
 TEST_P(KeptState, LeavesLossAndStatisticsAlone) {
   for (const Share& share : kShares) {
     for (const float softcap : {0.0f, 20.0f}) {
@@ -489,8 +490,8 @@ TEST_P(KeptState, LeavesLossAndStatisticsAlone) {
   }
 }
 
-// In f32 the CPU keeps the logits themselves: gradients have the bits of the call that knew its
-// upstream gradient, in one chunk and in several.
+// In f32 the CPU keeps the logits themselves, so gradients have the bits of ForwardBackward, in one
+// chunk and in several.
 TEST_P(KeptState, OfTheCpuHasTheBitsOfForwardBackward) {
   if (!device_.has_threads() || dtype_ != DType::f32) return;
   for (const Reduction reduction : {Reduction::sum, Reduction::mean, Reduction::none}) {
@@ -525,7 +526,7 @@ TEST_P(KeptState, OfTheCpuHasTheBitsOfForwardBackward) {
   }
 }
 
-// Neither what is kept nor what is made of it depends on the number of threads.
+// Neither the kept state nor the gradients depend on the number of threads.
 TEST_P(KeptState, OfTheCpuIsTheSameOnAnyThreads) {
   if (!device_.has_threads()) return;
   for (const Share& share : kShares) {
@@ -550,7 +551,7 @@ TEST_P(KeptState, OfTheCpuIsTheSameOnAnyThreads) {
   }
 }
 
-// Every byte asked for is used, by as many threads as there is room for.
+// The run uses every byte of the workspace that it asked for.
 TEST_P(KeptState, TakesTheBytesAskedFor) {
   if (!device_.has_threads()) return;
   for (const int64_t columns : {0, 192}) {
@@ -580,7 +581,7 @@ TEST_P(KeptState, OnEveryInstructionSet) {
       ASSERT_TRUE(forward.status.ok()) << forward.status.message();
       steps.hand_over(forward);
       expect_judged(steps, backward(steps), sets[i] + ", " + describe(c));
-      // The exponentials are relative to the bits of the target's logit.
+      // kept_rows holds the target's logit, to which the exponentials are relative.
       const std::vector<int64_t> target = read_integers(steps.problem.op.target);
       for (size_t n = 0; steps.kept.columns > 0 && n < target.size(); ++n) {
         if (target[n] < 0 || target[n] >= c.shape.vocab) continue;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main of programs whose tests run on the backends named in LOGITLESS_TEST_DEVICES. If none of
-// these is present it prints one line with the reason, and exits as skipped.
+// main() of programs whose tests run on the backends named in LOGITLESS_TEST_DEVICES. If none of
+// these is present, it prints the reason and exits as skipped.
 #include <cstdio>
 
 #include "gtest/gtest.h"
@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "\n");
     return 1;
   }
-  // On a processor the comparison with the reference is quick, and says most: it runs whole.
+  // Without sanitizers the suite Conformance runs whole: on a CPU it is quick and finds most.
   rotate_cases(eighth() ? "" : "/Conformance.");
   return RUN_ALL_TESTS();
 }

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward alone with a state that says less than the logits: -inf for every column, or no trace of
-// a NaN. Part of nonfinite_test.cpp's suite.
+// Backward alone, with a state that holds less than the logits do: -inf for every column, or no
+// sign of a NaN. Belongs to the suite of nonfinite_test.cpp.
 #include "tests/support/nonfinite.h"
 
 namespace logitless::conformance {
 namespace {
 
-// Every column of every row is -inf, with the state of shards without probability, combined.
+// Every logit is -inf, and the state is what combined shards without probability have.
 TEST_P(NonFinite, AStateOfMinusInfinity) {
   for (const Setting& setting : kSettings) {
     Case c = plain();
     setting.apply(c);
-    // Under these options z is not -inf where the logit is.
+    // A softcap or a scale <= 0 maps -inf to another value.
     if (c.options.softcap > 0 || c.options.logit_scale <= 0) continue;
     c.saved_state = true;
     with_op(op_, [&](auto op) {
@@ -34,8 +34,8 @@ void expect_nan(const Fields& fields, const char* name, int64_t first, int64_t c
   }
 }
 
-// A logit became NaN after the state was made: its gradient is NaN, not that of a probability of 0
-// or 1. (The rest of its row has no known bound, because the reference sums over the row.)
+// A logit becomes NaN after Forward: its gradient is NaN, not that of a probability of 0 or 1. The
+// rest of the row is not compared, because the reference sums over the row.
 TEST_P(NonFinite, ANanThatTheStateDoesNotTell) {
   constexpr int64_t column = 37;
   const double nan = std::nan("");

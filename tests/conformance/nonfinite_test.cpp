@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Infinities, NaN, huge and tiny numbers of one row affect no other, and a finite loss stays
+// Infinite, NaN, huge and tiny values in one row affect no other row, and a finite loss stays
 // finite.
 #include <algorithm>
 #include <array>
@@ -12,8 +12,8 @@
 namespace logitless::conformance {
 namespace {
 
-// Sets the logits of columns j from `begin` on to value_of(j): in kRow, or through the bias of a
-// linear op in every row.
+// Sets the logits of columns j >= begin to value_of(j): in row kRow, or, for a linear op, in every
+// row through the bias.
 template <class Op, class F>
 void write_columns(const Op& op, int64_t begin, const F& value_of) {
   const TensorView& view = masked_by(op);
@@ -23,7 +23,7 @@ void write_columns(const Op& op, int64_t begin, const F& value_of) {
   write(view, values);
 }
 
-// One logit of one row is not finite, at the target's column and away from it.
+// One logit of one row is infinite or NaN, at the target's column or elsewhere.
 TEST_P(NonFinite, StaysInItsRow) {
   for_settings(plain(), [&](const Case& c, const char* name) {
     with_op(op_, [&](auto op) {
@@ -58,7 +58,7 @@ TEST_P(NonFinite, StaysInItsRow) {
   });
 }
 
-// A column's bias or weight is not finite, and so is every row's logit there.
+// The bias or the weight of a column is infinite or NaN, and so is every row's logit there.
 TEST_P(NonFinite, InAColumn) {
   if (!is_linear(op_)) return;
   for_settings(plain(), [&](const Case& c, const char* name) {
@@ -82,8 +82,8 @@ TEST_P(NonFinite, InAColumn) {
   });
 }
 
-// Columns and rows of a vocabulary of many tiles, far from every target: Hopper's kernels do not
-// look for what is not finite, and meet it in their sums alone.
+// Infinite and NaN columns and rows far from every target, in a vocabulary of many tiles: Hopper's
+// kernels do not test for such values and see them only in their sums.
 TEST_P(NonFinite, FarFromTheTargets) {
   if (!is_linear(op_)) return;
   constexpr int64_t tokens = 64, vocab = 700, row = 35;
@@ -107,7 +107,7 @@ TEST_P(NonFinite, FarFromTheTargets) {
           set(p.op.input, row * 64, std::nan(""));
           expect_other_rows(before, judged(p, what + ", a row"), row, what, tokens);
           set(p.op.input, row * 64, old);
-          // One with class weight 0, the other without.
+          // Column 197 and column 200; one has class weight 0.
           for (const int64_t column : {int64_t{197}, int64_t{200}}) {
             if (!biased) continue;
             set(p.op.bias, column, -kInf);
@@ -119,8 +119,8 @@ TEST_P(NonFinite, FarFromTheTargets) {
   }
 }
 
-// The tanh of an infinite logit is exactly 1 or -1 however small the scale before it: the largest
-// finite number, which may stand in for infinity elsewhere, is not large enough there.
+// The tanh of an infinite logit is exactly 1 or -1, however small the scale before it. Replacing
+// infinity by the largest finite number would fail here.
 TEST_P(NonFinite, ASoftcapHoldsInfiniteLogitsUnderAnyScale) {
   struct Map {
     float scale, softcap, temperature;
@@ -153,8 +153,8 @@ TEST_P(NonFinite, ASoftcapHoldsInfiniteLogitsUnderAnyScale) {
   }
 }
 
-// Near 1 the slope of tanh is a small difference, in which every rounding counts: these softcaps
-// and temperatures have quotients whose roundings add up.
+// Near 1 the slope of tanh is a small difference, so every rounding counts. These softcaps and
+// temperatures have quotients whose rounding errors add up.
 TEST_P(NonFinite, ASoftcapsSlopeBesideItsEnd) {
   struct Map {
     float softcap, temperature;
@@ -176,10 +176,10 @@ TEST_P(NonFinite, ASoftcapsSlopeBesideItsEnd) {
   }
 }
 
-// A masked vocabulary is -inf everywhere but in a few columns, or in every one.
+// A row of logits masked to -inf, except in a few columns or in none.
 TEST_P(NonFinite, RowsOfMinusInfinity) {
   for_settings(plain(), [&](const Case& c, const char* name) {
-    if (is_linear(op_) && !c.bias) return;  // a linear op without a bias has nothing to mask with
+    if (is_linear(op_) && !c.bias) return;  // only a bias can mask a linear op's logits
     for (const int64_t kept : {0, 1, 3}) {
       with_op(op_, [&](auto op) {
         using Op = decltype(op);
@@ -191,7 +191,7 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
         if (!LinearOp<Op>) expect_other_rows(before, after, kRow, what);
         if (kept > 0 || !after.contains("loss")) return;
         const double loss = after.at("loss").value[kRow];
-        // Softcap turns -inf into -softcap, so nothing is masked; 0 times -inf is still NaN.
+        // A softcap maps -inf to -softcap, so nothing is masked; a scale of 0 makes NaN.
         if (c.options.softcap > 0 && c.options.logit_scale != 0) {
           EXPECT_TRUE(std::isfinite(loss)) << what;
         } else {
@@ -202,8 +202,8 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
   });
 }
 
-// The lowest finite number, which many programs mask with, is a logit like any other, in every
-// column of a row and in all but a few.
+// The lowest finite number, which many programs use as a mask, is a logit like any other: in every
+// column of a row, or in all but a few.
 TEST_P(NonFinite, RowsOfTheLowestNumber) {
   const double lowest = -round_to(dtype_, std::nextafter(overflow_threshold(dtype_), 0));
   for (const int64_t kept : {0, 1, 3}) {
@@ -213,8 +213,8 @@ TEST_P(NonFinite, RowsOfTheLowestNumber) {
       Problem<Op> p = build<Op>(c);
       write_columns(p.op, kept, [&](int64_t) { return lowest; });
       const Fields after = judged(p, std::to_string(kept) + " columns left");
-      // The contract's bounds grow with |z|, but equal logits need none. A product is lost beside
-      // such a bias, except in f16.
+      // The contract's bounds grow with |z|; equal logits have closed-form results. Except in f16,
+      // such a bias absorbs the whole dot product, so that linear ops too have equal logits.
       if (kept > 0 || (LinearOp<Op> && dtype_ == DType::f16)) return;
       for (const char* name : {"loss", "entropy", "row_log_sum"}) {
         if (!after.contains(name)) continue;
@@ -271,7 +271,7 @@ TEST_P(NonFinite, HugeAndTiny) {
   }
 }
 
-// Class 0 takes its logit from the last hidden column alone, and is every row's target.
+// Makes column 0 every row's target, with a logit of -distances[i].
 template <class Op>
 void set_targets_below(Op* op, std::span<const double> distances) {
   std::vector<double> input = read(op->input), matrix = read(op->weight);
@@ -289,8 +289,8 @@ void set_targets_below(Op* op, std::span<const double> distances) {
   write(op->target, std::vector<double>(distances.size(), 0));
 }
 
-// The target's logit is as far below the others as a loss can be, under tiny to huge weights:
-// neither the exponent of a probability nor a factor beside it may leave its range.
+// The target's logit is far below the others, under tiny to huge token weights: neither a
+// probability's exponent nor its factor may overflow or underflow.
 TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
   if (!is_linear(op_)) return;
   constexpr double kDistances[] = {0, 20, 40, 55, 62, 80, 100};
@@ -308,7 +308,7 @@ TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
           set_targets_below(&p.op, kDistances);
           write(p.op.weights.token, std::vector<double>(kRows, weight));
           if constexpr (BackwardOnlyOp<Op>) {
-            if (statistics) {  // a one-hot part is then of another order than the probabilities'
+            if (statistics) {  // makes P and the one-hot factor differ by orders
               write(p.op.grad_loss, std::vector<double>(kRows, 0));
               write(p.op.grad_lse, std::vector<double>(kRows, 1e-11));
               write(p.op.grad_target_logit, std::vector<double>(kRows, weight));
@@ -322,7 +322,7 @@ TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
   }
 }
 
-// Likewise, and far above too, with each option alone and among rows that are not far.
+// Targets far below and far above the others, among rows with near targets; for each option alone.
 TEST_P(NonFinite, FarTargetsBesideOthers) {
   if (!is_linear(op_)) return;
   constexpr double kDistances[] = {0, 15, 20, 40, 62, 3, -100, -70, -60, -20, 1, 100};
@@ -342,7 +342,7 @@ TEST_P(NonFinite, FarTargetsBesideOthers) {
   }
 }
 
-// All logits are so large that their rounding is a fraction of a nat, and close together.
+// All logits of a row are close together and so large that they are rounded to a fraction of a nat.
 TEST_P(NonFinite, NearTargetsOfHugeLogits) {
   if (!is_linear(op_)) return;
   for (const double sign : {1.0, -1.0}) {
@@ -365,8 +365,8 @@ TEST_P(NonFinite, NearTargetsOfHugeLogits) {
   }
 }
 
-// A factor of p is far above 1: by z-loss at a large lse, by a steep map under gradients of
-// statistics.
+// The factor of p is far above 1: from z-loss with a large lse, or from a low temperature under
+// gradients of statistics.
 TEST_P(NonFinite, SteepFactorsStayInRange) {
   if (!is_linear(op_) || op_ == OpKind::linear_forward) return;
   for (const bool statistics : {false, true}) {
@@ -399,8 +399,8 @@ TEST_P(NonFinite, SteepFactorsStayInRange) {
   }
 }
 
-// dz of a token with a small weight is scaled up, and a large z-loss enlarges it: both together
-// stay within f16, up to an |lse| of about a thousand.
+// dz of a token with a small weight is scaled up, and a large z-loss makes it larger: the product
+// stays within f16 up to an |lse| of about 1000.
 TEST_P(NonFinite, SmallWeightsBesideZLossStayInRange) {
   if (!is_linear(op_) || op_ == OpKind::linear_forward) return;
   Case c{.op = op_, .shape = {4, kHidden, 20}, .dtype = dtype_};

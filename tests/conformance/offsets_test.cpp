@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Offsets beyond 2^32: rows and columns of every matrix are gigabytes apart, in address space of
-// which only the elements' pages exist, and give the results of dense ones. Strides along which
-// nothing steps may be anything.
+// Offsets beyond 2^32: rows and columns of every matrix are gigabytes apart, in address space where
+// only the elements' own pages exist. Results equal those of dense tensors. Strides of axes with
+// one element may be anything.
 #include <map>
 #include <utility>
 
@@ -16,9 +16,8 @@ class Offsets : public ConformanceTest {};
 
 constexpr int64_t kApart = (int64_t{1} << 31) + 3;  // elements
 
-// Places an op's tensors on a device: its matrices have their rows (axis 0) or columns (axis 1)
-// kApart elements apart, and neighbours on the other axis `step` apart; with axis -1 they are
-// unchanged.
+// Copies an op's tensors to a device. Matrices have their rows (axis 0) or columns (axis 1) kApart
+// elements apart, and elements of the other axis `step` apart. Axis -1 keeps the layout.
 template <class Op>
 class Spread {
  public:
@@ -101,7 +100,7 @@ class Spread {
 };
 
 TEST_P(Offsets, MatricesGigabytesApart) {
-  // Three rows or columns reach past 2^32 elements.
+  // With three rows or columns, kApart elements each, offsets exceed 2^32.
   Case c{.op = op_, .shape = {3, 3, 3}, .dtype = dtype_, .statistics = true};
   c.grad_input = c.grad_weight = DType::bf16;
   with_op(op_, [&](auto op) {
@@ -116,15 +115,16 @@ TEST_P(Offsets, MatricesGigabytesApart) {
       if (device_.batch_invariant(c)) {
         EXPECT_EQ(differing_bits(dense, far), "") << "axis " << axis << ", step " << step;
       }
-      // Another layout may take another product, so only the bounds must hold.
+      // Another layout may be multiplied by another algorithm, so bits may differ and only the
+      // bounds hold.
       const Comparison apart = compare(expected(device_, p.op, p.model), far);
       EXPECT_TRUE(apart.ok()) << "axis " << axis << ", step " << step << "\n" << apart.report;
     }
   });
 }
 
-// Nothing steps along an axis of one element, or of an empty view, so its stride, and what a view
-// holds beyond its rank, may be anything.
+// The stride of an axis of one element, or of an empty view, may be anything, as may the shape and
+// stride entries beyond a view's rank.
 template <class Op>
 Op with_free_strides(Op op, int64_t stride) {
   logitless_op unused{};

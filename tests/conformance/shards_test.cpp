@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shards of the vocabulary, combined, are the whole within its bound: statistics, loss and
-// gradients.
+// Combined shards match the whole vocabulary within its bound: statistics, loss and gradients.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -26,7 +25,7 @@ class Shards : public ConformanceTest {
   }
 };
 
-// One shard, halves, three uneven ones, a single column on either side, five.
+// One shard, two halves, three uneven shards, a single column on either side, five shards.
 const Sizes kPartitions[] = {{131}, {66, 65}, {7, 100, 24}, {1, 129, 1}, {16, 16, 64, 32, 3}};
 
 TokenState state_of(const Fields& fields, size_t token) {
@@ -44,7 +43,7 @@ TokenState state_of(const Fields& fields, size_t token) {
           .max_logprob = at("max_logprob")};
 }
 
-// Combines the shards' fields to those that Forward on the whole vocabulary writes.
+// Combines the shards' fields into those that Forward writes for the whole vocabulary.
 template <class Op>
 Fields combined(const Op& whole, const std::vector<Fields>& shards) {
   const std::vector<double> target = read(whole.target);
@@ -107,7 +106,7 @@ TEST_P(Shards, ForwardCombines) {
   });
 }
 
-// Every target is on one shard; the others have none.
+// All targets are in the first shard; the others have none.
 TEST_P(Shards, TargetFree) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -122,7 +121,7 @@ TEST_P(Shards, TargetFree) {
   });
 }
 
-// If the target is on another shard its log-probability here is -inf, whatever the row holds.
+// If the target is in another shard, its log-probability here is -inf, whatever the row holds.
 TEST_P(Shards, LogprobOfATargetElsewhere) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -192,8 +191,8 @@ TEST_P(Shards, MaskedShard) {
   });
 }
 
-// Only the row states are asked for, and most shards do not have the target: it is 30 below 0, so
-// that a sum does not start near the shard's logits.
+// Only row states are asked for, and the target is in another shard for most tokens. All logits lie
+// near -30, so a sum that started from 0 would be inaccurate.
 TEST_P(Shards, RowsAloneCombine) {
   if (!is_linear(op_)) return;
   constexpr int64_t tokens = 19, hidden = 33, vocab = 131;
@@ -246,7 +245,7 @@ TEST_P(Shards, RowsAloneCombine) {
   }
 }
 
-// Rows of grad_weight and columns of grad_logits are the shard's own; the shards' grad_input add
+// grad_weight's rows and grad_logits' columns belong to one shard each; the shards' grad_input add
 // up.
 TEST_P(Shards, BackwardAddsUp) {
   with_op(op_, [&](auto op) {
@@ -282,7 +281,7 @@ TEST_P(Shards, BackwardAddsUp) {
   });
 }
 
-// Of equal logits on two shards the lowest index wins, whichever shard comes first.
+// Among equal logits of two shards the lowest index wins, in either order of the shards.
 TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
   const TokenState first{.row_reference = 2, .argmax = 3}, second{.row_reference = 2, .argmax = 70};
   const TokenState third{.row_reference = 1, .argmax = 90};
@@ -292,7 +291,7 @@ TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
   EXPECT_EQ(combine(TokenState{}, second).argmax, 70);
 }
 
-// On the host, two states combine to what the op Combine makes of them.
+// The host's function combines two states as the op Combine does.
 TEST(Combine, TwoStatesAreFoldedAsTheOpFoldsThem) {
   const std::vector<double> some = normals(4000, 77);
   size_t next = 0;
@@ -327,7 +326,7 @@ TEST(Combine, TwoStatesAreFoldedAsTheOpFoldsThem) {
   }
 }
 
-// By rounding a target may exceed its row's probability, which must not show; a NaN stays.
+// Rounding may put a target's logit above lse; the log-probability is then 0. NaN stays NaN.
 TEST(Combine, LogprobIsNeverAboveZero) {
   EXPECT_EQ(logprob({.row_reference = 1, .row_log_sum = -1e-8f, .target_logit = 1}), 0);
   EXPECT_EQ(logprob({.row_reference = 1, .row_log_sum = 0, .target_logit = -2}), -3);
@@ -335,7 +334,7 @@ TEST(Combine, LogprobIsNeverAboveZero) {
   EXPECT_EQ(logprob({.row_reference = 1, .row_log_sum = 0}), -INFINITY);
 }
 
-// One shard holds nothing, the others three quarters and one of the probability.
+// One shard has no probability, another three quarters, the third one quarter.
 TEST(Combine, SquaresAndTheLargestAreOfTheWholeProbability) {
   const TokenState empty{
       .row_log_sum = NAN, .sum_p_squared = NAN, .mean_logit = -1, .max_logprob = NAN};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Log-probabilities of targets are never above 0 and have the same bits whatever else is asked;
-// ranks are exact where the logits differ enough.
+// Targets' log-probabilities are never above 0 and have the same bits whatever else is asked for.
+// Ranks are exact where logits differ by more than rounding.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -26,21 +26,21 @@ class TokenStatistics : public ConformanceTest {
     c.logprob = c.rank = c.sum_p_squared = c.mean_logit = c.max_logprob = c.mass_above = true;
     return c;
   }
-  // Whether another kernel makes it than makes the log-probability alone, so that the contract
-  // allows it other bits.
+  // Whether these statistics take another kernel than the log-probability alone, so that the
+  // contract allows other bits.
   bool is_elsewhere(const Case& c) const {
     if (!is_linear(op_) || device_.reference_is_maximum(dtype_)) return false;
     return c.statistics || c.rank || c.sum_p_squared || c.mean_logit || c.max_logprob ||
            c.mass_above || c.temperatures;
   }
-  // The case's line in the contract's table ("Determinism"); cases of one line have the same bits.
+  // The case's row in the contract's table ("Determinism"); cases of one row have the same bits.
   int line_of(const Case& c) const {
     if (!is_elsewhere(c)) return 0;
     const int squares = c.sum_p_squared ? 1 : 0;
     return c.statistics ? 3 + squares : c.max_logprob ? 5 + squares : 1 + squares;
   }
-  // Makes an op with these logits, exact in every dtype, before scale and softcap. In linear ops
-  // column i of the weights holds those of token i, and the input selects it.
+  // Makes an op whose logits, before scale and softcap, are exactly these. In linear ops column i
+  // of the weight holds token i's logits, and the input is the identity.
   template <class Op>
   Problem<Op> of_rows(Case c, const Rows& logits, const std::vector<double>& target) {
     const auto tokens = static_cast<int64_t>(logits.size());
@@ -63,8 +63,8 @@ class TokenStatistics : public ConformanceTest {
     write(p.op.target, target);
     return p;
   }
-  // Judges loss and statistics only: sums over such regular rows lose more than gradients are
-  // allowed.
+  // Compares only loss and statistics: in such regular rows gradients' rounding errors exceed their
+  // bound.
   template <class Op>
   Fields judged(const Problem<Op>& p, const std::string& what, Memory memory = Memory::minimum) {
     Outcome outcome = execute(device_, p.op, p.pool, {.memory = memory});
@@ -84,8 +84,8 @@ class TokenStatistics : public ConformanceTest {
   }
 };
 
-// Rows whose rounded log-probability may come out above 0: with next to nothing beside the target,
-// or with large numbers.
+// Rows whose rounded log-probability may come out above 0: with almost no probability outside the
+// target, or with large logits.
 Rows peaked_rows(int64_t vocab, DType dtype) {
   const double large = dtype == DType::f16 ? 6e4 : 1e30;
   Rows rows;
@@ -100,7 +100,7 @@ Rows peaked_rows(int64_t vocab, DType dtype) {
     add(offset, -std::fabs(offset) - 40);
   }
   for (const double z : {large, -large}) add(z, z), add(z, -large), add(z, 0);
-  // Another column has nearly all of the probability.
+  // Another column than the target has almost all of the probability.
   for (const double gap : {16.0, 20.0, 24.0, 28.0, 36.0}) {
     rows.emplace_back(vocab, -gap - 40)[0] = 0;
     rows.back()[vocab - 1] = gap;
@@ -138,7 +138,7 @@ TEST_P(TokenStatistics, LogprobIsNeverAboveZero) {
   }
 }
 
-// Rows as a head makes them, with a target so far above that one rounding decides.
+// Random rows as in training, with targets so far above that a single rounding could exceed 0.
 TEST_P(TokenStatistics, LogprobOfTrainedRowsIsNeverAboveZero) {
   with_forward([&](auto op) {
     using Op = decltype(op);
@@ -154,7 +154,7 @@ TEST_P(TokenStatistics, LogprobOfTrainedRowsIsNeverAboveZero) {
   });
 }
 
-// A minimum with 0 that drops a NaN would call the target certain.
+// If min(x, 0) dropped a NaN, the target would seem certain.
 TEST_P(TokenStatistics, LogprobKeepsNaN) {
   with_forward([&](auto op) {
     using Op = decltype(op);
@@ -187,7 +187,7 @@ TEST_P(TokenStatistics, LogprobKeepsNaN) {
   });
 }
 
-// Expects rows k of `part` to have the logprob of rows[k] of `whole`, bit for bit.
+// Expects row k of `part` to have the log-probability of row rows[k] of `whole`, to the bit.
 void expect_logprob(const Field& whole, const Field& part, const std::vector<int64_t>& rows,
                     const std::string& what) {
   for (size_t k = 0; k < rows.size(); ++k) {
@@ -204,7 +204,7 @@ std::vector<int64_t> all_rows(int64_t tokens) {
   return rows;
 }
 
-// What may be asked for beside a log-probability.
+// Statistics to ask for together with a log-probability.
 const Setting kBeside[] = {
     {"nothing else", [](Case&) {}},
     {"the row", [](Case& c) { c.row_statistics = true; }},
@@ -225,8 +225,8 @@ const Setting kBeside[] = {
     {"temperatures of 1", [](Case& c) { c.temperatures = true; }},
 };
 
-// The forward op alone and the one with gradients, with each thing that may be asked beside it, in
-// the least memory and the recommended.
+// Forward and ForwardBackward, with each other statistic, in the minimum and the recommended
+// workspace.
 TEST_P(TokenStatistics, LogprobHasTheSameBitsWhateverElseIsAsked) {
   for (const Setting& map : kAlone) {
     Case c{.op = op_, .shape = {70, 24, 421}, .dtype = dtype_};
@@ -295,8 +295,8 @@ TEST_P(TokenStatistics, LogprobHasTheSameBitsBesideKeptState) {
   }
 }
 
-// A token at another place, with other neighbours and in another number of tokens, where `info`
-// promises the same bits.
+// A token at another position, with other neighbours and in a batch of another size, where the
+// device promises batch invariance.
 TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
   for (const bool every : {false, true}) {
     Case c = plain({70, 24, 421});
@@ -329,8 +329,8 @@ TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
   }
 }
 
-// Logits at least a quarter apart, in any order, so that every dtype holds them and no error makes
-// two equal.
+// Logits at least a quarter apart, in any order, so that every dtype holds them and no rounding
+// error makes two equal.
 Rows separated_rows(int64_t tokens, int64_t vocab) {
   Rows rows;
   Random random(11);
@@ -362,7 +362,7 @@ TEST_P(TokenStatistics, RankIsExactOnSeparatedLogits) {
         std::vector<double> target(tokens);
         for (int64_t i = 0; i < tokens; ++i) {
           const auto sign = [&](double z) { return scale < 0 ? -z : z; };
-          // Every third row has its highest logit as target, the others any.
+          // Every third row's target has the largest logit; other targets are arbitrary.
           int64_t t = i * 37 % vocab;
           for (int64_t j = 0; i % 3 == 0 && j < vocab; ++j) {
             if (sign(rows[i][j]) > sign(rows[i][t])) t = j;
@@ -385,14 +385,15 @@ TEST_P(TokenStatistics, RankIsExactOnSeparatedLogits) {
   }
 }
 
-// A logit that equals the target's is not above it, wherever it is; no map rounds powers of two.
+// Logits equal to the target's are not above it, in any column. Powers of two stay exact under the
+// maps.
 TEST_P(TokenStatistics, RankCountsNoTie) {
   with_forward([&](auto op) {
     using Op = decltype(op);
     constexpr int64_t vocab = 300;
     Rows rows(4, std::vector<double>(vocab, 2.0));
-    for (int64_t j = 0; j < vocab; j += 3) rows[1][j] = 4;  // 100 columns are above the target
-    // none is above the target
+    for (int64_t j = 0; j < vocab; j += 3) rows[1][j] = 4;  // 100 columns above the target
+    // row 2: no column is above the target
     for (int64_t j = 0; j < vocab; j += 3) rows[2][j] = j == 150 ? 2 : -1;
     rows[3].assign(vocab, 0.0);
     Problem<Op> p = of_rows<Op>(plain({}), rows, {299, 1, 150, 7});
@@ -404,7 +405,7 @@ TEST_P(TokenStatistics, RankCountsNoTie) {
   });
 }
 
-// Only rounding tells these logits apart, so a column has the probability 1 / V.
+// The logits differ only by rounding, so each column's probability is 1 / V.
 TEST_P(TokenStatistics, MassAboveIsOfTheColumnsThatRankCounts) {
   for (const int64_t vocab : {131, 700}) {
     with_forward([&](auto op) {
@@ -413,7 +414,7 @@ TEST_P(TokenStatistics, MassAboveIsOfTheColumnsThatRankCounts) {
       Problem<Op> p = build<Op>(c);
       Random random(5);
       if constexpr (LinearOp<Op>) {
-        std::vector<double> values = read(p.op.weight);  // every class has the first one's row
+        std::vector<double> values = read(p.op.weight);  // every class gets row 0
         for (size_t k = 24; k < values.size(); ++k) values[k] = values[k % 24];
         write(p.op.weight, values);
       } else {
@@ -431,7 +432,7 @@ TEST_P(TokenStatistics, MassAboveIsOfTheColumnsThatRankCounts) {
   }
 }
 
-// The rank is -1 if the token does not count, and any index of the vocabulary in a row of NaN.
+// The rank is -1 where the token does not count, and any index in [0, V) in a row of NaN.
 TEST_P(TokenStatistics, RankOfRowsWithoutOne) {
   for (const DType index : {DType::i32, DType::i64}) {
     with_forward([&](auto op) {

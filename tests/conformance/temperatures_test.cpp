@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A temperature per token: equal ones are the number bit for bit; one that is not allowed makes its
-// own row NaN and sets the fault word; that of a token without a part in the call is not read.
+// A temperature per token. Equal values give the bits of options.temperature. An invalid value
+// makes its own row NaN and sets the fault word. Values of tokens that do not count are not read.
 #include <algorithm>
 #include <cmath>
 
@@ -13,7 +13,7 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 class Temperatures : public ConformanceTest {
  protected:
-  // Applied to the logits before the temperature.
+  // Options applied to the logits before the temperature.
   struct Map {
     float logit_scale, softcap;
     bool smoothing;
@@ -49,7 +49,7 @@ class Temperatures : public ConformanceTest {
   }
 };
 
-// Gives the op these in place of the number.
+// Gives the op temperatures per token in place of options.temperature.
 template <class Op>
 void give(Problem<Op>* p, const std::vector<double>& values, Layout layout = {}) {
   p->op.options.temperature = 1;
@@ -57,8 +57,8 @@ void give(Problem<Op>* p, const std::vector<double>& values, Layout layout = {})
       p->pool.add(DType::f32, {static_cast<int64_t>(values.size())}, values, layout);
 }
 
-// Including 1, which is no temperature at all, with every statistic and its gradient, in a
-// workspace that serves both calls.
+// Includes 1, which a call without temperatures has; with every statistic and its gradient, in a
+// workspace large enough for both calls.
 TEST_P(Temperatures, EqualOnesAreTheNumber) {
   for (const Map& map : kMaps) {
     for (const float temperature : {1.0f, 0.7f, 3.0f}) {
@@ -93,7 +93,7 @@ TEST_P(Temperatures, EqualOnesAreTheNumber) {
   }
 }
 
-// In the least memory too, loss and statistics are the number's.
+// In the minimum workspace too, loss and statistics have the same bits.
 TEST_P(Temperatures, EqualOnesAreTheNumberInTheLeastMemory) {
   with_loss_op([&](auto op) {
     using Op = decltype(op);
@@ -112,7 +112,7 @@ TEST_P(Temperatures, EqualOnesAreTheNumberInTheLeastMemory) {
   });
 }
 
-// Bad temperatures, some only with this scale and softcap.
+// Invalid temperatures, some only invalid with this scale and softcap.
 struct Bad {
   const char* name;
   double temperature;
@@ -132,8 +132,8 @@ const Bad kBad[] = {
     {"a cap below f32", 1e37, 1e3f, 0.01f},
 };
 
-// Its row is NaN, whatever is asked of it; other rows keep their bits, and the fault word its other
-// bits.
+// An invalid temperature makes its row NaN in every output. Other rows keep their bits, and the
+// fault word its other bits.
 TEST_P(Temperatures, ABadOneIsNaNInItsRow) {
   for (const Bad& bad : kBad) {
     with_loss_op([&](auto op) {
@@ -166,7 +166,8 @@ TEST_P(Temperatures, ABadOneIsNaNInItsRow) {
   }
 }
 
-// Without a fault word, and with the row in the sums: a mean is NaN, as with a row of NaN logits.
+// Without a fault word, and with the row in a reduction: the sum or mean is NaN, as with a row of
+// NaN logits.
 TEST_P(Temperatures, ABadOneIsNaNInTheMean) {
   for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
     with_loss_op([&](auto op) {
@@ -183,7 +184,7 @@ TEST_P(Temperatures, ABadOneIsNaNInTheMean) {
   }
 }
 
-// The ends of what is allowed.
+// Valid temperatures near both ends of the range.
 TEST_P(Temperatures, ExtremesThatAreGood) {
   const Bad good[] = {{"steep", 1e-20},
                       {"the flattest", 1e37},
@@ -203,8 +204,8 @@ TEST_P(Temperatures, ExtremesThatAreGood) {
   }
 }
 
-// Not read: those of ignored tokens, of tokens outside where that is ignored, and in Backward of
-// tokens without an upstream gradient.
+// Not read: temperatures of ignored tokens, of tokens out of range where these are ignored, and, in
+// Backward, of tokens without an upstream gradient.
 TEST_P(Temperatures, OfOtherTokensIsNotRead) {
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
     with_loss_op([&](auto op) {
@@ -234,7 +235,7 @@ TEST_P(Temperatures, OfOtherTokensIsNotRead) {
   }
 }
 
-// A forward that knows the upstream gradient computes the row of a token even if its gradient is 0.
+// ForwardBackward computes the rows of all tokens that count, even of one whose gradient is 0.
 TEST_P(Temperatures, OfATokenWithoutGradientIsReadByForwardBackward) {
   with_loss_op([&](auto op) {
     using Op = decltype(op);
@@ -251,7 +252,8 @@ TEST_P(Temperatures, OfATokenWithoutGradientIsReadByForwardBackward) {
   });
 }
 
-// Each token has another temperature, far apart, and its row is as if it were alone.
+// Every token has another temperature, far from the others, and its row equals that of the token
+// alone.
 TEST_P(Temperatures, EachIsItsOwnRows) {
   with_loss_op([&](auto op) {
     using Op = decltype(op);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Top-k: each list is in order, of the logits that the call computed, ties by the lowest id;
-// ignored, outside and NaN rows are as the contract says; shards combine to the whole.
+// Top-k: each list holds the call's own logits in descending order, ties by the lowest id. Rows
+// that are ignored, out of range or NaN follow the contract, and shards combine to the whole.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -57,8 +57,8 @@ class TopK : public ConformanceTest {
       expect_own_logits(p, outcome.fields, want.outputs.at("top_logits").bound, what);
     }
   }
-  // Each logit is that of its id, within the larger of the bounds of the list and of a chosen
-  // column, which is a dot product of its own.
+  // Each logit belongs to its id. Its error may be as large as that of the list, or of a chosen
+  // column, which is computed as another dot product.
   void expect_own_logits(const Problem<Forward>& p, const Fields& fields,
                          const std::vector<double>& of_list, const std::string& what) const {
     const Field &logits = fields.at("top_logits"), &ids = fields.at("top_ids");
@@ -77,7 +77,7 @@ class TopK : public ConformanceTest {
     const Comparison judged = compare(want, Fields{{"logits_at", logits}});
     EXPECT_TRUE(judged.ok()) << what << ", of its own id\n" << judged.report;
   }
-  // A list decreases, names each column once, and has equal logits in the order of their ids.
+  // A list descends, names each column once, and has equal logits in the order of their ids.
   static void expect_in_order(const Fields& fields, const std::string& what) {
     const Field &logits = fields.at("top_logits"), &ids = fields.at("top_ids");
     const int64_t count = logits.shape[1];
@@ -101,7 +101,7 @@ class TopK : public ConformanceTest {
     }
   }
 
-  // Runs each shard, combines them, and judges all by the whole vocabulary's.
+  // Runs each shard, combines the lists, and compares them with those of the whole vocabulary.
   void judge_shards(const Problem<Forward>& whole, const std::vector<int64_t>& sizes,
                     const std::string& what) {
     const int64_t n = whole.op.input.shape[0], k = whole.op.top_logits.shape[1];
@@ -158,7 +158,7 @@ class TopK : public ConformanceTest {
       if (shards == 1) expect_as_given(combined, logits, ids);
     }
   }
-  // One shard's list keeps its bits.
+  // With a single shard the list keeps its bits.
   static void expect_as_given(const Fields& combined, const std::vector<double>& logits,
                               const std::vector<double>& ids) {
     for (size_t at = 0; at < logits.size(); ++at) {
@@ -167,7 +167,8 @@ class TopK : public ConformanceTest {
       EXPECT_EQ(combined.at("top_ids").value.at(at), ids[at]);
     }
   }
-  // combine_top, shard after shard, gives the same; it does not know which tokens count.
+  // combine_top on the host, shard after shard, gives the same lists; it does not know which tokens
+  // count.
   static void expect_combined_on_the_host(const Fields& combined, const std::vector<double>& logits,
                                           const std::vector<double>& ids, int64_t shards,
                                           const std::vector<double>& target) {
@@ -189,7 +190,7 @@ class TopK : public ConformanceTest {
       }
     }
   }
-  // The same op in memory of its own, with outputs where it has views.
+  // Returns the same op with its own memory for inputs and outputs.
   static Problem<Forward> copy(const Problem<Forward>& p) {
     std::vector<int64_t> rows;
     for (int64_t i = 0; i < p.op.input.shape[0]; ++i) rows.push_back(i);
@@ -205,7 +206,7 @@ void give_list(Problem<Forward>* p, int64_t count, DType ids = DType::i64) {
   p->op.top_logits = p->pool.reserve(DType::f32, {p->op.input.shape[0], count});
   p->op.top_ids = p->pool.reserve(ids, {p->op.input.shape[0], count});
 }
-// The rows of `field` [N, width] of these tokens, as bits.
+// The bits of these tokens' rows in `field` [N, width].
 std::vector<std::byte> rows_of(const Field& field, const std::vector<int64_t>& rows) {
   const int64_t width = field.shape[1] * size_of(field.dtype);
   std::vector<std::byte> bits;
@@ -244,7 +245,8 @@ TEST_P(TopK, EveryK) {
   }
 }
 
-// A list of k is the beginning of any longer one, and has the bits of the call's own statistics.
+// The list for k is the beginning of the list for any larger k, and agrees with the call's
+// statistics to the bit.
 TEST_P(TopK, IsTheBeginningOfALongerList) {
   constexpr int64_t n = 33, v = 700;
   for (const bool capped : {false, true}) {
@@ -266,7 +268,7 @@ TEST_P(TopK, IsTheBeginningOfALongerList) {
         }
       }
     }
-    // The target's logit in the list is the statistic.
+    // Where the target is in the list, its logit has the bits of target_logit.
     const std::vector<double> target = read(p.op.target);
     int found = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -286,10 +288,10 @@ TEST_P(TopK, IsTheBeginningOfALongerList) {
   }
 }
 
-// Of equal rows of the weight the lowest ids win, wherever tiles and blocks end.
+// Among columns with equal weight the lowest ids win, wherever tiles and blocks end.
 TEST_P(TopK, TiesGoToTheLowestId) {
   for (const int64_t v : {40, 700, 2500}) {
-    for (const int64_t classes : {1, 2, 5}) {  // different rows
+    for (const int64_t classes : {1, 2, 5}) {  // different rows of weight
       for (const int64_t k : {1, 7, 40, 200}) {
         if (k > v) continue;
         Case c = plain({6, 8, v}, k);
@@ -298,13 +300,13 @@ TEST_P(TopK, TiesGoToTheLowestId) {
         Problem<Forward> p = build<Forward>(c);
         std::vector<double> weight = read(p.op.weight);
         for (int64_t j = 0; j < v; ++j) {
-          // Few columns of the first classes, so that lists continue with the next one.
+          // All classes but the last have few columns, so that lists continue with the next class.
           const int64_t like = classes == 1 ? 0 : j % (classes * 3) < 2 ? j % classes : classes - 1;
           for (int64_t d = 0; d < 8; ++d)
             weight[j * 8 + d] = std::ldexp(like + 1, -static_cast<int>(d));
         }
         write(p.op.weight, weight);
-        // Small whole numbers: every product is exact in any order, so ties are ties.
+        // Small integers: every product is exact in any order, so equal logits stay equal.
         std::vector<double> input = read(p.op.input);
         for (size_t d = 0; d < input.size(); ++d) input[d] = static_cast<double>(d % 3) - 1;
         write(p.op.input, input);
@@ -331,7 +333,7 @@ TEST_P(TopK, TiesGoToTheLowestId) {
   }
 }
 
-// With rising logits every one is a candidate: nothing overflows, whatever their order.
+// If logits rise, every column enters the list of candidates, which must not overflow.
 TEST_P(TopK, RisingAndFallingLogits) {
   for (const bool rises : {false, true}) {
     for (const int64_t k : {1, 64, 256}) {
@@ -360,7 +362,7 @@ TEST_P(TopK, InfiniteLogitsAreOrdinary) {
     Problem<Forward> p = build<Forward>(c);
     std::vector<double> bias = read(p.op.bias);
     for (int64_t j = 0; j < v; ++j) {
-      if (j % 30 != 7) bias[j] = -kInf;  // ten columns remain
+      if (j % 30 != 7) bias[j] = -kInf;  // ten columns are not masked
     }
     write(p.op.bias, bias);
     write(p.op.target, {7, 37, 67, 0});
@@ -369,7 +371,7 @@ TEST_P(TopK, InfiniteLogitsAreOrdinary) {
     for (int64_t i = 0; i < 4; ++i) {
       for (int64_t r = 10; r < k; ++r) {
         EXPECT_EQ(masked.at("top_logits").value[i * k + r], -kInf);
-        // The lowest ids of those that are masked, which are all but one in 30.
+        // Then follow the lowest ids of the masked columns, which are all but every 30th.
         const int64_t masked_before = r - 10;
         EXPECT_EQ(masked.at("top_ids").value[i * k + r],
                   static_cast<double>(masked_before + (masked_before + 22) / 29));
@@ -443,7 +445,7 @@ TEST_P(TopK, OfTokensThatDoNotCountThereIsNoList) {
   }
 }
 
-// Not on the threads, the workspace, the batch or what else is asked.
+// Threads, workspace, batch and other outputs change no bit of a list.
 TEST_P(TopK, DoesNotDependOnWhatStandsBesideIt) {
   constexpr int64_t n = 70;
   Case c = plain({n, 40, 1421}, 50);
@@ -526,7 +528,7 @@ TEST_P(TopK, ShardsOfTiesMasksAndNaN) {
         for (int64_t j = 0; j < 60; ++j) bias[j] = -kInf;
         write(p.op.target, {60, 61, 70, 80, 89});
       } else {
-        bias[30] = kNan;  // of the shard in the middle
+        bias[30] = kNan;  // in the middle shard
       }
       write(p.op.bias, bias);
       write(p.op.input, input);
@@ -535,7 +537,7 @@ TEST_P(TopK, ShardsOfTiesMasksAndNaN) {
   }
 }
 
-// Other ops refuse every such call, as Conformance checks.
+// Other ops refuse top-k, as the suite Conformance checks.
 std::vector<Parameter> forwards() {
   std::vector<Parameter> all = parameters(kForward, inputs());
   std::erase_if(all, [](const Parameter& p) { return !device(std::get<0>(p)).has_top(); });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any workspace from the minimum on gives right results, is not written beyond, and is used to its
-// end: the bytes asked for are the bytes touched.
+// Any workspace of at least the minimum gives right results. A run writes nothing beyond it, and
+// uses what it asked for to the end.
 #include <algorithm>
 #include <utility>
 
@@ -12,8 +12,8 @@
 namespace logitless::conformance {
 namespace {
 
-// A last buffer is rounded to the alignment, and its last row may be a tile that the vocabulary
-// does not fill.
+// A workspace's last bytes may stay untouched: buffers are rounded up to the alignment, and the
+// last tile's rows may be partly filled.
 constexpr uint64_t kSlack = 1024;
 
 class WorkspaceSizes : public ConformanceTest {
@@ -61,7 +61,7 @@ TEST_P(WorkspaceSizes, LessThanTheMinimumIsRefused) {
   }
 }
 
-// Asking is pure and looks at no data. Without addresses the answer serves any.
+// `workspace` reads no data. If addresses are missing, its answer serves any.
 TEST_P(WorkspaceSizes, AskedWithoutData) {
   for (const Case& c : cases()) {
     const WorkspaceSize with_data = workspace_of(device_, c);
@@ -79,7 +79,7 @@ TEST_P(WorkspaceSizes, AskedWithoutData) {
       ASSERT_TRUE(status.ok()) << status.message();
       EXPECT_GE(without.minimum, std::max(with_data.minimum, unaligned.minimum));
       EXPECT_GE(without.recommended, std::max(with_data.recommended, unaligned.recommended));
-      if (device_.synchronous()) {  // a backend that does not enqueue plans without addresses
+      if (device_.synchronous()) {  // such backends plan without addresses
         EXPECT_EQ(without.minimum, with_data.minimum);
         EXPECT_EQ(without.recommended, with_data.recommended);
       }
@@ -87,16 +87,16 @@ TEST_P(WorkspaceSizes, AskedWithoutData) {
   }
 }
 
-// The largest allowed sizes have an answer, though no machine has the memory.
+// The largest allowed sizes get an answer, although no machine has the memory.
 TEST_P(WorkspaceSizes, OfTheLargestShapes) {
-  if (!device_.synchronous()) return;  // a device may have limits of its own
+  if (!device_.synchronous()) return;  // a GPU may have lower limits
   constexpr int64_t most = int64_t{1} << 56, root = int64_t{1} << 28;
   for (const Shape& shape : {Shape{1, 1, most}, Shape{1, most, 1}, Shape{most, 1, 1},
                              Shape{root, root, root}, Shape{3, most / 3, 3}}) {
     if (!is_linear(op_) && shape.hidden == most) continue;
     Case c{.op = op_, .shape = {2, 3, 4}, .dtype = dtype_};
     apply_everything(c);
-    c.teacher_hidden = 0;  // the student's, then
+    c.teacher_hidden = 0;  // the same as the student's
     with_any_op(op_, [&](auto op) {
       auto p = build<decltype(op)>(c);
       place(p.op, device_.tensors());
@@ -123,8 +123,8 @@ TEST_P(WorkspaceSizes, OfTheLargestShapes) {
   }
 }
 
-// The last byte that a run changes. It runs with the work handed to the first and to the last
-// thread, over two different fills.
+// Returns the end of the workspace's bytes that runs change. It runs twice, with tasks handed to
+// threads in both orders and over two fill patterns.
 uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int threads,
                      uint64_t* given) {
   uint64_t end = 0;
@@ -142,19 +142,18 @@ uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int
 }
 
 // A CPU plan of two heads ends with room for a packed tile of the weight, which a run of few tokens
-// leaves alone if it can multiply the tile in place (multiply_unpacked). That depends on the
-// weight's address, which a plan does not know; rows whose elements are not contiguous are always
-// packed, and use the room to its end.
+// leaves untouched if multiply_unpacked serves. That depends on the weight's address, which a plan
+// does not know. Rows whose elements are not contiguous are always packed.
 uint64_t left_unpacked(const TestDevice& device, const Case& c) {
   const bool apart = c.placement == Placement::strided || c.placement == Placement::transposed;
   if (!device.has_threads() || !diverges(c.op) || apart) return 0;
   return uint64_t{192} * 4 * std::max(c.shape.hidden, c.teacher_hidden);
 }
 
-// Any number of threads touches all of the minimum; eight and more all of the recommended, which
-// has room for eight.
+// Any number of threads uses all of the minimum. Eight threads or more use all of the recommended
+// size, which has room for eight.
 TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
-  if (!device_.has_threads() && device_.synchronous()) return;  // the reference takes no workspace
+  if (!device_.has_threads() && device_.synchronous()) return;  // the reference has none
   std::vector<std::pair<Memory, int>> runs{{Memory::minimum, 1}, {Memory::recommended, 1}};
   if (device_.has_threads()) {
     runs = {{Memory::minimum, 1},
@@ -163,7 +162,7 @@ TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
             {Memory::recommended, 11}};
   }
   for (Case c : cases()) {
-    c.ignored = c.outside = 0;  // which tokens count is not known where the bytes are asked for
+    c.ignored = c.outside = 0;  // `workspace` does not read which tokens count
     for (const auto& [memory, threads] : runs) {
       uint64_t given = 0;
       const uint64_t end = touched_end(device_, c, memory, threads, &given);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Targets can be listed, forced and let go again.
+// Instruction sets can be listed, forced and released.
 #include "src/cpu/dispatch.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row kernels of two heads against their formulas in double, on every instruction set.
+// Compares the row kernels of divergences with their formulas in double, on every instruction set.
 #include "src/cpu/divergence_kernels.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 namespace logitless::cpu {
 namespace {
 
-// One row of both heads whose logarithms of probability are given, so that both lse are 0.
+// One row of both heads. The logits are log-probabilities, so that both lse are 0.
 struct Rows {
   std::vector<float> z, t;
 };
@@ -43,7 +43,7 @@ double dz_of(const DivergenceTerms& terms, double z, double t) {
          slope_of(terms.kind, terms.beta, z - t);
 }
 
-// However close the heads are, and however little of one is in the mixture, dz keeps its digits.
+// dz stays accurate however close the heads are, and however small beta is.
 TEST_P(RowKernels, SmallGradientsKeepTheirDigits) {
   for (int32_t kind = 0; kind < 5; ++kind) {
     for (const float beta : {1e-12f, 1e-3f, 0.5f, 0.999f}) {
@@ -55,7 +55,7 @@ TEST_P(RowKernels, SmallGradientsKeepTheirDigits) {
         divergence_gradient(terms, {}, {}, {}, rows.z.data(), rows.t.data(), count, -1, dz.data());
         for (size_t j = 0; j < dz.size(); ++j) {
           const double want = dz_of(terms, rows.z[j], rows.t[j]);
-          // The distance is rounded before its exponential is taken.
+          // The rounded difference z - t has a relative error that its exponential multiplies.
           const double relative = 10 + 2 * std::fabs(rows.z[j] - rows.t[j]);
           EXPECT_NEAR(dz[j], want, relative * kU * std::fabs(want) + 0x1p-126)
               << "kind " << kind << ", beta " << beta << ", z " << rows.z[j] << ", t " << rows.t[j];

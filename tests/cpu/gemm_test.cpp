@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packing and products of every engine on every instruction set are compared with plain loops,
-// exactly, on small integers.
+// Compares packing and products of every engine and instruction set with plain loops, exactly, on
+// small integers.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -23,7 +23,7 @@ struct Free {
 using Buffer = std::unique_ptr<char, Free>;
 Buffer aligned(int64_t bytes) {
   char* p = static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-  std::memset(p, 0xff, (bytes + 63) / 64 * 64);  // NaN, so that what is not written shows
+  std::memset(p, 0xff, (bytes + 63) / 64 * 64);  // NaN shows elements that were not written
   return Buffer(p);
 }
 
@@ -38,7 +38,7 @@ uint16_t f16_of(float value) {
   return bits;
 }
 
-// Small integers in any dtype and stride.
+// A matrix of small integers in any dtype and stride.
 struct Matrix {
   int64_t rows, columns;
   std::vector<float> value;  // [rows, columns]
@@ -76,7 +76,7 @@ std::vector<std::string> targets() {
   return list;
 }
 
-// An instruction set and bf16 arithmetic that this machine runs, named like "AVX3_SPR_amx".
+// An instruction set and arithmetic that this machine runs, named like "AVX3_SPR_amx".
 struct Kernel {
   std::string target;
   Arithmetic arithmetic;
@@ -144,7 +144,7 @@ TEST_P(GemmTest, LogitsProductIsExactForEveryShapeDtypeAndStride) {
   }
 }
 
-// Rows and depth beyond the matrix are zero in its panels, not what was packed before.
+// Panels are padded with zeros beyond the matrix, not with what was packed before.
 TEST_P(GemmTest, PanelsAreFilledUpWithZeros) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     const Engine engine = choose_engine(dtype);
@@ -199,7 +199,7 @@ TEST_P(GemmTest, ElementsDoNotDependOnTheirPanelOrOnTheBlocking) {
       }
       return std::vector<float>(out, out + rows * columns);
     };
-    // The integers are scaled by an odd fraction, so that values do not add exactly.
+    // Scaled by odd fractions, so that sums are not exact and their order shows.
     for (size_t i = 0; dtype == DType::f32 && i < x.memory.size(); i += 4) {
       float v;
       std::memcpy(&v, &x.memory[i], 4);
@@ -213,7 +213,7 @@ TEST_P(GemmTest, ElementsDoNotDependOnTheirPanelOrOnTheBlocking) {
   }
 }
 
-// A weight whose rows begin at whole lanes, and an input. In f32 values do not add exactly.
+// An input and a weight whose rows start at multiples of 32 bits. In f32 their sums are not exact.
 struct FewRows {
   Matrix x, w;
   FewRows(DType dtype, int64_t rows, int64_t columns, int64_t depth)
@@ -228,7 +228,8 @@ struct FewRows {
   }
 };
 
-// A product of few rows reads the weight as it lies: its bits are those of packed operands.
+// For few rows the product may read the weight without packing it, with the bits of packed
+// operands.
 TEST_P(GemmTest, FewRowsNeedNoPackedWeight) {
   constexpr int64_t columns = 96, row0 = 5;
   const std::string& target = GetParam().target;
@@ -261,8 +262,9 @@ TEST_P(GemmTest, FewRowsNeedNoPackedWeight) {
   }
 }
 
-// A weight that begins in the middle of a lane, or whose second row does, columns that lie apart,
-// rows picked one by one, some rows of a panel and a lane that is half a row's end are packed.
+// multiply_unpacked refuses weights whose first or second row starts in the middle of 32 bits,
+// whose columns lie apart or whose rows are indexed, a part of a panel, and a row that ends in the
+// middle of 32 bits.
 TEST_P(GemmTest, OtherWeightsArePackedForFewRowsToo) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     const Engine engine = choose_engine(dtype);
@@ -273,7 +275,7 @@ TEST_P(GemmTest, OtherWeightsArePackedForFewRowsToo) {
     Source odd = m.w.source, apart = odd, picked = odd, uneven = odd;
     odd.data += 2, apart.column_stride = 2, picked.row_index = index.data();
     uneven.row_stride = 65;
-    if (engine.element == 4) uneven = odd;  // every row of f32 begins at a whole lane
+    if (engine.element == 4) uneven = odd;  // f32 rows always start at 32 bits
     for (const Source& s : {odd, apart, picked, uneven}) {
       EXPECT_FALSE(multiply_unpacked(engine, s, 0, 96, 64, p));
     }

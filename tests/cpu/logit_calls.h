@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are random calls of the ops on given logits: tensors in every layout and dtype between
-// margins, and the options drawn for them.
+// Random calls of the ops on given logits: tensors in every layout and dtype, with margins around
+// them, and random options.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ inline constexpr float kInf = std::numeric_limits<float>::infinity();
 
 enum class Layout { dense, padded, column_major, spread, broadcast };
 
-// A tensor's memory holds its elements wherever the layout puts them, and 0xA5 everywhere else.
+// A tensor's memory: its elements wherever the layout puts them, and 0xA5 everywhere else.
 struct Memory {
   std::vector<char> bytes;
   TensorView view;
@@ -47,7 +47,7 @@ struct Memory {
     cpu::load_as_f32(at(i, j), view.dtype, 1, &value);
     return value;
   }
-  // Returns the elements; margins_intact tells whether all else is as it was.
+  // Returns the elements. margins_intact() returns whether all other bytes are unchanged.
   std::vector<char> elements() {
     std::vector<char> out;
     for (int64_t i = 0; i < view.shape[0]; ++i) {
@@ -79,7 +79,7 @@ struct Shape {
   }
 };
 
-// The vectors of a call stay alive with it.
+// Owns the vectors of a call.
 struct Pool {
   std::vector<std::unique_ptr<std::vector<float>>> floats;
   std::vector<std::unique_ptr<std::vector<int64_t>>> integers;
@@ -154,7 +154,7 @@ class Calls {
            std::to_string(o.logit_scale) + " softcap " + std::to_string(o.softcap) +
            " temperature " + std::to_string(o.temperature);
   }
-  std::string text;  // names the options drawn
+  std::string text;  // names the random options
 
  private:
   std::mt19937 random_;

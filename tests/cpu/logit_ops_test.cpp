@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random calls of the CPU's ops on given logits, over every layout, dtype and option, keep the
-// reference's bounds, have the same bits in place, with any workspace and any number of threads,
-// and write nothing outside an output or the workspace.
+// Random calls of the CPU's ops on given logits, over every layout, dtype and option. Results are
+// within the reference's bounds, and have the same bits in place, with any workspace and with any
+// number of threads. Nothing outside an output or the workspace is written.
 #include "logit_calls.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@
 namespace logitless {
 namespace {
 
-// Runs `op` with a workspace of exactly these bytes between guards.
+// Runs `op` with the minimum or recommended workspace between guards.
 template <class Op>
 void run_guarded(const Op& op, bool least, int32_t threads) {
   cpu::set_num_threads(threads);
@@ -38,7 +38,7 @@ void run_guarded(const Op& op, bool least, int32_t threads) {
   cpu::set_num_threads(0);
 }
 
-// The bytes of every output but `fault`, by name.
+// The bytes of every output except `fault`, by name.
 template <class Op>
 std::map<std::string, std::vector<char>> outputs(const Op& op) {
   std::map<std::string, std::vector<char>> all;
@@ -93,8 +93,8 @@ void compare(const Op& op, const reference::Result& expected,
   });
 }
 
-// Checks that one call is right, and has the same bits however it is run. `output` is the op's view
-// to write rows to; it is null where there is none.
+// Checks one call, and that it has the same bits however it runs. `output` is the matrix output,
+// tested in place too; null if the op has none.
 template <class Op>
 void check(Op op, Memory* logits, Memory* output, TensorView Op::* output_field) {
   const reference::Result expected = reference::evaluate(op);
@@ -130,7 +130,7 @@ class LogitOps : public testing::TestWithParam<int> {
   template <class Op>
   void options(Op* op) {
     calls_->options(op, &pool_);
-    trace_.reset();  // traces are a stack, so this one ends first
+    trace_.reset();  // traces nest: the old one must end first
     trace_ = std::make_unique<testing::ScopedTrace>(__FILE__, __LINE__,
                                                     shape_.name() + " " + calls_->text);
   }
@@ -230,8 +230,8 @@ TEST_P(LogitOps, Probabilities) {
   check(op, logits_.get(), output_.get(), &CrossEntropyForwardBackward::grad_logits);
 }
 
-// A token's loss and statistics alone are the same as among others, at another place, in another
-// layout.
+// A token alone has the loss and statistics that it has among others, at another position or in
+// another layout.
 TEST(LogitOps, ARowIsItsOwn) {
   constexpr int64_t n = 40, v = 5000;
   Calls calls(1);
@@ -264,7 +264,7 @@ TEST(LogitOps, ARowIsItsOwn) {
   }
 }
 
-// An ignored row is not read, so a NaN in it goes nowhere.
+// Ignored rows are not read, so a NaN in one affects nothing.
 TEST(LogitOps, IgnoredRowsAreZeroWhateverTheyHold) {
   for (const Layout layout : {Layout::dense, Layout::column_major, Layout::spread}) {
     constexpr int64_t n = 20, v = 33;

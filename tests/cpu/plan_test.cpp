@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the CPU's plans: what fits, what does not depend on the threads, and what the
-// default promises.
+// The CPU's plans: they fit their bytes, do not depend on the number of threads, and keep the
+// promises about the default workspace.
 #include "src/cpu/plan.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ LinearShape training(int64_t tokens, int64_t hidden, int64_t vocab, DType dtype 
           .grad_weight = true};
 }
 
-// Returns the shape of the Backward that reads `kept` columns.
+// Returns the shape of the Backward after a Forward that kept `kept` columns.
 LinearShape later(LinearShape shape, int64_t kept) {
   shape.forward = false;
   shape.kept = kept;
@@ -66,7 +66,8 @@ TEST(Plan, ThreadsDoNotChangeTheDivisionOfWork) {
     for (const uint64_t given : {plan_linear(shape, 0, 1).bytes, bytes / 2, bytes, 4 * bytes}) {
       const LinearPlan one = plan_linear(shape, given, 1);
       for (const int64_t threads : {2, 3, 7, 64}) {
-        // Both take the same workspace, and each count its own recommended one.
+        // Each number of threads is tested with one thread's sizes and with its own recommended
+        // size.
         for (const uint64_t size : {given, recommended_plan(shape, threads).bytes}) {
           const LinearPlan many = plan_linear(shape, size, threads);
           const LinearPlan& want = size == given ? one : plan_linear(shape, bytes, 1);
@@ -88,7 +89,7 @@ TEST(Plan, TheRecommendedWorkspaceGivesTheRecommendedPlan) {
       EXPECT_EQ(got.stored, want.stored);
       EXPECT_EQ(got.lanes, want.lanes);
       EXPECT_EQ(got.bytes, want.bytes);
-      // With fewer threads only the number of lanes gets smaller.
+      // If fewer threads run, only the number of lanes is smaller.
       const LinearPlan used = plan_linear(shape, want.bytes, threads);
       EXPECT_EQ(used.lanes, std::min(want.lanes, threads));
       EXPECT_EQ(used.bytes + (want.lanes - used.lanes) * want.lane_bytes, want.bytes);
@@ -114,7 +115,7 @@ TEST(Plan, LossOnlyIsAtMost16MiB) {
   }
 }
 
-// A larger chunk for half of the threads is no gain: below the default the chunk gives way first.
+// With a little less than the default memory the chunk gets smaller before threads go idle.
 TEST(Plan, ALittleLessMemoryIdlesNoThread) {
   for (LinearShape shape : {heads[0], heads[1], heads[2], heads[4], heads[5]}) {
     for (const bool gradients : {true, false}) {
@@ -146,7 +147,7 @@ TEST(Plan, MoreMemoryIsNeverExpectedToBeSlower) {
   }
 }
 
-// From the minimum to the plan of 256 recomputed tokens every doubling of the workspace buys time.
+// From the minimum up to 8 MiB, each doubling of the workspace makes the plan at least 5 % cheaper.
 TEST(Plan, SmallWorkspacesHaveStepsBetween) {
   for (const LinearShape& shape : {heads[0], heads[1], heads[2], heads[4], heads[5]}) {
     const LinearPlan least = plan_linear(shape, 0, 8);
@@ -157,8 +158,8 @@ TEST(Plan, SmallWorkspacesHaveStepsBetween) {
   }
 }
 
-// Each part of a slot makes its logits again, so threads that do not make up a part for every slot
-// have no lane.
+// Every lane that works on a part of a slot recomputes the logits, so lanes beyond a multiple of
+// the slots are not used.
 TEST(Plan, RecomputingSharesSlotsEvenly) {
   for (LinearShape shape : heads) {
     shape.forward = false;
@@ -180,13 +181,14 @@ TEST(Plan, KeptStateTakesTheChunksOfAStoredPlanWithoutTheirLogits) {
     EXPECT_EQ(plan.token_chunk, fused.token_chunk);
     EXPECT_GE(plan.slots, fused.slots);
     EXPECT_LE(plan.bytes, 32 * MiB);
-    // Only rows that lie too far for 16 bits are made again.
+    // f32 keeps logits; otherwise Backward needs room to recompute rows whose exponentials left the
+    // range of 16 bits.
     EXPECT_EQ(plan.tile_at == plan.along_vocab_at, shape.dtype == DType::f32);
     EXPECT_EQ(plan.input_along_at == plan.blocks_at, shape.dtype == DType::f32);
   }
 }
 
-// A share leaves tiles to be made again, which takes the memory of a plan that recomputes.
+// If only some columns are kept, the rest is recomputed, with the memory that this takes.
 TEST(Plan, AShareThatIsKeptSavesTimeAndNoMemory) {
   for (const LinearShape& shape : {heads[0], heads[2], heads[4]}) {
     const LinearPlan none = recommended_plan(later(shape, 0), 8);
@@ -198,7 +200,8 @@ TEST(Plan, AShareThatIsKeptSavesTimeAndNoMemory) {
   }
 }
 
-// Returns the shape of a divergence with this teacher; without gradients it is a Forward.
+// Returns the shape of a divergence with a teacher of this width: a Forward if there are no
+// gradients.
 LinearShape of_two_heads(LinearShape shape, int64_t teacher_hidden) {
   shape.diverges = true;
   shape.teacher_hidden = teacher_hidden;
@@ -268,8 +271,8 @@ TEST(Plan, NothingToDoHasAPlan) {
   }
 }
 
-// The shapes go up to the largest that are allowed, on every kind of engine: what no machine can
-// hold is asked for in full and never as a small number, which a sum past 64 bits would be.
+// The largest allowed shapes, on every kind of engine. Sizes that no machine has are returned in
+// full; an overflow of 64 bits would make them small.
 TEST(Plan, TheLargestShapesAskForWhatTheyTake) {
   constexpr int64_t most = int64_t{1} << 56, root = int64_t{1} << 28;
   constexpr Engine engines[] = {{Arithmetic::f32, 8, 32, 1, 4},

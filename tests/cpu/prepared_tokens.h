@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tests of the tokens share this: views of vectors, guarded memory and a call of
-// prepare_tokens.
+// Helpers of the tests of tokens: views of vectors, guarded memory and a call of prepare_tokens.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -44,7 +43,7 @@ class Memory {
   std::vector<uint8_t> all_;
 };
 
-// What prepare_tokens made, with the arrays copied out.
+// The results of prepare_tokens, with copies of its arrays.
 struct Prepared {
   Status status;
   Tokens tokens;
@@ -65,7 +64,7 @@ Prepared prepare(const Op& op, int64_t vocab) {
   p.token_weight.assign(t.token_weight, t.token_weight + t.valid);
   if constexpr (GradientOp<Op>) p.upstream.assign(t.upstream, t.upstream + t.valid);
   if (t.place != nullptr) p.place.assign(t.place, t.place + t.valid);
-  p.tokens.row = p.row.data();  // `memory` ends here
+  p.tokens.row = p.row.data();  // `memory` is freed at return
   return p;
 }
 

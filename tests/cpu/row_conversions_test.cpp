@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements become f32 and go back: every 16-bit number, rounding to the nearest, and no byte beyond
-// the count.
+// Conversions to f32 and back: every 16-bit value, rounding to nearest, and no access beyond the
+// count.
 #include "row_kernels.h"
 
 #include <algorithm>
@@ -37,8 +37,8 @@ TEST_P(RowKernels, LoadsEverySixteenBitNumber) {
   }
 }
 
-// Returns the nearest number with `bits` of mantissa, ties to even, and the least exponent `least`
-// (of a subnormal's last bit).
+// Rounds to the nearest number with `bits` bits of mantissa, ties to even; 2^least is the smallest
+// subnormal.
 double rounded(double x, int bits, int least, double largest) {
   if (!std::isfinite(x) || x == 0) return x;
   const int last = std::max(std::ilogb(x) - bits + 1, least);
@@ -54,7 +54,7 @@ TEST_P(RowKernels, StoresToTheNearestTiesToEven) {
     std::memcpy(&v, &bits, 4);
     x.push_back(v);
   }
-  for (int e = -30; e < 18; ++e) {  // halfway cases and their neighbours
+  for (int e = -30; e < 18; ++e) {  // ties and their neighbours
     for (int m = 0; m < 64; ++m) {
       const float v = std::ldexp(1 + m / 4096.f, e);
       for (const float w : {v, std::nextafter(v, 0.f), std::nextafter(v, kInf)}) x.push_back(-w);

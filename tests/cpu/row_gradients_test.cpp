@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of a row are compared with loops in double.
+// Compares the gradients of a row with loops in double.
 #include "row_kernels.h"
 
 #include <array>
@@ -9,7 +9,8 @@
 namespace logitless::cpu {
 namespace {
 
-// Returns dz draw / dz of one column without its onehot, and the sum of its magnitudes.
+// Returns the gradient of one raw logit without its one-hot part, and the sum of its terms'
+// magnitudes.
 double gradient(const LogitMap& map, const RowGradient& g, double z, double c, double* magnitude) {
   const double log_p = z - g.reference - g.log_sum, p = std::exp(log_p);
   const double information = p == 0 ? 0 : g.entropy * p * (log_p + g.entropy_value);
@@ -50,11 +51,11 @@ TEST_P(RowKernels, GradientIsADoubleLoopAtEveryCount) {
   }
 }
 
-// Forward keeps exp(z - reference) in bf16, rounded once; this checks it and the gradient that
-// comes of it.
+// Forward keeps exp(z - reference) rounded once to bf16. Checks it and the gradient computed from
+// it.
 TEST_P(RowKernels, RoundedExponentialsGiveTheGradient) {
   const LogitMap map = logit_map({.logit_scale = -.7f, .temperature = .3f});
-  constexpr double rounding = 0x1p-8;  // half a unit of bf16, with room for the f32 steps
+  constexpr double rounding = 0x1p-8;  // bf16's unit roundoff
   for (const int64_t count : counts()) {
     std::vector<float> z = normal(count, 20);
     const std::vector<float> weight = normal(count, 1);
@@ -78,8 +79,7 @@ TEST_P(RowKernels, RoundedExponentialsGiveTheGradient) {
       exponentials_gradient(map, g, e.data(), reference, c, count, draw.data());
       for (int64_t j = 0; j < count; ++j) {
         double magnitude;
-        // The exact gradient is that of the rounded exponential, since the gradient's own steps are
-        // those of f32.
+        // Compared with the exact gradient of the rounded exponential: only the f32 steps remain.
         const double told = reference + std::log(static_cast<double>(e[j]));
         const double exact = gradient(map, g, told, c != nullptr ? c[j] : 1, &magnitude);
         ASSERT_LE(std::fabs(draw[j] - exact), 16 * kU * magnitude + 1e-37)
@@ -126,7 +126,7 @@ TEST_P(RowKernels, KeptExponentialsGiveTheGradient) {
   }
 }
 
-// Returns random bits, numbers of every size, ties, subnormals, infinities and NaN.
+// Returns floats of random bits, of every size, ties, subnormals, infinities and NaN.
 class AnyFloat {
  public:
   float operator()() {
@@ -146,8 +146,8 @@ bool same_bits(float a, float b) {
   return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 
-// dz_of has one formula for vectors and numbers: each element of a kernel's result has the bits of
-// dz_of on its numbers. The p of these comes from the kernel too, asked for nothing else.
+// dz_of has the same formula for vectors and scalars: each element of a kernel's result has the
+// bits of dz_of on scalars. Their p comes from the same kernel with no other factors.
 TEST_P(RowKernels, AnElementOfAVectorIsThatOfANumber) {
   const bool fused = GetParam().rfind("SSE", 0) != 0;
   const auto one = [&](float own, float p, const RowGradient& g, float c, float log_p) {
@@ -239,13 +239,13 @@ TEST_P(RowKernels, TheTargetsGradientHoldsItsOnehot) {
 }
 
 TEST(TargetGradient, DoesNotCancelNearOne) {
-  // With p = 1 - 1e-9 dz is -1e-9, which p in f32 would lose.
+  // With p = 1 - 1e-9 dz is -1e-9; 1 - p in f32 would be 0.
   const RowGradient g{.reference = 0, .log_sum = 1e-9f, .probability = 1, .onehot = 1};
   EXPECT_NEAR(target_gradient({}, g, 0, 1), -1e-9, 1e-15);
   EXPECT_EQ(target_gradient({}, {.probability = 1, .onehot = 1}, 0, 1), 0);
   EXPECT_EQ(target_gradient({}, g, -kInf, 1), -1);
   EXPECT_TRUE(std::isnan(target_gradient({}, g, kNan, 1)));
-  // A class of weight 0 has no onehot, so dz is P p, however small p is.
+  // A class of weight 0 has no one-hot part, so dz is P p, accurate however small p is.
   EXPECT_FLOAT_EQ(target_gradient({}, {.probability = .5f}, -40, 1), .5f * std::exp(-40.f));
 }
 

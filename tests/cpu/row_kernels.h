@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tests of the row kernels share this: every instruction set that this machine runs, row
-// lengths, logit maps and their formulas in double.
+// Helpers of the row kernels' tests: this machine's instruction sets, row lengths, logit maps and
+// their formulas in double.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row kernels' way forward is compared with loops in double: the logit map, exp, maxima and
-// sums of a block, and blocks combined to a row.
+// Compares the row kernels of Forward with loops in double: the logit map, exp, maxima and sums of
+// a block, and blocks combined to a row.
 #include "row_kernels.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ std::vector<std::string> targets() {
 INSTANTIATE_TEST_SUITE_P(Targets, RowKernels, testing::ValuesIn(targets()),
                          [](const auto& info) { return info.param; });
 
-// Returns p = exp(z), with nothing else in the way.
+// Returns exp(x): the gradient with P = 1 and lse = 0.
 std::vector<float> exponentials(const std::vector<float>& x) {
   std::vector<float> y(x.size());
   gradient_block({}, {.probability = 1}, x.data(), nullptr, x.size(), y.data());
@@ -42,7 +42,7 @@ TEST_P(RowKernels, ExpIsWithinOneUlp) {
   }
   RecordProperty("max_error_ulp", std::to_string(worst));
   EXPECT_LT(worst, 1.2);
-  EXPECT_GT(worst, .4);  // if no error showed at all, the measure would be wrong
+  EXPECT_GT(worst, .4);  // an error of 0 would mean that this test fails to measure
 }
 
 TEST_P(RowKernels, ExpAtItsEdges) {
@@ -121,7 +121,7 @@ TEST_P(RowKernels, ZeroTimesAnInfiniteLogitIsNaN) {
   }
 }
 
-// Checks forward_block in double from the mapped logits that it left behind.
+// Checks forward_block against double, from the mapped logits that it wrote.
 void check_forward(const std::vector<float>& z, const std::vector<float>* weight,
                    const BlockState& state) {
   double m = -kInf, sum = 0, shifted = 0, weighted = 0, magnitude = 0;
@@ -151,7 +151,7 @@ TEST_P(RowKernels, ForwardIsADoubleLoopAtEveryCount) {
       const std::vector<float> weight = normal(count, 1);
       for (const bool with_bias : {false, true}) {
         std::vector<float> expected = raw, z = raw;
-        // Memory behind the block is neither read nor written.
+        // Elements after the block are neither read nor written.
         z.insert(z.end(), 64, kNan);
         const float* b = with_bias ? bias.data() : nullptr;
         map_block(map, expected.data(), b, count);
@@ -166,7 +166,7 @@ TEST_P(RowKernels, ForwardIsADoubleLoopAtEveryCount) {
         check_forward(expected, nullptr, unweighted);
         z.assign(raw.begin(), raw.end());
         forward_block(map, z.data(), b, nullptr, count, {}, &plain);
-        // Asking for more changes no bit of what is always there.
+        // Further sums change no bit of the sum and the maximum.
         EXPECT_EQ(plain.sum, state.sum);
         EXPECT_EQ(plain.maximum, state.maximum);
       }
@@ -180,14 +180,14 @@ TEST_P(RowKernels, FurtherSumsAreADoubleLoopAtEveryCount) {
   for (const int64_t count : counts()) {
     std::vector<float> z = normal(count, 5);
     for (const int64_t target : {int64_t{0}, count / 2, count - 1, count, int64_t{-1}}) {
-      // The target's own column does not count, whatever it holds.
+      // The target's own column never counts as above, whatever its logit.
       const bool here = target >= 0 && target < count;
       wants.target_logit = here ? std::nextafter(z[target], -kInf) : 1;
       wants.target = target;
       BlockState plain, state;
       RareBlock more;
       forward_block({}, z.data(), nullptr, nullptr, count, {}, &plain);
-      std::vector<float> e = z;  // exponentials replace the logits here
+      std::vector<float> e = z;  // forward_block overwrites it with exponentials
       forward_block({}, e.data(), nullptr, nullptr, count, wants, &state, e.data(), &more);
       EXPECT_EQ(plain.sum, state.sum);
       double sum = 0, squares = 0, magnitude = 0, mass = 0;
@@ -313,7 +313,7 @@ TEST_P(RowKernels, MinusInfinityIsNoProbability) {
     EXPECT_EQ(state.maximum, -kInf);
     EXPECT_EQ(state.sum, 0);
     EXPECT_EQ(state.shifted, 0);
-    EXPECT_EQ(state.weighted, 0);  // a weight of 0 adds 0
+    EXPECT_EQ(state.weighted, 0);  // its weight is 0
     EXPECT_EQ(state.argmax, 0);
     z[count / 2] = 3;
     forward_block({}, z.data(), nullptr, nullptr, count, all, &state);
@@ -336,7 +336,7 @@ TEST_P(RowKernels, HugeLogitsDoNotOverflow) {
   EXPECT_EQ(state.shifted, 0);
 }
 
-// Takes a whole row through blocks of any size.
+// Runs a whole row through blocks of this size.
 RowState accumulate(std::vector<float> z, int64_t block, BlockWants wants) {
   RowAccumulator row = RowAccumulator::begin();
   for (size_t j = 0; j < z.size(); j += block) {

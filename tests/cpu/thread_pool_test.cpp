@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the thread pool: every index runs once, lanes are bounded, callers run side by
-// side and nested, children are forked, and the default size is right.
+// The thread pool: every index runs once, lanes are bounded, callers may run in parallel, nested or
+// in a forked child, and the default size is right.
 #include "src/cpu/thread_pool.h"
 
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ extern "C" const char* __tsan_default_options() { return "die_after_fork=0"; }
 namespace logitless::cpu {
 namespace {
 
-// Runs `count` indices on the pool; returns true if each came exactly once.
+// Runs `count` indices on the pool; returns whether each ran exactly once.
 bool each_index_once(int64_t count) {
   std::vector<std::atomic<int>> seen(count);
   const Executor& executor = default_executor();
@@ -59,7 +59,7 @@ TEST_F(ThreadPool, RunsEveryIndexOnceAtEveryThreadCount) {
 
 TEST_F(ThreadPool, UsesMoreThanOneThread) {
   set_num_threads(2);
-  // Each index waits for the other to start, so only two threads can finish this.
+  // Each index waits for the other to start, so this finishes only on two threads.
   struct Meeting {
     std::atomic<int> arrived{0};
     std::atomic<bool> met{true};
@@ -97,13 +97,13 @@ TEST_F(ThreadPool, NeverRunsMoreAtOnceThanItHasThreads) {
   }
 }
 
-// A thread's own instructions raise these signals; if they are blocked, they end the process before
-// any handler of the host's has run.
+// Signals that a thread's own instructions raise. A thread that blocks them ends the process before
+// a handler of the host runs.
 constexpr int kFaults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT};
 
 TEST_F(ThreadPool, WorkersBlockTheHostsSignalsButNotTheirOwnFaults) {
   set_num_threads(2);
-  // Each index waits for the other to start, so that one of them runs on a worker.
+  // Each index waits for the other to start, so one of them runs on a worker.
   struct Masks {
     const std::thread::id caller = std::this_thread::get_id();
     std::atomic<int> arrived{0};
@@ -138,13 +138,13 @@ TEST_F(ThreadPool, AFaultOfAWorkerReachesTheHostsHandler) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
-    alarm(60);  // a hang must end
+    alarm(60);  // ends a hang
     signal(SIGSEGV, [](int) { _exit(42); });
     void* page = mmap(nullptr, 1, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     set_num_threads(2);
     const std::thread::id caller = std::this_thread::get_id();
     std::atomic<bool> never{false};
-    // The caller waits in one index, so that a worker takes the other one.
+    // The caller waits in one index, so a worker takes the other.
     for_each_task(default_executor(), 2, 2, [&](int64_t, int64_t) {
       if (std::this_thread::get_id() != caller) *static_cast<volatile char*>(page) = 1;
       while (!never) std::this_thread::yield();
@@ -208,7 +208,7 @@ TEST_F(ThreadPool, WorksInAForkedChild) {
     const pid_t child = fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
-      alarm(60);  // a hang must end
+      alarm(60);  // ends a hang
       const bool good = each_index_once(100) && num_threads() == 4 && each_index_once(1000);
       _exit(good ? 0 : 1);
     }
@@ -252,7 +252,7 @@ TEST_F(ThreadPool, ClampsAbsurdSizes) {
   EXPECT_GE(default_num_threads(), 1);
 }
 
-// Returns default_num_threads() of a fresh process with these variables.
+// Returns default_num_threads() of a new process with these variables.
 int default_with(const std::string& environment) {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
   const std::string command = "env -u LOGITLESS_NUM_THREADS -u OMP_NUM_THREADS " + environment +
@@ -323,7 +323,7 @@ TEST_F(Cgroup, MissingOrMalformedFilesSetNoLimit) {
   write("a/cpu.max", "200000 0\n");
   EXPECT_EQ(cgroup_num_threads(membership.c_str(), root_.c_str()), 0);
   const std::string old = write("old", "2:cpu,cpuacct:/b\n1:,cpu:/c\n");
-  write("cpu/b/cpu.cfs_quota_us", "400000\n");  // a quota without its period says nothing
+  write("cpu/b/cpu.cfs_quota_us", "400000\n");  // ignored: the period is missing
   EXPECT_EQ(cgroup_num_threads(old.c_str(), root_.c_str()), 0);
   write("cpu/b/cpu.cfs_period_us", "nonsense\n");
   EXPECT_EQ(cgroup_num_threads(old.c_str(), root_.c_str()), 0);

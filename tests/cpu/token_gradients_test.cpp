@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the common factor of the gradients, and a row's coefficients relative to it.
+// The common factor of the gradients, and a row's coefficients relative to it.
 #include "prepared_tokens.h"
 
 #include <gmock/gmock.h>
@@ -38,7 +38,7 @@ TEST(Tokens, NoneScalesByAPowerOfTwoThatLosesNothing) {
   const float scale = p.tokens.gradient_scale;
   int exponent;
   EXPECT_EQ(std::frexp(scale, &exponent), .5f);
-  EXPECT_GE(scale, 3e-7f);  // the ignored token's gradient has no say
+  EXPECT_GE(scale, 3e-7f);  // the ignored token's is not included
   EXPECT_LT(scale, 6e-7f);
   EXPECT_EQ(p.tokens.inv_gradient_scale, 1 / scale);
   EXPECT_EQ(p.upstream[0] * scale, upstream[0]);
@@ -81,7 +81,7 @@ TEST(Tokens, GradientsOfStatisticsJoinTheScale) {
   Prepared p = prepare(op, 2);
   EXPECT_EQ(p.tokens.gradient_scale, 8);
   EXPECT_THAT(p.upstream, ElementsAre(1. / 16, 1. / 16));
-  // The loss has no gradient, so the scale is that of the statistics alone.
+  // Only the statistics have gradients, so they alone make the scale.
   const float none = 0;
   op.grad_loss = scalar_view(&none, DType::f32);
   p = prepare(op, 2);
@@ -122,7 +122,7 @@ TEST(Tokens, HugeAndTinyWeightsMoveTheScale) {
   CrossEntropyForwardBackward op{.target = view(target), .options = {.normalizer = 3}};
   op.weights.token = view(weight);
   Prepared p = prepare(op, 2);
-  EXPECT_LT(p.upstream[0] * weight[0], 10000);  // the product fits f16 with room for the z-loss
+  EXPECT_LT(p.upstream[0] * weight[0], 10000);  // fits f16, with room for z-loss
   EXPECT_EQ(p.upstream[0] * p.tokens.gradient_scale, 1.f / 3);
   weight = {1e-6f, 1e-7f};
   p = prepare(op, 2);
@@ -152,7 +152,7 @@ TEST(Tokens, AnEmptyMeanHasNoGradientOrNan) {
     op.target = view(none);
     Prepared p = prepare(op, 2);
     EXPECT_TRUE(p.tokens.empty_mean);
-    EXPECT_EQ(p.tokens.gradient_scale, 0);  // without a token both modes give zeros
+    EXPECT_EQ(p.tokens.gradient_scale, 0);  // no token: zeros in both modes
     op.target = view(weightless);
     op.weights.vocab = view(classes);
     p = prepare(op, 2);

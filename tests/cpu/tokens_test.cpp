@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check which tokens count and what the mean divides by.
+// Which tokens count, and what the mean divides by.
 #include "prepared_tokens.h"
 
 #include <gmock/gmock.h>
@@ -35,7 +35,7 @@ TEST(Tokens, AnyInt64IgnoresEvenOneInRange) {
   op.target = view(wide);
   op.options.ignore_index = int64_t{1} << 40;
   EXPECT_THAT(prepare(op, 5).row, ElementsAre(1));
-  // The low 32 bits alone are not the index.
+  // Comparing only the low 32 bits would ignore token 1 here.
   op.options.ignore_index = 1;
   EXPECT_EQ(prepare(op, 5).status.code(), StatusCode::target_out_of_range);
 }
@@ -113,7 +113,7 @@ TEST(Tokens, TheCallersNormalizerReplacesTheCount) {
   const int64_t zero = 0;
   op.weights.normalizer = scalar_view(&zero, DType::i64);
   EXPECT_TRUE(prepare(op, 2).tokens.empty_mean);
-  // sum and none divide by nothing.
+  // The reductions sum and none divide by 1.
   op.weights.normalizer = {};
   op.options.reduction = Reduction::sum;
   EXPECT_EQ(prepare(op, 2).tokens.normalizer, 1);
@@ -161,7 +161,7 @@ TEST(Tokens, ThoseWithoutAGradientEnterTheNormalizer) {
   p = prepare(op, 2);
   EXPECT_EQ(p.tokens.normalizer, 8);
   EXPECT_THAT(p.target_weight, ElementsAre(3));
-  // The op that makes the loss too leaves nothing out.
+  // ForwardBackward leaves out no token that counts.
   CrossEntropyForwardBackward both{.target = view(target)};
   both.weights.token = view(weights);
   EXPECT_THAT(prepare(both, 2).row, ElementsAre(0, 1, 3));
@@ -175,7 +175,7 @@ TEST(Tokens, ABadTemperatureIsNanAndAFault) {
   op.weights.temperature = view(temperatures);
   op.fault = vector_view(&fault, DType::i32, 1);
   Prepared p = prepare(op, 2);
-  EXPECT_EQ(fault, 8);  // nobody reads the temperature of an ignored token
+  EXPECT_EQ(fault, 8);  // an ignored token's temperature is not read
   const LogitMap number = logit_map(op.options);
   EXPECT_EQ(map_of(number, p.tokens, 0).temperature, 2);
   EXPECT_EQ(map_of(number, p.tokens, 2).inv_temperature, 2);

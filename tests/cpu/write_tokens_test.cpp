@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check what is written of the tokens: losses, their reduction, statistics.
+// What is written for tokens: losses, their reduction, statistics.
 #include "prepared_tokens.h"
 
 #include <gmock/gmock.h>
@@ -11,7 +11,7 @@ namespace {
 
 using testing::ElementsAre;
 
-// Holds what write_tokens makes of tokens and states.
+// The outputs of write_tokens for these tokens and states.
 struct Written {
   std::vector<float> loss, lse, target_logit, entropy, reference, log_sum, weighted;
   std::vector<int64_t> argmax;
@@ -75,7 +75,7 @@ TEST(WriteTokens, LogprobIsNeverAboveZeroAndKeepsNan) {
       {.reference = 5, .log_sum = -1e-7f, .target_logit = 5},
       {.reference = 5, .log_sum = kNan, .target_logit = 5},
       {.reference = 5, .log_sum = 1, .target_logit = -kInf},
-      {.reference = -kInf, .log_sum = kNan, .target_logit = 1},  // the target is on another shard
+      {.reference = -kInf, .log_sum = kNan, .target_logit = 1},  // the target is in another shard
   };
   CrossEntropyForward op{.target = view(target)};
   op.options.vocab_total = 9;
@@ -120,7 +120,7 @@ TEST(WriteTokens, EveryOptionOfTheLoss) {
   op.options = {.reduction = Reduction::none, .label_smoothing = .5f, .z_loss = .125f};
   op.weights = {.token = view(token_weights), .vocab = view(classes)};
   const Written w = write(op, 2, kStates);
-  // The loss is a ((1 - eps) c_t (lse - z_t) + eps/V (sum c lse - sum c z) + lambda lse^2).
+  // loss = a ((1 - eps) c_t (lse - z_t) + eps/V (sum c lse - sum c z) + lambda lse^2)
   EXPECT_FLOAT_EQ(w.loss[0], 10 * (.5f * 3 * 2.5f + .25f * (5 * 3 - 4) + .125f * 9));
   EXPECT_FLOAT_EQ(w.loss[1], 100 * (.5f * 2 * .5f + .25f * (5 * 5.5f - 6) + .125f * 30.25f));
 }
@@ -157,7 +157,7 @@ TEST(WriteTokens, AShardNamesGlobalIndices) {
   const Written w = write(op, 2, kStates);
   EXPECT_THAT(w.target_logit, ElementsAre(-kInf, 5));
   EXPECT_THAT(w.argmax, ElementsAre(6, 5));
-  EXPECT_EQ(w.loss[0], 0);  // the target is on another shard, so there is no target term
+  EXPECT_EQ(w.loss[0], 0);  // the target is in another shard: no target term
 }
 
 TEST(WriteTokens, ALongSumIsExactToRounding) {

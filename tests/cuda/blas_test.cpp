@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of cuBLASLt's proposals a product takes, and which memory it lends. A recorded machine
-// proposes what a test says, so no device is needed.
+// Which of cuBLASLt's proposals a product takes, and which memory the call lends to cuBLASLt.
+// RecordedCuda proposes what a test says, so no GPU is needed.
 #include "src/cuda/runtime/blas.h"
 
 #include <gtest/gtest.h>
@@ -100,8 +100,8 @@ TEST_F(CudaBlas, WhereNothingSplitsItAsksForTheWhole) {
   EXPECT_EQ(machine_.heuristics(), 2);
 }
 
-// The last rows of a call take the algorithm of its first ones, so that a batch that is cut
-// otherwise is multiplied alike; if it does not serve, their own.
+// The last, smaller product of a call takes the algorithm of the first ones, so that a batch cut in
+// another way has the same bits. If that algorithm does not serve, it takes its own.
 TEST_F(CudaBlas, TakesTheChoiceOfTheLargestProductOfTheCall) {
   machine_.unsplit = {{{lt::tile_256x128, 1}, {lt::tile_128x128, 1}}};
   Product last = product();
@@ -112,7 +112,7 @@ TEST_F(CudaBlas, TakesTheChoiceOfTheLargestProductOfTheCall) {
   expect(last, lt::tile_128x128, 1);
 }
 
-// The library is asked again wherever its choice may differ.
+// cuBLASLt is asked again where alignment may change its choice.
 TEST_F(CudaBlas, AsksAnewForAnotherAlignment) {
   expect(product(), 0, 0);
   Product p = product();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear gradients of more tokens than E has room for, chunk by chunk on Hopper: both products in
-// one launch, sums of grad_weight half in its own memory, and two passes where they have no room at
-// all (src/cuda/linear/plan.h). Each of these plans is compared with double, under every kind of
-// option.
+// Linear gradients on Hopper of more tokens than the workspace holds E for
+// (src/cuda/linear/plan.h): chunks whose two products share a launch, f32 sums of grad_weight
+// partly in grad_weight's own memory, and two passes where these sums have no room. Each plan is
+// compared with the reference, under every kind of option.
 #include "planned.h"
 #include "src/cuda/linear/tiled/panels.h"
 
@@ -11,7 +11,7 @@ namespace {
 
 class CudaChunks : public ConformanceTest {};
 
-// How a plan divides the work; "" where it does not.
+// Describes how a plan divides the work; "" for a single chunk in one pass.
 std::string division(const CudaPlanned& planned) {
   const cuda::LinearPlan& p = planned.plan;
   const bool passes = p.kind == cuda::PlanKind::two_passes;
@@ -34,7 +34,7 @@ constexpr Case plain{.op = OpKind::linear_forward_backward,
 void judge_divisions(const TestDevice& device, const Case& c,
                      const std::vector<std::string>& wanted) {
   auto p = build<ForwardBackward>(c);
-  if (!c.wants_grad_bias) p.op.grad_bias = {};  // else one pass makes all of it
+  if (!c.wants_grad_bias) p.op.grad_bias = {};  // it excludes first_rows
   judge_plans(device, c, p, {0.0, 0.05, 0.1, 0.12, 0.14, 0.17, 0.2, 0.23, 0.3, 0.4, 0.6, 0.8},
               division, wanted);
 }
@@ -57,7 +57,7 @@ TEST_P(CudaChunks, UnderOptions) {
                   {"token chunks, both at once, sums lent", "two passes, some rows first"});
 }
 
-// With a softcap and smoothing E becomes dz in its place.
+// With a softcap and smoothing, dz overwrites E.
 TEST_P(CudaChunks, OfDzAndItsBias) {
   Case c = plain;
   c.options.softcap = 20;
@@ -66,7 +66,7 @@ TEST_P(CudaChunks, OfDzAndItsBias) {
   judge_divisions(device_, c, {"token chunks, both at once, sums lent", "two passes"});
 }
 
-// The first pass has one chunk, makes nothing of grad_weight, and has its panels there.
+// The first pass is one chunk and does not write grad_weight, whose memory then holds its panels.
 TEST_P(CudaChunks, PanelsInTheMemoryOfWhatComesLater) {
   Case c = plain;
   c.shape = {1300, 64, 8001};
@@ -74,7 +74,8 @@ TEST_P(CudaChunks, PanelsInTheMemoryOfWhatComesLater) {
   judge_divisions(device_, c, {"two passes, of one chunk"});
 }
 
-// More sums in grad_weight's memory than a chunk's E has room for.
+// More f32 sums in grad_weight's memory than the chunk's E has room for, so they are rounded in
+// pieces.
 TEST_P(CudaChunks, SumsThatLeaveTheirMemoryInPieces) {
   Case c = plain;
   c.shape = {3100, 1024, 300};

@@ -9,10 +9,10 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# The magic number, the version and its header's length.
+# Magic number, version and length of the header.
 FAT_BINARY = struct.pack("<IHH", 0xBA55ED50, 1, 16)
 PTX, ELF = 1, 2  # kinds of a fat binary's entries
-NOBITS = 8  # the type of a section that is a size alone
+NOBITS = 8  # type of a section without bytes in the file
 
 
 class Broken(Exception):
@@ -24,7 +24,7 @@ class Image(NamedTuple):
 
     kind: int
     architecture: str  # "sm_90a", or "compute_80" for PTX
-    offset: int  # in the file, for those who want to write there
+    offset: int  # where its bytes start in the file
     data: bytes
 
 

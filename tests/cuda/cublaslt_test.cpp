@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Our declarations of cuBLASLt are NVIDIA's: compiled, and never run, if its header is found.
+// Compares our declarations of cuBLASLt with NVIDIA's header, if it is installed. Compiled, never
+// run.
 #include <cublasLt.h>
 
 #include <cstddef>
@@ -42,7 +43,8 @@ static_assert(offsetof(HeuristicResult, workspace_bytes) == offsetof(Theirs, wor
 static_assert(offsetof(HeuristicResult, state) == offsetof(Theirs, state));
 static_assert(offsetof(HeuristicResult, waves) == offsetof(Theirs, wavesCount));
 
-// Enums and handles of the same size count as the same argument.
+// Calls are compared by their number of arguments: enums and handles have other types but equal
+// sizes.
 template <class>
 inline constexpr int arguments = -1;
 template <class Result, class... Arguments>

@@ -1,10 +1,9 @@
-# Only the CUDA backend has these tests: those on a device, and those of its planners and its host
-# code, which need none.
+# Tests of the CUDA backend alone: some need a GPU, those of planners and host code do not.
 if(NOT LOGITLESS_WITH_CUDA)
   return()
 endif()
 
-# The least family of GPUs on linear/tiled, which planners are tested with too.
+# The smallest family of GPUs that linear/tiled allows, with which planners are tested too.
 add_library(toy_engine OBJECT cuda/toy/toy.cu)
 target_include_directories(toy_engine PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR})
 target_compile_options(toy_engine PRIVATE ${LOGITLESS_CUDA_OPTIONS} -Xcompiler=-Wall)
@@ -38,7 +37,7 @@ add_device_test(KeptTokens 1)
 add_device_test(CudaKernels 1)
 add_device_test(CudaToy 1)
 add_device_test(CudaKernelNames 1)
-# No device needed: machines answer as the tests say.
+# These need no GPU: RecordedCuda answers as each test says.
 add_executable(cuda_recorded_test cuda/recorded_test.cpp cuda/recorded_ops_test.cpp cuda/blas_test.cpp
   cuda/divergence_recorded_test.cpp support/allocation_count.cpp)
 link_conformance(cuda_recorded_test)

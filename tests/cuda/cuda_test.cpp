@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What CUDA promises beyond the contract's common part: calls enqueue and do not wait, a graph may
-// capture them, from any thread, and they leave the caller's device and errors unchanged.
+// What CUDA promises beyond the contract's common part: calls enqueue and do not wait, any thread
+// may call, a graph may capture a call, and the caller's device and errors stay unchanged.
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -23,7 +23,7 @@ class Cuda : public ConformanceTest {
   Case plain(Shape shape = {33, 64, 300}) const {
     return {.op = op_, .shape = shape, .dtype = dtype_, .statistics = true};
   }
-  // Calls f(problem, its Resident) with each of the cases.
+  // Calls f(problem, its Resident) for each case.
   template <class F>
   void with_resident(const std::vector<Case>& cases, F&& f) {
     for (const Case& c : cases) {
@@ -38,7 +38,7 @@ class Cuda : public ConformanceTest {
 
 #define ASSERT_CUDA(call) ASSERT_EQ(call, cudaSuccess)
 
-// A stream waits for this gate until it is opened or ten seconds have passed.
+// A gate that a stream waits for, until it is opened or ten seconds have passed.
 struct Gate {
   std::atomic<bool> open{false}, gave_up{false};
   static void CUDART_CB wait(void* gate) {
@@ -54,7 +54,7 @@ struct Gate {
   }
 };
 
-// A call behind work that does not end returns while that work runs.
+// A call must return while earlier work on its stream still runs.
 template <class Op>
 void expect_no_wait(Resident<Op>& resident, const Problem<Op>& p, const TestDevice& device) {
   ASSERT_CUDA(cudaStreamSynchronize(resident.stream()));
@@ -71,7 +71,7 @@ void expect_no_wait(Resident<Op>& resident, const Problem<Op>& p, const TestDevi
   EXPECT_TRUE(result.ok()) << result.report;
 }
 
-// First in the file, so that in a process that starts with it nothing of the backend has run yet.
+// First in the file, so that no other test has run anything of the backend before.
 TEST_P(Cuda, AfterWarmupTheFirstCallDoesNotWait) {
   if (is_linear(op_)) {
     std::printf("[ not promised ] cuda: cuBLASLt loads its kernels at a product's first run\n");
@@ -97,12 +97,13 @@ TEST_P(Cuda, WarmupLoadsEveryFilesKernels) {
   ASSERT_TRUE(status.ok()) << status.message();
   std::printf("[ kernels  ] %d in %d files\n", loaded.kernels, loaded.files);
   EXPECT_GT(loaded.files, 0);
-  EXPECT_GT(loaded.kernels, 2 * loaded.files);  // a file has the kernel that names it, and its own
+  // each file has its own kernels and one that names the file
+  EXPECT_GT(loaded.kernels, 2 * loaded.files);
   EXPECT_EQ(warmup({.device = {DeviceType::cuda, 4096}}).code(), StatusCode::wrong_device);
 }
 
 cudaGraphExec_t capture(cudaStream_t stream, const std::function<Status()>& run) {
-  // In the global mode, what a capture forbids anywhere in the process fails here.
+  // In global mode the capture fails if any thread makes a call that captures forbid.
   EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
   const Status status = run();
   EXPECT_TRUE(status.ok()) << status.message();
@@ -115,7 +116,8 @@ cudaGraphExec_t capture(cudaStream_t stream, const std::function<Status()>& run)
   return executable;
 }
 
-// A captured call that is replayed gives the bits of a direct one, from the inputs at that time.
+// A captured call, when replayed, reads the inputs of that time and gives the bits of a direct
+// call.
 TEST_P(Cuda, AGraphReplaysTheCall) {
   ASSERT_TRUE(warmup(device_.execution()).ok());
   with_resident({plain(), everything(), everything({1, 33, 40})}, [&](auto& p, auto& resident) {
@@ -154,7 +156,7 @@ TEST_P(Cuda, AThousandRunsGiveTheSameBits) {
   });
 }
 
-// A thread that has not called CUDA, such as one of autograd's, has a current device but no
+// A thread that has not called CUDA before, such as one of autograd's, has a current device but no
 // context.
 TEST_P(Cuda, TheFirstCallOfAThread) {
   Case c{.op = op_, .shape = {150, 64, 700}, .dtype = dtype_};
@@ -190,8 +192,8 @@ TEST_P(Cuda, ThreadsOnStreamsOfTheirOwn) {
   for (const std::string& message : wrong) EXPECT_EQ(message, "");
 }
 
-// The vocabulary is so large that there are plans that keep a part of E, between the least
-// workspace and that of all of E.
+// The vocabulary is large enough that workspaces between the minimum and that of all of E have
+// plans that keep a part of E.
 TEST_P(Cuda, EveryPlanIsRight) {
   if (!is_linear(op_)) return;
   Case c{.op = op_, .shape = {130, 16, 30000}, .dtype = dtype_};
@@ -207,7 +209,7 @@ TEST_P(Cuda, EveryPlanIsRight) {
   }
 }
 
-// A call for one device leaves another current, and finds its own.
+// A call for one device works while another is current, and leaves that one current.
 TEST_P(Cuda, TheCurrentDeviceIsLeftAsFound) {
   int count = 0;
   ASSERT_CUDA(cudaGetDeviceCount(&count));

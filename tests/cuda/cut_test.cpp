@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How Hopper's kernels divide their tiles: arithmetic that needs no GPU.
+// How Hopper's kernels divide their tiles among clusters; needs no GPU.
 #include <algorithm>
 #include <array>
 #include <set>
@@ -43,7 +43,7 @@ TEST(CudaUnits, EveryTileIsDoneOnceAndFoundAgain) {
             EXPECT_LE(u.singles(), most_singles(rows, tiles, clusters));
             EXPECT_LE(u.singles(), most_singles(rows + 5, tiles, clusters));
           }
-          // No cluster does more tiles than an even share.
+          // Whole units are spread evenly over the clusters.
           EXPECT_EQ(u.whole % (width == 1 ? 1 : clusters), 0);
         }
       }
@@ -73,7 +73,7 @@ TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
         const tiled::Cut cut = tiled::cut_tiles(tiles, depth, clusters, slots);
         EXPECT_LE(cut.slots(), slots);
         EXPECT_LE(cut.steps(clusters), (tiles + clusters - 1) / clusters * depth);
-        // A tile's steps are done in order, from the first one.
+        // A tile's depth steps are done in order, from the first.
         std::vector<int> done(static_cast<size_t>(tiles), 0);
         for (int item = 0; item < cut.items(); ++item) {
           int& steps = done.at(static_cast<size_t>(cut.tile(item)));
@@ -87,8 +87,8 @@ TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
   }
 }
 
-// Both products run at once: every cluster has one of them, and grad_input takes at most the slots
-// there are.
+// Both products share a launch: every cluster works on one of them, and grad_input's slices use at
+// most `slots` slots.
 TEST(CudaCut, SharesTheClusters) {
   for (const int clusters : {2, 3, 9, 66, 72}) {
     for (const int slots : {0, 7, 32, 132, 198}) {
@@ -106,7 +106,7 @@ TEST(CudaCut, SharesTheClusters) {
 }
 
 TEST(CudaCut, FillsTheLastRound) {
-  // Llama-3's grad_input has 352 tiles, 5.33 rounds of 66 clusters.
+  // Llama-3's grad_input has 352 tiles, which are 5.33 rounds of 66 clusters.
   const tiled::Cut cut = tiled::cut_tiles(352, 2004, 66, 132);
   EXPECT_EQ(cut.tail, 22);
   EXPECT_EQ(cut.slices, 3);

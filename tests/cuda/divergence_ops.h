@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divergences of heads of any size, whose tensors have addresses without memory.
+// Ops of divergences of any size, whose tensors have addresses but no memory.
 #pragma once
 
 #include "logitless/logitless.h"
@@ -91,7 +91,7 @@ Op divergence_op(const HeadSizes& s, const AskedOf& asked = {}) {
   return op;
 }
 
-// Gives an op the kept state of a matching Forward.
+// Gives an op kept state of the shape that it asks for.
 template <class Op>
 void add_kept(Op* op) {
   const auto at = [](int64_t n) { return reinterpret_cast<void*>(n << 40); };
@@ -102,8 +102,8 @@ void add_kept(Op* op) {
   if constexpr (GradientOp<Op>) op->kept_key = kept.key;
 }
 
-// Turns an op into one of a shard: a Forward of its states, or with `sums` of its sums; a Backward
-// that is given states.
+// Turns an op into that of a shard: a Forward that writes states, or, if `sums`, one that writes
+// sums; a Backward that is given states.
 template <class Op>
 void make_shard(Op* op, bool sums = false) {
   const auto row = [&](int64_t n) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How divergences are divided on CUDA, in how much memory: arithmetic that needs no GPU.
+// How CUDA divides divergences, and the memory that this takes; needs no GPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -103,14 +103,14 @@ TEST(DivergencePlan, ALlamasRunsInLittleMemory) {
   const DivergencePlan p = smallest_plan(make_divergence(Call(op)), kH200);
   EXPECT_LE(p.bytes, 256 * MiB + sums);
   EXPECT_EQ(p.way, DivergenceWay::columns);
-  // A gradient in f32 is added to in place, so that chunks of tokens need nothing of the weight's
+  // f32 gradients are accumulated in place, so chunks of tokens need no memory of the weight's
   // size.
   const Both added = divergence_op<Both>(kLlama, {.f32_gradients = true});
   const DivergencePlan q = quickest_plan(make_divergence(Call(added)), 768 * MiB, kH200);
   EXPECT_EQ(q.way, DivergenceWay::chunks);
 }
 
-// Without a target every token counts, and aligned rows of whole 16 bytes are read in place.
+// Without a target every token counts. Rows aligned to 16 bytes are then read in place.
 TEST(DivergencePlan, InputsAreNotCopiedWhereEveryTokenCounts) {
   const auto copies = [](const Call& call) {
     const DivergenceCall made = make_divergence(call);
@@ -129,12 +129,12 @@ TEST(DivergencePlan, InputsAreNotCopiedWhereEveryTokenCounts) {
   Both op = divergence_op<Both>(kLlama);
   for (TensorView* v : {&op.input, &op.teacher.input}) v->byte_offset = 8;
   EXPECT_TRUE(copies(Call(op)));
-  // The address is not known yet, and the plan must do for any.
+  // Addresses are not known yet, and the plan must serve any.
   for (TensorView* v : {&op.input, &op.teacher.input}) v->byte_offset = 0, v->data = nullptr;
   EXPECT_TRUE(copies(Call(op)));
 }
 
-// More memory means fewer products, from six to four.
+// More memory stores dz of more columns, which reduces the products from six to four.
 TEST(DivergencePlan, MemoryHoldsDzOfAShareOfTheColumns) {
   const DivergenceCall call = make_divergence(Call(divergence_op<Both>(kLlama)));
   int64_t stored = 0;
@@ -170,7 +170,8 @@ TEST(DivergencePlan, KeptDzLeavesTwoProducts) {
   EXPECT_LT(p.seconds, 1.1 * 2 * 2.0 * 8192 * 4096 * 128256 / 680e12);
 }
 
-// An f16 input has no range for factors that differ, so dz is copied times these instead.
+// Factors that differ per row would overflow an f16 input, so dz is multiplied by them while it is
+// copied.
 TEST(DivergencePlan, FactorsThatDifferAreNotMultipliedToAnInputOfF16) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
@@ -184,19 +185,18 @@ TEST(DivergencePlan, FactorsThatDifferAreNotMultipliedToAnInputOfF16) {
   }
 }
 
-// Equal heads give exactly 0 where one product makes the logits of both.
+// Equal heads must give exactly 0, so both must read their weight in the same way.
 TEST(DivergencePlan, EqualHeadsAreReadAlike) {
   const DivergenceCall one =
       make_divergence(Call(divergence_op<Both>({33, 61, 300, 61}, {.transposed = true})));
   EXPECT_TRUE(one.student.shape.copies_weight && one.teacher.shape.copies_weight);
-  // A transposed weight of whole 16 bytes could be read in place.
+  // A row of 320 elements is a multiple of 16 bytes and could be read in place.
   const DivergenceCall other =
       make_divergence(Call(divergence_op<Both>({33, 61, 320, 61}, {.transposed = true})));
   EXPECT_TRUE(other.student.shape.copies_weight && other.teacher.shape.copies_weight);
 }
 
-// Arrays in use at the same time are disjoint and inside the workspace: while rows are worked on,
-// and when the gradients are made.
+// Arrays that are in use at the same time must be disjoint and inside the workspace.
 struct Place {
   const char* name;
   const void* data;
@@ -269,7 +269,8 @@ TEST(DivergencePlan, ArraysLieApart) {
   });
 }
 
-// Chunks of a thousand tokens fit where an engine stores the logits of a large vocabulary.
+// Where an engine stores the logits of a large vocabulary, chunks have 1024 tokens, which fill its
+// tiles.
 TEST(DivergencePlan, AnEnginesTilesAreFull) {
   for (const HeadSizes& s : {kLlama, HeadSizes{8192, 2048, 151936, 4096, DType::bf16}}) {
     const DivergencePlan p =

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divergences on a recorded machine, which runs nothing: a call allocates nothing, keeps CUDA's
-// rules, asks for all that can be refused before its first launch, and makes no product that is not
-// asked for.
+// Divergences on RecordedCuda, which runs nothing: a call allocates nothing, keeps CUDA's rules,
+// does everything that can fail before its first launch, and makes only the products that it needs.
 #include <set>
 #include <string>
 
@@ -25,7 +24,7 @@ constexpr RecordedCuda::Device kDevices[] = {{"A100", 8, 0, true, 108, 166912},
 constexpr Execution kExecution{.device = {DeviceType::cuda, 0}};
 void* const kMemory = reinterpret_cast<void*>(int64_t{1} << 46);
 
-// share 0 is the minimum, 1 the recommended workspace.
+// A share of 0 is the minimum workspace, 1 the recommended one.
 template <class Op>
 Status run_nowhere(const Op& op, double share) {
   WorkspaceSize size;
@@ -140,7 +139,7 @@ TEST(DivergenceRecorded, AQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
   }
 }
 
-// Counts products: the library's, and the engine's of logits, whose blocks take the whole chip.
+// Counts products: cuBLASLt's, and the engine's own kernel of logits, recognized by its grid.
 struct Products final : RecordedCuda::Listener {
   int count = 0, of_engine = 0;
   void launch(const cudaLaunchConfig_t& config, const void*, void**, const Parameter*,
@@ -170,7 +169,7 @@ int products_of(RecordedCuda* machine, const Op& op, double share = 1, int* of_e
   return products.count;
 }
 
-// All tokens fit one chunk here.
+// The recommended workspace holds all tokens of these sizes in one chunk.
 void expect_products_of(const RecordedCuda::Device& device) {
   const HeadSizes s{512, 256, 60000, 128};
   RecordedCuda machine({device});
@@ -196,7 +195,8 @@ TEST(DivergenceRecorded, MakesTheProductsThatAreAskedFor) {
   for (const auto& device : kDevices) expect_products_of(device);
 }
 
-// Both heads' logits are made by the engine if it can, but not under a softcap or in f32.
+// The engine computes both heads' logits, except with a bias, a softcap, a negative scale or in
+// f32.
 TEST(DivergenceRecorded, AnEngineStoresTheLogits) {
   HeadSizes s{512, 256, 60000, 128};
   for (const bool hopper : {false, true}) {
@@ -221,7 +221,7 @@ TEST(DivergenceRecorded, AnEngineStoresTheLogits) {
   }
 }
 
-// Given states take no product, in any way of Backward.
+// States that are given need no product, in any plan of Backward.
 TEST(DivergenceRecorded, MakesTheProductsOfAShard) {
   const HeadSizes s{512, 256, 60000, 128};
   RecordedCuda machine({kDevices[0]});
@@ -233,7 +233,7 @@ TEST(DivergenceRecorded, MakesTheProductsOfAShard) {
   for (const DivergenceKind kind : {DivergenceKind::forward_kl, DivergenceKind::jsd}) {
     Back given = divergence_op<Back>(s, {.kind = kind});
     make_shard(&given);
-    // Four of all columns, or of some at a time.
+    // Four products, of all columns at once or repeated for groups of columns.
     EXPECT_EQ(products_of(&machine, given) % 4, 0);
     const DeviceInfo* info = nullptr;
     ASSERT_TRUE(find_device(0, &info).ok());
@@ -243,8 +243,7 @@ TEST(DivergenceRecorded, MakesTheProductsOfAShard) {
   }
 }
 
-// The logits of heads of one depth are one product to the library, and so have equal bits if the
-// heads are equal.
+// Heads of equal depth take one algorithm for their logits, so equal heads have equal bits.
 TEST(DivergenceRecorded, HeadsOfOneDepthHaveOneAlgorithm) {
   for (const int64_t depth : {256, 128}) {
     RecordedCuda machine({kDevices[0]});

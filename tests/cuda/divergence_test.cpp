@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divergences on the device, in every way of a plan (src/cuda/divergence/divergence.h), each judged
-// against the reference; and a Backward of dz that Forward has kept.
+// Divergences on the GPU, with every DivergenceWay (src/cuda/divergence/divergence.h), compared
+// with the reference; and Backward from dz that Forward kept.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -35,13 +35,13 @@ class CudaDivergence : public ConformanceTest {
     c->ignored = 0.2;
     c->teacher_hidden = 40;
   }
-  // Judges the case once in each way, among workspaces of these shares of the recommended one.
+  // Compares the case with the reference once or twice for each way that these workspaces lead to.
   void judge_ways(const Case& c) const {
     const Problem<Both> p = build<Both>(c);
     const cuda::DeviceInfo* info = nullptr;
     ASSERT_TRUE(cuda::find_device(0, &info).ok());
     const WorkspaceSize size = workspace_of(device_, c);
-    // A way, and whether it makes dz of some columns with the states.
+    // The key is the way and whether dz of some columns is stored.
     std::map<std::pair<cuda::DivergenceWay, bool>, std::vector<uint64_t>> bytes;
     for (const double share : {0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 4.0}) {
       const uint64_t some = bytes_of(size, share);
@@ -90,7 +90,7 @@ TEST_P(CudaDivergence, OfATeacherNearBy) {
   }
 }
 
-// Heads large enough that an engine stores the logits, with sums that the states are made of.
+// Heads large enough that an engine stores the logits and adds up the sums of the states.
 class StoredLogits : public CudaDivergence {
  protected:
   Case large() const {
@@ -100,7 +100,8 @@ class StoredLogits : public CudaDivergence {
     c.teacher_hidden = 40;
     return c;
   }
-  // Judges it, and expects such a plan wherever there is such an engine.
+  // Compares the case with the reference, and expects stored logits where the device's engine can
+  // store them.
   void judge_stored(const Case& c) const {
     const Problem<Both> p = build<Both>(c);
     const cuda::DeviceInfo* info = nullptr;
@@ -139,7 +140,8 @@ TEST_P(StoredLogits, OfATeacherNearBy) {
   }
 }
 
-// Equal heads give exactly 0; very close ones keep their digits, so states are more exact than f32.
+// Equal heads give exactly 0. Very close heads stay accurate, so the states hold more digits than
+// f32.
 TEST_P(StoredLogits, OfATeacherAlike) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const float temperature : {1.0f, 1.001f}) {
@@ -162,7 +164,8 @@ TEST_P(StoredLogits, OfATeacherAlike) {
   }
 }
 
-// Every tile's rows have their own scale: none may be summed relative to another's maximum.
+// Logits of any size: each tile's rows have their own maximum, and its sums must be relative to
+// that.
 TEST_P(StoredLogits, OfAnySize) {
   for (const float scale : {1e-3f, 30.0f, 3000.0f, 1e10f, 1e25f}) {
     Case c = large();
@@ -172,8 +175,8 @@ TEST_P(StoredLogits, OfAnySize) {
   }
 }
 
-// A NaN stays in its row, and a column far below all others, alone in the last tile, counts for
-// nothing.
+// A NaN stays in its row. The last tile has a single column, far below all others, which
+// contributes nothing.
 TEST_P(StoredLogits, OfRowsWithNaN) {
   for (const int64_t vocab : {4117, 192 * 22 + 1}) {
     Case c = large();
@@ -199,7 +202,7 @@ TEST_P(StoredLogits, OfRowsWithNaN) {
   }
 }
 
-// What Forward keeps serves a Backward with other upstream gradients, without a teacher and twice.
+// Kept dz serves Backwards with other upstream gradients, without a teacher, and twice.
 TEST_P(CudaDivergence, KeptDzIsWithinTheBound) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const int variant : {0, 1, 2, 3}) {
@@ -207,7 +210,7 @@ TEST_P(CudaDivergence, KeptDzIsWithinTheBound) {
       c.op = OpKind::divergence_backward;
       c.divergence.kind = kind;
       if (variant == 1) c.shape = {12, 24, 20011};   // several blocks share a row
-      if (variant == 3) c.shape = {1000, 24, 4117};  // an engine may store the logits
+      if (variant == 3) c.shape = {1000, 24, 4117};  // large enough for stored logits
       if (variant == 2) {
         add_options(&c);
         c.inactive = 0.3;

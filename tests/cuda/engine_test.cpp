@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an engine gets its calls, with a toy engine on host memory and an assumed device, in front of
-// the portable one.
+// How calls are given to engines: a toy engine that computes on the host, listed before the
+// portable one, and an invented device.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t toy_vocab = 5, toy_multiprocessors = 3;
 
-// The toy makes the mean loss of f32 heads of five columns, on devices of three multiprocessors.
+// Computes the mean loss of f32 heads with five columns, for devices with three multiprocessors.
 class Toy final : public Engine {
  public:
   const char* name() const override { return "toy"; }
@@ -72,7 +72,7 @@ class Toy final : public Engine {
   }
 };
 
-// A family whose tiles do not divide the shares of kept state, which are whole 192 columns.
+// An engine whose tiles of 128 columns do not divide 192, of which kept columns are multiples.
 class Wide final : public tiled::TiledEngine {
  public:
   static constexpr tiled::Tile tile{.rows = 128, .columns = 128, .depth = 32};
@@ -132,7 +132,7 @@ TEST(CudaEngine, TheFirstOfTheListThatServesTakesTheCall) {
   EXPECT_STREQ(engine_of(toy_vocab, {.major = 9, .multiprocessors = 132}), "portable");
 }
 
-// Lists of the largest logits need logits in memory.
+// Top-k needs logits in memory, which only the portable engine has.
 TEST(CudaEngine, OneThatListsLogitsTakesACallForThem) {
   Head head(toy_vocab);
   std::vector<float> logits(6);
@@ -156,7 +156,7 @@ TEST(CudaEngine, ItsSizesAreItsOwn) {
   EXPECT_FALSE(call.shape.can_keep());
 }
 
-// The memo of plans must not give one engine's plan to another.
+// The cache of plans must not return one engine's plan for another.
 TEST(CudaEngine, APlanIsTheEnginesOwn) {
   const auto [engine, call] = make_call(list, Head(toy_vocab).op, toy_device);
   const uint64_t own = on(*engine, call.shape).smallest().bytes;
@@ -177,7 +177,7 @@ TEST(CudaEngine, ItRunsWhatItPlanned) {
   EXPECT_LT(head.loss, first);
 }
 
-// A pass over the logits begins with a whole tile, so what is kept ends with one, or with the
+// A product of the remaining logits starts at a tile, so the kept columns end with one, or with the
 // vocabulary.
 TEST(CudaEngine, AShareThatIsKeptEndsWithATile) {
   const Wide wide;
@@ -192,7 +192,7 @@ TEST(CudaEngine, AShareThatIsKeptEndsWithATile) {
   }
 }
 
-// Every engine places what is kept exactly where logitless_keeps says so.
+// Every engine has kept columns exactly where logitless_keeps says so.
 TEST(CudaEngine, KeptStateServesWhereTheLibrarySaysSo) {
   Head head(1001);
   std::vector<char> kept(64), rows(64);
@@ -222,7 +222,8 @@ TEST(CudaEngine, KeptStateServesWhereTheLibrarySaysSo) {
   }
 }
 
-// The library's own list has Hopper's on Hopper, and the portable one last and everywhere.
+// The list of engines has Hopper's first on Hopper, and the portable one, which serves every
+// device, last.
 TEST(CudaEngine, TheLibrarysListEndsWithOneThatServesEveryCall) {
   EXPECT_STREQ(engines().back()->name(), "portable");
   for (const int major : {8, 9, 10, 12}) {
@@ -233,8 +234,8 @@ TEST(CudaEngine, TheLibrarysListEndsWithOneThatServesEveryCall) {
   }
 }
 
-// Where a statistic needs the maximum, every engine finds it; for the rest `info` says what the
-// engine that runs does.
+// For a statistic that needs the row's maximum, every engine finds it. Otherwise
+// reference_is_maximum() says what the engine of this device does.
 TEST(CudaEngine, ARowReferenceIsTheMaximumWhereItIsPromised) {
   for (const Engine* engine : engines()) {
     EXPECT_TRUE(engine->finds_maximum({.sums = SumKind::maximum})) << engine->name();
@@ -248,7 +249,7 @@ TEST(CudaEngine, ARowReferenceIsTheMaximumWhereItIsPromised) {
   }
 }
 
-// LOGITLESS_CUDA_KERNELS gives the name.
+// LOGITLESS_CUDA_KERNELS names the only engine to use.
 TEST(CudaEngine, ANameLeavesTheOthersOut) {
   const DeviceInfo named{.major = 9, .multiprocessors = 132, .kernels = "portable"};
   EXPECT_STREQ(engine_for(named).name(), "portable");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// E in grad_weight's own memory on Hopper (src/cuda/linear/tiled/panels.h): of every column or of
-// some, whose rows are written behind it, or over it once it was copied. Each way is compared with
-// double, under every kind of option.
+// E kept in grad_weight's own memory on Hopper (src/cuda/linear/tiled/panels.h): of all columns or
+// of some, read in place, or copied before grad_weight's rows overwrite it. Each plan is compared
+// with the reference, under every kind of option.
 #include "planned.h"
 #include "src/cuda/linear/tiled/panels.h"
 
@@ -10,7 +10,7 @@ namespace {
 
 class CudaKept : public ConformanceTest {};
 
-// How E is kept there; "" if it is not.
+// Describes how E is kept in grad_weight's memory; "" if it is not.
 std::string manner(const CudaPlanned& planned) {
   const auto& [s, p] = planned;
   if (p.lent_columns == 0) return "";
@@ -42,7 +42,7 @@ void judge_manners(const TestDevice& device, const Case& c,
   judge_plans(device, c, build<ForwardBackward>(c), shares, manner, wanted);
 }
 
-// With more tokens than twice D, E of only some columns fits.
+// If there are more tokens than 2 D, grad_weight's memory holds E of some columns only.
 TEST_P(CudaKept, ColumnsThatTakeMoreThanTheirRows) {
   Case c = plain;
   c.ignored = 0.4;
@@ -66,7 +66,7 @@ TEST_P(CudaKept, ColumnsThatTakeAsMuchAsTheirRows) {
   c.options.label_smoothing = 0.1f;
   c.vocab_weight = c.bias = c.wants_grad_bias = true;
   judge_manners(device_, c, {"all, copied"});
-  c.options.softcap = 20;  // E becomes dz in its place
+  c.options.softcap = 20;  // dz overwrites E
   judge_manners(device_, c, {"all, copied"});
 }
 
@@ -75,11 +75,11 @@ TEST_P(CudaKept, ColumnsThatTakeLessThanTheirRows) {
   c.shape = {66, 256, 12001};
   c.ignored = 0.3;
   judge_manners(device_, c, {"all, in place, copied"});
-  c.grad_input = DType::f16;  // no product writes such a grad_input
+  c.grad_input = DType::f16;  // a product cannot write it in another dtype
   judge_manners(device_, c, {"all, in place, copied, grad_input summed"});
 }
 
-// Nothing at all, one of everything, or gradients that are not asked for.
+// No token that counts, one token, or no grad_input.
 TEST_P(CudaKept, OfHardlyAnything) {
   Case none = plain, one = plain, weight_alone = plain;
   none.shape = weight_alone.shape = {128, 128, 12032};

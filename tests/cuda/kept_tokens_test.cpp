@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// State kept of more tokens than one launch prepares (src/cuda/tokens/tokens.h), most of which have
-// no gradient.
+// State kept for more tokens than one launch compacts (src/cuda/tokens/tokens.h), most of which
+// have no gradient.
 #include "src/cuda/tokens/tokens.h"
 #include "tests/support/kept.h"
 

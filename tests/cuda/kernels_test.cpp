@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every kernel of Hopper's own at a ragged shape, small enough for compute-sanitizer
-// (scripts/sanitize-device runs these): several tiles, the last ones not whole, more than one row
-// of clusters, tiles cut into slices, panels in grad_weight's memory.
+// Runs each of Hopper's kernels on a ragged shape small enough for compute-sanitizer
+// (scripts/sanitize-device): several tiles, the last ones partial, more than one row of clusters,
+// tiles cut into slices, panels in grad_weight's memory.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <cxxabi.h>
@@ -24,7 +24,7 @@ namespace {
 struct Ragged {
   const char* name;
   Case call;
-  double share;  // the way from the minimum to the recommended workspace, as a share
+  double share;  // of the recommended workspace beyond the minimum
 };
 
 Case linear(OpKind op, DType dtype, Shape shape) {
@@ -51,7 +51,7 @@ Case capped_alone(Case c) {
   c.options.softcap = 20;
   return c;
 }
-Case capped(Case c) {  // with smoothing E becomes dz in its place
+Case capped(Case c) {  // with smoothing, dz overwrites E
   c.options.softcap = 20;
   return smoothed(c);
 }
@@ -68,7 +68,7 @@ Case ignored(Case c) {
   return c;
 }
 
-// Heads large enough that an engine stores the logits.
+// Heads large enough for an engine to store the logits.
 Case diverging(DType dtype) {
   Case c = linear(OpKind::divergence_forward_backward, dtype, {1000, 72, 4117});
   c.divergence.kind = DivergenceKind::jsd;
@@ -88,7 +88,7 @@ std::vector<Ragged> ragged_losses() {
   return {
       {"loss_bf16", ignored(linear(loss, bf16, tiles)), 1},
       {"loss_without_copy_bf16", ignored(linear(loss, bf16, tiles)), 0},
-      // The depth is so large that the ring of stages goes round often.
+      // Deep enough that the ring of stages wraps around often.
       {"loss_without_copy_deep_bf16", ignored(linear(loss, bf16, deep)), 0},
       {"loss_f16", linear(loss, f16, tiles), 1},
       {"loss_with_bias_bf16", ignored(biased(linear(loss, bf16, tiles))), 1},
@@ -193,7 +193,7 @@ Function driver_function(const char* name) {
 }
 #define DRIVER(name) driver_function<decltype(&name)>(#name)
 
-// Removes the parameters, which the last parenthesis closes.
+// Demangles the name and removes its parameters.
 std::string readable(const char* mangled) {
   int status = 0;
   const std::unique_ptr<char, void (*)(void*)> name(
@@ -208,7 +208,7 @@ std::string readable(const char* mangled) {
   return whole;
 }
 
-// The names of this library's kernels that a call launches, from a graph of it that is not run.
+// Returns the names of this library's kernels that a call launches, from a captured graph of it.
 template <class Op>
 std::set<std::string> kernels_of(Resident<Op>& call) {
   std::set<std::string> names;
@@ -241,7 +241,7 @@ std::set<std::string> kernels_of(const TestDevice& device, const Ragged& r) {
   std::set<std::string> names;
   with_problem(r.call, [&](auto& p) {
     Resident resident(device, p, r.share);
-    EXPECT_TRUE(resident.run().ok());  // what is loaded at its first launch is not captured
+    EXPECT_TRUE(resident.run().ok());  // loads kernels outside of the capture
     names = kernels_of(resident);
   });
   return names;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call enqueues on CUDA: few kernels and nothing else, since each costs the host two
-// microseconds. Tokens by the thousands are prepared in more than one launch.
+// What a call enqueues on CUDA: a few kernels and nothing else, since each costs the host two
+// microseconds. Thousands of tokens are compacted in more than one launch.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -44,7 +44,8 @@ std::map<cudaGraphNodeType, int> nodes_of(cudaStream_t stream, F&& run) {
   return kinds;
 }
 
-// The most launches of a plain call whose logits are one block, or go through Hopper's own kernels.
+// The limit of launches for a plain call whose logits are one block, or that takes Hopper's
+// kernels.
 int most_launches(OpKind op, bool own_products) {
   switch (op) {
     case OpKind::softmax:
@@ -65,17 +66,17 @@ int most_launches(OpKind op, bool own_products) {
   }
 }
 
-// A call's launches of this library's kernels, and of products of the matrix library, which are one
-// kernel each, or two if it cuts the depth.
+// The launches of a call: this library's kernels and cuBLASLt's products, of one kernel each, or
+// two if the depth is split.
 struct Launches {
   int64_t kernels = 0, products = 0;
 };
 
-// Without Hopper's own kernels a plain call takes blocks of logits in turn, each a product and a
-// pass over it, and panels of E or dz with their two products.
+// The portable engine's plain call: blocks of logits in turn, each a product and a kernel over it,
+// and panels of E or dz with their two products.
 Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
   const auto pieces = [](int64_t n, int64_t size) { return n == 0 ? 0 : (n + size - 1) / size; };
-  // One kernel prepares the tokens, another rounds the sum.
+  // One kernel compacts the tokens, another rounds grad_weight's sum.
   Launches all{.kernels = 1 + (sums_grad_weight(s, plan) ? 1 : 0)};
   for (int64_t first = 0; first < s.tokens; first += plan.token_chunk) {
     const int64_t rows = std::min(plan.token_chunk, s.tokens - first);
@@ -84,11 +85,11 @@ Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
       all.kernels += blocks;
       all.products += blocks;
     };
-    all.kernels += 2;  // one gathers the input, one makes the rows' states
+    all.kernels += 2;  // one gathers the input, one combines the rows' states
     if (s.forward) logits(s.vocab);
     if (!s.gradients()) continue;
     const bool mixed = plan.stored_columns > 0 && plan.stored_columns < s.vocab;
-    // Two kernels make dz of E and the extra rows, a product makes grad_weight.
+    // Two kernels make dz from E and the extra rows, one product makes grad_weight.
     if (plan.stored_columns > 0) {
       all.kernels += 2;
       all.products += 1;
@@ -103,7 +104,7 @@ Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
       all.kernels += mixed ? 2 : 1;
       all.products += 2;
     }
-    all.kernels += 1;  // one kernel makes grad_input from its sum
+    all.kernels += 1;  // rounds grad_input's sum
     all.products += mixed ? 1 : 0;
   }
   return all;
@@ -147,7 +148,7 @@ TEST_P(CudaLaunches, APlainCallIsAFewKernelsAndNothingElse) {
   }
 }
 
-// Numbers of tokens around a block's and around one launch's, and far beyond.
+// Token counts around one block's and one launch's limit, and far above both.
 TEST_P(CudaLaunches, ThousandsOfTokensCountAndLieInOrder) {
   if (op_ == OpKind::softmax) return;
   for (const int64_t tokens : {1023, 1025, 8192, 20011, 65536, 65537, 90001}) {

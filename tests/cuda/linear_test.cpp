@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Special cases of CUDA's linear ops: a row whose gradient's factor f32 would lose, accumulation
-// over no token at all, panels in grad_weight's memory.
+// Special cases of CUDA's linear ops: rows that are recomputed, accumulation without a token,
+// softcaps near their limit, panels in grad_weight's memory.
 #include <cmath>
 
 #include "resident.h"
@@ -15,7 +15,7 @@ constexpr OpKind kGradientOps[] = {OpKind::linear_backward, OpKind::linear_forwa
 
 class CudaLinear : public ConformanceTest {
  protected:
-  // Calls f(problem, size of its workspace) with the case.
+  // Calls f(problem, its WorkspaceSize) for ops with gradients.
   template <class F>
   void with_problem(const Case& c, F&& f) {
     with_op(op_, [&](auto op) {
@@ -26,8 +26,8 @@ class CudaLinear : public ConformanceTest {
       }
     });
   }
-  // Compares a call with the reference, in the minimum and `share` of what the recommended
-  // workspace has beyond it.
+  // Compares a call with the reference, in the minimum workspace plus `share` of the distance to
+  // the recommended one.
   template <class Op>
   Comparison compared(const Problem<Op>& p, const WorkspaceSize& size, double share,
                       const reference::Result& want) const {
@@ -36,8 +36,8 @@ class CudaLinear : public ConformanceTest {
   }
 };
 
-// Token `row` counts 1e-22 times as much as the others and has its target's logit 50 nats below its
-// largest: P p_t is below 1e-45, where f32 ends, while E serves any loss below 60.
+// Gives token `row` a weight of 1e-22 and a target 50 nats below its largest logit: P p_t is below
+// 1e-45, f32's smallest number, while E alone would serve any loss below 60.
 template <class Op>
 void make_faint(const Op& op, int64_t row) {
   const auto [tokens, hidden, vocab] =
@@ -61,7 +61,7 @@ void make_faint(const Op& op, int64_t row) {
   write(op.weights.token, token_weight);
 }
 
-// For f32 and bf16: beside rows of weight 1 the row's dz, 1e-22 of theirs, is below f16's range.
+// Not for f16, where this row's dz, 1e-22 of the others', is below the dtype's range.
 TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
   if (dtype_ == DType::f16) return;
   constexpr int64_t row = 5, hidden = 64;
@@ -89,9 +89,9 @@ TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
   });
 }
 
-// Most rows lose more than the exponent's range, as with a weight that was initialized too large:
-// they are made again 128 at a time, beside a few that are not. A row's place in the list differs
-// each time, and must not change a bit.
+// Most rows' losses exceed the exponent's range, as with a weight of too large an initialization.
+// They are recomputed 128 at a time, beside a few usual rows. A row's place in the list of such
+// rows differs from run to run, and must not change a bit.
 TEST_P(CudaLinear, MoreThanATileOfRowsIsMadeAgain) {
   enum class With { nothing, weights, maps };
   for (const auto& [shape, placement] : {std::pair{Shape{150, 72, 450}, Placement::dense},
@@ -111,8 +111,8 @@ TEST_P(CudaLinear, MoreThanATileOfRowsIsMadeAgain) {
           input[k] = round_to(dtype_, input[k] * (near ? 1 : 400));
         }
         write(p.op.input, input);
-        // Beside the target's term, of hundreds, the smoothing's terms of all other tokens are
-        // small.
+        // The target's term is in the hundreds; the smoothing's terms of the other tokens are small
+        // beside it.
         p.model.structured = with == With::weights;
         const reference::Result want = expected(device_, p.op, p.model);
         if (want.outputs.contains("loss")) {
@@ -133,8 +133,8 @@ TEST_P(CudaLinear, MoreThanATileOfRowsIsMadeAgain) {
   }
 }
 
-// A gradient that is there stays, and so do subnormal numbers, which an addition in memory may
-// flush.
+// Without a token, accumulation leaves grad_weight as it is, even subnormal numbers, which an
+// addition might flush.
 TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
   for (const int64_t hidden : {9, 64, 200}) {
     Case c{.op = op_, .shape = {33, hidden, 300}, .dtype = dtype_, .bias_dtype = dtype_};
@@ -159,9 +159,9 @@ TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
   }
 }
 
-// If products are 0 nothing absorbs the tanh's error. The row's reference and the lse depend on one
-// column's bias alone, which goes through all of tanh's ranges, and often where a formula by exp
-// would exceed the bound in one case of fifty.
+// With products of 0, nothing hides the error of tanh: the row's reference and lse depend on one
+// column's bias. The bias covers all ranges of tanh, most densely where a formula by exp would
+// exceed the bound in one case of fifty.
 TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   if (op_ != OpKind::linear_forward_backward || dtype_ == DType::f16) return;
   Case c{.op = op_, .shape = {3, 64, 40}, .dtype = dtype_, .bias_dtype = DType::f32};
@@ -170,7 +170,7 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   c.options.softcap = 30;
   std::vector<double> sizes;
   for (int i = 1; i <= 40; ++i) sizes.push_back(2.1 * i);  // up to tanh 2.8
-  // From tanh 0.6 to 0.68.
+  // tanh from 0.6 to 0.68
   for (int i = 0; i < 600; ++i) sizes.push_back(18.001 + 0.0041 * i);
   with_problem(c, [&](auto& p, const WorkspaceSize& size) {
     write(p.op.input, std::vector<double>(3 * 64, 0));
@@ -185,10 +185,10 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   });
 }
 
-// All logits of a row are alike and a little above -cap, under smoothing. E, just above 1, and dz
-// are rounded as badly as possible, and alike in all columns, so that the error in the softcap's
-// slope from E (sm90/near_cap.cuh) shows in grad_input: when E was kept up to 0.9375 of the cap, an
-// eleventh of these rows exceeded the bound.
+// All logits of a row are equal and a little above -cap, with smoothing. The rounding errors of E,
+// just above 1, and of dz are as large as possible and equal in all columns, so grad_input shows
+// the error of a softcap's slope computed from E (sm90/near_cap.cuh). With a limit of 0.9375 of the
+// cap for that, an eleventh of these rows exceeded the bound.
 TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
   if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;
   constexpr int64_t tokens = 512, hidden = 64, vocab = 500;
@@ -209,7 +209,7 @@ TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
       for (int64_t j = 0; j < vocab; ++j) {
         double* row = &weight[j * hidden];
         row[0] = row[1] = -1;
-        // Column 2 lowers the target's logit, column 3 sums the others' dz.
+        // Element 2 lowers the target's logit; element 3 of grad_input sums the other columns' dz.
         row[j == 0 ? 2 : 3] = j == 0 ? -1 : 1;
       }
       write(p.op.input, input);
@@ -221,8 +221,8 @@ TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
   }
 }
 
-// Under a softcap and smoothing E becomes dz in its place, and grad_bias its columns' sums. With
-// several slabs of rows, and more columns than their sums have room for at a time.
+// With a softcap and smoothing dz overwrites E, and grad_bias sums its columns: over several slabs
+// of rows, and more columns than the slabs' sums have room for at a time.
 TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
   if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;
   Case c{.op = op_,
@@ -240,7 +240,7 @@ TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
     c.data = data;
     with_problem(c, [&](auto& p, const WorkspaceSize& size) {
       const reference::Result want = expected(device_, p.op, p.model);
-      // The shares take chunks of one slab, or all rows at once.
+      // One share leads to chunks of one slab, the other to all rows at once.
       for (const double share : {1.0, 3.0}) {
         const Comparison result = compared(p, size, share, want);
         EXPECT_TRUE(result.ok()) << result.report << share;
@@ -249,8 +249,8 @@ TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
   }
 }
 
-// The vocabulary has many panels, more than the workspace holds: on Hopper rows of grad_weight that
-// are not written yet hold E and dz of columns before them, and the scaled input.
+// The vocabulary has more panels than the workspace holds. On Hopper, rows of grad_weight that are
+// not yet written hold E and dz of earlier columns, and the scaled input.
 TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
   if (dtype_ == DType::f32) return;
   const Case plain{.op = op_,
@@ -265,12 +265,12 @@ TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
   smoothed.bias_dtype = dtype_;
   smoothed.ignored = 0.3;
   Case capped = smoothed;
-  capped.options.softcap = 20;  // E becomes dz in its place
-  Case full = smoothed;         // the smoothing's term stands alone against p
+  capped.options.softcap = 20;  // dz overwrites E
+  Case full = smoothed;         // no one-hot term: smoothing alone balances p
   full.options.label_smoothing = 1;
   Case at_cap = capped;  // most logits are the cap
   at_cap.data = Data::large;
-  Case wide = smoothed;  // grad_bias takes more than one piece of a panel
+  Case wide = smoothed;  // more than one piece of a panel for grad_bias
   wide.shape = {66, 64, 17000};
   for (const Case& c : {plain, sums, smoothed, full, capped, at_cap, wide}) {
     with_problem(c, [&](auto& p, const WorkspaceSize& size) {
@@ -283,8 +283,8 @@ TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
   }
 }
 
-// On Hopper a warpgroup has 128 rows and a block 256; with at most these the others of a cluster
-// work on other tiles.
+// On Hopper a warpgroup has 128 rows and a block 256. With so few tokens the other blocks of a
+// cluster work on other columns.
 TEST_P(CudaLinear, TokensAboutAWarpgroupsAndABlocks) {
   if (dtype_ == DType::f32) return;
   for (const int64_t tokens : {1, 63, 64, 128, 129, 255, 256, 257}) {
@@ -315,9 +315,9 @@ std::vector<std::string> cuda_alone() {
   return names;
 }
 
-// Few tokens of a deep vocabulary: cuBLASLt may split the depth of grad_input in f32, as the call
-// lends it the block of logits (recorded_test.cpp). It adds the parts in one fixed order, whatever
-// their memory held before.
+// Few tokens of a large vocabulary: cuBLASLt may split the depth of grad_input in f32, because the
+// call lends it the block of logits (recorded_test.cpp). It adds the parts in a fixed order,
+// whatever their memory held before.
 TEST_P(CudaLinear, ProductsOfASplitDepthRepeatTheirBits) {
   if (dtype_ != DType::f32) return;
   const Case c{.op = op_, .shape = {130, 64, 30000}, .dtype = dtype_};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dense matrices of more than 2^31 and 2^32 elements on CUDA. Their rows repeat with prime periods,
-// so that the results of a few tokens and columns are known without the whole on the host.
+// so the expected results of a few tokens and columns need little host memory.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -33,7 +33,7 @@ class CudaOffsets : public testing::TestWithParam<std::string> {
     view.device = device_.tensors();
     return view;
   }
-  // Makes a tensor [rows, columns] whose row i is row i modulo `period` of `values`.
+  // Makes a tensor [rows, columns] whose row i is row i % period of `values`.
   TensorView periodic(DType dtype, int64_t rows, int64_t columns, int64_t period,
                       const Values& values) {
     const auto size = static_cast<size_t>(size_of(dtype));
@@ -96,7 +96,7 @@ Values rounded(DType dtype, Values values) {
   return values;
 }
 
-// Rows at the edges of 2^31 and 2^32 elements, and elsewhere.
+// Rows where offsets pass 2^31 and 2^32 elements, and a few others.
 std::vector<int64_t> spots(int64_t rows, int64_t columns) {
   std::vector<int64_t> all{0, 1, rows / 3, rows - 1};
   for (const int64_t edge : {int64_t{1} << 31, int64_t{1} << 32}) {
@@ -138,9 +138,8 @@ TEST_P(CudaOffsets, LogitsOfMoreThan2To32Elements) {
   }
 }
 
-// Row i of the input is x of i modulo the number of kinds, row j of the weight is w of j modulo the
-// rows of w. Every column has a bias of its own, or none has: then the call is plain and runs
-// Hopper's own kernels.
+// Input row i is row i % kinds of x, weight row j is row j % period of w. Either every column has
+// its own bias, or there is no bias: then the call is plain and takes Hopper's plain kernels.
 struct Head {
   int64_t tokens, hidden, vocab, kinds, period;
   Values x, w, bias, lse{};  // [kinds, hidden] [period, hidden] [vocab] [kinds]
@@ -176,7 +175,7 @@ struct Head {
     }
     return z;
   }
-  // Sums, and the sums of their magnitudes.
+  // Sums of terms, and of the terms' magnitudes.
   struct Sums {
     Values value, magnitude;
     void add(double factor, const double* row) {
@@ -187,7 +186,7 @@ struct Head {
     }
   };
   Sums zeros() const { return {Values(hidden, 0), Values(hidden, 0)}; }
-  // grad_input of a loss without reduction.
+  // grad_input for a loss without reduction.
   Sums grad_input(int64_t token) const {
     const int64_t kind = token % kinds;
     const Values products = products_of(kind);
@@ -213,8 +212,8 @@ struct Head {
   }
 };
 
-// Allows two roundings to bf16 of every summand and one of the sum, and as much again, which is far
-// less than the distance to a neighbour's number.
+// Allows twice the error of two bf16 roundings per term and one of the sum, which is far less than
+// the distance to a wrong row's result.
 void expect_near(const Values& got, const Head::Sums& want, const std::string& what) {
   for (size_t d = 0; d < got.size(); ++d) {
     ASSERT_LE(std::fabs(got[d] - want.value[d]), 0.016 * want.magnitude[d])
@@ -244,12 +243,12 @@ class CudaHeads : public CudaOffsets {
     ASSERT_NO_FATAL_FAILURE(run(op, memory));
     expect_right(head, op);
   }
-  // Runs a call a dozen times, with all of E in its workspace.
+  // Runs a call twelve times, with all of E in its workspace, and expects the same bits.
   void expect_same_bits(const Head& head) {
     const LinearCrossEntropyForwardBackward op = op_of(head);
     const uint64_t bytes = uint64_t{3} << 30;
     const Workspace scratch{allocate(bytes), bytes};
-    check(cudaDeviceSynchronize());  // the op's tensors were filled on another stream
+    check(cudaDeviceSynchronize());  // another stream filled the tensors
     const auto bits = [&](const TensorView& view) {
       std::vector<std::byte> host(view.shape[0] * view.shape[1] * size_of(view.dtype));
       check(cudaMemcpy(host.data(), view.data, host.size(), cudaMemcpyDeviceToHost));
@@ -284,7 +283,7 @@ class CudaHeads : public CudaOffsets {
   }
 };
 
-// The sums above agree with the reference, at a size that it can do.
+// The sums of Head agree with the reference, at a size that the reference can compute.
 TEST_P(CudaHeads, TheyAreTheReferences) {
   const Head head(23, 5, 40, 7, 11, true);
   const auto tiled = [](const Values& rows, int64_t count) {
@@ -323,7 +322,7 @@ TEST_P(CudaHeads, WeightsOfMoreThan2To31Elements) {
   }
 }
 
-// Exponentials of the whole block are held, or those of chunks.
+// Memory 0 leads to chunks of exponentials, 6 GiB to all at once.
 TEST_P(CudaHeads, LogitsOfMoreThan2To31ElementsNeverHeldByTheCaller) {
   for (const bool biased : {true, false}) {
     const Head head(16500, 64, 131101, 61, 127, biased);
@@ -332,21 +331,21 @@ TEST_P(CudaHeads, LogitsOfMoreThan2To31ElementsNeverHeldByTheCaller) {
   }
 }
 
-// With one step of depth E is made faster than memory takes it, and its copies out of shared memory
-// wait. If something is overwritten before it is read, bits differ from run to run.
+// With one step of depth the kernel makes E faster than memory takes it, so copies out of shared
+// memory fall behind. If a buffer were overwritten too early, bits would differ between runs.
 TEST_P(CudaHeads, ExponentialsFasterThanMemoryTakesThem) {
   expect_same_bits(Head(8192, 64, 131101, 61, 127, false));
 }
 
-// Likewise grad_weight's tiles of few tokens.
+// The same for grad_weight's tiles of few tokens.
 TEST_P(CudaHeads, GradientsOfFewTokensFasterThanMemoryTakesThem) {
   for (const int64_t tokens : {64, 200}) {
     expect_same_bits(Head(tokens, 1024, 131101, 61, 127, false));
   }
 }
 
-// Rows are written into memory of grad_weight that E has just left, more of them than all
-// multiprocessors write at a time: anything that is read too late is no longer E.
+// grad_weight's rows overwrite E in the same memory, more rows than all multiprocessors write at a
+// time. Anything read too late would no longer be E.
 TEST_P(CudaHeads, RowsThatAreWrittenWhereEWas) {
   for (const auto& [tokens, hidden] :
        {std::pair{1032, 512}, {1024, 1536}, {1600, 1600}, {200, 1536}, {500, 512}}) {
@@ -368,7 +367,7 @@ TEST_P(CudaHeads, RowsThatAreWrittenWhereEWas) {
   }
 }
 
-// More blocks of columns than a grid's second axis takes.
+// The hidden axis has more blocks than a grid's second axis allows.
 TEST_P(CudaHeads, RowsOfMoreThan2To23Elements) {
   Case c{.op = OpKind::linear_forward_backward, .shape = {3, (int64_t{1} << 23) + 77, 5}};
   c.options.label_smoothing = 0.1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where E, dz and the sums of a linear op on CUDA are, in the workspace and in grad_weight's own
-// memory: arithmetic that needs no GPU.
+// Where CUDA's linear ops put E, dz and sums in the workspace and in grad_weight's own memory;
+// needs no GPU.
 #include <algorithm>
 #include <vector>
 
@@ -13,7 +13,8 @@
 namespace logitless::cuda {
 namespace {
 
-// Rows of grad_weight are written in order; what is in its memory must be behind them.
+// Columns and rows put in grad_weight's memory. Its rows are written in order, so everything else
+// there must lie after the rows already written.
 struct Lent {
   int64_t panels = 0, in_place = 0, copied = 0, whole = 0, some = 0, sums = 0;
 };
@@ -22,7 +23,7 @@ int64_t panel_end(const LinearShape& s, const LinearPlan& p, const PanelPlace& a
   return tiled::lent_offset(s, p, at) + p.panel_rows * round_up(at.columns, 64) * 2;
 }
 
-// Checks that everything kept of E leaves grad_weight's memory before rows are written over it.
+// Checks that kept E is read out of grad_weight's memory before rows overwrite it.
 void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   const int64_t row = weight_row(s), kept = kept_columns(p);
   const int64_t scaled = tiled::tiled_part(p).lent_scaled;
@@ -48,7 +49,7 @@ void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
       EXPECT_LE(at.columns, std::max(p.stored_columns, p.remade_columns));
     }
     EXPECT_EQ(at.lent, at.first >= p.stored_columns);
-    EXPECT_EQ(at.kept, !at.lent && s.kept_columns > 0);  // its rows are then the caller's
+    EXPECT_EQ(at.kept, !at.lent && s.kept_columns > 0);  // then in the caller's memory
     const int64_t asked = at.copied ? at.end() : std::max(at.first, p.stored_columns);
     if (asked < kept) {
       EXPECT_LE(at.end() * row,
@@ -94,8 +95,8 @@ TEST(CudaPanels, WhatIsLentIsFree) {
   }
 }
 
-// Widths of E against widths of rows: columns that take less than a row, as much, a little more,
-// whatever they are a multiple of.
+// Widths of E against widths of rows: columns that take less memory than a row, as much, or a
+// little more, for many sizes.
 TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
   Lent lent;
   for (const int64_t vocab : {1, 63, 192, 193, 1000, 12001, 12032, 50257}) {
@@ -133,13 +134,13 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
   }
 }
 
-// Sums in f32 in memory that holds half as many rows: each becomes its row of 16 bits there, and
-// none is overwritten before it was read.
+// f32 sums lie in memory for half as many rows of f32 as of 16 bits. Each is rounded to its 16-bit
+// row there, and none is overwritten before it is read.
 TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
   for (const int64_t rows : {1, 2, 3, 7, 64, 1000}) {
     for (const int64_t in_place_of_e : {1, 2, 5, 63, 64, 5000}) {
       const int64_t lent = rows / 2;
-      // a row of f32 sums takes the place of two rows
+      // one row of f32 sums covers two rows of 16 bits
       std::vector<int64_t> halves(static_cast<size_t>(2 * rows), -1);
       for (int64_t i = 0; i < lent; ++i) halves[2 * i] = halves[2 * i + 1] = i;
       int64_t done = 0;
@@ -147,11 +148,11 @@ TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
         EXPECT_EQ(first, done);
         ASSERT_GT(count, 0);
         EXPECT_LE(count, first == 0 ? in_place_of_e : first);
-        for (int64_t i = first; i < first + count; ++i) {  // first all rows of the piece are read
+        for (int64_t i = first; i < first + count; ++i) {  // all rows of the piece are read first
           ASSERT_EQ(halves[2 * i], i);
           ASSERT_EQ(halves[2 * i + 1], i);
         }
-        if (first > 0) {  // some are written while others are read, unless these are elsewhere
+        if (first > 0) {  // the first piece is copied out, later ones are not
           EXPECT_LE(first + count, 2 * first);
         }
         for (int64_t i = first; i < first + count; ++i) halves[i] = 1000000 + i;
@@ -163,7 +164,7 @@ TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
   }
 }
 
-// The cost model prices panels that are alike at once, and must count each of them.
+// The cost model prices equal panels together, and must count each of them.
 void expect_alike(const LinearShape& s, const LinearPlan& p, int64_t* lent, int64_t* remade) {
   for (int64_t first = kept_columns(p); first < s.vocab;) {
     const PanelPlace at = tiled::panel_at(s, p, first);
@@ -193,9 +194,9 @@ TEST(CudaPanels, PanelsThatAreAlikeFollowEachOther) {
   EXPECT_GT(remade, 0);
 }
 
-// No way to keep E may exclude another: E of all columns needs more than the plan whose sums are in
-// the forward's place; columns that are not copied may be the better ones; and a little time is
-// worth much memory.
+// The search must not drop a way to keep E too early. E of all columns may need more memory than
+// another plan, yet fit with sums in the forward's place; columns that are not copied may be
+// better; and a little time may save much memory.
 TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
   LinearShape s{.tokens = 1024, .vocab = 129280, .hidden = 768};
   s.grad_input = s.grad_weight = s.kernels.plain = true;
@@ -214,8 +215,8 @@ TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
   EXPECT_LT(on(hopper(), s).smallest().bytes, 110e6);
 }
 
-// Llama-3 with 64 MiB beyond the sum of grad_input: a third of E is in grad_weight, and few panels
-// are made again.
+// Llama-3 with 64 MiB beyond the sum of grad_input: over 30,000 columns of E are kept thanks to
+// grad_weight's memory, and few panels are recomputed.
 TEST(CudaPanels, GradWeightSparesWork) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
   s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = true;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How linear ops are divided on CUDA, in how much memory: arithmetic that needs no GPU.
+// How CUDA divides linear ops, and the memory that this takes; needs no GPU.
 #include <algorithm>
 #include <array>
 #include <set>
@@ -14,7 +14,8 @@
 namespace logitless::cuda {
 namespace {
 
-// No axis of a grid but the first takes more than 65535 blocks: 8.4 million columns of 128 a block.
+// Only a grid's first axis takes more than 65535 blocks, which are 8.4 million columns at 128 a
+// block.
 TEST(CudaPlan, AGridHoldsTheSecondAxisWhateverItsLength) {
   for (const int64_t count : {int64_t{1}, int64_t{32768}, int64_t{32769}, int64_t{65535},
                               int64_t{65536}, int64_t{16777217}, (int64_t{1} << 31) - 1}) {
@@ -26,7 +27,7 @@ TEST(CudaPlan, AGridHoldsTheSecondAxisWhateverItsLength) {
     EXPECT_GE(blocks, count);
     EXPECT_LT(blocks - count, grid.z) << "idle blocks";
   }
-  EXPECT_EQ(two_axes(7, 0).z, 0u);  // a grid of no blocks: nothing to launch
+  EXPECT_EQ(two_axes(7, 0).z, 0u);  // nothing to launch
 }
 
 TEST(CudaPlan, FitsItsBudgetToTheByte) {
@@ -50,16 +51,16 @@ TEST(CudaPlan, MoreMemoryNeverTakesLonger) {
     double before = asked.plan(budgets(asked).front()).seconds;
     for (const uint64_t bytes : budgets(asked)) {
       const double now = asked.plan(bytes).seconds;
-      // The share of E is the largest that fits, so a smaller one with better filled waves may be
-      // missed.
+      // The plan keeps the largest share of E that fits; a smaller share may fill its last wave
+      // better.
       EXPECT_LE(now, before * 1.05) << bytes;
       before = std::min(before, now);
     }
   }
 }
 
-// Just below the memory of all of E nearly all of it is kept, even with statistics whose memory
-// only the whole needs as well.
+// With a little less memory than all of E takes, nearly all of it is kept, even with statistics
+// whose own memory only the whole plan needs.
 TEST(CudaPlan, TheStepToTheWholeIsSmall) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
   s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = true;
@@ -83,7 +84,7 @@ void expect_covered(const Planned& planned) {
   EXPECT_EQ(p.hidden_pitch * size_of(s.dtype) % 16, 0);
   if (!s.gradients()) return;
   EXPECT_TRUE(p.stored_columns == s.vocab || p.remade_columns > 0);
-  // A panel starts and ends with a segment of the partial sums, or with the vocabulary.
+  // A panel starts and ends at a segment of the partial sums, or at the end of the vocabulary.
   const int64_t segment =
       own ? static_cast<const tiled::TiledEngine&>(engine).tile().columns : segment_columns;
   EXPECT_TRUE(p.stored_columns == s.vocab || p.stored_columns % segment == 0);
@@ -105,7 +106,8 @@ TEST(CudaPlan, CoversEveryTokenAndColumn) {
   }
 }
 
-// A head of few columns and many tokens; two passes fill the range between the least and the whole.
+// Few columns and many tokens: two passes serve workspaces between the least one and the whole
+// plan's.
 TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   LinearShape s{.tokens = 20480, .vocab = 50257, .hidden = 768};
   s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = s.kernels.plain = true;
@@ -116,15 +118,15 @@ TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   EXPECT_EQ(plan(188).kind, PlanKind::chunks);
   EXPECT_GT(tiled::tiled_part(plan(188)).input_teams, 0);
   EXPECT_EQ(plan(2400).kind, PlanKind::whole);
-  s.grad_bias = true;  // one pass makes the whole of grad_bias
+  s.grad_bias = true;  // one pass must make all of grad_bias
   EXPECT_EQ(plan(124).first_rows, 0);
   s.kernels.lends_grad_weight = false;
   EXPECT_NE(plan(124).kind, PlanKind::two_passes);
 }
 
-// The largest vocabularies have ten million panels, of which planning walks only the kinds (walked
-// one by one this test alone takes minutes), and more tiles than 32 bits count. No plan is
-// predicted to be quicker than its three products.
+// The largest vocabularies have ten million panels (planning visits one of each kind; visiting all
+// takes minutes) and more tiles than 32 bits count. No plan is predicted to be faster than its
+// three products.
 TEST(CudaPlan, PlansAtAnyExtent) {
   for (const int64_t vocab : {int64_t{1} << 28, int64_t{1} << 30, (int64_t{1} << 31) - 65536}) {
     for (const int64_t tokens : {int64_t{1}, int64_t{8192}, int64_t{1} << 20}) {
@@ -161,8 +163,8 @@ TEST(CudaPlan, TheFrontierHasAllItsPlans) {
   EXPECT_EQ(on(portable(), s).plan(1280 * MiB).kind, PlanKind::chunks);
 }
 
-// The recommended workspace is a quarter of the f32 logits beyond the f32 sums of the gradients, or
-// what torch.compile takes if that is quicker by more than 3 % of the model's time.
+// The recommended workspace is a quarter of the f32 logits plus the f32 sums of the gradients, or,
+// if that is predicted to be over 3 % faster, what torch.compile takes.
 TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
   int small = 0, large = 0;
   for (const Asked& asked : shapes()) {
@@ -189,18 +191,18 @@ TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
   EXPECT_TRUE(small > 20 && large > 5) << small << ", " << large;
 }
 
-// `run` plans anew, with the bytes that `workspace` named.
+// `run` plans again, with the bytes that `workspace` returned.
 TEST(CudaPlan, TheRecommendedBytesGiveThatTime) {
   for (const Asked& call : shapes()) {
     const LinearPlan asked = call.recommended(), ran = call.plan(asked.bytes);
-    // A tile of E may be more or less, where slots of slices took its place.
+    // The plans may differ by a tile of E in exchange for slots of slices.
     EXPECT_LE(ran.seconds, asked.seconds * 1.001);
     EXPECT_LE(ran.bytes, asked.bytes);
   }
 }
 
-// Gemma 3 1B's grad_input has 48 tiles for 66 clusters: without slices 18 of them have no work, and
-// two slices take the same time. Elsewhere two slots a cluster are enough.
+// Gemma 3 1B's grad_input has 48 tiles for 66 clusters: without slices 18 clusters idle, and two
+// slices are no faster. For other heads two slots per cluster are enough.
 TEST(CudaPlan, FewTilesHaveSlotsForFourSlices) {
   const auto slots = [](int64_t tokens, int64_t hidden) {
     LinearShape s{.tokens = tokens, .vocab = 262144, .hidden = hidden};
@@ -217,8 +219,8 @@ TEST(CudaPlan, FewTilesHaveSlotsForFourSlices) {
   }
 }
 
-// Backward of kept state makes no logits, but its block serves for the parts of grad_input's split
-// depth, if cuBLASLt splits it: at GPT-2's heads, not at 4096 hidden values.
+// A Backward from kept state computes no logits, but lends their block to cuBLASLt for the parts of
+// grad_input's split depth: at GPT-2's sizes, not at a hidden size of 4096.
 TEST(CudaPlan, BackwardOfKeptStateHasRoomForPartsInF32) {
   const auto lends = [](int64_t tokens, int64_t hidden) {
     LinearShape s{.tokens = tokens, .vocab = 50257, .hidden = hidden, .dtype = DType::f32};
@@ -233,8 +235,7 @@ TEST(CudaPlan, BackwardOfKeptStateHasRoomForPartsInF32) {
   EXPECT_FALSE(lends(2048, 4096));
 }
 
-// The heads that are measured (docs/results.md) take one chunk, so that one launch reads the
-// weight.
+// The heads of docs/results.md take one chunk, so that a single launch reads the weight.
 TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {
   for (const auto& [tokens, vocab, hidden] : {std::array<int64_t, 3>{8192, 128256, 4096},
                                               {8192, 151936, 2048},
@@ -247,7 +248,8 @@ TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {
     EXPECT_LE(p.bytes, 16 * MiB);
     EXPECT_EQ(p.chunks, 1);
     EXPECT_FALSE(p.copies_input);
-    // The recommended plan has room for the rows that count, which the copy engine brings faster.
+    // The recommended plan has room for a compacted input, which the tensor memory accelerator
+    // loads faster.
     const LinearPlan recommended = on(hopper(), s).recommended();
     EXPECT_EQ(recommended.chunks, 1);
     EXPECT_TRUE(recommended.copies_input);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a problem's call would run on CUDA, so that tests can try each plan.
+// The plan that a problem's call would run on CUDA, so that tests can try each plan.
 #pragma once
 
 #include <set>
@@ -22,12 +22,12 @@ struct CudaPlanned {
   cuda::LinearShape shape;
   cuda::LinearPlan plan;
 };
-// The plan in `bytes`.
+// Returns the plan for a workspace of `bytes`.
 inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
   ForwardBackward asked = op;
   logitless_op unused{};
   for_each_tensor(asked, unused, [](const char*, Access, TensorView& view, auto&&) {
-    // an address that is not known counts as aligned, as on the device
+    // an unknown address counts as aligned, which the device's allocations are
     if (view) view.data = nullptr, view.byte_offset = 0;
   });
   const cuda::DeviceInfo* device = nullptr;
@@ -36,14 +36,14 @@ inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
   return {planned.shape, planned.plan(bytes)};
 }
 
-// The CUDA device's name, if there is one.
+// Returns {"cuda"} if there is such a device, else {}.
 inline std::vector<std::string> cuda_devices() {
   std::vector<std::string> names = device_names();
   std::erase_if(names, [](const std::string& name) { return name != "cuda"; });
   return names;
 }
 
-// The CUDA device's name, if Hopper's own kernels serve it.
+// Returns {"cuda"} if its engine is sm90's, else {}.
 inline std::vector<std::string> hopper_devices() {
   const cuda::DeviceInfo* device = nullptr;
   const bool is = cuda::find_device(0, &device).ok() &&
@@ -51,8 +51,9 @@ inline std::vector<std::string> hopper_devices() {
   return is ? cuda_devices() : std::vector<std::string>{};
 }
 
-// Judges the problem once in a workspace of each plan that `name` tells apart (except ""), among
-// those at `shares` of the recommended one; `wanted` must be among them.
+// Compares the problem with the reference once for each plan that `name` distinguishes (except ""),
+// among workspaces at `shares` of the recommended one. The plans named in `wanted` must be among
+// them.
 template <class F>
 void judge_plans(const TestDevice& device, const Case& c, const Problem<ForwardBackward>& p,
                  const std::vector<double>& shares, F&& name,
