@@ -17,11 +17,11 @@
 namespace logitless::conformance {
 namespace {
 
-// Calls that together launch all that an op has: plain, with every option, rows that clusters
-// share, and with memory for no E, for some of it and for all.
+// Calls that together launch every kernel of an op: plain, with every option, with rows that
+// clusters share, and with workspaces for none of E, a part of it and all.
 struct Call {
   Case c;
-  double share = 1;  // of the workspace between the minimum and the recommended one
+  double share = 1;  // of the recommended workspace beyond the minimum
 };
 std::vector<Call> calls(OpKind op, DType dtype) {
   const auto plain = [&](Shape shape) { return Case{.op = op, .shape = shape, .dtype = dtype}; };
@@ -46,7 +46,7 @@ std::vector<std::string> cuda_alone() {
 
 class CudaErrors : public ConformanceTest {
  protected:
-  // Leaves an error that nobody has asked for yet.
+  // Leaves an error in the CUDA runtime that nobody has read.
   static cudaError_t leave_error() {
     (void)cudaGetLastError();
     cudaLaunchConfig_t config{};
@@ -55,7 +55,7 @@ class CudaErrors : public ConformanceTest {
   }
 };
 
-// An earlier error of the caller's is neither reported as ours nor taken away.
+// An earlier error of the caller's is neither reported as the library's nor cleared.
 TEST_P(CudaErrors, OfTheCallersStayTheCallers) {
   for (const Call& call : calls(op_, dtype_)) {
     with_op(op_, [&](auto op) {
@@ -88,7 +88,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveEveryVerb) {
     (void)cudaGetLastError();
     const Comparison result = compare(expected(device_, p.op, p.model), resident.fields());
     EXPECT_TRUE(result.ok()) << result.report;
-    // Our own error leaves none in the runtime either.
+    // The library's own error leaves none in the runtime.
     auto elsewhere = resident.op();
     place(elsewhere, {DeviceType::cuda, 4096});
     EXPECT_EQ(run(elsewhere, {}, {.device = {DeviceType::cuda, 4096}}).code(),
@@ -97,7 +97,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveEveryVerb) {
   });
 }
 
-// Each question by itself, to name the one at fault where the tests above fail.
+// Makes each query of a launch alone, to name the one at fault if the tests above fail.
 TEST_P(CudaErrors, OfTheCallersSurviveWhatALaunchAsksFor) {
   const void* kernel = cuda::KernelFile::first()->kernel();
   void* memory = nullptr;
@@ -125,7 +125,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveWhatALaunchAsksFor) {
     EXPECT_EQ(cudaPeekAtLastError(), failed) << name;
   }
   (void)cudaGetLastError();
-  // From the driver's own function, since the runtime's answer does not follow the driver's.
+  // Calls the driver's function: the runtime's answer does not follow the driver's.
   const auto get_attribute = reinterpret_cast<CUresult (*)(int*, CUfunction_attribute, CUfunction)>(
       cuda::find_driver_function("cuFuncGetAttribute"));
   ASSERT_NE(get_attribute, nullptr);
@@ -138,7 +138,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveWhatALaunchAsksFor) {
 
 class CudaProcesses : public ConformanceTest {
  protected:
-  // FNV-1a of every output of every call.
+  // FNV-1a over every output of every call.
   std::string bits(const TestDevice& device) const {
     uint64_t hash = 0xcbf29ce484222325;
     for (const Call& call : calls(op_, dtype_)) {
@@ -159,7 +159,7 @@ class CudaProcesses : public ConformanceTest {
 
 constexpr const char* kSayBits = "LOGITLESS_TEST_SAY_BITS";
 
-// bits() of a fresh process, which runs the same test and prints them.
+// bits() of a new process, which runs the same test and prints them.
 std::string bits_of_another_process() {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
   const auto* info = testing::UnitTest::GetInstance()->current_test_info();
@@ -187,8 +187,7 @@ TEST_P(CudaProcesses, GiveTheSameBits) {
   for (int process = 0; process < 2; ++process) EXPECT_EQ(bits_of_another_process(), own);
 }
 
-// Two devices run at once, each from its own thread; if they are of the same kind they agree to the
-// bit.
+// Two devices run at once, each from its own thread. Devices of the same kind give the same bits.
 TEST_P(CudaProcesses, ServeTwoDevices) {
   const Found second = find_cuda_device(1);
   if (second.device == nullptr) {
@@ -205,7 +204,7 @@ TEST_P(CudaProcesses, ServeTwoDevices) {
     EXPECT_EQ(said[0], said[1]);
   }
   for (const Call& call : calls(op_, dtype_)) {
-    if (call.c.shape.vocab > 3000) continue;  // the reference would take long
+    if (call.c.shape.vocab > 3000) continue;  // slow in the reference
     const Comparison result = judge(*second.device, call.c);
     EXPECT_TRUE(result.ok()) << describe(call.c) << "\n" << result.report;
   }

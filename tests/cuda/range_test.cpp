@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Factors near the ends of f32 on CUDA: an infinite logit under a softcap that only infinity
-// reaches, and upstream gradients and weights whose f16 gradients must neither underflow nor
-// overflow on the way.
+// Factors near the ends of f32 on CUDA: a softcap whose limit only an infinite logit reaches, and
+// upstream gradients and weights with which f16 intermediates must neither underflow nor overflow.
 #include <array>
 #include <cmath>
 
@@ -12,8 +11,8 @@ namespace {
 
 class CudaRange : public NonFinite {
  protected:
-  // A linear op with an input and weight as large as `input` and 1 / `input`, so that logits and p
-  // are as usual.
+  // A linear op whose input is scaled by `input` and whose weight by 1 / `input`, so that logits
+  // and p are as usual.
   template <class Op>
   Problem<Op> far_from_one(const Case& c, double input) const {
     Problem<Op> p = build<Op>(c);
@@ -31,7 +30,7 @@ class CudaRange : public NonFinite {
     c.options.reduction = Reduction::none;
     return c;
   }
-  // Calls f(an op of linear gradients) if this test is of one.
+  // Calls f(op) if the parameter is a linear op with gradients.
   template <class F>
   void with_linear_gradients(F&& f) const {
     with_op(op_, [&](auto op) {
@@ -41,8 +40,8 @@ class CudaRange : public NonFinite {
   }
 };
 
-// scale / softcap is 1e-38, so the largest finite logit comes to tanh 3.4, an infinite one to 1, at
-// the target's column and away from it.
+// scale / softcap is 1e-38: the largest finite logit comes to tanh 3.4, an infinite one to 1; at
+// the target's column and elsewhere.
 TEST_P(CudaRange, OnlyAnInfiniteLogitReachesTheSoftcap) {
   const double largest = round_to(dtype_, std::nextafter(overflow_threshold(dtype_), 0));
   for (const float temperature : {1.0f, 0.5f}) {
@@ -71,9 +70,9 @@ TEST_P(CudaRange, OnlyAnInfiniteLogitReachesTheSoftcap) {
   }
 }
 
-// A dz of f16 is stored divided by a power of two that the upstream gradients decide. Where these
-// are tiny the input or the weight is large: else the gradients would be so small that the bound's
-// absolute term of 2^-126 accepts anything.
+// A dz of f16 is stored divided by a power of two that the upstream gradients decide. If these are
+// tiny, the input or the weight is large: otherwise the bound's absolute term of 2^-126 would
+// accept any gradient.
 TEST_P(CudaRange, UpstreamGradientsFarFromOne) {
   with_linear_gradients([&](auto op) {
     using Op = decltype(op);
@@ -103,7 +102,7 @@ TEST_P(CudaRange, GradientsOfStatisticsFarFromOne) {
   }
 }
 
-// Weights change the power of two as well, whether or not the rows have their own gradients.
+// Token weights change that power of two too, with and without upstream gradients per token.
 TEST_P(CudaRange, TokenWeightsFarFromOne) {
   with_linear_gradients([&](auto op) {
     using Op = decltype(op);

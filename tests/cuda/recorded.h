@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A pretended machine with CUDA devices, a driver and cuBLASLt, which answer as a test says and run
-// nothing. It counts what it is asked, reports which of CUDA's rules a launch or a tensor map
-// breaks, and can fail any one question. It allocates nothing itself.
+// A fake machine with CUDA devices, a driver and cuBLASLt, which answer as a test says and run
+// nothing. It counts the functions called on it, its questions; reports which of CUDA's rules a
+// launch or a tensor map breaks; and can make any one question fail. It allocates nothing.
 #pragma once
 
 #include <dlfcn.h>
@@ -31,8 +31,8 @@ class RecordedCuda {
     size_t shared_bytes = 232448;
   };
 
-  // Told what is launched and with which arguments, in order; its answers stand for the objects
-  // that the machine would have made.
+  // Is called for each launch, with its arguments, in order. Its answers stand for the objects that
+  // a real machine would create.
   struct Listener {
     virtual ~Listener() = default;
     virtual void launch(const cudaLaunchConfig_t& config, const void* kernel, void** values,
@@ -62,7 +62,7 @@ class RecordedCuda {
   };
   Listener* listener = nullptr;
 
-  // In force until destroyed; one at a time.
+  // Replaces CUDA until destroyed; only one may exist at a time.
   explicit RecordedCuda(std::vector<Device> devices) : devices_(std::move(devices)) {
     self = this;
     replace_api(&table);
@@ -74,15 +74,15 @@ class RecordedCuda {
   RecordedCuda(const RecordedCuda&) = delete;
   RecordedCuda& operator=(const RecordedCuda&) = delete;
 
-  // The machine, which may be changed at any time.
+  // The machine's properties, which a test may change at any time.
   int driver_version = 13000;  // 0: no driver
   std::vector<std::string_view> libraries{"libcuda.so.1", "libcublasLt.so.13"};
-  std::vector<std::string_view> lacking;  // functions that the first library asked lacks
-  std::string_view lacking_library;       // only that library lacks them, or with "" every one
+  std::vector<std::string_view> lacking;  // functions missing in the first library used
+  std::string_view lacking_library;       // the library that lacks them; "": all
   int failing_creates = 0;                // calls of cublasLtCreate that fail from now on
-  int most_launches = std::numeric_limits<int>::max();  // the launch after these fails
-  // The kernels that cuBLASLt proposes, in order, and the code it returns: `split` if it may split
-  // the depth, else `unsplit`.
+  int most_launches = std::numeric_limits<int>::max();  // the next launch fails
+  // The kernels that cuBLASLt proposes, in order, and the code it returns: `split` where it may
+  // split the depth, otherwise `unsplit`.
   struct Proposal {
     int32_t tile = 0, parts = 0;
     size_t workspace_bytes = 0;
@@ -96,16 +96,16 @@ class RecordedCuda {
   bool serves_others = true;  // whether cuBLASLt accepts an algorithm for another product
   std::vector<Device>& devices() { return devices_; }
 
-  // Makes the n-th question from now on fail, counted from 1; 0: none.
+  // Makes the n-th question from now on fail, counted from 1; with 0 none.
   void fail_question(int n) {
     asked_ = 0;
     failing_ = n;
     failed_ = nullptr;
   }
-  const char* failed() const { return failed_; }  // nullptr: fewer were asked
+  const char* failed() const { return failed_; }  // nullptr if fewer were asked
   int launches_before_failure() const { return launches_before_failure_; }
   // Returns a question, not in `expected`, that was asked more often since the first launch than
-  // before it, so that its answer may have been a first one; or "".
+  // before it, so that it may not have been asked before; or "".
   template <class Set>
   std::string first_asked_late(const Set& expected) const {
     for (const Question& q : questions_) {
@@ -116,7 +116,7 @@ class RecordedCuda {
 
   int launches() const { return launches_; }  // kernels, copies and products
   int heuristics() const { return heuristics_; }
-  // With which of the proposed kernels, and which memory, the last product was launched.
+  // The kernel and memory with which the last product was launched.
   struct Multiplied {
     int32_t tile = 0, parts = 0;
     void* memory = nullptr;
@@ -125,7 +125,7 @@ class RecordedCuda {
   const Multiplied& multiplied() const { return multiplied_; }
   int split_products() const { return split_products_; }  // launched so far
   int opened() const { return opened_; }                  // minus those closed
-  // Descriptions of cuBLASLt that have not been destroyed.
+  // Descriptions of cuBLASLt that were created and not destroyed.
   int live() const { return live_; }
   int current() const { return current_; }
   void set_current(int device) { current_ = device; }
@@ -254,7 +254,7 @@ class RecordedCuda {
   }
 #undef LOGITLESS_ASKED
 
-  // The loader.
+  // Functions of the loader.
 
   struct Symbol {
     std::string_view name;
@@ -286,7 +286,7 @@ class RecordedCuda {
     return nullptr;
   }
 
-  // The driver.
+  // Functions of the driver.
 
 #define LOGITLESS_ASKED(name) \
   if (fails(name)) return CUDA_ERROR_UNKNOWN
@@ -354,7 +354,7 @@ class RecordedCuda {
   }
 #undef LOGITLESS_ASKED
 
-  // cuBLASLt.
+  // Functions of cuBLASLt.
 
 #define LOGITLESS_ASKED(name) \
   if (fails(name)) return 14  // CUBLAS_STATUS_INTERNAL_ERROR
@@ -368,7 +368,7 @@ class RecordedCuda {
     return 0;
   }
   static size_t version() { return 130100; }
-  // Returns what f(listener) makes, or an object that stands for any.
+  // Stores the object that f(listener) returns, or a placeholder without a listener.
   template <class F>
   static int make(void** object, F&& f) {
     ++self->live_;
@@ -494,7 +494,7 @@ class RecordedCuda {
     return all;
   }
 
-  // The bytes of shared memory that a kernel was allowed.
+  // The bytes of shared memory that were allowed for a kernel.
   static int* allowed(const void* kernel) {
     for (auto& [known, bytes] : self->allowed_) {
       if (known == nullptr) known = kernel;
@@ -525,20 +525,20 @@ class RecordedCuda {
   int asked_ = 0, failing_ = 0, launches_ = 0, heuristics_ = 0, opened_ = 0, live_ = 0,
       current_ = 0;
   const char* failed_ = nullptr;
-  // Whether the thread has a context: only calls of the runtime give it one, and the driver's own
-  // need one.
+  // Whether the thread has a context. Only calls of the runtime create one, and the driver's
+  // functions need one.
   bool bound_ = false;
   int launches_before_failure_ = 0;
-  // What the preference in force allows.
+  // What the current preference allows.
   bool may_split_ = false;
   uint64_t may_use_ = 0;
-  // Places in an algorithm for its attributes, which no listener uses.
+  // Where an algorithm's words hold its attributes; listeners do not use these words.
   static constexpr int tile_at = 6, parts_at = 7;
   Multiplied multiplied_;
   int split_products_ = 0;
   struct Question {
     const char* what = nullptr;
-    int early = 0, late = 0;  // times asked before and since the first launch
+    int early = 0, late = 0;  // how often asked before and since the first launch
   };
   Question questions_[64];
   cudaError_t last_error_ = cudaSuccess;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op on a recorded machine, which runs nothing: a call allocates nothing, keeps CUDA's rules,
-// and if any one question to the runtime, the driver or cuBLASLt fails, it says so, leaves nothing
-// behind, and has launched nothing unless it is a launch that failed.
+// Every op on RecordedCuda, which runs nothing: a call allocates nothing and keeps CUDA's rules. If
+// any one function of the runtime, the driver or cuBLASLt fails, the call says so, leaks nothing,
+// and has launched nothing unless a launch itself failed.
 #include <set>
 #include <string_view>
 
@@ -20,7 +20,7 @@ constexpr RecordedCuda::Device kDevices[] = {{"A100", 8, 0, true, 108, 166912},
                                              {"H100", 9, 0, true, 132, 232448}};
 constexpr Execution kExecution{.device = {DeviceType::cuda, 1}};
 
-// A call whose tensors have no memory, with a share of the workspace.
+// A call whose tensors have addresses but no memory, and its share of the workspace.
 template <class Op>
 struct Call {
   Op op;
@@ -28,7 +28,7 @@ struct Call {
   std::string name;
 };
 
-// Tensors take 2^40 bytes of address space each, and begin `offset` bytes into it.
+// Tensors get 2^40 bytes of address space each, and begin `offset` bytes into it.
 class Nowhere {
  public:
   explicit Nowhere(int64_t offset = 0) : offset_(offset) {}
@@ -62,7 +62,7 @@ Op nowhere(Op op, int64_t offset = 0) {
   return op;
 }
 
-// Sizes of a real head, so that there are several plans.
+// Gives the op sizes of a real head, so that several plans exist.
 template <class Op>
 void grow(Op* op, int64_t tokens = 4096, int64_t hidden = 256, int64_t vocab = 60000) {
   const auto dense = [](TensorView* v, int64_t rows, int64_t columns) {
@@ -108,8 +108,8 @@ class CudaRecorded : public testing::TestWithParam<std::tuple<OpKind, DType>> {
   const OpKind op_ = std::get<0>(GetParam());
   const DType dtype_ = std::get<1>(GetParam());
 
-  // Calls f(call) with calls that together take every way through an op; those of a head run in
-  // workspaces of these shares of the recommended one.
+  // Calls f(call) with calls that together take every path through an op. Calls of a head run with
+  // workspaces of these shares.
   template <class F>
   void for_calls(const std::vector<double>& shares, F&& f) const {
     with_op(op_, [&](auto kind) {
@@ -187,7 +187,7 @@ TEST_P(CudaRecorded, KeepsTheRulesAndAllocatesNothing) {
   }
 }
 
-// The first call of a thread on the device that is current in it, which has no context yet.
+// In a new thread the device may be current without a context.
 TEST_P(CudaRecorded, AThreadThatHasNotCalledCudaYet) {
   for_calls({1}, [&](auto call) {
     RecordedCuda machine({kDevices[1]});
@@ -201,15 +201,14 @@ TEST_P(CudaRecorded, AThreadThatHasNotCalledCudaYet) {
   });
 }
 
-// Questions that are asked while kernels are launched; some ask for the memory of a product's
-// description.
+// Functions called between launches; some need the memory of a product's description.
 const std::set<std::string>& launch_questions() {
   static const std::set<std::string> all{
       "cudaLaunchKernelExC",        "cudaMemcpyAsync",          "cublasLtMatmul",
       "cublasLtMatrixLayoutCreate", "cublasLtMatmulDescCreate", "cublasLtMatmulDescSetAttribute"};
   return all;
 }
-// If these fail, the call does not.
+// Functions whose failure the call survives.
 bool may_fail(const std::string& question) {
   static const std::set<std::string> all{"cudaGetDevice",
                                          "cudaSetDevice",
@@ -221,8 +220,8 @@ bool may_fail(const std::string& question) {
   return all.contains(question);
 }
 
-// All that is asked since the first launch was asked before, so that nothing can be refused after
-// it.
+// Every function used after the first launch was also called before it, so that no refusal can come
+// after a launch.
 TEST_P(CudaRecorded, NothingIsAskedForTheFirstTimeAfterALaunch) {
   for (const auto& device : kDevices) {
     for_calls({0, 0.3, 1}, [&](const auto& call) {
@@ -237,8 +236,8 @@ TEST_P(CudaRecorded, NothingIsAskedForTheFirstTimeAfterALaunch) {
 TEST_P(CudaRecorded, AnyQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
   for (const auto& device : kDevices) {
     for_calls({0, 1}, [&](const auto& call) {
-      // A head asks thousands of questions, mostly the same: the first ones fail in turn, then some
-      // of the others.
+      // A head makes thousands of calls, mostly alike: each of the first 48 fails in turn, then
+      // every 499th.
       for (int n = 1;; n += n < 48 ? 1 : 499) {
         RecordedCuda machine({kDevices[0], device});
         machine.fail_question(n);
@@ -261,7 +260,7 @@ TEST_P(CudaRecorded, AnyQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
               << what << ": " << status.message();
         }
         if (HasFailure()) return;
-        // A failure is not remembered.
+        // After a failure, the next call starts afresh and succeeds.
         machine.fail_question(0);
         const Status again = run_nowhere(call);
         EXPECT_TRUE(again.ok()) << what << ", then: " << again.message();
@@ -270,7 +269,7 @@ TEST_P(CudaRecorded, AnyQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
   }
 }
 
-// The same call at other addresses aligned to 16 bytes takes the same algorithms.
+// Other addresses, aligned to 16 bytes alike, take the same algorithms.
 TEST_P(CudaRecorded, AddressesOfSixteenBytesAreAllTheSame) {
   if (!is_linear(op_)) return;
   for_calls({0, 1}, [&](auto call) {
@@ -284,7 +283,7 @@ TEST_P(CudaRecorded, AddressesOfSixteenBytesAreAllTheSame) {
   });
 }
 
-// Records on which streams kernels are launched, and ignores everything else.
+// Records the streams of launches.
 struct Streams final : RecordedCuda::Listener {
   std::set<void*> seen;
   void launch(const cudaLaunchConfig_t& config, const void*, void**, const cuda::Parameter*,
@@ -302,7 +301,7 @@ struct Streams final : RecordedCuda::Listener {
                 size_t) override {}
 };
 
-// The stream is that of the run, not that of create.
+// A plan's launches go to the stream given to run, not that given to create.
 TEST_P(CudaRecorded, APlanRunsWhereItIsTold) {
   for_calls({1}, [&](const auto& call) {
     RecordedCuda machine({kDevices[0], kDevices[1]});
@@ -323,7 +322,7 @@ TEST_P(CudaRecorded, APlanRunsWhereItIsTold) {
   });
 }
 
-// Two passes over the vocabulary are two plans, which are decided without an allocation too.
+// Two passes over the vocabulary consist of two plans, found without an allocation.
 TEST(CudaRecordedPasses, AllocateNothing) {
   constexpr uint64_t bytes = 100 << 20;
   Case c{.op = OpKind::linear_forward_backward, .shape = {33, 64, 300}, .dtype = DType::bf16};
@@ -343,7 +342,7 @@ TEST(CudaRecordedPasses, AllocateNothing) {
   EXPECT_STREQ(machine.fault(), "");
 }
 
-// Shards are combined in at most three launches; their lists take two more.
+// Combine takes at most three launches, and two more for top-k lists.
 TEST(CudaRecordedCombine, TakesThreeLaunches) {
   constexpr int64_t shards = 4, tokens = 8192, listed = 20;
   for (const auto& [reduction, lists] :

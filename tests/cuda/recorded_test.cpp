@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Machines that no test has: old devices beside new ones, devices that do not answer, old drivers,
-// drivers and libraries that come late or lack something. A recorded machine plays them.
+// Simulates machines that are not at hand: old devices beside new ones, devices that do not answer,
+// old drivers, and drivers and libraries that appear late or lack functions.
 #include "recorded.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ constexpr RecordedCuda::Device kSilent{"GPU that is lost", 8, 0, false};
 
 Execution on(int device) { return {.device = {DeviceType::cuda, device}}; }
 
-// Views without memory, which nothing reads.
+// Views with addresses but without memory.
 TensorView matrix(int device, int number, int64_t rows, int64_t columns) {
   TensorView v =
       matrix_view(reinterpret_cast<void*>(int64_t{number} << 40), DType::f32, rows, columns);
@@ -109,7 +109,7 @@ TEST(CudaMachines, ADeviceThatDoesNotAnswerStandsInNobodysWay) {
   EXPECT_OK(run_on(softmax(1), 1));
   EXPECT_REFUSED(run_on(softmax(0), 0), backend_unavailable, "device 0 does not answer");
   EXPECT_EQ(machine.last_error(), cudaSuccess);
-  // The device is asked again, because another process may have let go of it.
+  // A device that failed is tried again: another process may have released it.
   machine.devices()[0].answers = true;
   EXPECT_OK(run_on(softmax(0), 0));
 }
@@ -122,7 +122,7 @@ TEST(CudaMachines, WhereNoDeviceServesTheBackendSaysWhy) {
   EXPECT_REFUSED(run_on(softmax(1), 1), backend_unavailable, "device 1 (Tesla T4)");
 }
 
-// An op of any kind reports it; finding the device alone does not.
+// Every op reports the wrong name; finding the device alone does not.
 TEST(CudaMachines, KernelsThatTheDeviceHasNotAreAnError) {
   setenv("LOGITLESS_CUDA_KERNELS", "fast", 1);
   const RecordedCuda machine({kA100});
@@ -131,7 +131,7 @@ TEST(CudaMachines, KernelsThatTheDeviceHasNotAreAnError) {
     EXPECT_STREQ(status.message(),
                  "cuda: LOGITLESS_CUDA_KERNELS is \"fast\"; allowed on device 0 (A100): portable");
   }
-  unsetenv("LOGITLESS_CUDA_KERNELS");  // read when the first call asks for its device
+  unsetenv("LOGITLESS_CUDA_KERNELS");  // the variable is read at the first call
 }
 
 TEST(CudaMachines, ADriverMayComeLate) {
@@ -151,7 +151,7 @@ TEST(CudaMachines, ADriverMayComeLate) {
   EXPECT_OK(describe(&text));
 }
 
-// Nor is libcuda, which is asked for more shared memory, remembered as absent.
+// libcuda, needed to allow more shared memory, is not remembered as absent either.
 TEST(CudaMachines, ADriversLibraryMayComeLate) {
   RecordedCuda machine({kH100});
   Softmax op = softmax(0);
@@ -164,7 +164,7 @@ TEST(CudaMachines, ADriversLibraryMayComeLate) {
   EXPECT_OK(run_on(op, 0));
 }
 
-// Drivers older than CUDA 12.4's cannot say which kernels a file has.
+// Drivers before CUDA 12.4 cannot list the kernels of a file.
 TEST(CudaMachines, WarmupLoadsWhatTheDriverCanName) {
   const char* names[] = {"cuFuncGetModule", "cuModuleGetFunctionCount",
                          "cuModuleEnumerateFunctions", "cuFuncLoad"};
@@ -208,7 +208,7 @@ TEST(CudaMachines, CublasLtMayBeAbsentAndComeLate) {
   EXPECT_OK(warmup(on(0)));
   EXPECT_OK(run_on(softmax(0), 0));
   EXPECT_REFUSED(run_on(linear(0), 0), backend_unavailable, "libcublasLt.so.12");
-  machine.libraries.emplace_back("libcublasLt.so.12");  // another package of the process brought it
+  machine.libraries.emplace_back("libcublasLt.so.12");  // as loaded by another package
   EXPECT_OK(run_on(linear(0), 0));
   EXPECT_OK(describe(&text));
   EXPECT_NE(text.find("cuBLASLt 13.1.0"), std::string::npos) << text;
@@ -226,8 +226,8 @@ TEST(CudaMachines, ACublasLtThatLacksAFunctionIsLeftForAnother) {
   EXPECT_OK(run_on(linear(0), 0));
 }
 
-// In f32 the block of logits, idle while grad_input is made, holds the parts of a split depth; in
-// the least memory it is smaller than cuBLASLt's own.
+// In f32 the block of logits, unused while grad_input is made, holds the parts of a split depth. In
+// the minimum workspace it is smaller than cuBLASLt's own workspace, which is lent instead.
 TEST(CudaMachines, ABlockOfLogitsIsLentToASplitProduct) {
   RecordedCuda machine({kH100});
   machine.split = {{{.parts = 8, .workspace_bytes = size_t{130} * 64 * 4}}};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A problem whose tensors stay on the device, for calls that are made many times or captured.
+// A problem whose tensors stay on the device, for calls that are repeated or captured.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,8 +14,8 @@ inline uint64_t bytes_of(const WorkspaceSize& size, double share) {
   return size.minimum + static_cast<uint64_t>(share * range);
 }
 
-// The problem must outlive it. Work goes to the stream of the thread that made it. The workspace is
-// minimum + share (recommended - minimum).
+// The problem must outlive it. Work runs on the stream of the thread that made it. The workspace
+// has minimum + share (recommended - minimum) bytes.
 template <class Op>
 class Resident {
  public:
@@ -51,14 +51,14 @@ class Resident {
   const Workspace& scratch() const { return scratch_; }
   const Execution& execution() const { return execution_; }
   cudaStream_t stream() const { return static_cast<cudaStream_t>(execution_.stream); }
-  // Uploads the problem's inputs as they are now; outputs become what they were before any run.
+  // Uploads the problem's current inputs, and resets the outputs.
   void upload() {
     for (size_t i = 0; i < blocks_.size(); ++i) {
       device_.upload(blocks_[i].first, problem_.pool[i].data(), problem_.pool[i].size());
     }
   }
   Status run() { return logitless::run(op_, scratch_, execution_); }
-  // Every byte of every tensor; waits for the device.
+  // Returns every byte of every tensor, after waiting for the device.
   std::vector<std::byte> bits() {
     std::vector<std::byte> all;
     for (auto& [data, host] : blocks_) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How rows of given logits are cut on CUDA, without a GPU.
+// How CUDA divides rows of given logits among blocks; needs no GPU.
 #include <gtest/gtest.h>
 
 #include "src/cuda/rows/rows_plan.h"
@@ -32,7 +32,7 @@ TEST(CudaRowsPlan, CoversEveryColumnWithinTheDevice) {
   }
 }
 
-// A cluster of 8 blocks holds 227 KB a block, minus what is not the tile's.
+// A cluster of 8 blocks holds a row in shared memory: 227 KB per block, minus other uses.
 TEST(CudaRowsPlan, ARowIsReadOnceWhereAClusterHoldsIt) {
   for (const int64_t v : {1, 1000, 32000, 50257, 128256, 256000, 460000}) {
     EXPECT_EQ(plan_rows(v, 4, kHopper, true).tiles, 1) << v;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of given logits that a cluster of 2, 4 or 8 blocks shares, and rows too long for one, which
-// are read twice: compared with the reference, in place, at odd addresses, in batches.
+// Rows of given logits that a cluster of 2, 4 or 8 blocks shares, and rows too long for a cluster,
+// which are read twice: compared with the reference, in place, at unaligned addresses, in batches.
 #include "tests/support/judge.h"
 #include "tests/support/problem.h"
 #include "tests/support/suite.h"
@@ -8,7 +8,7 @@
 namespace logitless::conformance {
 namespace {
 
-// Clusters of 1, 2, 4 and 8 blocks; the last row is read twice.
+// They take clusters of 1, 2, 4 and 8 blocks; the last one's rows are read twice.
 constexpr int64_t kVocabularies[] = {19000, 33003, 50257, 100001, 128256, 200003, 950001};
 constexpr OpKind kRowOps[] = {OpKind::softmax, OpKind::forward, OpKind::backward,
                               OpKind::forward_backward};
@@ -42,8 +42,8 @@ TEST_P(CudaRows, AreRightWithEveryOption) {
   }
 }
 
-// The blocks of a row also clear it if its token does not count: whole words and the odd elements
-// beside them, in place and not. They leave its statistics alone.
+// If a row's token does not count, the row's blocks write zeros instead: whole words and single
+// elements at the ends, in place or not. They must not touch its statistics.
 TEST_P(CudaRows, AreRightBesideTokensThatDoNotCount) {
   if (!has_loss(op_)) return;
   for (const int64_t vocab : {301, 19000, 33003, 50257, 128256, 950001}) {
@@ -62,8 +62,7 @@ TEST_P(CudaRows, AreRightBesideTokensThatDoNotCount) {
   }
 }
 
-// Rows may begin while their tokens are being prepared: by one block, by one and then many, and
-// where every row is done at once.
+// Rows may start while tokens are still being compacted, by one block or by many.
 TEST_P(CudaRows, AreRightWhileThousandsOfTokensArePrepared) {
   if (!has_loss(op_)) return;
   for (const int64_t tokens : {8192, 30000}) {
@@ -78,7 +77,7 @@ TEST_P(CudaRows, AreRightWhileThousandsOfTokensArePrepared) {
   }
 }
 
-// A cluster's blocks end at different times, and the next cluster's begin.
+// A cluster's blocks end at different times, while blocks of the next cluster start.
 TEST_P(CudaRows, KeepTheirBitsAmongMany) {
   for (const int64_t vocab : {int64_t{50257}, int64_t{128256}}) {
     Case c{.op = op_, .shape = {300, 1, vocab}, .dtype = dtype_, .in_place = true};

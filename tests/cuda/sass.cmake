@@ -1,6 +1,6 @@
-# Tests that read the machine code for Hopper and what ptxas said of it, a source at a time, from
-# the objects of a build that keeps both (LOGITLESS_CUDA_LISTING). Compilers before CUDA 12.8 are
-# known not to make what is meant (docs/kernels/cuda.md).
+# Tests of the machine code for Hopper and of ptxas's messages, one source file at a time, from a
+# build that keeps both (LOGITLESS_CUDA_LISTING). Compilers before CUDA 12.8 are known to fail them
+# (docs/kernels/cuda.md).
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 function(add_sass_test name)
   add_test(NAME ${name} COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/cuda/sass_test.py ${ARGN})

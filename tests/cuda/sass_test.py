@@ -16,19 +16,19 @@ from pathlib import Path
 from cubin import ELF, Broken, functions, images
 
 SKIPPED = 77
-# Mangled names of kernels whose products are wgmma's.
+# Kernels whose products use wgmma, by their mangled names.
 MULTIPLIES = re.compile(r"sm90.*(forward|product)_kernel")
-# Bytes of spilled stores that are known and accepted, by kernel, each with its reason.
+# Bytes of register spills that are accepted, by kernel.
 ALLOWED = {
-    r"gather_cu_.*6gatherI": 4,  # one register, once a row
-    # E beside squares or ranks spills two registers a row's half. Under a softcap with temperatures
-    # it spills more; making the logits again instead would take a third more time.
+    r"gather_cu_.*6gatherI": 4,  # one register, once per row
+    # With E and squares or ranks: two registers per half of a row. With a softcap and temperatures
+    # too it spills more; recomputing the logits would take a third more time.
     r"option_forward_kernelI13__nv_bfloat16LNS1_4ModeE1ELNS1_3SetE6E": 8,
     r"option_forward_kernelI13__nv_bfloat16LNS1_4ModeE1ELNS1_3SetE7E": 156,
-    # Codes of f16 beside the sums take one more register a row's half.
+    # With codes of f16 and sums: one more register per half of a row.
     r"option_forward_kernelI6__halfLNS1_4ModeE1ELNS1_3SetE4E": 8,
     r"option_forward_kernelI6__halfLNS1_4ModeE1ELNS1_3SetE6E": 8,
-    # The factors of two rows' slopes are spilled.
+    # The factors of two rows' slopes.
     r"option_forward_kernel.*LNS1_4ModeE3ELNS1_3SetE7E": 8,
 }
 HGMMA = 0x9F0  # the low 12 bits of the 128-bit instruction
@@ -43,7 +43,7 @@ def listing(log: str) -> str:
     """The part of the log that is about ARCHITECTURE."""
     parts = re.split(r"(?m)^(?=.*Compiling entry function)", log)
     ours = [part for part in parts[1:] if f"for '{ARCHITECTURE}'" in part.splitlines()[0]]
-    # A warning that names no kernel stands before the first one.
+    # Keeps warnings that precede the first kernel's name.
     return "".join([parts[0], *ours])
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shapes of linear ops on CUDA for tests, workspaces for them, and what is planned there.
+// Shapes of CUDA's linear ops for tests, workspaces for them, and the plans they get.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@ namespace logitless::cuda {
 
 constexpr uint64_t MiB = uint64_t{1} << 20;
 
-// The engine of Hopper, and that of every GPU.
+// Hopper's engine, and the one that serves every GPU.
 inline const Engine& hopper() { return *engines().front(); }
 inline const Engine& portable() { return *engines().back(); }
-// An engine with other tiles than Hopper's.
+// An engine whose tiles differ from Hopper's.
 inline const Engine& toy_engine() {
   static const toy::ToyEngine engine;
   return engine;
@@ -31,7 +31,7 @@ inline Asked on(const Engine& engine, LinearShape shape) {
   return {engine, shape, {}};
 }
 
-// Adds Forward and Backward of a shape with state that the caller keeps, of all columns or a share.
+// Adds Forward and Backward of a shape with kept state, of all columns or of half.
 inline void add_kept(const Engine& engine, LinearShape s, std::vector<Asked>* all) {
   for (const int64_t columns : {s.vocab, s.vocab / 2 / 3072 * 3072}) {
     if (columns == 0 || s.tokens == 0) continue;
@@ -67,7 +67,7 @@ inline std::vector<Asked> shapes() {
                                                 {4096, 129280, 7168}}) {
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden, .dtype = dtype};
-        // Tiled engines have kernels of their own for 16 bits.
+        // Tiled engines serve 16-bit inputs only.
         const bool own = is_tiled(*best) && dtype != DType::f32;
         const Engine& engine = own ? *best : portable();
         add_kept(engine, s, &all);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of plans on CUDA: each chunk of tokens comes once, every product takes every column
-// once, of what was made before, and a plan's seconds are its steps'.
+// The steps of plans on CUDA: each chunk of tokens comes once, every product covers every column
+// once and reads only what an earlier step made, and a plan's seconds are the sum of its steps'.
 #include <map>
 #include <vector>
 
@@ -10,7 +10,7 @@
 namespace logitless::cuda {
 namespace {
 
-// Collects every step, without repetition by a count.
+// Collects every step; a repeated step is visited each time.
 class AllSteps final : public StepVisitor {
  public:
   explicit AllSteps(const Planned& planned) {
@@ -44,7 +44,7 @@ class ChunkJudge {
     if (is_tiled(engine)) {
       tile_columns_ = static_cast<const tiled::TiledEngine&>(engine).tile().columns;
     }
-    // the caller has kept these columns
+    // Backward's kept state is in the caller's memory
     if (!s_.forward && !in_panels()) kept_ = s_.kept_columns;
   }
   void take(const Step& step) {
@@ -86,7 +86,7 @@ class ChunkJudge {
         weight_.add(step.panel.first, columns);
         break;
       case StepKind::form_dz:
-        if (is_by_rows(step.panel.origin)) break;  // form_dz then makes no sums of grad_bias
+        if (is_by_rows(step.panel.origin)) break;  // then form_dz does not sum grad_bias
         [[fallthrough]];
       case StepKind::grad_bias:
         if (s_.grad_bias) bias_.add(step.panel.first, columns);
@@ -174,7 +174,8 @@ TEST(CudaSteps, TakeEveryTokenAndColumnOnce) {
   }
 }
 
-// The estimate adds in another order, and visits only about a hundred parts (plan_time.h).
+// The estimate adds in another order, and visits only about a hundred parts of a plan
+// (plan_time.h).
 TEST(CudaSteps, APlansSecondsAreItsSteps) {
   int told = 0;
   for (const Asked& asked : shapes()) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loss alone on Hopper sums rows in units of eight tiles (src/cuda/linear/units.h). It must
-// have the bits that it has beside gradients, whose tiles the rows' kernel combines, at every edge
-// of a unit and of a round; and from the caller's own rows, wherever those that count are.
+// A Forward on Hopper sums rows in units of eight tiles (src/cuda/linear/units.h), while with
+// gradients another kernel combines the tiles. Both must have the same bits: around every boundary
+// of units and of rounds over the multiprocessors, and whichever of the caller's rows count.
 #include <algorithm>
 #include <cstdio>
 #include <numeric>
@@ -28,8 +28,7 @@ class CudaUnits : public ConformanceTest {
   void expect_same(bool in_runs) const;
 };
 
-// The name of a field of loss and statistics in which row k differs in a bit from row rows[k] of
-// `whole`, or "".
+// Returns the first field in which row k differs from row rows[k] of `whole`, or "".
 std::string difference(const Fields& whole, const Fields& part, const std::vector<int64_t>& rows) {
   for (const auto& [name, field] : part) {
     if (name.starts_with("grad_")) continue;
@@ -66,9 +65,9 @@ std::vector<int64_t> counting(const Fields& fields) {
   return rows;
 }
 
-// One unit minus a column to one unit and a tile; 69 whole units and a tile, more than a round of
-// 66 clusters; the same with all but two tiles of a last one; 71 units of few rows, less than a
-// round of 132 blocks.
+// The shapes have one unit minus a column, then one unit and a tile; 69 units and a tile, which is
+// more than a round of 66 clusters, also without most of its last unit; 71 units of few rows, which
+// is less than a round of 132 blocks.
 TEST_P(CudaUnits, TheLossAloneIsThatBesideGradients) {
   for (const Shape shape : {Shape{37, 64, 191}, Shape{70, 64, 1535}, Shape{520, 40, 1537},
                             Shape{9, 72, 1729}, Shape{1100, 40, 35401}, Shape{1030, 24, 36300},
@@ -89,9 +88,9 @@ TEST_P(CudaUnits, TheLossAloneIsThatBesideGradients) {
   }
 }
 
-// Rows that are not neighbours are compacted, or in a small workspace copied one by one, boxes of
-// 64 neighbours at once. The products are the same, whatever is between the rows, and whatever
-// depth remains behind the last 64.
+// Rows that count are compacted, or, in a small workspace, loaded from the caller's input: one by
+// one, or 64 neighbours at a time. The products must be the same, whatever lies between the rows
+// and whatever depth remains after the last 64.
 void CudaUnits::expect_same(bool in_runs) const {
   for (const Shape shape : {Shape{1300, 40, 1999}, Shape{700, 72, 1536}, Shape{90, 520, 333},
                             Shape{2600, 64, 35401}, Shape{77, 17, 200}}) {
@@ -116,7 +115,7 @@ void CudaUnits::expect_same(bool in_runs) const {
       ASSERT_TRUE(all.status.ok()) << all.status.message();
       EXPECT_EQ(difference(some.fields, all.fields, rows), "") << describe(c);
     }
-    // The workspaces take chunks of tokens, or all at once without room for the rows that count.
+    // Workspaces that lead to chunks of tokens, or to one chunk without room for compacted rows.
     const uint64_t copy = static_cast<uint64_t>(shape.tokens * shape.hidden) * 2;
     const auto [least, most, alignment] = some.size;
     for (const uint64_t bytes : {least, std::max(least, most - std::min(most, copy / 2))}) {
@@ -131,8 +130,8 @@ void CudaUnits::expect_same(bool in_runs) const {
 TEST_P(CudaUnits, OfTheRowsThatCountAlone) { expect_same(false); }
 TEST_P(CudaUnits, OfRowsThatCountInRuns) { expect_same(true); }
 
-// Rows with gaps, or where the copy engine cannot address them, so that they are copied first: they
-// have the same bits, in the smallest workspace too, where those that count are copied one by one.
+// Inputs with gaps between elements, or that tensor maps cannot address, are copied first. They
+// give the same bits, even in the smallest workspace, where rows that count are copied one by one.
 TEST_P(CudaUnits, OfRowsThatAreCopiedFirst) {
   const std::vector<int64_t> rows = every(600);
   for (const int64_t hidden : {72, 520}) {
@@ -160,7 +159,7 @@ TEST_P(CudaUnits, OfRowsThatAreCopiedFirst) {
   }
 }
 
-// Only Hopper's own kernel has this order.
+// Only Hopper's engine adds in this order.
 std::vector<std::string> hopper_alone() {
   std::vector<std::string> names = device_names();
   std::erase_if(names, [](const std::string& name) {

@@ -1,5 +1,4 @@
-# Check the demo's parts; tests/cli checks the command as a whole by its lines and its
-# files.
+# Parts of the demo; tests/cli checks the command as a whole, by its output and its files.
 if(TARGET logitless_cli AND LOGITLESS_CLI_COMMANDS MATCHES "all|demo")
   add_logitless_test(demo_test demo/demo_test.cpp demo/text_test.cpp)
   target_link_libraries(demo_test PRIVATE logitless_cli_objects)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the demo's own mathematics: gradients against differences of a loss formed in
-// double from the formula alone, Adam, the bits of any number of threads.
+// The demo's own mathematics: gradients against finite differences of the loss in double, Adam, and
+// the same bits on any number of threads.
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
@@ -14,7 +14,7 @@
 namespace logitless::cli::demo {
 namespace {
 
-// Makes a text whose words are numbers of a vocabulary of this size.
+// Makes a text whose words are the numbers of a vocabulary of this size.
 Text text_of(int64_t vocab, int64_t tokens, uint64_t seed) {
   Text text;
   std::mt19937_64 random(seed);
@@ -90,7 +90,7 @@ Reference reference_of(Model* model) {
   return reference;
 }
 
-// Moves every bias away from 0, where a missing one would not show.
+// Moves every bias away from 0, where a missing bias would not show.
 void disturb(Model* model) {
   std::mt19937_64 random(5);
   std::normal_distribution<float> normal(0, 0.1f);
@@ -209,7 +209,7 @@ TEST(DemoTraining, LearnsASequenceThatRepeats) {
                                    &model, [](const TrainProgress&) {});
   EXPECT_EQ(result.loss.size(), 300u);
   EXPECT_GT(result.loss.front(), 3);
-  // The loss after training is the loss-only op's, not the training's.
+  // This loss comes from Forward, not from the training step.
   EXPECT_LT(perplexity(text.heldout, countable(text.heldout), &model), 1.2);
 }
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the demo's text: what a token is, the way back, vocabulary, held-out part,
-// baselines.
+// The demo's text: tokens, back from tokens to text, vocabulary, held-out part, baselines.
 #include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -70,7 +69,7 @@ TEST(DemoWords, ComeBackAsTheyWere) {
   EXPECT_EQ(joined("one \u2014 two\u2014three"), "one \u2014 two\u2014three");
 }
 
-// The folder goes when the test ends.
+// A folder that is removed when the test ends.
 struct Folder {
   fs::path path = fs::temp_directory_path() / (fmt::format("demo_text_test.{}", getpid()));
   Folder() { fs::create_directory(path); }
@@ -82,7 +81,7 @@ struct Folder {
   }
 };
 
-// Word i is seen `often(i)` times, in turns.
+// Returns a text with word i in it often(i) times, the words taking turns.
 std::string repeated(int words, int often) {
   std::string text;
   for (int r = 0; r < often; ++r) {
@@ -165,7 +164,7 @@ TEST(DemoBaselines, AreTheirFormulas) {
   text.count = {0, 0, 3, 2, 1};
   const Baselines b = measure_baselines(text, std::vector<int64_t>{1, 2});
   EXPECT_NEAR(b.unigram, 1 / std::sqrt(3.0 / 11 * 2.0 / 11), 1e-9);
-  // A b was seen twice in three, b c never in two.
+  // In the held-out text "a b" was seen in two of three cases, "b c" in none of two.
   const auto bigram = [](double k) {
     return 1 / std::sqrt((2 + k) / (3 + 5 * k) * k / (2 + 5 * k));
   };

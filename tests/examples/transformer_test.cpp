@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the mathematics of examples/transformer.h: gradients against differences of the
-// loss, all in double; those of the trained model, whose head is the library's, against these; that
-// no token sees a later one; and AdamW. The test of its training is examples/CMakeLists.txt's.
+// The mathematics of examples/transformer.h: gradients against finite differences of the loss, in
+// double; the trained model's gradients, whose head is the library's, against those; that no token
+// sees a later one; and AdamW. examples/CMakeLists.txt tests the training.
 #include "examples/transformer.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 namespace example {
 namespace {
 
-// Two sequences of five tokens; D is no multiple of what a loop takes at a time.
+// Two sequences of five tokens; the width is no multiple of what a loop takes at a time.
 constexpr int64_t sequences = 2;
 Shape small(bool tied, int64_t heads) {
   return {.vocab = 11, .hidden = 10, .heads = heads, .context = 5, .tied = tied};
@@ -37,7 +37,7 @@ void disturb(Parameters<T>* parameters) {
   for (T& value : parameters->all) value += normal(random);
 }
 
-// Returns the mean loss, and where it is asked for the gradient of h [N, D] and the head's own.
+// Returns the mean loss and, if asked for, the gradients of h [N, D] and of the head.
 double head_loss(const Shape& shape, const Parameters<double>& p, const std::vector<double>& h,
                  const std::vector<int32_t>& next, std::vector<double>* grad_h = nullptr,
                  double* grad_head = nullptr) {
@@ -124,7 +124,7 @@ TEST(TransformerGradients, WithTheLibrarysHeadAreTheSame) {
     for (size_t k = 0; k < model.parameters.all.size(); ++k) {
       expected.parameters.all[k] = double{model.parameters.all[k]};
     }
-    model.gradients(tokens, next);  // nothing of an earlier call may be left in the next
+    model.gradients(tokens, next);  // nothing of it may remain in the next call
     EXPECT_NEAR(double{model.gradients(tokens, next)}, expected.gradients(tokens, next), 2e-6);
     EXPECT_NEAR(double{model.loss(tokens, next)}, expected.loss(tokens, next), 2e-6);
     for (size_t k = 0; k < model.gradient.all.size(); ++k) {

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 RECORD = Path(__file__).resolve().parent / "abi.txt"
-WIDEST = 8  # bytes that a field may have to be aligned to
+WIDEST = 8  # bytes: the largest alignment of a field
 ADVICE = """What programs are compiled against has changed. Structs and enums grow at their ends
 alone, and no function changes or goes. If it is meant, commit abi.txt with it and say why:"""
 
@@ -76,7 +76,7 @@ def layout(header: Path, compiler: str) -> list[str]:
         asked(compiler, "-std=c11", "-o", program, source)
         printed = asked(program).splitlines()
     without_gaps(printed)
-    # The names of parameters are left out, because nobody is compiled against them.
+    # Parameter names are left out, because no caller depends on them.
     bare = [re.sub(r"(?<=[\w*]) (\**)\w+(?=[,)])", r"\1", " ".join(f.split())) for f in functions]
     return printed + [f"function {kind}" for kind in bare]
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The guards assume these devices and sizes of memory, none of which needs to be there.
+// The devices and memory sizes that the guards assume; none needs to exist.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ struct Assumed {
   std::string name;
   Device device;
   bool portable = false;   // LOGITLESS_CUDA_KERNELS=portable
-  bool well_known = true;  // the named calls are planned for it, too
+  bool well_known = true;  // gets the named calls too, not only random ones
 };
 
 struct AssumedCuda {
@@ -42,14 +42,14 @@ inline std::vector<Assumed> assumed_cuda_devices() {
   return all;
 }
 
-// While this lives CUDA's devices are these, with their own kernels or with the portable ones.
+// While it lives, these are CUDA's devices, with their own kernels or with the portable ones.
 class AssumedMachine {
  public:
   explicit AssumedMachine(bool portable) : cuda_((choose(portable), devices())) {}
   cuda::RecordedCuda* operator->() { return &cuda_; }
 
  private:
-  // Sets what is read when the machine is first asked for its devices.
+  // Sets the variables that are read when the machine is first asked for its devices.
   static void choose(bool portable) {
     setenv("LOGITLESS_CUDA_KERNELS", portable ? "portable" : "", 1);
   }
@@ -61,7 +61,7 @@ class AssumedMachine {
   cuda::RecordedCuda cuda_;
 };
 
-// Returns whether this build has Hopper's own kernels, without which other plans are made.
+// Returns whether this build has Hopper's own kernels; without them plans differ.
 inline bool has_hoppers_kernels() {
   return cuda::half_linear_ops_are_batch_invariant({.major = 9});
 }

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program prints the bits that a library writes: a line for each case of the conformance
-// table, with its name and a digest of every output. scripts/compare-bits runs this with two
-// libraries and compares. The program has nothing of the library but its C interface, so whichever
-// liblogitless.so the loader finds is the one that is asked.
+// Prints a digest of what a library writes: a line for each case of the conformance table, with its
+// name and every output's digest. scripts/compare-bits runs this with two libraries and compares.
+// The program uses only the C interface, so it tests whichever liblogitless.so the loader finds.
 //   --step 8      every eighth case; 1: all of them
 //   --webgpu 1    the WebGPU backend instead of the CPU's
-//   --sets 1      instead: the names of the instruction sets that this machine has
-// Of the CPU it runs the instruction set that LOGITLESS_CPU_TARGET names, on 1, 2 and 3 threads.
-// Exit code 77 says that the library has no such instruction set, or that there is no such device.
+//   --sets 1      instead: prints the instruction sets of this machine
+// The CPU runs the instruction set that LOGITLESS_CPU_TARGET names, on 1, 2 and 3 threads. Exit
+// code 77: the library lacks that instruction set or device.
 #include <dlfcn.h>
 
 #include <cstring>
@@ -53,7 +52,7 @@ void print(const std::string& name, int threads, const Outcome& got) {
     std::printf(" %s=%016" PRIx64, output.c_str(), digest_of(field.bits));
   }
   std::printf(" fault=%" PRId64, got.fault);
-  // Here a byte beside an output, in a guard or in an input, is another than it was.
+  // A byte outside the outputs has changed.
   for (const std::string& violation : got.violations) {
     std::printf(" guards=%016" PRIx64, digest_of(violation));
   }

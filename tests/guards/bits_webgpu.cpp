@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The library hands out its device's handles by the C interface; the device class here, this
-// program's own, makes buffers with them and reads them back.
+// The library gives out its device's handles through the C interface; this program's own device
+// class creates buffers with them and reads them back.
 #include "tests/guards/bits_webgpu.h"
 
 #ifdef LOGITLESS_WITH_WEBGPU
@@ -11,7 +11,7 @@
 
 namespace logitless::webgpu {
 
-// For linking alone: the program makes no pipelines.
+// Only satisfies the linker: the program creates no pipelines.
 const char* shader_text(const char*) { return nullptr; }
 
 }  // namespace logitless::webgpu
@@ -22,7 +22,7 @@ namespace logitless::guards {
 #ifdef LOGITLESS_WITH_WEBGPU
 
 conformance::Found find_webgpu() {
-  // The tests of tests/webgpu/webgpu.cmake set the same; the caller may say otherwise.
+  // As in tests/webgpu/webgpu.cmake, unless the caller has set them.
   setenv("LOGITLESS_WEBGPU_LIBRARY", LOGITLESS_WEBGPU_LIBRARY_FILE, 0);
   setenv("LOGITLESS_WEBGPU_LIMITS", "default", 0);
   if (*LOGITLESS_WEBGPU_DRIVER != '\0') {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the WebGPU device of the library that the loader found.
+// Finds the WebGPU device of whichever library was loaded.
 #pragma once
 
 #include "tests/support/device.h"
 
 namespace logitless::guards {
 
-// Returns the device, or the reason why there is none.
+// Returns the device, or the reason for its absence.
 conformance::Found find_webgpu();
 
 }  // namespace logitless::guards

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program prints the bits that the CUDA backend writes on this machine's GPU: a line for each
-// case of the conformance table, with its name and a digest of every output. What two builds print
-// is compared as text; LOGITLESS_CUDA_KERNELS picks an engine, as ever.
+// Prints a digest of what the CUDA backend writes on this machine's GPU: a line for each case of
+// the conformance table, with its name and every output's digest. Compare the output of two builds
+// as text; LOGITLESS_CUDA_KERNELS picks an engine.
 //   --step 8      every eighth case; 1: all of them
-// Exit code 77 says that there is no such device.
+// Exit code 77: there is no such device.
 #include <cstdio>
 
 #include "tests/reliability/report.h"

@@ -21,7 +21,7 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-SKIPPED = 77  # the program exits with it where this build does not have what is planned for
+SKIPPED = 77  # exit code where this build lacks kernels
 SHOWN = 20
 TRANSCRIPTS = 3
 

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program prints what a thousand calls launch on assumed CUDA devices: a line for each, with a
-// digest of its transcript (transcript.h), sorted:
+// Prints what a thousand calls launch on assumed CUDA devices: a line for each, with a digest of
+// its transcript (transcript.h), sorted:
 //   lin-both bf16 8192x4096x128256 gw=f32 | sm90x132 | 256M | launches=37 digest=0123456789abcdef
-// With an argument it prints the transcripts themselves, of the calls whose line begins with it.
-// Each call runs by a plan too, which must launch the same. Exit code 77 says that this build lacks
-// kernels that are launched.
+// With an argument it prints the transcripts of the calls whose line begins with it. Each call also
+// runs through a plan, which must launch the same. Exit code 77: this build lacks kernels.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -18,18 +17,17 @@ namespace logitless::guards {
 namespace {
 
 constexpr size_t kCalls = 1000;
-constexpr uint64_t kWorkspace = uint64_t{0x7e} << 40;  // behind every tensor of a call
-// Small chunks would launch hundreds of thousands of kernels a call.
+constexpr uint64_t kWorkspace = uint64_t{0x7e} << 40;  // after every tensor of a call
+// A plan of small chunks would launch hundreds of thousands of kernels.
 constexpr int kMostLaunches = 400;
 
-// FNV-1a.
 uint64_t digest_of(const std::string& text) {
   uint64_t digest = 0xcbf29ce484222325;
   for (const char c : text) digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3;
   return digest;
 }
 
-// Half of the calls are those of the well-known heads, in their turn; the others are drawn.
+// Half of the calls are those of the well-known heads; the others are random.
 std::vector<Call> calls() {
   std::vector<Call> all;
   const auto add = [&](const std::vector<Call>& from, size_t most) {
@@ -56,7 +54,7 @@ struct Run {
   int launches = 0;
 };
 
-// Runs `op` by a plan that was created at other addresses, aligned alike.
+// Runs `op` through a plan that was created with other addresses of the same alignment.
 template <class Op>
 Status run_planned(const Op& op, const Workspace& workspace, const Execution& execution) {
   Op other = op;

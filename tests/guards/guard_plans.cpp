@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prints what every planner decides for thousands of calls, a line per call, device and memory, as
 //   lin-both bf16 8192x4096x128256 gw=f32 | sm90x132 | 256M | kind=mixed chunk=8192 ...
-// The lines are sorted, so that two prints can be compared: golden.py. Exit code 77 says that this
-// build lacks kernels that are planned for.
+// The lines are sorted, so that two prints can be compared: golden.py. Exit code 77: this build
+// lacks kernels.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -18,16 +18,16 @@ namespace {
 
 constexpr int64_t kDrawn = 9600;
 
-// A call, and where it is planned.
+// A call, and the devices and memories for which to plan it.
 struct Asked {
   Call call;
-  uint32_t devices = 0;   // bit i stands for assumed_devices()[i]
-  uint32_t memories = 0;  // bit i stands for kMemories[i]
+  uint32_t devices = 0;   // bit i: assumed_devices()[i]
+  uint32_t memories = 0;  // bit i: kMemories[i]
 };
 
-// Returns the named calls on every device in every memory, but for CPUs that are like another one;
-// and each of the drawn ones in three memories on one device of CUDA, more often one that has
-// kernels of its own, and half of them on another device.
+// Returns the named calls for every device and memory, except CPUs equal to another one. Each
+// random call gets three memories on one CUDA device, preferably one with kernels of its own; half
+// of them get another device too.
 std::vector<Asked> all_asked() {
   std::vector<uint32_t> cuda, others;
   uint32_t well_known = 0, bit = 1;
@@ -95,7 +95,7 @@ std::vector<std::string> all_lines(const std::vector<Asked>& all, bool portable)
   return flat;
 }
 
-// Runs on the machine in force. What is asked of it once is asked here, before there are threads.
+// Makes the lines for this machine. Lazy initialization happens here, before threads start.
 std::vector<std::string> lines_on_machine(const std::vector<Asked>& all, bool portable) {
   const AssumedMachine machine(portable);
   for (const Assumed& assumed : assumed_devices()) {

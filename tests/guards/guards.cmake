@@ -1,5 +1,5 @@
-# The guards show whether moving code about changed something (CONTRIBUTING.md, Guards); further
-# tests show that each would show it.
+# The guards detect unintended changes when code moves (CONTRIBUTING.md, Guards); other tests check
+# that each guard does.
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 
 if(LOGITLESS_CUDA_LISTING AND LOGITLESS_HAS_SM90A)
@@ -10,8 +10,8 @@ endif()
 
 add_test(NAME guards.golden COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_LIST_DIR}/golden_test.py)
 
-# Two guards compare what every planner decides and what every call launches with what was recorded.
-# Neither needs a device.
+# Two guards compare what every planner decides and what every call launches with recorded output.
+# They need no device.
 if(LOGITLESS_WITH_CUDA AND LOGITLESS_WITH_WEBGPU)
   add_library(guard_calls OBJECT guards/plan_calls.cpp)
   add_executable(guard_plans guards/guard_plans.cpp guards/plan_facts.cpp)
@@ -29,9 +29,8 @@ if(LOGITLESS_WITH_CUDA AND LOGITLESS_WITH_WEBGPU)
   endforeach()
 endif()
 
-# The program of scripts/compare-bits. It runs the case table against a library that it
-# knows by its C interface alone, and that the loader finds where the script says, not where this
-# build has its own.
+# The program of scripts/compare-bits. It runs the case table against a library that it uses only
+# through the C interface, and that the script chooses by the loader's path.
 set(sources guards/bits.cpp guards/bits_webgpu.cpp)
 foreach(part cases data fixture judge memory)
   list(APPEND sources support/${part}.cpp)
@@ -63,5 +62,5 @@ if(CMAKE_SYSTEM_NAME STREQUAL Linux AND NOT CMAKE_CROSSCOMPILING AND NOT CMAKE_C
                    $<TARGET_FILE:logitless> ${CMAKE_C_COMPILER} ${CMAKE_NM})
 endif()
 
-# Counts how much one reads to understand a kernel.
+# Limits how much one must read to understand a kernel.
 add_test(NAME guards.reading COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_LIST_DIR}/reading_test.py)

@@ -10,7 +10,7 @@
 namespace logitless::guards {
 namespace {
 
-// The traits of an op that decide which options it has.
+// An op's traits, which decide the options that it has.
 constexpr uint32_t losses = 1, forwards = 2, backward_only = 4, gradients = 8, linear = 16,
                    logits = 32;
 
@@ -31,7 +31,7 @@ constexpr uint32_t kTraits[] = {traits_of_op<Softmax>(),
 constexpr const char* kOps[] = {"softmax",     "forward",      "backward", "both",
                                 "lin-forward", "lin-backward", "lin-both"};
 
-// In the order of Option: an option's word, and the traits that an op needs to have it.
+// In the order of Option: its name, and the traits that an op needs for it.
 struct OptionInfo {
   const char* word;
   uint32_t traits;
@@ -75,7 +75,7 @@ uint32_t bits(std::initializer_list<Option> options) {
   return all;
 }
 
-// Takes away what the op does not have, and what docs/semantics.md does not allow together.
+// Takes away options that the op lacks or that docs/semantics.md does not allow together.
 void settle(Call* c) {
   const uint32_t traits = kTraits[c->kind];
   for (uint32_t i = 0; i < option_count; ++i) {
@@ -115,7 +115,7 @@ TensorView place(TensorView v, Place where) {
   return v;
 }
 
-// Makes the tensors of a call, by the names of docs/semantics.md.
+// Makes the tensors of a call by their names in docs/semantics.md.
 class Views {
  public:
   Views(const Call& call, Device device) : c_(call), device_(device) {}
@@ -232,7 +232,7 @@ constexpr Head kHeads[] = {
     {2048, 2560, 262144}, {4096, 7168, 129280}, {16384, 768, 50257},   {16384, 768, 50304},
     {20480, 768, 50257},  {1024, 768, 50257},   {65536, 4096, 128256}, {2048, 4096, 32000}};
 
-// A call of a head, with what is unusual about it.
+// A call of a head, and what differs from the usual.
 struct Recipe {
   int32_t kind;
   uint32_t options = 0;
@@ -289,7 +289,7 @@ void draw_shape(Random* random, Call* c) {
   c->tokens = drawn_size(random, 16, 131072);
   c->hidden = random->once_in(4) ? 64 + random->below(8129) : random->of(widths);
   c->vocab = random->once_in(2) ? drawn_size(random, 17, 262144) : random->of(vocabularies);
-  // Many tokens of few numbers each are planned in a way of their own.
+  // Many tokens of small width get plans of their own kind.
   if (random->once_in(8)) {
     c->tokens = 8192 + 64 * random->below(1024);
     c->hidden = 64 * (1 + random->below(24));
@@ -305,7 +305,7 @@ void draw_rest(Random* random, Call* c) {
   for (Place* place : {&c->input, &c->weight, &c->output, &c->output_weight}) {
     if (random->once_in(6)) *place = static_cast<Place>(1 + random->below(5));
   }
-  // Half of the calls are as they are called most often, so they have few options.
+  // Half of the calls have few options, like most real calls.
   const int64_t rarely = random->once_in(2) ? 5 : 40;
   for (uint32_t i = 0; i < option_count; ++i) {
     if (random->once_in(rarely)) c->options |= uint32_t{1} << i;
@@ -354,7 +354,7 @@ std::vector<Call> named_calls() {
     for (const Recipe& r : recipes()) {
       ++number;
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
-        // The first recipes, which are called most often, come in the other dtypes too.
+        // Only the first, most common recipes come in other dtypes too.
         if (dtype != DType::bf16 && number > 3) continue;
         Call c{r.kind,
                head.tokens,

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the calls whose plans are recorded: public ops alone, so that they outlive every change
-// behind them. First comes every well-known head with the options that change a plan, then calls
-// drawn from a generator of our own, which is the same on every machine and with every standard
-// library.
+// The calls whose plans are recorded. They are public ops, so that they survive internal changes:
+// first every well-known head with the options that change a plan, then random calls from a
+// generator that is the same on every machine and with every standard library.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +18,11 @@ using AnyOp = std::variant<Softmax, CrossEntropyForward, CrossEntropyBackward,
                            CrossEntropyForwardBackward, LinearCrossEntropyForward,
                            LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward>;
 
-// A matrix lies in one of these ways: dense at an address of 16 bytes; with no address yet; an
-// element behind such an address; rows a multiple of 16 bytes apart, or not; columns first.
+// How a matrix lies in memory: dense and 16-byte aligned; without an address yet; one element past
+// an aligned address; rows padded to a multiple of 16 bytes, or not to one; column-major.
 enum class Place { dense, null, off, padded, odd, across };
 
-// A call may have these beside its shape; kOptions in plan_calls.cpp says which op has it.
+// Options of a call beside its shape; kOptions in plan_calls.cpp says which ops have them.
 enum Option : uint32_t {
   bias,
   bias_f32,
@@ -62,19 +61,18 @@ struct Call {
   int32_t kind = LOGITLESS_SOFTMAX;
   int64_t tokens = 0, hidden = 0, vocab = 0;
   DType dtype = DType::bf16;
-  // `grad` is the dtype of every other result, too
+  // `grad` is the dtype of all other results
   DType grad = DType::bf16, grad_weight = DType::bf16;
   Place input = Place::dense, weight = Place::dense;  // `input` stands for logits too
   Place output = Place::dense, output_weight = Place::dense;
-  uint32_t options = 0;  // bit i stands for Option i
+  uint32_t options = 0;  // bit i: Option i
   bool has(Option option) const { return options >> option & 1; }
-  // Returns whether an address that `run` would have is not there yet: sizes can be asked for then,
-  // but no plan.
+  // Returns whether an address is missing that `run` would need: then there are sizes but no plan.
   bool lacks_address() const;
-  std::string text() const;  // short: leaves out what is usual
+  std::string text() const;  // leaves out usual values
 };
 
-// Makes the op for a device type; every tensor has memory of its own, which is not there.
+// Makes the op for a device type; every tensor has its own address and no memory.
 AnyOp op_of(const Call& call, Device device);
 
 // The generator splitmix64.

@@ -42,7 +42,7 @@ class Facts {
   std::string text_;
 };
 
-// Makes one number of many: FNV-1a of 32 bits.
+// FNV-1a with 32 bits, over several numbers.
 class Hash {
  public:
   Hash& operator<<(uint64_t value) {
@@ -63,10 +63,10 @@ std::string refused(const Status& status) {
   return "refused=" + std::to_string(static_cast<int>(status.code()));
 }
 
-// The first part is about CUDA.
+// Part one: CUDA.
 
-// Adds the panels of columns in the order in which the products take them: how many, and a hash of
-// where each lies.
+// Adds the panels of columns in the order in which the products take them: their number, and a hash
+// of their positions.
 void add_panels(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
   Hash hash;
   int64_t count = 0;
@@ -83,7 +83,7 @@ void add_panels(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fa
   if (count > 1) facts->add("panels", std::to_string(count) + ":" + hash.text());
 }
 
-// Adds what an engine decides, in the words of docs/kernels.
+// Adds a tiled engine's decisions, in the terms of docs/kernels.
 void add_hopper(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
   const cuda::tiled::TiledPart& own = cuda::tiled::tiled_part(p);
   facts->add("options", !s.kernels.plain);
@@ -131,8 +131,8 @@ void add_plan(const cuda::Engine& engine, const cuda::LinearShape& s, const cuda
   facts->add_number("s", p.seconds);
 }
 
-// Plans as `run` does: a plan of two passes is two calls in the memory behind the rows' states, and
-// each is planned for what is left.
+// Plans as `run` does. A plan of two passes is two calls, each planned for the memory that the
+// rows' states leave.
 void add_linear(const cuda::Asked& asked, uint64_t bytes, Facts* facts) {
   const auto& [engine, s, speed] = asked;
   const cuda::LinearPlan p = asked.plan(bytes);
@@ -155,7 +155,7 @@ void add_cuda(const Op& op, const Assumed& assumed, uint64_t bytes, Facts* facts
   if constexpr (LinearOp<Op>) {
     add_linear(cuda::asked_of(op, *device), bytes, facts);
   } else {
-    // The kernel of a row decides by itself; probabilities take another one, which has no plan.
+    // The kernel of a row decides by itself. Probabilities take another kernel, without a plan.
     if constexpr (LossOp<Op>) {
       if (op.options.input_kind == InputKind::probabilities) return;
     }
@@ -170,10 +170,10 @@ void add_cuda(const Op& op, const Assumed& assumed, uint64_t bytes, Facts* facts
   }
 }
 
-// The second part is about the CPU.
+// Part two: the CPU.
 
-// The plan depends on these features of a CPU, whichever this one is: those of AMX and AVX-512,
-// AVX-512's own dot products, AVX2 and NEON.
+// Named features of CPUs on which a plan depends, whatever CPU this is: AMX, AVX-512, AVX-512 with
+// bf16 dot products, AVX2 and NEON.
 struct NamedEngine {
   const char* name;
   bool well_known;
@@ -220,7 +220,7 @@ Facts cpu_facts(const cpu::LinearShape& shape, const cpu::LinearPlan& p) {
   return facts;
 }
 
-// Adds what is the same for every number of threads; then lanes and bytes of each.
+// Adds what does not depend on the number of threads, then lanes and bytes for each number.
 template <class Op>
 void add_cpu(const Op& op, const Assumed& assumed, uint64_t bytes, std::string* text) {
   if constexpr (LinearOp<Op>) {
@@ -238,7 +238,7 @@ void add_cpu(const Op& op, const Assumed& assumed, uint64_t bytes, std::string* 
   }
 }
 
-// The third part is about WebGPU.
+// Part three: WebGPU.
 
 webgpu::Limits limits_of(const Assumed& assumed) {
   if (assumed.device.index == 0) return {};
@@ -279,7 +279,7 @@ void add_webgpu(const webgpu::Problem& problem, const webgpu::Limits& limits, ui
   if (problem.linear) facts->add("tiles", tiles_of(problem, p));
   facts->add_bytes("block", p.window_bytes);
   Hash roles;
-  for (size_t i = 0; i < p.bytes.size(); ++i) {  // the last ones are a divergence's alone
+  for (size_t i = 0; i < p.bytes.size(); ++i) {  // the last ones only for divergences
     if (i <= static_cast<size_t>(webgpu::Role::grad_bias) || p.bytes[i] > 0) roles << p.bytes[i];
   }
   facts->add("roles", roles.text());
@@ -287,9 +287,9 @@ void add_webgpu(const webgpu::Problem& problem, const webgpu::Limits& limits, ui
   facts->add_number("us", predicted_microseconds(problem, p));
 }
 
-// The last part serves every device.
+// Last part: all devices.
 
-// Asks the library itself for its answer.
+// Calls the library's public `workspace`.
 template <class Op>
 Status public_sizes(const Op& op, const Assumed& assumed, int threads, WorkspaceSize* size) {
   const conformance::SerialExecutor executor(threads);

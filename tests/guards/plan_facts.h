@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These functions tell what the planners decide for a public op. plan_facts.cpp is the one file of
-// this guard that knows the planners' own types: where those move it moves along, and what it says
-// stays.
+// What the planners decide for a public op. plan_facts.cpp is this guard's only file that uses the
+// planners' own types: it follows their changes, and its output stays the same.
 #pragma once
 
 #include <string>
@@ -15,8 +14,8 @@ namespace logitless::guards {
 // Returns devices of every type. Those of CUDA answer only while an AssumedMachine lives.
 std::vector<Assumed> assumed_devices();
 
-// Holds what `workspace` says. `text` lists the recommended sizes of 1, 2 and 8 threads where they
-// differ, or says with which status the call was refused; `recommended` is the last of them.
+// The answer of `workspace`. `text` lists the recommended sizes for 1, 2 and 8 threads where they
+// differ, or the status of a refusal; `recommended` is the last size.
 struct Sizes {
   bool ok = false;
   uint64_t minimum = 0, recommended = 0;
@@ -24,12 +23,11 @@ struct Sizes {
 };
 Sizes sizes_of(const AnyOp& op, const Assumed& assumed);
 
-// Returns every decision of `run` in a workspace of `bytes`, as key=value without the usual values.
+// Returns every decision of `run` in a workspace of `bytes`, as key=value without usual values.
 std::string decision_of(const AnyOp& op, const Assumed& assumed, uint64_t bytes);
 
-// Says where sizes_of a CPU call is not what the public `workspace` answers on this machine, or
-// what is wrong with the call, or "" where all is well. The sizes on CUDA are that answer
-// themselves.
+// Returns "" if sizes_of a CPU call equals the public `workspace` on this machine, else what
+// differs or is wrong with the call. (On CUDA sizes_of calls `workspace` itself.)
 std::string check_sizes(const AnyOp& op);
 
 }  // namespace logitless::guards

@@ -11,7 +11,7 @@
 #include <memory>
 #include <regex>
 
-// the linker's script defines it as the start of this program
+// the linker defines it as the start of this program
 extern "C" const char __executable_start;
 
 namespace logitless::guards {
@@ -19,8 +19,8 @@ namespace {
 
 using cuda::Parameter;
 
-// An object of the library or of the driver that this made begins with this mark, and then says
-// which it is.
+// Objects of the library or driver that the transcript creates begin with this mark, followed by
+// their number.
 constexpr uint64_t kMark = 0x6c6f6769746c6573;
 struct Marked {
   uint64_t mark;
@@ -109,7 +109,7 @@ void Transcript::launch(const cudaLaunchConfig_t& config, const void* kernel, vo
   text_ += "\n";
   for (int i = 0; i < count; ++i) {
     std::vector<unsigned char> value(parameters[i].bytes);
-    // The compiler wants an object of the parameter's alignment.
+    // Copied because the type needs the parameter's alignment.
     alignas(64) unsigned char aligned[4096];
     std::memcpy(aligned, values[i], value.size());
     parameters[i].clear_padding(aligned);

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes down what a call launches on a machine that is not there (tests/cuda/recorded.h): kernels,
-// copies and products in order, with their grids and every argument, in words that hold from one
-// build of the library to the next. An address is a name and an offset, a kernel its name without
-// namespaces. How often and when a description, a tensor map or an algorithm is asked for leaves no
-// trace: each stands where it is used.
+// Writes down what a call launches on a fake machine (tests/cuda/recorded.h): kernels, copies and
+// products in order, with grids and every argument, in a form that does not change between builds.
+// An address is a name and an offset, a kernel its name without namespaces. Descriptions, tensor
+// maps and algorithms appear where they are used, not where they are created.
 #pragma once
 
 #include <deque>
@@ -16,7 +15,7 @@
 
 namespace logitless::guards {
 
-// Finds names of this program's functions, those of kernels, in its own symbol table.
+// Finds the names of this program's functions, kernels included, in its own symbol table.
 class FunctionNames {
  public:
   FunctionNames();
@@ -30,7 +29,7 @@ class Transcript final : public cuda::RecordedCuda::Listener {
  public:
   explicit Transcript(const FunctionNames* functions) : functions_(functions) {}
 
-  // Names memory from `start` on, up to the next that has a name, or a terabyte.
+  // Names the memory from `start` up to the next named address, or for a terabyte.
   void name(const void* start, std::string name) {
     memory_[reinterpret_cast<uintptr_t>(start)] = std::move(name);
   }
@@ -50,17 +49,17 @@ class Transcript final : public cuda::RecordedCuda::Listener {
                 const cuda::lt::Algorithm&, void* workspace, size_t bytes) override;
 
  private:
-  // Returns "" where it is the address of nothing that has a name.
+  // Returns "" if the address is in no named memory.
   std::string name_of(uint64_t address) const;
   std::string address(const void* p) const;
-  // Returns the words of a parameter, addresses among them by name.
+  // Returns a parameter's words, with addresses as names.
   std::string words(const unsigned char* value, size_t bytes) const;
   std::string of(const Operands& o) const;
   void* keep(std::string text);
 
   const FunctionNames* functions_;
   std::map<uintptr_t, std::string> memory_;
-  // Descriptions, layouts, maps and algorithms stay where they are.
+  // A deque, so that pointers to descriptions, layouts, maps and algorithms stay valid.
   std::deque<std::string> objects_;
   std::string text_;
   int launches_ = 0;

@@ -71,7 +71,7 @@ class Highway(FirstUse):
         self.assertRegex(said, "Highway could not be had from https://.* scripts/fetch_highway and")
         self.assertIn("then the same command again", said)
         self.assertIn("or pass -DLOGITLESS_HIGHWAY_URL=FILE with the release tarball", said)
-        # The script is upstream's word for word; its curl brings what this checkout has.
+        # The script is a copy of upstream's; its curl returns this checkout's files.
         fetched = ROOT / "third_party" / HIGHWAY
         tools = self.folder / "tools"
         program(tools, "curl", f'while [ "$1" != -o ]; do shift; done; cp "{fetched}" "$2"')
@@ -99,7 +99,7 @@ class Highway(FirstUse):
         code, said = self.configure(ROOT, *PLAIN, "-D", "LOGITLESS_HIGHWAY_URL=/nowhere/h.tar.gz")
         self.assertNotEqual(code, 0, said)
         self.assertIn("had from /nowhere/h.tar.gz (there is no such file): LOGITLESS_HIGH", said)
-        code, said = self.configure(ROOT, *PLAIN)  # CMake's cache remembers it
+        code, said = self.configure(ROOT, *PLAIN)  # the option stays in CMake's cache
         self.assertNotEqual(code, 0, said)
         code, said = self.configure(ROOT, *PLAIN, "-D", "LOGITLESS_HIGHWAY_URL=")  # as advised
         self.assertEqual(code, 0, said)
@@ -140,7 +140,7 @@ class Cuda(FirstUse):
         for gpus, expected in (
             ("8.0", "80-real"), ("8.6", "80-real"), ("8.9", "89-real"), ("9.0", "90a-real"),
             ("10.0", "100-real"), ("12.0", "120-real"),
-            # a chip of the same generation, and one of a generation without code of its own
+            # a GPU of a known generation, and one of a generation without its own code
             ("8.7", "80"), ("10.3", "100"), ("12.1", "120"), ("11.0", "100-virtual"),
             ("9.0 9.0", "90a-real"), ("8.6 9.0 8.0", "80-real;90a-real"), ("8.6 8.7", "80"),
             ("7.5 8.9", "89-real"),
@@ -149,7 +149,7 @@ class Cuda(FirstUse):
             self.assertEqual(found, expected, gpus)
             self.assertIn("for the GPU here", why)
             self.assertIn("LOGITLESS_CUDA_ARCHITECTURES=all", why)
-        old = "80;89-real;90-virtual;90a-real"  # of CUDA before 12.8
+        old = "80;89-real;90-virtual;90a-real"  # the default before CUDA 12.8
         self.assertEqual(self.architectures(old, "echo 12.0")[0], "90-virtual")
         self.assertEqual(self.architectures(old, "echo 9.0")[0], "90a-real")
 

@@ -1,4 +1,4 @@
-# If Highway cannot be had, configuring ends at once and in one sentence that says what to do.
+# If Highway cannot be fetched, configuring stops at once with one sentence that says what to do.
 set(wrong ${CMAKE_CURRENT_LIST_DIR}/highway.cmake)
 foreach(url file:///nonexistent/highway.tar.gz /nonexistent/highway.tar.gz ${wrong})
   execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE} -B ${OUT} -D CMAKE_C_COMPILER=${C} -D CMAKE_CXX_COMPILER=${CXX}

@@ -1,5 +1,4 @@
-# The shared library wants nothing of CUDA on the machine it is loaded on, so that it loads where
-# there is none.
+# The shared library links no CUDA library, so that it loads on machines without CUDA.
 execute_process(COMMAND ${OBJDUMP} -p ${LIBRARY} OUTPUT_VARIABLE headers COMMAND_ERROR_IS_FATAL ANY)
 string(REGEX MATCHALL "NEEDED +[^ \n]+" needed "${headers}")
 list(TRANSFORM needed REPLACE "NEEDED +" "")

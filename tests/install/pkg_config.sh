@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# This script takes SOURCES LIBDIR CC CXX, and compiles the consumers with pkg-config's flags alone,
-# shared and static, and every header on its own.
+# Arguments: SOURCES LIBDIR CC CXX. Compiles the consumers with only pkg-config's flags, shared and
+# static, and every header on its own.
 set -eu
 sources=$1 libdir=$2 cc=$3 cxx=$4
 export PKG_CONFIG_PATH="$libdir/pkgconfig" LD_LIBRARY_PATH="$libdir"
@@ -19,7 +19,7 @@ LD_LIBRARY_PATH= "$out/static"
 for header in $(cd "$(pkg-config --variable=includedir logitless)" && echo logitless/*.h); do
   echo "#include <$header>" | $cxx -std=c++20 $strict $flags -fsyntax-only -x c++ -
   [ "$header" = logitless/c.h ] && continue
-  # An older C++ is told so before anything else.
+  # With an older C++ standard the first error says what is needed.
   if echo "#include <$header>" | $cxx -std=c++17 $flags -fsyntax-only -x c++ - 2>"$out/errors"; then exit 1; fi
   grep -m 1 "error:" "$out/errors" | grep -q "need C++20" || { cat "$out/errors"; exit 1; }
 done

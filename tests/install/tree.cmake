@@ -1,4 +1,4 @@
-# Installs BUILD into a tree and moves the tree to TREE, so that a path baked into it shows.
+# Installs BUILD and moves the tree to TREE, so that a path baked into it fails.
 file(REMOVE_RECURSE ${TREE} ${TREE}.staged)
 execute_process(COMMAND ${CMAKE_COMMAND} --install ${BUILD} --prefix ${TREE}.staged COMMAND_ERROR_IS_FATAL ANY)
 file(RENAME ${TREE}.staged ${TREE})

@@ -25,7 +25,7 @@ import support  # noqa: E402
 def seed() -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False  # accelerate leaves it on
-    torch.set_num_threads(1)  # two threads wait for each other longer than such models take
+    torch.set_num_threads(1)  # for such small models two threads are slower
 
 
 @pytest.fixture

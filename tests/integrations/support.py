@@ -15,7 +15,7 @@ import transformers
 from logitless import _abi
 from logitless.torch import _run
 
-# With "cuda" test_trainer.py, test_peft.py and test_lightning.py run on a GPU
+# With "cuda", test_trainer.py, test_peft.py and test_lightning.py run on a GPU
 # (scripts/test-device-integrations).
 DEVICE = os.environ.get("LOGITLESS_TEST_DEVICE", "cpu")
 ON_CPU = DEVICE == "cpu"

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHAPE = [8192, 4096, 128256]
-PEERS = [  # (contender, milliseconds, MiB): four of them lie beside each other
+PEERS = [  # (contender, milliseconds, MiB); four are close together
     ("torch.compile", 40.4, 2004.0), ("QuACK", 42.2, 2073.0), ("Liger SM90 CuTe", 41.3, 2068.0),
     ("QuACK, older path, untuned", 40.9, 3006.0), ("torch eager", 49.7, 10958.0),
     ("Liger (Triton)", 56.6, 62.7), ("CCE", 162.2, 1.3), ("CCE exact", 204.2, 2068.0),

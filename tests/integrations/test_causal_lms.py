@@ -36,7 +36,7 @@ OWN_CROSS_ENTROPY = """
 bart bigbird_pegasus blenderbot blenderbot-small cpmant marian mbart mvp pegasus plbart trocr
 whisper xlm xlnet
 """.split()
-# The others, each with the beginning of what `state` says.
+# Classes that are not served, each with the beginning of what `state` says.
 OTHERS = {
     "dbrx": "not built: RuntimeError: torch.clamp",
     "gemma3n": "not built: ImportError: TimmWrapperModel requires",

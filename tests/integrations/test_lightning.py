@@ -22,8 +22,8 @@ from logitless.torch import LinearCrossEntropyHead, linear_cross_entropy
 from support import STEPS, Calls, same_parameters, same_run
 
 WORLD = 2
-# How two processes train, how the loss is made, and of how many batches gradients are added. The
-# function takes the weight itself, of which FSDP has a part in each process.
+# How two processes train, which API makes the loss, and over how many batches gradients are
+# accumulated. "function" passes the weight itself, of which FSDP holds a part per process.
 CASES = [
     ("ddp", "head", 1), ("ddp", "head", 2), ("ddp", "function", 1), ("fsdp", "head", 1),
     ("fsdp", "head", 2),
@@ -127,7 +127,7 @@ def work(rank: int, folder: str, port: int) -> None:
     """Every case, ours and without us; what each gave, or how it failed, is in the file of the
     rank."""
     torch.set_num_threads(1)
-    os.environ |= {  # Lightning starts no process where it finds a rank
+    os.environ |= {  # with a rank set, Lightning starts no processes
         "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)
     }  # fmt: skip
     calls = Calls()
@@ -145,7 +145,7 @@ def work(rank: int, folder: str, port: int) -> None:
                 "sharded": sum(hasattr(p, "full_tensor") for p in module.parameters()),
                 "parameters": {name: whole(p) for name, p in module.named_parameters()},
             }
-        except Exception:  # the other process may wait for this one, so its own process tells it
+        except Exception:  # reported at once: the other process may wait for this one
             results[case] = {"failed": traceback.format_exc()}
             break
     torch.save(results, pathlib.Path(folder) / f"rank{rank}.pt")
@@ -181,5 +181,5 @@ def test_two_processes_learn_the_same_without_logits(
         assert ours["held out"] == pytest.approx(own["held out"], rel=1e-5)
         same_parameters(ours["parameters"].items(), own["parameters"].items(), 2e-5)
     first, second = (ours for _, ours in pairs)
-    assert first["losses"] != second["losses"]  # each has sequences of its own
+    assert first["losses"] != second["losses"]  # each process has other sequences
     same_parameters(first["parameters"].items(), second["parameters"].items(), 0)

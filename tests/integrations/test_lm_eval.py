@@ -25,7 +25,7 @@ from support import Calls
 
 WORDS = [f"w{i}" for i in range(support.VOCAB - 3)]
 TOLERANCE = 1e-4
-LENGTH = 32  # of the model
+LENGTH = 32  # the model's maximum length
 
 
 def tokenizer() -> Any:
@@ -84,7 +84,7 @@ def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
 def pairs() -> list[tuple[str, str]]:
     """Choices of one context, contexts that are none, and more than the model holds."""
     made = [(text(5, i), f" {text(n, 40 + i)}") for i, n in enumerate((1, 2, 3, 7))]
-    made += [("w1 w2 w3", f" {word}") for word in WORDS]  # one of them is the likeliest
+    made += [("w1 w2 w3", f" {word}") for word in WORDS]  # one of WORDS is the most likely
     made += [("w1 w2 w3", " w4 w5"), ("w1 w2 w3 w4", " w5"), ("w1 w2 w3 w4", " w6")]
     made += [("", "w3 w4"), ("", "w9"), ("w5 ", "w6")]
     made += [(text(LENGTH - 1, 7), f" {text(n, 8)}") for n in (1, 2, 3, 20)]
@@ -104,10 +104,11 @@ def same(ours: list[Any], theirs: list[Any]) -> None:
 def test_loglikelihood(make: Any, batch_size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pair(make, batch_size=batch_size, max_batch_size=4)
     requests = asked("loglikelihood", *pairs())
-    # With it, a shorter continuation of an input that is shared gets another position's (0.4.13).
+    # With this cache, lm-eval 0.4.13 gives a shorter continuation of a shared input the logits of
+    # another position.
     theirs.logits_cache = False
     want = theirs.loglikelihood(requests, disable_tqdm=True)
-    monkeypatch.setattr(HFLM, "_model_call", None)  # ours must not call what makes logits
+    monkeypatch.setattr(HFLM, "_model_call", None)  # ours must not compute logits
     got = ours.loglikelihood(requests, disable_tqdm=True)
     same(got, want)
     assert sum(greedy for _, greedy in got) in range(1, len(got) // 4)
@@ -161,7 +162,7 @@ def test_mixed_precision() -> None:
     requests = asked("loglikelihood", *pairs()[:8])
     got = ours.loglikelihood(requests, disable_tqdm=True)
     want = theirs.loglikelihood(requests, disable_tqdm=True)
-    # their logits and their log-softmax are rounded to bf16
+    # lm-eval rounds its logits and their log-softmax to bf16
     for mine, other in zip(got, want):
         assert mine[0] == pytest.approx(other[0], abs=0.05 * abs(other[0]) + 0.05)
 

@@ -19,7 +19,7 @@ import support
 from logitless.integrations import patch_transformers
 from support import STEPS, Calls, same_parameters, same_run
 
-# Traces as inductor does, but generates no code, which is most of inductor's time.
+# Traces as inductor does, without generating code, which takes most of inductor's time.
 BACKEND = "aot_eager"
 EVAL_STEPS = 7
 
@@ -58,7 +58,7 @@ def test_trainer_learns_the_same_without_logits(
     assert calls.taken() == 0
     patch_transformers(ours)
     *actual, our_held_out = train(ours, tmp_path, **settings)
-    evaluations = 3  # 10 sequences come 4 at a time
+    evaluations = 3  # 10 sequences in batches of 4
     assert calls.taken() == STEPS * settings.get("gradient_accumulation_steps", 1) + evaluations
     same_run(actual, expected, bf16)
     assert our_held_out == pytest.approx(held_out, rel=2e-2 if bf16 else 1e-5)
@@ -68,7 +68,7 @@ def test_trainer_learns_the_same_without_logits(
 def train_compiled(model: Any, folder: pathlib.Path, **settings: Any) -> tuple[list[float], int]:
     """What `train` gives under torch_compile=True with evaluations between the steps, which the
     Trainer does not compile, and how many graphs were made of it."""
-    torch._dynamo.reset()  # a function is compiled eight times at most
+    torch._dynamo.reset()  # dynamo's limit is eight compilations per function
     counters.clear()
     losses = train(
         model, folder, torch_compile=True, torch_compile_backend=BACKEND, eval_strategy="steps",
@@ -87,14 +87,14 @@ def test_trainer_compiles_the_patched_model_as_often(
     settings: dict[str, Any], tmp_path: pathlib.Path, calls: Calls
 ) -> None:
     """It gives every step another number of items."""
-    # On a GPU accelerate turns TF32 on for what is compiled in f32.
+    # On a GPU accelerate enables TF32 for compiled f32 models.
     rounds = "bf16" in settings or not support.ON_CPU
     own, ours = support.llama(), support.llama()
     (*expected, held_out), own_graphs = train_compiled(own, tmp_path, **settings)
     assert calls.taken() == 0
     patch = patch_transformers(ours)
     (*actual, our_held_out), our_graphs = train_compiled(ours, tmp_path, **settings)
-    evaluations = 3 * (STEPS // EVAL_STEPS + 2)  # the Trainer's last is behind the last step
+    evaluations = 3 * (STEPS // EVAL_STEPS + 2)  # the Trainer evaluates again after the last step
     assert patch.calls == evaluations, "the model that was trained is not compiled"
     trained = STEPS * settings.get("gradient_accumulation_steps", 1)
     assert calls.taken() == trained + evaluations

@@ -28,7 +28,7 @@ from logitless.integrations import patch_transformers
 
 WORLD = 2
 FSDP = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-# By DDP, where nothing else is said. The Trainer shards on GPUs alone.
+# Cases for the CPU and GPUs: DDP unless another is named. The Trainer shards on GPUs only.
 ON_ANY: dict[str, dict[str, Any]] = {
     "f32": {},
     "accumulation": {"gradient_accumulation_steps": 2},

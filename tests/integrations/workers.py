@@ -36,10 +36,10 @@ class Case:
     loss: str
     wrapped: str = ""
     tied: bool = False
-    head_apart: bool = True  # FSDP gathers it for itself, or with the root
+    head_apart: bool = True  # FSDP wraps the head alone, or with the root
     bf16: bool = False
     accumulated: int = 1
-    adapter: str = ""  # test_peft has an adapter of PEFT by this name
+    adapter: str = ""  # an adapter of test_peft
 
     def __str__(self) -> str:
         flags = {
@@ -157,7 +157,7 @@ def train(case: Case, calls: support.Calls) -> dict[str, Any]:
         batches = [support.batch(step * case.accumulated + i) for i in range(case.accumulated)]
         tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
         total = torch.zeros(())
-        for batch in batches:  # each process has every second sequence, and not as many tokens
+        for batch in batches:  # every second sequence, and unequal numbers of tokens
             mine = {name: value[rank::world] for name, value in batch.items()}
             loss = model(**mine, normalizer=tokens / world)
             loss.backward()
@@ -194,7 +194,7 @@ def sharded_weight(calls: support.Calls) -> dict[str, Any]:
 def work(rank: int, folder: str) -> None:
     """Every case; what each gave, or how it failed, is in the file of the rank."""
     torch.set_num_threads(1)
-    os.environ |= {  # accelerate looks here for the processes that are there already
+    os.environ |= {  # tells accelerate that the processes exist already
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD),
         "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
     }  # fmt: skip
@@ -210,7 +210,7 @@ def work(rank: int, folder: str) -> None:
     ):
         try:
             results[name] = run()
-        except Exception:  # the other process may wait for this one, so its own process tells it
+        except Exception:  # reported at once: the other process may wait for this one
             results[name] = {"failed": traceback.format_exc()}
             break
     torch.save(results, pathlib.Path(folder) / f"rank{rank}.pt")

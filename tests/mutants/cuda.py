@@ -23,8 +23,8 @@ _TABLE = (
 )  # fmt: skip
 _PAIRS = "*/Conformance.EveryOptionAloneAndInPairs/cuda_{}*_bf16"
 
-# A mutant names a group of googletest filters. "portable" runs with the kernels that every
-# architecture runs.
+# Groups of googletest filters, by the name that a mutant gives. "portable" uses the kernels that
+# run on every architecture.
 TESTS: dict[str, str] = {
     "rows": _tests(_ROWS, (*_TABLE, "CudaRows.AreRight*")) + ":" + ":".join(_PAIRS.format(op) for op in _ROWS),
     "linear": _tests(_LINEAR, _TABLE) + ":" + _PAIRS.format("linear"),
@@ -325,11 +325,11 @@ MUTANTS = [
        "kind_of_target(a.in, target_of(a.in, i)) == TokenKind::counts", "divergence"),
     _M("divergence, kept: the token's weight left out", "divergence/keep.cu",
        "i, 1, @{token_weight(a.in, i)}@, RowState{}", "1.0f", "divergence"),
-    # Hopper's own kernel.
+    # Hopper's kernel of logits, with options.
     *(_M(*mutant) for mutant in OPTIONS),
     _M("hopper, valid tokens: one too few", "linear/sm90/forward.cuh",
        "valid = @{valid_rows(a.chunk)}@;", "max(valid_rows(a.chunk) - 1, 0)", "hopper"),
-    # That kernel without options.
+    # The same kernel without options.
     _M("hopper, plain, last columns: not masked", "linear/sm90/plain.cuh",
        "column == mask.target[h] || @{column >= mask.end[h]}@ ?", "false", "hopper"),
     _M("hopper, plain, target: counted in the sums twice", "linear/sm90/plain.cuh",
@@ -462,7 +462,7 @@ MUTANTS = [
        "encode_logs(log2_e[2], @{log2_e[3]}@)", "log2_e[2]", "portable"),
     _M("hopper, serves: any address", "linear/sm90/engine.cpp",
        "rows && (s.copies_weight || @{tiled::is_aligned(w)}@);", "true", "linear"),
-    # The products of Hopper's gradients.
+    # Hopper's products of the gradients.
     _M("hopper, products: the last row left out", "linear/sm90/product_rows.cuh",
        "if (@{row >= rows}@) return sink;", "row + 1 >= rows", "hopper"),
     _M("hopper, grad_input: without the row's factor", "linear/sm90/product_rows.cuh",

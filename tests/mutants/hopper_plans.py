@@ -2,7 +2,7 @@
 """Mutants of Hopper's plans: (name, file, marked text, what takes its place, tests); see cuda.py."""
 
 PLANS: list[tuple[str, str, str, str, str]] = [
-    # Where E and dz lie in grad_weight's memory.
+    # Panels of E and dz in grad_weight's memory.
     ("lent panels: over rows that are to be written", "linear/tiled/panels.cpp",
        "left / (@{row_bytes(s)}@ + column_bytes(s, p))", "int64_t{0}", "apart"),
     ("lent panels: E without the row's factor", "linear/sm90/product.cu",

@@ -63,7 +63,7 @@ TESTS: dict[str, list[str]] = {
 @dataclass(frozen=True)
 class Edit:
     file: str
-    old: str  # must be in the file exactly once
+    old: str  # must occur exactly once in the file
     new: str
 
 
@@ -73,7 +73,7 @@ class Mutant:
     edits: tuple[Edit, ...]
     tests: tuple[str, ...]  # keys of TESTS
     targets: str = (
-        # LOGITLESS_CPU_TARGETS of its build; "all" adds AMX, and runs only on a CPU with it.
+        # LOGITLESS_CPU_TARGETS of the build; "all" includes AMX, which the CPU must have.
         "some"
     )
 

@@ -25,11 +25,11 @@ inline bool rule_is_off(std::string_view name, std::string_view part = {}) {
 }  // namespace logitless
 """
 
-# Switched off, these let nothing pass: a weight of no floating dtype differs from an input that
-# has one, and such a bias is neither f32 nor the input's, so check_dtype_pairs gives both the same
-# status. If the input's own dtype is as wrong, it is named first.
+# Rules without which nothing more is accepted: check_dtype_pairs refuses the same weights and
+# biases with the same status, since a dtype that is not floating can match neither f32 nor the
+# input's. If the input's own dtype is wrong as well, it is named first.
 EQUIVALENT = ("check_dtypes: weight", "check_dtypes: bias")
-# The shapes of these fields say what N, V and D are, so no shape of theirs is wrong alone.
+# These fields define N, V and D, so their shapes cannot be wrong alone.
 SETS_SIZES = ("input", "logits")
 
 
@@ -116,7 +116,7 @@ def switch_options(text: str, names: list[str]) -> str:
         options = re.findall(r'^    \{"(\w+)"', rows[1], re.MULTILINE)
         names += [f"option: {option}" for option in options]
         head = f"for (const {loop}& rule : {table}) {{\n"
-        # The first loop is that of a call's own options.
+        # The first loop applies the rules of options.
         switch = '    if (rule_is_off("option: ", rule.name)) continue;\n'
         text = text.replace(head, head + switch, 1)
         if switch not in text:

@@ -23,7 +23,7 @@ _NUMBERS, _TARGET, _LOGIT, _LOSS, _OPERANDS = (
     _shader(f"common/{name}") for name in ("numbers", "target", "logit", "loss", "product")
 )
 
-# A mutant names a group of googletest filters of webgpu_suite.
+# Groups of googletest filters of webgpu_suite, by the name that a mutant gives.
 TESTS: dict[str, str] = {
     "rows": "*/Conformance.Every*/webgpu_forward*_f32:*/Conformance.Every*/webgpu_backward_f32"
     ":*/NonFinite.*_f32:*/Invariants.*_f32",
@@ -657,6 +657,6 @@ TESTS["edges"] = "*/Edges.TargetsOutside*/webgpu_forward*_f32"
 TESTS["halves"] = "*/Conformance.EveryShape/webgpu_*_f16:*/Edges.*_f16"
 TESTS["divergences"] = "*/Divergences.*/webgpu_*_f32:*/Divergences.Kept*_f16"
 TESTS["divergences"] += ":*/Conformance.Every*/webgpu_divergence_forward_backward_f32"
-TESTS["faint"] = "WebGpuFaint.*"  # subnormals are flushed, as a GPU may
+TESTS["faint"] = "WebGpuFaint.*"  # with subnormals flushed, as GPUs may
 TESTS["chosen"] = "*/ChosenColumns.*_f32:WebGpuChosen.*"
 TESTS["combine"] = "*/Combines.*forward_f32"

@@ -24,7 +24,7 @@ import support
 from logitless.integrations import patch_transformers
 from ranks import Rank
 
-_calls: list[support.Calls] = []  # of this process
+_calls: list[support.Calls] = []  # in this process
 
 
 def engine_of(me: Rank, model: Any, stage: int, bf16: bool) -> Any:
@@ -34,7 +34,7 @@ def engine_of(me: Rank, model: Any, stage: int, bf16: bool) -> Any:
     }  # fmt: skip
     import deepspeed
 
-    # Its collective through shared memory would be compiled for a minute; gloo's serves as well.
+    # Compiling its shared-memory collective would take a minute; gloo's is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
         "train_micro_batch_size_per_gpu": 2,

@@ -105,7 +105,7 @@ def boolean_mean(a: Any, where: Any, axis: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("block_size", "softcap"),
-    [(None, None), (None, 3.0), (10, None)],  # 10, 3.0: theirs lacks the softcap's derivative
+    [(None, None), (None, 3.0), (10, None)],  # not (10, 3.0): theirs lacks the softcap's derivative
 )
 @pytest.mark.parametrize("head", [(D, V), (V, D)], ids=["head", "tied"])
 @pytest.mark.parametrize("masked", [False, True])

@@ -49,7 +49,7 @@ class Case(NamedTuple):
     accumulated: int = 1
     z_loss: float = 0.0
     devices: int = 1
-    split: bool = False  # the vocabulary is split over the devices, in the place of the data
+    split: bool = False  # the devices split the vocabulary, not the data
 
 
 CASES = {
@@ -151,7 +151,7 @@ def train(folder: pathlib.Path, case: Case) -> Any:
             steps_per_eval=STEPS, load_checkpoint=False, ray=RayConfig(auto_start_cluster=False),
             distributed=DistributedConfig(initialize_jax_distributed=False),
             checkpointer=CheckpointerConfig(str(folder / "saved")),
-            watch=WatchConfig(watch_targets=[]), log_jaxprs=False,  # for they compile once more
+            watch=WatchConfig(watch_targets=[]), log_jaxprs=False,  # these would compile again
         ),
         model=LlamaConfig(
             seq_len=LENGTH, hidden_dim=16, intermediate_dim=24, num_layers=1, num_heads=2,
@@ -168,7 +168,7 @@ def train(folder: pathlib.Path, case: Case) -> Any:
     shape = dict(zip((axis.name for axis in head.axes), head.array.addressable_data(0).shape))
     vocab, embed = (62 // case.devices, 16) if case.split else (VOCAB, 16 // case.devices)
     assert shape == {"vocab": vocab, "embed": embed}, "a device has its part of the head"
-    # On several devices XLA has not yet placed our call, for whose parts it asks later.
+    # On several devices the call is still inside a CustomSPMDPartitioning, which XLA splits later.
     name = "logitless_xla_run" if case.devices == 1 else "@CustomSPMDPartitioning"
     calls = max(text.count(name) for text in texts)
     return logged.of, [np.asarray(leaf) for leaf in jax.tree.leaves(Kept.model)], calls
@@ -193,10 +193,10 @@ def both(folder: pathlib.Path, case: Case) -> Any:
 def test_train_lm_learns_the_same_without_logits(
     case: Case, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The test takes half as long where XLA does not spend its time on faster code.
+    # Without XLA's optimizations the test takes half as long.
     flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count="
     monkeypatch.setenv("XLA_FLAGS", f"{flags}{case.devices}")
-    spawn = multiprocessing.get_context("spawn")  # XLA reads its flags once in a process
+    spawn = multiprocessing.get_context("spawn")  # XLA reads its flags once per process
     with concurrent.futures.ProcessPoolExecutor(1, spawn) as process:
         own, ours, reductions = process.submit(both, tmp_path, case).result(timeout=300)
     (expected, theirs, none), (actual, made, calls) = own, ours

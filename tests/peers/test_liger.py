@@ -60,7 +60,7 @@ def heads() -> tuple[Tensor, ...]:
 
 def agree(ours: Tensor, other: Tensor, leaves: Any) -> None:
     made, theirs = (torch.autograd.grad(loss, leaves) for loss in (ours, other))
-    for a, e in zip((ours, *made), (other, *theirs)):  # which have an error of their own
+    for a, e in zip((ours, *made), (other, *theirs)):  # each with its own error
         torch.testing.assert_close(a, e, rtol=0, atol=2e-5 * float(e.abs().max()))
 
 

@@ -47,7 +47,7 @@ import support  # noqa: E402
 from logitless.integrations.torchtitan import LinearCrossEntropyLoss  # noqa: E402
 from ranks import Rank  # noqa: E402
 
-if not hasattr(torch.distributed, "set_timeout"):  # torch 2.13 cannot change a group's timeout
+if not hasattr(torch.distributed, "set_timeout"):  # torch 2.13 cannot change it
     distributed.set_pg_timeouts = lambda timeout, parallel_dims: None
 
 LENGTH, VOCAB = support.LENGTH, 64
@@ -67,7 +67,7 @@ CASES = {
     "fsdp, bf16": Case(bf16=True),
     "tensor parallel": Case(tp=2),
 }
-_calls: list[support.Calls] = []  # of this process
+_calls: list[support.Calls] = []  # in this process
 
 
 def model() -> Any:
@@ -155,7 +155,7 @@ def train(me: Rank, case: Case, ours: bool, folder: str) -> dict[str, Tensor]:
     _calls[0].taken()
     made = Trainer(config)
     for module in made.model_parts[0].modules():
-        if isinstance(module, FSDPModule):  # gloo has no sum that is multiplied before
+        if isinstance(module, FSDPModule):  # gloo cannot multiply before it sums
             module.set_force_sum_reduction_for_comms(True)
     losses: list[float] = []
     made.metrics_processor.log = lambda step, loss, *_, **__: losses.append(float(loss))
@@ -172,7 +172,7 @@ def train(me: Rank, case: Case, ours: bool, folder: str) -> dict[str, Tensor]:
 def both(me: Rank, case: Case, folder: str) -> dict[str, Tensor]:
     theirs, ours = (train(me, case, which, folder) for which in (False, True))
     assert theirs.pop("calls") == 0
-    # A loss of a split vocabulary is two calls, for the labels' logits come first.
+    # With a split vocabulary each loss is two calls: the labels' logits come first.
     assert ours.pop("calls") == support.STEPS * case.accumulated * case.tp
     losses = ours.pop("losses")
     support.same_run(losses.tolist(), theirs.pop("losses").tolist(), case.bf16)

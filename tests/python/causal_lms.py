@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from logitless import LogitlessError
 from logitless.integrations import patch_transformers
 
-# What configurations call their sizes.
+# Small sizes, under all the names that configurations use.
 SMALL: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -39,8 +39,8 @@ SMALL: dict[str, Any] = {
     "decoder_ffn_dim": 40, "encoder_layers": 2, "max_target_positions": 64, "image_size": 16,
     "patch_size": 8, "depth": 1, "embed_dim": 32, "out_hidden_size": 32, "projection_dim": 32,
 }  # fmt: skip
-# What some want beside or instead; None leaves a name to its default. Scales that are 1 by default
-# are set to something else, so that they are seen.
+# Values that single models need on top; None removes a name. Scales whose default is 1 get another
+# value, so that ignoring them shows.
 VISION = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
     "image_size": 16, "patch_size": 8, "output_channels": 32, "mlp_dim": 40, "window_size": 2,
@@ -91,7 +91,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
-MOST = 16e6  # parameters
+MOST = 16e6  # parameters of a model, at most
 DROPPED = ((), ("sliding_window",), ("head_dim",), ("num_key_value_heads",))
 
 

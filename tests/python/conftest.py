@@ -77,7 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def fresh() -> None:
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
-        # dynamo compiles a function eight times at most, and tests share the package's functions.
+        # Dynamo compiles a function at most eight times, and tests share the package's functions.
         torch._dynamo.reset()
 
 

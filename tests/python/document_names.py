@@ -267,7 +267,8 @@ def a_model_over_ranks() -> Names:
     return {"model": Model(), "loader": [[batch, batch]] * 2, "valid_tokens": 2.0 * B * T * size}
 
 
-# What is given to the blocks of a page: to the first that holds a text, and to those behind it.
+# Names given to a page's code blocks: to the first block that contains the text, and to all later
+# ones.
 GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
     "README.md": [
         ("from logitless.torch import linear_cross_entropy", torch_tensors),
@@ -306,7 +307,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
         ("integrations.torchtitan", lambda: needs("torchtitan") or {}),
     ],
 }
-RANKS = {"docs/devices.md": 2}  # processes; other pages have one
+RANKS = {"docs/devices.md": 2}  # processes; other pages run in one
 
 
 def python_blocks(page: str) -> Iterator[code_blocks.Block]:

@@ -32,7 +32,7 @@ class Exact:
             e = gamma(rows.shape[-1]) * depth + 3 * U32 * z.abs()  # [N, V]
             e_t, z_t = (v.gather(-1, s["safe"][:, None])[:, 0] for v in (e, z))
             vocab = math.log2(z.shape[-1])
-            # The bound holds for whichever row_reference there is.
+            # Valid for any row_reference that the contract allows.
             log_sum = lse - z.amax(-1, keepdim=True) + math.log(2)
             b = 4 * U32 * (entropy + vocab + 3 + log_sum) + U32 * lse.abs()
             b = b + (self.p * e).sum(-1, keepdim=True)
@@ -56,7 +56,7 @@ class Exact:
         draw = g * self.of_p + dg * (p + column) + dg_entropy * rest + 4 * U32 * summands
         draw += g_entropy * (self.of_p * (1 + self.surprise) + p * self.of_entropy[:, None])
         if self.dtype is BF16:
-            draw += unit * g_entropy * p  # the error of kept state
+            draw += unit * g_entropy * p  # the additional error of kept state
         rounded = 2 * unit if self.dtype is BF16 else 0.0
         n, vocab = p.shape
         x, w = self.input.detach().flatten(0, -2).abs(), self.weight.detach().abs()

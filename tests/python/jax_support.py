@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Before JAX starts: gives it eight CPU devices, and keeps it from reserving a GPU's whole memory.
+# Set before JAX starts: eight CPU devices, and no reservation of a GPU's whole memory.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -101,9 +101,9 @@ def products(calls: Sequence[str]) -> int:
         gradients = len({"grad_input", "grad_weight"} & {*names})
         states = [name for name in names if name.startswith(("row_", "loss", "lse", "entropy"))]
         if gradients and "kept" not in names:
-            count += 1  # makes the logits again
+            count += 1  # computes the logits again
         elif not gradients and states and "shard_row_reference" not in names:
-            count += 1  # a Forward of the targets' logits alone makes none, nor does Combine
+            count += 1  # neither Combine nor a Forward of target logits alone makes logits
         count += gradients
     return count
 

@@ -22,7 +22,7 @@ from torch import Tensor
 BACKEND = os.environ.get("LOGITLESS_TEST_RANKS", "gloo")
 DEVICE = "cpu" if BACKEND == "gloo" else "cuda"
 SIZES = [s for s in (2, 3, 4) if BACKEND == "gloo" or s <= torch.cuda.device_count()]
-COLLECTIVE_S = 75  # a rank that waits for another gives up
+COLLECTIVE_S = 75  # how long a rank waits for another
 CASE_S = 150
 START_S = 120
 
@@ -138,7 +138,7 @@ class Group:
             for rank, reply in enumerate(replies)
             if reply is None or reply.error
         ]
-        if errors:  # who waited for the one that failed is out of step
+        if errors:  # ranks that waited for the failed one are out of step
             self.stop(kill=True)
             raise AssertionError("\n".join(errors))
         first: dict[str, tuple[int, Any]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bounds of gradients and losses, relative to the largest element (all shapes here are small).
+# Bounds of gradients and losses, relative to the largest element; all shapes here are small.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 

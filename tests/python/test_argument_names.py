@@ -34,7 +34,7 @@ ROLES: dict[str, Any] = {
     "normalizer": np.array(3.0, np.float32),
     "ids": np.zeros((TOKENS, 3), np.int32),
 }
-TEACHERS = "teacher's "  # roles of a second head, which is as the first
+TEACHERS = "teacher's "  # prefix of a second head's roles
 ROLES |= {f"{TEACHERS}{role}": ROLES[role] for role in ("input", "head", "bias")}
 ROLE_OF = {
     "input": "input", "_input": "input", "e": "input", "hidden": "input", "logits": "logits",
@@ -46,7 +46,7 @@ ROLE_OF = {
     "teacher_bias": "teacher's bias",
     "ce_weight": "classes", "token_weight": "tokens", "normalizer": "normalizer",
 }  # fmt: skip
-# In these functions of another library `weight` is the head.
+# In these functions, named like other libraries', `weight` is the head's weight.
 FLATTENED = ("verl.linear_cross_entropy", "megatron.linear_cross_entropy")  # labels of any shape
 OF_THE_HEAD = ("liger.apply", *FLATTENED)
 OPTIONS = frozenset(
@@ -57,8 +57,8 @@ OPTIONS = frozenset(
     "filter_c_grad impl vocab_parallel_options dist_process_group ce_impl ce_mode "
     "kind beta label_weight teacher_temperature teacher_logit_scale teacher_softcap "
     "vocab_ids teacher_vocab_ids "  # lists of rows
-    "over offsets "  # how linear_logprobs_at takes its ids
-    "teacher_logits "  # in the place of the teacher's head
+    "over offsets "  # of linear_logprobs_at
+    "teacher_logits "  # instead of the teacher's head
     "chunk_mem_const group axis_name upstream tp_group "
     "sequence_parallel chunks logit_scale_multiply logit_scale_divide logit_softcapping "
     "options k".split()
@@ -83,7 +83,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         ).forward,
     }
     for name in logitless.torch.__all__:
-        if name == "set_default_memory":  # which takes no tensor
+        if name == "set_default_memory":  # it takes no tensor
             continue
         if inspect.isfunction(function := getattr(logitless.torch, name)):
             found[f"torch.{name}"] = function
@@ -119,7 +119,7 @@ def wrong(role: str, alone: bool) -> Iterator[tuple[str, Any]]:
     """What is wrong with a tensor, and that tensor. `alone`: nothing else gives its shape."""
     right = ROLES[role]
     role = role.removeprefix(TEACHERS)
-    # The tensors are as wide as they are; else the other operand is named.
+    # These tensors define the width, so an error names the other operand.
     if role in ("input", "logits"):
         if not alone:
             yield "shape", np.concatenate((right, right[:1]))
@@ -127,7 +127,7 @@ def wrong(role: str, alone: bool) -> Iterator[tuple[str, Any]]:
     elif role == "normalizer":
         yield "shape", np.ones(2, np.float32)
     else:
-        # Of ids the last dimension may be any.
+        # The last dimension of ids may have any size.
         wider = (*right.shape[:-1], right.shape[-1] + 1)
         wider = (TOKENS + 1, 3) if role == "ids" else wider
         yield "shape", np.ones(wider, right.dtype)
@@ -143,7 +143,7 @@ CASES = [
     for argument, role in tensors(name).items()
     for what, value in wrong(role, alone={"target", "ids"}.isdisjoint(tensors(name).values()))
     if (role, what) != ("target", "rank") or not name.endswith(FLATTENED)
-    if what != "dtype" or role == "target" or not name.endswith("unsloth")  # which casts the input
+    if what != "dtype" or role == "target" or not name.endswith("unsloth")  # it casts the input
 ]
 
 
@@ -166,7 +166,7 @@ def test_an_error_names_the_arguments_of_its_function(
     name: str, argument: str, value: Any, mode: Any
 ) -> None:
     if mode is PassThrough and (name.startswith(("jax.", "numpy.")) or name.endswith("softmax_")):
-        return  # under this mode softmax_ is torch's own
+        return  # torch's own softmax_
     given = arguments(name, **{argument: value})
     with pytest.raises(LogitlessError) as caught, mode():
         FUNCTIONS[name](**given)

@@ -98,7 +98,7 @@ def test_a_second_backward_is_the_first_again(
     first = torch.autograd.grad(loss * 3, (x, w, b), retain_graph=True)
     second = torch.autograd.grad(loss * 3, (x, w, b), retain_graph=True)
     third = torch.autograd.grad(loss * 0.5, (x, w, b))
-    # On CUDA gradients of f16 wait for the scaler's factor.
+    # On CUDA, gradients of f16 wait for the gradient scaler's factor.
     once = [FORWARD, BACKWARD] if dtype is F16 and device == "cuda" else [BOTH]
     assert launched == [*once, *once[-1:] * 2]
     expected = reference.loss(reference.logits_of(x, w, b), t, label_smoothing=0.1)
@@ -107,7 +107,7 @@ def test_a_second_backward_is_the_first_again(
         close(a, e * 3, dtype)
         close(s, e * 3, dtype)
         close(h, e * 0.5, dtype)
-        # Of f16 on CUDA the first backward has used what was kept, in 16 bits.
+        # With f16 on CUDA, the first backward read state kept in 16 bits.
         assert torch.equal(a, s) or once != [BOTH]
 
 
@@ -283,7 +283,7 @@ def test_a_default_device_leaves_the_eager_path_alone() -> None:
     assert "FusedLoss" in plain.__name__
     with torch.device("cpu"):
         assert type(linear_cross_entropy(x, w, t).grad_fn) is plain
-        with BaseTorchFunctionMode():  # such a mode may want to see the op
+        with BaseTorchFunctionMode():  # such a mode must see the op
             assert type(linear_cross_entropy(x, w, t).grad_fn) is not plain
     torch.set_default_device("cpu")
     try:
@@ -301,7 +301,7 @@ def test_results_may_be_changed_in_place(device: str, shape: tuple[int, ...]) ->
     loss, s = linear_cross_entropy(x, w, t, reduction="none", return_statistics=names)
     for result in (loss, *s):
         assert result.shape == t.shape and not result._is_view()
-        if result is not s.entropy:  # backward reads the entropy, and torch says so
+        if result is not s.entropy:  # torch reports that backward reads the entropy
             result.mul_(2)
     grads = torch.autograd.grad(loss.sum(), (x, w))
     for ours, theirs in zip(grads, torch.autograd.grad(expected.sum(), (x, w))):
@@ -386,7 +386,7 @@ def test_a_vmap_over_backward_is_refused_by_name(reduction: str) -> None:
         torch.testing.assert_close(one, *grads(loss, x, u, retain_graph=True))
 
 
-EMPTY: dict[str, dict[str, Any]] = {  # what a mean divides by is 0, or no number
+EMPTY: dict[str, dict[str, Any]] = {  # the divisor of the mean is 0 or not a number
     "class weights": {"weight": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])},
     "a number": {"normalizer": 0},
     "a tensor": {"normalizer": torch.tensor(0.0)},

@@ -113,7 +113,7 @@ def test_opcheck_of_transposed_tensors(device: str, which: str) -> None:
     assert [g.stride() for g in grads[:2]] == [x.stride(), w.stride()]
     fused = (*given, both | _run.FUSED | _run.LOSS, 0, None)
     torch.library.opcheck(torch.ops.logitless.forward, fused)
-    rows = x.t().reshape(2, 4, 10).permute(2, 0, 1)[..., :2]  # [10, 2, 2], as no matrix
+    rows = x.t().reshape(2, 4, 10).permute(2, 0, 1)[..., :2]  # [10, 2, 2], no view of a matrix
     tensors = (rows, torch.ones(19, 2, device=device), None, t.repeat(2).view(10, 2), *[None] * 6)
     given = _ops.arguments(tensors, Options(2), None)
     torch.library.opcheck(
@@ -207,7 +207,7 @@ def test_dynamic_shapes_do_not_recompile(device: str) -> None:
         loss = compiled(x, w, t)
         loss.backward()
         close(loss, reference.loss(reference.logits_of(x, w), t))
-        if tokens == 5:  # dynamo itself begins anew once, to make symbols of plain numbers again
+        if tokens == 5:  # dynamo recompiles once, with symbols for numbers
             first = counter.graphs.frame_count
     assert counter.graphs.frame_count == first
 

@@ -43,7 +43,7 @@ def everything(x: Any, w: Any, t: Any) -> None:
 
 def test_no_host_synchronization() -> None:
     x, w, _, t = problem((2, 40), 300, 64, BF16, "cuda")
-    everything(x, w, t)  # this call loads what every first call loads
+    everything(x, w, t)  # a first call loads kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -108,7 +108,7 @@ def test_a_stream_of_its_own() -> None:
 
 
 def test_another_device_than_the_current_one() -> None:
-    before = torch.cuda.current_device()  # whatever it is, JAX in this process may change it
+    before = torch.cuda.current_device()  # JAX in this process may have changed it
     device = f"cuda:{(before + 1) % torch.cuda.device_count()}"
     x, w, _, t = problem((64,), 500, 64, BF16, device)
     loss = linear_cross_entropy(x, w, t)
@@ -235,7 +235,7 @@ def test_peak_memory_is_what_was_said(share: float | None) -> None:
     linear_cross_entropy(x, w, t, memory=memory).backward()
     x.grad = w.grad = None
     torch.cuda.synchronize()
-    gc.collect()  # what other tests have left must not go meanwhile
+    gc.collect()  # so that nothing of other tests is freed below
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     inputs = torch.cuda.memory_allocated()

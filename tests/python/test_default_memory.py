@@ -31,7 +31,7 @@ from reference import close
 from test_linear import problem
 
 KIB = 1 << 10
-SOME = 700 * KIB  # too few for the logits of `head`, enough to keep some of them
+SOME = 700 * KIB  # too little for all logits of `head`, enough for some
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ WITHOUT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def test_without_the_argument_what_is_kept_is_bounded_by_the_default(name: str) -> None:
     x, w, t = head()
     call = WITHOUT[name]
-    with default_memory("1GiB"):  # else those in other libraries' names take what those do
+    with default_memory("1GiB"):  # otherwise functions of integrations use more
         free = call(x, w, t)
     with default_memory(SOME):
         bound = call(x, w, t)
@@ -116,7 +116,7 @@ def test_workspace_size_and_a_mean_follow_it() -> None:
     with default_memory(SOME):
         assert workspace_size(x, w, t) <= SOME < free
         linear_cross_entropy(x, w, t).backward()
-        cross_entropy(torch.randn(3, 7), torch.zeros(3, dtype=torch.int64))  # has no workspace
+        cross_entropy(torch.randn(3, 7), torch.zeros(3, dtype=torch.int64))  # needs no workspace
     with (
         default_memory(1),
         pytest.raises(ValueError, match=r"that of default_memory, is 1 bytes; all"),

@@ -45,7 +45,7 @@ def case(function: Callable[[Rank], Results]) -> Callable[[Rank], Results]:
     return function
 
 
-# --- the problem, the same on every rank ---
+# --- the problem, equal on every rank ---
 
 
 class Problem(NamedTuple):
@@ -726,7 +726,7 @@ def the_same_bits_in_20_runs(me: Rank) -> Results:
 def a_row_does_not_depend_on_the_others(me: Rank) -> Results:
     """Loss, entropy and, on a CPU, grad_input of a row alone have the bits of that row among
     others."""
-    gpu = ranks.BACKEND != "gloo"  # where products of f32 promise nothing
+    gpu = ranks.BACKEND != "gloo"  # f32 products there have no fixed bits
     dtype = BF16 if gpu else F32
     p, bounds = problem(me.size, (9,), targets="none ignored", dtype=dtype)
     names = ("entropy",)
@@ -820,7 +820,7 @@ for _entropy in (False, True, "detached"):
         )
 
 
-# --- hidden states that are split along a dimension of tokens ---
+# --- hidden states split along a dimension of tokens ---
 
 
 def own_of(x: Tensor, me: Rank, dim: int) -> Tensor:
@@ -839,7 +839,7 @@ def _sequence(
     start, stop = bounds[me.rank]
     options |= given(p) if given else {}
     options |= {"reduction": reduction}
-    # Each rank has its own factor, where its outputs are those of its own tokens.
+    # Each rank has its own factor if its outputs are those of its own tokens.
     factors = torch.tensor([(rank + 2.0) if local else 1.5 for rank in range(size)])
     if unused:
         factors[0] = 0
@@ -908,7 +908,7 @@ def _sequence(
         near_rows(own_w.grad, grad_w, slice(start, stop), dtype)
         near_rows(own_b.grad, grad_b, slice(start, stop), dtype)
     assert own_x.grad is not None and own_x.grad.shape == own_x.shape
-    if local and reduction != "none":  # a rank's loss is its own tokens' part of the whole
+    if local and reduction != "none":  # each rank has its own tokens' part of the loss
         both = loss.detach().clone()
         dist.all_reduce(both)
         close(both, losses.sum() / by)
@@ -1092,7 +1092,7 @@ def a_mesh_of_two_dimensions(me: Rank) -> Results:
     return {"loss": both, f"loss {dp}": loss, f"grad {dp}": x.grad}
 
 
-# --- errors: on every rank the same, and none waits ---
+# --- errors: the same on every rank, and no rank hangs ---
 
 
 def refusal(
@@ -1113,7 +1113,7 @@ def _refused(
         p = change(p, bounds) or p
     text = refusal(kind, match, lambda: call_own(me, p, bounds, **options))
     loss, *_ = call_own(me, problem(me.size)[0], bounds_of("uneven", me.size, 37))
-    return {"text": text, "loss": loss.detach() * 0}  # nobody is out of step
+    return {"text": text, "loss": loss.detach() * 0}  # no rank is out of step
 
 
 def refused(
@@ -1191,7 +1191,7 @@ def a_split_with_a_gap_or_an_overlap(me: Rank) -> Results:
             ),
         )  # fmt: skip
     each = -(-37 // me.size)
-    rows = 1 if me.rank == 0 else each  # too few for torch.chunk's split
+    rows = 1 if me.rank == 0 else each  # fewer than torch.chunk would give
     texts["chunk"] = refusal(
         ValueError, "vocabulary",
         lambda: linear_cross_entropy(
@@ -1233,7 +1233,7 @@ def _wrong_on_one_rank(me: Rank, local: bool, name: str, value: Any, match: str)
     call = functools.partial(call_own, me, own, bounds, **where, **wrong)
     text = refusal((ValueError, TypeError), match, call)
     loss, *_ = call_own(me, own, bounds, reduction="sum", **where)
-    return {"text": text, "loss": loss.detach() * 0}  # nobody is out of step
+    return {"text": text, "loss": loss.detach() * 0}  # no rank is out of step
 
 
 for _local in (False, True):
@@ -1307,7 +1307,7 @@ def a_bias_that_is_a_scalar(me: Rank) -> Results:
     text = rf"^linear_bias has shape \(\); allowed: \({rows},\)"
     refusal(ValueError, text, lambda: call_own(me, p, bounds, linear_bias=torch.tensor(1.0)))
     loss, *_ = call_own(me, p, bounds)
-    return {"loss": loss.detach() * 0}  # nobody is out of step
+    return {"loss": loss.detach() * 0}  # no rank is out of step
 
 
 @case
@@ -1347,7 +1347,7 @@ def one_rank_is_refused(me: Rank) -> Results:
     return texts
 
 
-# --- the bugs that others have had: each makes a check fail ---
+# --- common bugs of such code: each must make a check fail ---
 
 
 def _of_states(change: Callable[[Tensor, int], None]) -> Callable[[Any], Any]:
@@ -1546,7 +1546,7 @@ def ranks_that_ask_for_other_things(rank: Rank) -> Results:
         with pytest.raises(ValueError, match=r"^Split\.blocks is \[2, 4\] on the ranks"):
             linear_cross_entropy(x, w, t, group=dist.group.WORLD, vocab_blocks=2 + 2 * rank.rank)
         with pytest.raises(ValueError, match=r"allowed with Split\.blocks 4 of 10 columns"):
-            linear_cross_entropy(  # as torch.chunk splits them
+            linear_cross_entropy(  # torch.chunk's split
                 x, w[:5], t, group=dist.group.WORLD, vocab_start=5 * rank.rank, vocab_total=10,
                 vocab_blocks=4,
             )  # fmt: skip
@@ -1680,7 +1680,7 @@ def one_rank_is_refused_in_backward(rank: Rank) -> Results:
 @case
 def ranks_of_which_one_has_no_gradient(rank: Rank) -> Results:
     """It would never come to the others' backward."""
-    for dtype in (F32, F16):  # of f16 nothing is kept for backward
+    for dtype in (F32, F16):  # f16 keeps nothing for backward
         x, w, t = torch.randn(4, 8).to(dtype), torch.randn(8, 8).to(dtype), torch.arange(4)
         w.requires_grad_(rank.rank == 0)
         with pytest.raises(
@@ -1753,7 +1753,7 @@ def a_split_that_is_not_of_whole_blocks_is_refused(rank: Rank) -> Results:
     return {}
 
 
-# Ranks tell each other of errors on the CPU alone, and some cases are about a CPU.
+# Ranks exchange errors only on the CPU, and some cases are about the CPU.
 ON_THE_CPU = {
     "autocast", "memory_that_is_enough_for_some_ranks", "memory_that_is_enough_for_forward_only",
     "one_rank_is_refused", "ranks_that_ask_for_other_things", "a_sequence_that_cannot_be_split",

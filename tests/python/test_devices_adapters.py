@@ -74,7 +74,7 @@ class Made(NamedTuple):
     x: Tensor
     w: Tensor
     b: Tensor | None = None
-    logits: Tensor | None = None  # their gradient
+    logits: Tensor | None = None  # the gradient of the logits
 
     def part(self, p: Problem, rows: slice) -> Tensor:
         """What these columns add to the gradient of x."""
@@ -352,7 +352,7 @@ def of_module(me: Rank, reduction: str = "none", **flags: Any) -> Results:
 
     def call(x: Tensor, w: Tensor, b: Any) -> Any:
         layer = given_to(layer_of(None, None, dist.group.WORLD, **flags), w, b)
-        assert layer(x)[0].shape == (*x.shape[:2], w.shape[0])  # without labels, its logits
+        assert layer(x)[0].shape == (*x.shape[:2], w.shape[0])  # without labels it returns logits
         return layer(x, labels=p.t.T, reduction=reduction)
 
     def outputs(logits: Tensor) -> Tensor:
@@ -509,7 +509,7 @@ def of_titans_data_parallel(me: Rank) -> Results:
     return {"total": total}
 
 
-# --- known mistakes, each of which must make a case fail ---
+# --- mutants: each must make a case fail ---
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -608,7 +608,7 @@ def test_a_known_mistake_makes_a_case_fail(group: ranks.Group, name: str) -> Non
     group.call(mutated, name)
 
 
-# --- what is refused, by name ---
+# --- refused, by name ---
 
 
 def layer(**more: Any) -> Any:

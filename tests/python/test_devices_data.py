@@ -41,7 +41,7 @@ from logitless.torch._split import exchange, rule, sums
 from logitless.torch._split import ranks as _ranks
 from logitless.torch.parallel import head_costs
 
-HIDDEN, VOCAB = 8, 19  # which no number of ranks divides
+HIDDEN, VOCAB = 8, 19  # 19 is not divisible by any number of ranks
 BF16 = torch.bfloat16
 Results = dict[str, Tensor]
 CASES: dict[str, tuple[tuple[int, ...], Callable[[Rank], Results | None]]] = {}
@@ -57,7 +57,7 @@ def sizes(*counts: int) -> Callable[[Any], Any]:
     return add
 
 
-# --- what cases share ---
+# --- shared by the cases ---
 
 
 @functools.cache
@@ -167,7 +167,7 @@ def learns_as_fsdp(
     pair = [with_fsdp(Model(ordinary), mesh, dtype) for ordinary in (False, True)]
     ours, theirs = [trained(me, m, optimizer_of(m), range(3), normalized) for m in pair]
     off = 2e-6 if dtype is None else 2e-3
-    for name in theirs:  # after everything that the ranks do together
+    for name in theirs:  # after all collectives
         for a, e in zip(ours[name], theirs[name], strict=True):
             close(a, e, off)
 
@@ -220,7 +220,7 @@ def gradients_are_those_of_the_mean_of_the_ranks(me: Rank) -> None:
         return head(x, t) * (rank + 0.5)
 
     for mesh in meshes(me.size):
-        for vocab in (VOCAB, 20, 5, 1):  # of 5 on four ranks the last has none, of 1 the others
+        for vocab in (VOCAB, 20, 5, 1):  # with 5 on four ranks the last one is empty
             gradients_as(me, mesh, vocab, mean, label_smoothing=0.1)
 
 
@@ -243,7 +243,7 @@ def every_option_is_of_the_own_tokens(me: Rank) -> None:
     classes = torch.rand(VOCAB, generator=ranks.generator(1)) + 0.5
     gradients_as(me, mesh_of(me.size), VOCAB, shifted, shift=True, weight=classes)
 
-    def summed(head: Any, rank: int, x: Tensor) -> Any:  # one rank has ignored tokens alone
+    def summed(head: Any, rank: int, x: Tensor) -> Any:  # one rank has only ignored tokens
         t = batch(rank)[1] if rank else torch.full((2, 4), -100)
         return head(x, t)
 
@@ -274,7 +274,7 @@ def shapes_may_differ_where_counts_do_not(me: Rank) -> None:
     head = head_of().parallelize(mesh, tokens="sharded")
     count = 8 - 2 * me.rank
     words = "the number of the input's tokens is [8, 6] on the ranks|pad with tokens"
-    if ranks.BACKEND == "gloo":  # GPUs' ranks do not tell each other
+    if ranks.BACKEND == "gloo":  # on GPUs, ranks do not exchange errors
         x = torch.randn(count, HIDDEN)
         refused(words, lambda: head(x, torch.zeros(count).long()), ValueError)
     empty = head(torch.randn(0, 4, HIDDEN), torch.zeros(0, 4).long())
@@ -291,7 +291,7 @@ def a_divide_factor_takes_the_place_of_the_number_of_ranks(me: Rank) -> None:
             other = fully_shard(head_of(), mesh=mesh)
             if factor is not None:
                 other.set_gradient_divide_factor(factor)
-                other.set_force_sum_reduction_for_comms(True)  # gloo does not multiply
+                other.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
             for h in (head, other):
                 h(*batch(me.rank)).backward()
                 found.append(full(h.weight.grad))
@@ -377,7 +377,7 @@ def _loaded(head: Any, by: float) -> None:
 
 WRITES: list[Scaled] = [_foreach_mul, _data_mul, _local_mul, _loaded]
 OPTIMIZERS: list[dict[str, bool]] = [{}, {"foreach": True}, {"fused": True}]
-ZEROED: list[bool | None] = [None, True, False]  # set_to_none; None: not at all
+ZEROED: list[bool | None] = [None, True, False]  # set_to_none; None: no zero_grad
 
 
 def losses_are_true(me: Rank, head: Any, optimizer: Any, zeroed: bool | None, late: bool) -> None:
@@ -415,7 +415,7 @@ def every_loss_is_of_the_weights_that_are_there(me: Rank) -> None:
 @sizes(2)
 def every_way_to_write_weights_is_seen(me: Rank) -> None:
     x, t = batch(me.rank)
-    for dtype in (BF16, None):  # of param_dtype, or of autocast
+    for dtype in (BF16, None):  # by param_dtype or by autocast
         head = head_of().parallelize(mesh_of(2), tokens="sharded", param_dtype=dtype)
         for write in WRITES:
             for trains in (False, True):
@@ -429,7 +429,7 @@ def every_way_to_write_weights_is_seen(me: Rank) -> None:
     copied = copy.deepcopy(head)
     with torch.no_grad():
         assert torch.equal(copied(x, t), head(x, t))
-        with torch.autocast(ranks.DEVICE, torch.float16):  # goes before param_dtype
+        with torch.autocast(ranks.DEVICE, torch.float16):  # overrides param_dtype
             close(head(x, t), true_loss(head, x, t, torch.float16), 2e-3)
 
 
@@ -462,7 +462,7 @@ def parameters_of_inference_mode_are_cast(me: Rank) -> None:
         close(head(x, t), true_loss(head, x, t), 2e-3)
 
 
-# --- what is saved ---
+# --- checkpoints ---
 
 
 @sizes(2, 4)
@@ -547,7 +547,7 @@ def what_is_refused(me: Rank) -> None:
     refused("input is a DTensor|to_local()", lambda: head(placed, t), NotImplementedError)
     goal = distribute_tensor(t, mesh, [Replicate()])
     refused("target is a DTensor|to_local()", lambda: head(x, goal), NotImplementedError)
-    if ranks.BACKEND == "gloo":  # every rank raises what the first of them raises
+    if ranks.BACKEND == "gloo":  # every rank raises the first rank's error
         t[1, 1] = VOCAB + me.rank
         named = f"target[5] on rank 0 is {VOCAB}; allowed: 0 to {VOCAB - 1}"
         refused(named, lambda: head(x, t), ValueError)
@@ -593,7 +593,7 @@ def ranks_are_compared_but_for_what_is_their_own(me: Rank) -> None:
         _ranks.ON = before
 
 
-# --- mistakes, each of which makes the case that is named for it fail ---
+# --- mutants: each makes the case of its name fail ---
 
 
 def _summed(real: Any) -> Any:
@@ -629,7 +629,7 @@ def _stale(real: Any) -> Any:
     kept: dict[Any, Tensor] = {}
 
     def cast(tensor: Tensor, dtype: Any) -> Tensor:
-        if tensor.shape[0] in (10, 9) and dtype is BF16:  # the rows of VOCAB on two shards
+        if tensor.shape[0] in (10, 9) and dtype is BF16:  # VOCAB's rows on two shards
             return kept.setdefault(tensor.shape, real(tensor, dtype))
         made: Tensor = real(tensor, dtype)
         return made
@@ -702,7 +702,7 @@ def test_what_moves_is_counted() -> None:
     assert costs.tokens.peak == 8 * 2048 * 4096 * (2 + 8) + 2 * shard + 2 * kept
     assert costs.weight.peak == 8 * shard * (2 + 2 + 4)
     assert costs.cheaper() == "tokens"
-    even = head_costs(128256 // 8, 4096, 128256, 8)  # as many tokens as columns
+    even = head_costs(128256 // 8, 4096, 128256, 8)  # as many tokens as a shard's columns
     assert 0 < even.tokens.moved - even.weight.moved < 0.01 * even.weight.moved
     many = head_costs(32768, 4096, 128256, 8)
     assert many.tokens.moved > many.weight.moved and many.cheaper() == "weight"
@@ -710,7 +710,7 @@ def test_what_moves_is_counted() -> None:
     assert exact.weight.moved == 7 * shard * (4 + 4)
     assert (
         exact.tokens.peak == 8 * 2048 * 4096 * (4 + 8) + 4 * kept
-    )  # the products take the shard itself
+    )  # the products read the shard itself
     alone = head_costs(2048, 4096, 128256, 1)
     assert alone.tokens == alone.weight and alone.tokens.moved == 0
     with pytest.raises(ValueError, match="ranks is 0; allowed: >= 1"):

@@ -40,7 +40,7 @@ class Shard:
     def __init__(self, h: Heads, me: Rank, cut: str = "uneven", padding: int = 0) -> None:
         start, stop = bounds_of(cut, me.size, VOCAB)[me.rank]
         self.rows = slice(start, stop)
-        self.padding = padding if me.rank == me.size - 1 else 0  # behind the last columns
+        self.padding = padding if me.rank == me.size - 1 else 0  # after the last columns
         self.split = Split(dist.group.WORLD, start=start, total=VOCAB)
         self.input = h.input.detach().clone().requires_grad_(h.input.requires_grad)
         self.weight = self.own(h.weight).requires_grad_(h.weight.requires_grad)
@@ -178,7 +178,7 @@ def what_is_not_finite_stays_in_its_row(me: Rank) -> Results:
         for value in (float("nan"), float("inf")):
             h = heads()
             logits = torch.randn(*h.target.shape, VOCAB)
-            logits[1, 2, 4] = value  # of one shard
+            logits[1, 2, 4] = value  # in one shard
             shard = Shard(h, me)
             loss, statistics = shard(
                 **options, teacher_logits=logits, reduction="none", return_statistics=STATISTICS[:3]
@@ -418,7 +418,7 @@ def torch_compile(me: Rank) -> Results:
         for reduction in ("none", "mean"):
             torch._dynamo.reset()
             eager, traced = Shard(h, me), Shard(h, me)
-            if kind == "reverse_kl":  # each rank's tokens are its own
+            if kind == "reverse_kl":  # each rank has its own tokens
                 for one in (eager, traced):
                     one.split = dataclasses.replace(one.split, sequence_dim=1, local_tokens=True)
             options: dict[str, Any] = {
@@ -477,7 +477,7 @@ def errors_on_every_rank(me: Rank) -> Results:
     refused(r"^beta is 1\.5", beta=1.5)
     refused(r"^token_weight", token_weight=torch.ones(3))
     refused(r"^what is asked for", return_statistics="acceptance")
-    refused(r"^what is asked for", kind="forward_kl")  # which has no mean
+    refused(r"^what is asked for", kind="forward_kl")  # reduction="none" has no mean
     shard = Shard(h, me)
     if last:
         shard.teacher = (shard.teacher[0], shard.teacher[1][:-1])

@@ -42,9 +42,9 @@ from logitless.torch.parallel import HeadParallel
 from splits import linear_cross_entropy, linear_logprob
 
 TP = 2
-PROCESSES = 4 if 4 in ranks.SIZES else TP  # NCCL wants a GPU each
-SECONDS = 60  # that a process waits for another
-WHOLE = 400  # and pytest for all of them
+PROCESSES = 4 if 4 in ranks.SIZES else TP  # NCCL needs a GPU for each
+SECONDS = 60  # how long a process waits for another
+WHOLE = 400  # how long pytest waits for all
 TOKENS, HIDDEN = (2, 4), 8
 Case = Callable[[Any], None]
 CASES: dict[str, tuple[int, Case]] = {}
@@ -140,7 +140,7 @@ def exact(
 
 @processes(2)
 def dtensors_say_what_is_split(mesh: Any) -> None:
-    for vocab in (20, 19, 3, 1):  # shares of 1 row: 1 and none
+    for vocab in (20, 19, 3, 1):  # with 1 row, one rank has none
         x, w, b, t = problem(vocab)
         loss, (gx, gw, gb) = exact(x, w, b, t, label_smoothing=0.1)
         for placement in (Replicate(), Shard(0), Shard(1), None):
@@ -181,7 +181,7 @@ def a_logprob_of_dtensors(mesh: Any) -> None:
 
 @processes(2)
 def rows_behind_vocab_total_are_padding(mesh: Any) -> None:
-    for vocab, total in ((20, 17), (20, 9)):  # of 9 the second rank has none
+    for vocab, total in ((20, 17), (20, 9)):  # with 9 the second rank has none
         x, w, _, t = problem(vocab)
         t = t.clamp(max=total - 1)
         loss, (gx, gw) = exact(x, w[:total], None, t)
@@ -220,7 +220,7 @@ def constants_that_are_dtensors(mesh: Any) -> None:
         one, two = (distribute_tensor(v, mesh, [Replicate()]) for v in (classes, count))
         made, s = loss(input, weight, given, one, two)
         lse = statistics.lse
-        if placement != Replicate():  # the ranks' own tokens, of which each has its part
+        if placement != Replicate():  # each rank has the part of its own tokens
             dist.all_reduce(made, group=mesh.get_group())
             lse = own(lse, 1, rank)
         close(made, alone)
@@ -269,7 +269,7 @@ def placements_that_are_refused(mesh: Any) -> None:
     refused("input|Partial", lambda: of(DTensor.from_local(x, mesh, [Partial()]), weight, t))
     refused("input has shape|share equally", lambda: of(
         distribute_tensor(x[:, :3], mesh, [Shard(1)]), weight, t[:, :3]))  # fmt: skip
-    # an FSDP shard could not be told from this one
+    # indistinguishable from an FSDP shard
     refused("a DTensor is sharded over mesh dimension 'tp'|plain|FSDP|Head|group=", lambda: of(
         x, weight, t), NotImplementedError)  # fmt: skip
     refused("linear_bias is a plain tensor", lambda: of(
@@ -636,7 +636,7 @@ def ranks_that_agree_pass(mesh: Any) -> None:
         where = {"group": group, "vocab_start": 10 * rank, "vocab_total": 19}
         split = {**where, "sequence_dim": 1, "local_tokens": True}
         mine, targets = leaf(own(x, 1, rank)), own(t, 1, rank)
-        for reduction in ("none", "mean"):  # the ranks' own tokens have their own gradients
+        for reduction in ("none", "mean"):  # each rank's tokens have their own gradients
             losses = linear_cross_entropy(
                 mine, weight, targets, linear_bias=bias, reduction=reduction, **split
             )
@@ -649,7 +649,7 @@ def ranks_that_agree_pass(mesh: Any) -> None:
         empty = linear_cross_entropy(leaf(x[:0]), weight, t[:0], **where)
         empty.backward()
         backend = dist.get_backend
-        dist.get_backend = lambda group: "nccl"  # a group of gloo beside it waits
+        dist.get_backend = lambda group: "nccl"  # then a second group, of gloo, waits
         try:
             linear_cross_entropy(leaf(x), weight, t, **where).backward()
         finally:
@@ -717,7 +717,7 @@ def ranks_that_differ_are_named(mesh: Any) -> None:
 def a_rank_that_does_not_come_is_named(mesh: Any) -> None:
     x, w, _, t = problem(20)
     rank = mesh.get_local_rank()
-    group = dist.new_group([0, 1], use_local_synchronization=True)  # a timeout breaks it
+    group = dist.new_group([0, 1], use_local_synchronization=True)  # timeouts break a group
     weight = rows_of(w, rank)
     with Checked(2):
         loss = linear_cross_entropy(leaf(x), weight, t, group=group)
@@ -749,7 +749,7 @@ def trained(model: Any, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[Tens
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
     x, _, _, t = problem(seed=seed)
-    t[0, 1] = 3  # as many tokens for each rank
+    t[0, 1] = 3  # equal numbers of tokens per rank
     return x, t
 
 

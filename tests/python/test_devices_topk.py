@@ -97,7 +97,7 @@ def masked_and_nan_classes(me: Rank) -> Results:
     made = linear_topk(x, w[own], vocab, linear_bias=mask[own], group=group)
     rest = [c for c in range(vocab) if c not in (1, vocab - 1)]
     assert made[0][:, 2:].isneginf().all() and made[1][:, 2:].tolist() == [rest] * 6
-    # A rank without columns has no class to name.
+    # A rank without columns cannot name one of its classes.
     start, stop = bounds_of("first empty", me.size, vocab)[me.rank]
     split = Split(group, start=start, total=vocab)
     again = linear_topk(x, w[start:stop], vocab, linear_bias=mask[start:stop], group=split)

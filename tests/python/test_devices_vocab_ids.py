@@ -343,7 +343,7 @@ def errors_are_those_of_all_ranks(me: Rank) -> Results:
     t = torch.full((2, 4), 7)
     t[1, 2] = 8
     said = "is 8, which is not in vocab_ids; allowed: an id of the list, or "
-    for given in (t, t.clamp(max=7 + (me.rank == 1))):  # on all ranks, and on one
+    for given in (t, t.clamp(max=7 + (me.rank == 1))):  # wrong on all ranks, and on one
         with pytest.raises(ValueError, match=rf"^target\[1, 2\] \(flat: target\[6\]\) {said}ignor"):
             linear_cross_entropy(x, own, given, group=split, vocab_ids=ids)
         with pytest.raises(ValueError, match=rf"^target\[1, 2\] \(flat: target\[6\]\) {said}ignor"):

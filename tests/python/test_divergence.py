@@ -327,7 +327,7 @@ def test_the_teacher_has_no_gradient(device: str, reduction: str) -> None:
 
     call(h.input).sum().backward()
     assert h.input.grad is not None and all(t.grad is None for t in teacher)
-    assert not call(h.input.detach()).requires_grad  # only the teacher's tensors require one here
+    assert not call(h.input.detach()).requires_grad  # only the teacher's tensors require gradients
     logits = torch.randn(*SHAPE, VOCAB, device=device, requires_grad=True)
     loss = linear_divergence(h.input, h.weight, teacher_logits=logits, reduction=reduction)
     loss.sum().backward()
@@ -408,7 +408,7 @@ def kept_and_teacher(ran: list[Ran]) -> list[tuple[bool, bool]]:
     return [(r.kept, r.teacher) for r in ran]
 
 
-KEPT = [(True, True), (True, False)]  # Backward of what is kept needs no teacher
+KEPT = [(True, True), (True, False)]  # Backward from kept state needs no teacher
 NOTHING_KEPT = [(False, True), (False, True)]
 
 
@@ -501,7 +501,7 @@ def test_memory_bounds_what_is_kept_with_the_workspaces(device: str, ran: list[R
         assert bytes_in(None) <= least and kept_and_teacher(ran) == NOTHING_KEPT
     with default_memory(1), pytest.raises(ValueError, match=r"^memory, that of default_memory, is"):
         linear_divergence(*h[:4], reduction="none")
-    assert bytes_in(_abi.Room(1)) >= least - 1  # a Room gives way
+    assert bytes_in(_abi.Room(1)) >= least - 1  # a Room may be exceeded
     for reduction in ("mean", "sum"):
         with pytest.raises(ValueError, match=r"^memory is 1 bytes"):
             linear_divergence(*h[:4], reduction=reduction, memory=1)  # type: ignore[arg-type]
@@ -611,7 +611,7 @@ def test_one_compiled_graph_serves_every_number_of_tokens(device: str, ran: list
         for grad, e in zip(grads, torch.autograd.grad(theirs, h.leaves[:2])):
             close(grad, e)
         frames.append(counter.graphs.frame_count)
-    # dynamo itself begins anew once, to make symbols of plain numbers again
+    # Dynamo recompiles once, to replace plain numbers by symbols.
     assert frames == frames[:1] * len(frames)
 
 

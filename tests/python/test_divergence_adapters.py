@@ -20,7 +20,7 @@ from logitless.torch import default_memory
 from reference import close
 from test_divergence import BF16, F16, F32, Heads, Ran, divergence_of, expected, heads, ran
 
-__all__ = ["ran"]  # a fixture
+__all__ = ["ran"]  # a fixture, used by importing it
 
 MIB = 1 << 20
 BETAS = [0.0, 0.1, 0.5, 1.0]
@@ -372,8 +372,8 @@ def chunked(x: Tensor, w: Tensor, y: Tensor, u: Tensor, **more: Any) -> Tensor:
     return loss
 
 
-# Each, and the bytes that the function in whose name it is takes of (N, D, V, bytes of an element)
-# beyond inputs and gradients, by its chunks.
+# Each adapter, and the bytes that the function it replaces takes beyond inputs and gradients, as a
+# formula of (N, D, V, element size) that follows its chunks.
 ADAPTERS: dict[str, tuple[Call, Callable[[int, int, int, int], int]]] = {
     "trl": (trls, lambda n, d, v, s: 8 * n * 32768 + (s * n * v + 4 * (n + v) * d) * (s < 4)),
     "liger": (
@@ -460,7 +460,7 @@ def test_copies_of_weights_are_part_of_what_is_allowed(monkeypatch: pytest.Monke
     ]
 
 
-# What the functions themselves take with gradients, in MiB: measured in bf16 on an H100
+# Memory that these functions take with gradients, in MiB: measured in bf16 on an H100
 # (bench/results/gpu-2026-11-28-divergence.txt), at N 8192 and these D and V.
 MEASURED: dict[str, tuple[Callable[[Sizes], int], tuple[int, int]]] = {
     "trl": (trl_module._divergence_peak, (3390, 2438)),

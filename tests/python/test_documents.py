@@ -202,7 +202,7 @@ def test_commands_are_shell_and_name_what_is_there(page: str, block: Block) -> N
         ("pip install . -C cmake.define.LOGITLESS_CUDAS=OFF", "LOGITLESS_CUDAS"),
         ("LOGITLESS_LIBRARY=build/devices/liblogitless.so make test", "build/devices"),
         ("python bench/trainer.py --out bench/result/x", "bench/result/x"),
-        # two commands that wrapping has merged
+        # two commands that a line break has joined
         ("bench/frontier_chart.py x.json --out y python bench/compare_gpu.py --library z",
          "--library"),
     ],
@@ -231,7 +231,7 @@ def test_commands_in_sentences_name_what_is_there() -> None:
 def calls_of_our_program() -> Iterator[tuple[str, list[str]]]:
     """In blocks of commands, and in `backquotes`."""
     for page in PAGES:
-        if page.startswith("docs/experiments/"):  # records of runs, whose commands may be gone
+        if page.startswith("docs/experiments/"):  # old records, whose commands may no longer exist
             continue
         text = (ROOT / page).read_text()
         blocks = [b.text for b in code_blocks.scan(text)[0] if b.language == "sh"]
@@ -267,7 +267,7 @@ def is_of_an_example(text: str) -> bool:
     return any(text in path.read_text() for path in (ROOT / "examples").iterdir() if path.is_file())
 
 
-# What the snippet of a page takes as given.
+# Code that the snippets of a page assume.
 GIVEN = {
     "README.md": """
         #include <logitless/logitless.h>
@@ -298,7 +298,7 @@ def test_c_and_cpp_compile(page: str, block: Block, tmp_path: pathlib.Path) -> N
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     if whole:
-        (tmp_path / "liblogitless.so.0").symlink_to(library)  # as it is installed
+        (tmp_path / "liblogitless.so.0").symlink_to(library)  # the installed name
         found = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
         ran = subprocess.run([program], env=found, capture_output=True, text=True)
         assert ran.returncode == 0 and not ran.stderr and ran.stdout, ran.stderr

@@ -71,5 +71,5 @@ def test_multi_token_prediction() -> None:
         draft = draft + (0.5 * (own - drafted).abs().sum(-1)).mean()
     same(n["loss"], 0.3 / 2 * total, n["hidden"], weight)
     same(n["draft"], draft, n["hidden"])
-    with pytest.raises(RuntimeError):  # the head is held still
+    with pytest.raises(RuntimeError):  # the head is frozen
         torch.autograd.grad(n["draft"], weight)

@@ -62,7 +62,7 @@ def trl(x: Tensor, w: Tensor, t: Tensor, chunk_size: int = 256, memory: Any = No
 
 def prime(x: Tensor, w: Tensor, t: Tensor, **more: Any) -> Tensor:
     layer = prime_rl.FusedOutputLinear(*reversed(w.shape), chunk_size=64, **more)
-    del layer.weight  # w itself is the leaf
+    del layer.weight  # w is the leaf instead
     layer.weight = w
     made: Any = layer(x, t, torch.ones(t.shape))
     return made["logprobs"]
@@ -84,8 +84,8 @@ def ligers(reduction: str, **options: Any) -> Call:
     return call
 
 
-# Each and the bytes that the function in whose name it is takes of (N, D, V, bytes of an element)
-# beyond inputs and gradients, by its chunks: columns or tokens at a time.
+# Each adapter, and the bytes that the function it replaces takes beyond inputs and gradients, as a
+# formula of (N, D, V, element size) that follows its chunks of columns or tokens.
 ADAPTERS: dict[str, tuple[Call, Callable[[int, int, int, int], int]]] = {
     "trl": (trl, lambda n, d, v, s: s * n * 256 + (4 * (n + v) * d if s < 4 else 0)),
     "verl": (
@@ -140,7 +140,7 @@ class Taken:
         monkeypatch.setattr(_run, "make_plan", made)
 
     def __call__(self, call: Call, *tensors: Tensor, **more: Any) -> int:
-        _run._plans.clear()  # which are else not made
+        _run._plans.clear()  # so that new plans are made
         self.workspace = self.kept = 0
         loss = call(*tensors, **more)
         if loss.requires_grad:
@@ -175,7 +175,7 @@ def test_takes_what_the_other_takes(
     given = tensors(dtype)
     x, w, _ = given
     (n, d), v, size = x.shape, w.shape[0], x.element_size()
-    # all logits of 16 bits, and the sums, or a third of the logits
+    # all 16-bit logits and the sums, or a third of the f32 logits
     most = 2 * n * v + 4 * (n + v) * d if size < 4 else 4 * n * v // 3
     allowed = min(peak(n, d, v, size), most)
     found, smallest = taken(call, *given), least(taken, call, given, monkeypatch)
@@ -209,7 +209,7 @@ def test_more_is_taken_of_those_who_say_so(name: str, taken: Taken) -> None:
     assert taken(call, *given) == generous
     set_default_memory(None)
     assert taken(call, *given) == frugal
-    if name != "torchtitan":  # which is made of a configuration that has no place for it
+    if name != "torchtitan":  # its configuration has no such field
         assert taken(call, *given, memory="64MiB") == generous
         with default_memory("64MiB"), pytest.raises(ValueError, match="memory is 1 bytes"):
             call(*given, memory=1)
@@ -228,8 +228,8 @@ def test_our_own_functions_keep_all(taken: Taken) -> None:
         assert taken.kept >= 4 * x.shape[0] * w.shape[0]
 
 
-# What the functions themselves take with gradients, and in a forward pass without, in MiB: measured
-# at N 8192, D 2048, V 151936 in bf16 on an H100 (bench/results/gpu-2026-11-27-dropins.txt).
+# Memory that these functions take with gradients, and in a forward pass alone, in MiB: measured at
+# N 8192, D 2048, V 151936 in bf16 on an H100 (bench/results/gpu-2026-11-27-dropins.txt).
 PRIME = prime_rl.FusedOutputLinear(1, 1, 8192)
 MEASURED: dict[str, tuple[Callable[[Sizes], int], float, float | None]] = {
     "trl": (lambda call: trl_module._peak(call, 32768), 1509, 256),

@@ -116,7 +116,7 @@ def test_large_logits_and_losses_stay_finite(device: str) -> None:
     expected = reference.loss(reference.logits_of(x, w), t)
     assert loss > 50 and loss.isfinite()
     close(loss, expected)
-    # Logits near 1000 are known to 2^-24 * 1000 * 8 (semantics.md), and so are the probabilities.
+    # Logits near 1000 are exact to 2^-24 * 1000 * 8 (semantics.md), and so are the probabilities.
     for a, e in zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, (x, w))):
         assert (a - e).abs().max() <= 5e-4 * e.abs().max()
 
@@ -149,7 +149,7 @@ def test_batch_invariance(device: str) -> None:
         import logitless
 
         if "every op" not in logitless.describe_backend("cuda"):
-            return  # the library says so itself, since cuBLASLt makes the product
+            return  # the library reports it: cuBLASLt makes the product
     x, w, _, t = problem((40,), 301, 64, F32, device, ignored=0)
     with torch.no_grad():
         whole = linear_cross_entropy(x, w, t, reduction="none")

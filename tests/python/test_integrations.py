@@ -45,7 +45,7 @@ def test_liger_module_takes_the_weight_first() -> None:
 def test_liger_function_and_its_statistics(reduction: str) -> None:
     x, w, b, t = problem((12,), 17, 8, bias=True)
     best = reference.logits_of(x, w, b).argmax(-1)
-    # so some tokens are predicted right
+    # so that some tokens are predicted correctly
     t = t.where((torch.arange(12) % 2 == 0) | (t == -100), best)
     output = FusedLinearCrossEntropyFunction.apply(
         x, w, t, b, None, -100, 1e-2, 0.0, reduction, None, True, torch.float32, False, True, True

@@ -128,7 +128,7 @@ def test_a_weight_moves_with_its_label() -> None:
         ours = each(x, t, given, shift=shift)
         expected = each(x[:, :-shift], t[:, shift:], weight[:, shift:])
         assert jnp.array_equal(ours[:, :-shift], expected) and not ours[:, -shift:].any()
-    assert linear_cross_entropy(x[:, :1], w, t[:, :1], shift=True) == 0  # has no next one
+    assert linear_cross_entropy(x[:, :1], w, t[:, :1], shift=True) == 0  # no next token
 
 
 def test_statistics_and_their_gradients() -> None:
@@ -152,7 +152,7 @@ def test_statistics_and_their_gradients() -> None:
     grads = jax.jit(jax.grad(ours, (0, 1, 2)))(x, w, b)
     for actual_grad, grad in zip(grads, torch.autograd.grad(total, given, retain_graph=True)):
         same(actual_grad, grad)
-    for one in STATISTICS[:4]:  # each stands alone, without the loss
+    for one in STATISTICS[:4]:  # each alone, without the loss
 
         def alone(x: Any, one: str = one) -> Any:
             _, s = linear_cross_entropy(x, w, t, linear_bias=b, return_statistics=one, **o)

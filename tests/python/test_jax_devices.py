@@ -31,7 +31,7 @@ from logitless.jax import _parallel, _run, linear_cross_entropy, linear_logprob
 
 P = jax.sharding.PartitionSpec
 
-# A device has a least size, a wanted one and an alignment.
+# For each device: the minimum, the recommended size and the alignment.
 SIZES = {0: (1000, 5000, 256), 1: (3000, 7000, 512), 3: (2000, 9000, 128)}
 
 
@@ -71,7 +71,7 @@ def test_the_workspace_is_enough_for_every_gpu(unequal: Any) -> None:
     assert planned(3000) == (3000, 512)
     with pytest.raises(ValueError, match="memory is 2500 bytes; allowed: >= 3000"):
         planned(2500)
-    unequal.setitem(SIZES, 0, None)  # the first device is not served either
+    unequal.setitem(SIZES, 0, None)  # now the first device fails too
     assert planned(None) == (9000, 512)
 
 
@@ -293,7 +293,7 @@ def test_tokens_and_vocabulary_are_split_at_once(checked: bool) -> None:
     agree(made, in_f64(x, w, b, t, label_smoothing=0.1))
     if not checked:
         return
-    # The same inside, where JAX's types add up the gradients over dp.
+    # The same inside the function, where JAX's types add up the gradients over dp.
     inside = jax.shard_map(
         jax.value_and_grad(lambda *a: 3 * loss(*a), (0, 1, 2)), mesh=mesh_of(dp=2, tp=4),
         in_specs=(P("dp"), P("tp"), P("tp"), P("dp")),
@@ -441,7 +441,7 @@ def test_what_is_not_differentiated_is_not_computed() -> None:
         assert [f for f in made if f.startswith("grad_") and f != "grad_loss"] == [f"grad_{name}"]
 
 
-KEPT_VOCAB = 320  # of four shards each has a block of 64 columns and a part of one
+KEPT_VOCAB = 320  # four shards of 80 columns: one whole block of 64 each
 
 
 def kept_problem(dtype: Any = jnp.float32, shape: tuple[int, ...] = (72,)) -> Any:
@@ -488,7 +488,7 @@ def test_what_is_not_finite_in_one_shard(dtype: Any) -> None:
     x, w, b, t = kept_problem(dtype)
     t, counts = t.at[5].set(7), np.asarray(t) != -100
     step = split(t, mesh_of(tp=4), scale=random(72), reduction="none")
-    column = b.at[90].set(jnp.nan)  # of every token
+    column = b.at[90].set(jnp.nan)  # NaN for every token
     value, (grad_x, *_) = step(x, w, column)
     rows = np.asarray(grad_x, np.float32)
     counts[5] = True

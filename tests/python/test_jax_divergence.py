@@ -150,8 +150,8 @@ def test_any_call_is_that_of_f64(seed: int) -> None:
     h = heads(dtype=DTYPES[dtype], shape=shape, vocab=draw.choice([1, 2, 63, 64, 65, 200]))
     options: dict[str, Any] = dict(draw.choice(list(KINDS.values())))
     for name in sorted(draw.sample(list(OPTIONS), draw.randrange(4)), key="ignore_index".__eq__):
-        options |= OPTIONS[name](h)  # an ignore_index of its own comes with its target, last
-    if options["kind"] == "tv":  # whose gradient jumps where p = q
+        options |= OPTIONS[name](h)  # its ignore_index comes with its target, last
+    if options["kind"] == "tv":  # its gradient jumps where p = q
         dtype, h = F32, Heads(*[t.float().detach().requires_grad_(t.requires_grad)
                                 if t.is_floating_point() else t for t in h])  # fmt: skip
         options = {n: t for n, t in options.items() if n not in ("linear_bias", "teacher_bias")}
@@ -200,7 +200,7 @@ def test_a_teacher_of_logits(kind: str, dtype: Any) -> None:
 def test_any_number_of_leading_dimensions(shape: tuple[int, ...], reduction: str) -> None:
     h = heads(shape=shape)
     options: dict[str, Any] = {"reduction": reduction}
-    if reduction == "mean":  # of no tokens ours is 0, the reference's 0 / 0
+    if reduction == "mean":  # without tokens ours is 0, the reference's 0 / 0
         options["normalizer"] = max(1, h.target.numel())
     agree(h, **options)
     agree(h, **options, temperature=torch.rand(shape) + 0.5, token_weight=torch.rand(shape))
@@ -432,7 +432,7 @@ def test_memory_bounds_the_workspace(platform: str) -> None:  # noqa: F811
             expected(h, reduction=reduction)[0],
         )
     sizes = {}
-    small, large = (1, 3) if platform == "cpu" else (6, 8)  # MiB
+    small, large = (1, 3) if platform == "cpu" else (6, 8)  # MiB of memory=
     for limit in (None, f"{large}MiB", f"{small}MiB"):
         step = jax.value_and_grad(call(h, memory=limit), (0, 1))
         sizes[limit] = memory(step, x, w).temp_size_in_bytes
@@ -535,7 +535,7 @@ def test_vmap_inside_grad_is_one_call_of_all_tokens(reduction: str, owned: bool)
     step = jax.value_and_grad(mapped, (0, 1))
     near(jax.jit(step)(x, w), jax.value_and_grad(alone, (0, 1))(x, w))
     assert kinds(step, x, w) == [FORWARD, BACKWARD]
-    # Logits of a teacher that all share, and states that some share.
+    # Teacher logits shared by all elements of the vmap, and states shared by some.
     z = jnp.asarray(upstream((5, VOCAB)).numpy())
     ours = jax.vmap(lambda x: linear_divergence(x, w, teacher_logits=z, **options_of(reduction)))(x)
     theirs = [linear_divergence(a, w, teacher_logits=z, **options_of(reduction)) for a in x]
@@ -605,7 +605,7 @@ def test_vmap_around_grad_and_over_weights() -> None:
         for i in range(4)
     ]
     near(jax.jit(of_each)(x, w, y), jax.tree.map(lambda *a: jnp.stack(a), *alone))
-    for over in (0, 1):  # the student's weights, the teacher's
+    for over in (0, 1):  # vmap over the student's or the teacher's weights
         stacks = [jnp.stack([a, 2 * a]) if i == over else a for i, a in enumerate((w, v))]
         axes = tuple(0 if i == over else None for i in range(2))
         ours = jax.vmap(lambda w, v: linear_divergence(x, w, y, v), axes)(*stacks)
@@ -671,7 +671,7 @@ def test_one_program_for_one_shape() -> None:
     linear_divergence(*arrays, kind="tv", beta=None)  # type: ignore[call-overload]
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        linear_divergence(*arrays, kind="tv", beta=0.7)  # which tv does not read
+        linear_divergence(*arrays, kind="tv", beta=0.7)  # tv ignores beta
         assert not [event for event in compiled if "compile" in event]
         linear_divergence(*arrays, kind="jsd", beta=0.7)
         assert [event for event in compiled if "compile" in event]
@@ -774,7 +774,7 @@ def test_an_ignore_index_beyond_int32(index: int) -> None:
 
 # --- what is refused ---
 
-# Only torch has these cases or these words; JAX's own cases are below.
+# Cases or messages of torch alone; JAX's own cases are below.
 OF_TORCH = {
     "group", "layout", "its gradient", "no tensor", "another dtype", "the weight's", "f64",
     "logits of i64", "beta, a tensor", "a bias's rank", "D", "a vector", "its type",
@@ -844,7 +844,7 @@ def test_errors_name_the_argument(name: str, how: str, platform: str) -> None:  
         return factor * jax.tree.leaves(made)[0].sum()
 
     step = {"eager": loss, "jit": jax.jit(loss), "grad": jax.grad(loss)}[how]
-    with pytest.raises(kind, match=message.removesuffix("$")) as caught:  # JAX adds to it
+    with pytest.raises(kind, match=message.removesuffix("$")) as caught:  # JAX appends
         step(jnp.float32(1))
     assert isinstance(caught.value, LogitlessError)
 

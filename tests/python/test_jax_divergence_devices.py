@@ -30,7 +30,7 @@ SHAPE, VOCAB = (8, 4), 48
 class Layout(NamedTuple):
     mesh: dict[str, int]
     tokens: tuple[Any, ...] = ()
-    weight: Any = None  # axes of its rows, and of the teacher's
+    weight: Any = None  # axes of the rows of both weights
 
     def put(self, x: Any, *spec: Any) -> Any:
         return jax.device_put(x, jax.sharding.NamedSharding(mesh_of(**self.mesh), P(*spec)))
@@ -237,7 +237,7 @@ def test_sizes_that_the_axes_do_not_divide(name: str) -> None:
 @pytest.mark.parametrize("empty", ["zero", "nan"])
 def test_tokens_that_do_not_count(empty: Any) -> None:
     h = heads(shape=SHAPE, vocab=VOCAB)
-    h.target[2:] = -100  # the last devices have none
+    h.target[2:] = -100  # none on the last devices
     h.target[0, 0] = 5
     check(LAYOUTS["tokens"], h, {"target": None, "kind": "jsd"})
     h.target[:] = -100
@@ -277,7 +277,7 @@ def test_no_logits_are_exchanged_and_dz_is_kept(layout: str) -> None:
     for options in ({}, {"reduction": "none"}):
         text = check(where, h, {"kind": "jsd", **options})
         found = collectives(text)
-        most = vocab * 8  # of grad_weight
+        most = vocab * 8  # elements of grad_weight
         assert all(elements(t) <= most for of in found.values() for t in of)
         assert not [t for t in found.get("all-gather", []) if elements(t) > devices]
         if not options:
@@ -334,7 +334,7 @@ def pulled(layout: Layout | None, h: Heads, wrap: Any = jax.jit) -> Any:
 @pytest.mark.parametrize("made", ["tokens", "of two axes", "one device"])
 def test_kept_state_of_another_split_is_not_used(made: str, used: str) -> None:
     """Backward then has both heads, and makes their logits again."""
-    h = heads(shape=STATE, vocab=256)  # two tiles of columns, each of all of a device's tokens
+    h = heads(shape=STATE, vocab=256)  # two tiles of columns, with all tokens of a device
     up = upstream(STATE)
     theirs, _ = expected(h, reduction="none")
     wanted = torch.autograd.grad(theirs, h.leaves[:2], up.double())
@@ -346,7 +346,7 @@ def test_kept_state_of_another_split_is_not_used(made: str, used: str) -> None:
         leaf = np.asarray(leaf)
         if layout is None:
             return jax.device_put(leaf, jax.devices("cpu")[0])
-        # Kept state has three dimensions, and says nothing of its split.
+        # Kept state has three dimensions and no sharding of its own.
         split = leaf.ndim < 3 and leaf.shape[0] == STATE[0]
         return layout.put(leaf, *(layout.tokens if split else ()))
 
@@ -363,7 +363,7 @@ def test_kept_state_of_another_split_is_not_used(made: str, used: str) -> None:
         ours = run(moved)
     for grad, e in zip(ours, wanted):
         same(grad, e)
-    if made == used:  # then Backward reads what was kept
+    if made == used:  # with equal plans Backward reads the kept state
         emptied = [0 * x if x.shape[-1:] == (64,) else x for x in moved]
         assert not np.asarray(run(emptied)[0]).any()
 
@@ -524,7 +524,7 @@ def test_the_way_that_the_error_names() -> None:
         same(grad, e)
 
 
-# --- known bugs, put in one by one ---
+# --- mutants: known bugs ---
 
 BUGS: dict[str, tuple[Mutant, str]] = {
     "grad_weight": (MUTANTS["grad_weight of a device's own tokens"], "mean"),
@@ -539,7 +539,7 @@ def test_a_known_bug_makes_a_check_fail(name: str, monkeypatch: pytest.MonkeyPat
     (where, attribute, make, *_), options = BUGS[name]
     monkeypatch.setattr(where, attribute, make(getattr(where, attribute)))
     h = heads(shape=SHAPE, vocab=VOCAB)
-    h.target[0] = -100  # devices count differently
+    h.target[0] = -100  # devices have unequal numbers of tokens that count
     with pytest.raises(AssertionError):
         check(LAYOUTS["tokens"], h, torch_options(SHAPE, VOCAB)[options])
 

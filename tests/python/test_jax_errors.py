@@ -119,7 +119,7 @@ def test_a_target_out_of_range(platform: str) -> None:  # noqa: F811
     x, w, _, t = problem((4, 9), 21, 8, ignored=0)
     t = t.at[1, 2].set(21)
     step = jax.jit(lambda x, t: linear_cross_entropy(x, w, t, reduction="none"))
-    if platform == "cuda":  # nobody waits for the device to say so
+    if platform == "cuda":  # the call does not wait for the device's answer
         assert np.argwhere(np.isnan(step(x, t))).tolist() == [[1, 2]]
         return
     error = jax.errors.JaxRuntimeError
@@ -150,7 +150,7 @@ def test_eagerly_the_host_names_the_callers_own_target(platform: str) -> None:  
                     call(x)
                 assert raised.value.status == "target_out_of_range"
     early = t.at[1, 3].set(1).at[0, 0].set(99)
-    for shift in (1, 4):  # the wrong one is no position's label
+    for shift in (1, 4):  # with the shift, no position has the wrong label
         assert np.isfinite(loss(x, w, early, shift))
     with pytest.raises(ValueError, match=r"^target\[4\] is 99; allowed: 0 to 20"):
         cross_entropy(x[0] @ w.T, t[1].at[4].set(99).at[3].set(0))

@@ -228,7 +228,7 @@ def test_no_device_has_the_weight_or_the_logits(layout: str, reduction: str) -> 
     assert f"[{vocab},{HIDDEN}]" not in text
     assert f"[{vocab}," not in text and f",{vocab}]" not in text
     found = collectives(text)
-    # States of the tokens, and their gradients; neither a shard of the weight nor any logit.
+    # Gathered are the tokens' states and their gradients; neither a shard of the weight nor logits.
     assert max(map(elements, found["all-gather"])) <= max(tokens * HIDDEN, 3 * 4 * tokens)
     own = vocab // 4 if layout != "sequences" else vocab // 2
     weights = [types for types in found.get("all-gather", []) if f"[{own},{HIDDEN}]" in types]
@@ -293,7 +293,7 @@ def test_state_is_kept_where_the_vocabulary_is_split(layout: str, dtype: Any) ->
     text = program.as_text()
     assert products(calls(text)) == 3 and kept(text) == [False, True, False, True]
     assert "conditional" not in text
-    parts = int(np.prod([*where.mesh.values()]))  # every axis splits tokens or vocabulary
+    parts = int(np.prod([*where.mesh.values()]))  # each axis splits tokens or the vocabulary
     rows = 512 * 768 // parts // 64
     assert f"[{rows},64]" in text, "a device keeps that of its own"
     assert not re.search(rf"\[{rows},64\]\S* copy\(", text)
@@ -345,9 +345,9 @@ def test_where_nothing_is_kept_of_a_split_vocabulary() -> None:
     tp, both = LAYOUTS["vocabulary"], LAYOUTS["both"]
     cases: tuple[tuple[Layout, Any, dict[str, Any]], ...] = (
         (tp, arrays(shape=(8, 64), vocab=320), {}),  # 5 blocks
-        (tp, arrays(shape=(8, 64), vocab=384), {}),  # 6 blocks, of which 2 parts could be made
+        (tp, arrays(shape=(8, 64), vocab=384), {}),  # 6 blocks, which 2 devices could divide
         (LAYOUTS["axes of vocabulary"], arrays(shape=(8, 64), vocab=384), {}),
-        (tp, arrays(shape=(8, 64), vocab=528), {}),  # no blocks
+        (tp, arrays(shape=(8, 64), vocab=528), {}),  # not whole blocks
         (both, arrays(shape=(8, 24), vocab=768), {}),  # 96 tokens
         (Layout({"tp": 3}, (), "tp"), arrays(shape=(8, 64), vocab=384), {}),  # of 8 devices
         (tp, arrays(jnp.float16, (8, 64), 768), {}),
@@ -400,7 +400,7 @@ def test_kept_state_of_another_split_is_not_used(other: str, made_by: str) -> No
     for mine, theirs in zip(program(moved, up), expected):
         same(mine, to_torch(theirs).double())
     assert "conditional" in program.as_text()
-    if other == made_by:  # then Backward reads what was kept
+    if other == made_by:  # with equal layouts Backward reads the kept state
         emptied = [0 * h if h.shape[-1:] == (64,) else h for h in moved]
         assert any(np.abs(a - b).max() > 0.1 for a, b in zip(pull(emptied, up), expected))
 
@@ -451,7 +451,7 @@ def test_sizes_that_the_axes_do_not_divide() -> None:
 
 def test_tokens_that_do_not_count() -> None:
     x, w, b, t = arrays()
-    one = jnp.where(jnp.arange(BATCH)[:, None] < 2, t, -100)  # the last devices have none
+    one = jnp.where(jnp.arange(BATCH)[:, None] < 2, t, -100)  # none on the last devices
     check(LAYOUTS["tokens"], (x, w, b, one), weight=random(VOCAB), label_smoothing=0.1)
     check(LAYOUTS["both"], (x, w, b, jnp.where(t == -100, 5, t)), ignore_index=5)
     none = jnp.full_like(t, -100)
@@ -534,7 +534,7 @@ def test_a_mesh_of_explicit_axes() -> None:
 @pytest.mark.parametrize(
     "of",
     [
-        ((), (), (), ("dp",)),  # the target alone
+        ((), (), (), ("dp",)),  # only the target
         ((), ("dp",), (), ()),
         ((), (None, "tp"), (), ()),
         (("dp",), (), ("tp",), ()),
@@ -602,7 +602,7 @@ def test_what_belongs_to_a_label_moves_along_a_split_sequence(
     made = jax.jit(step_of(**options))(x, w, b, t)
     exact = (to_torch(made[0]).double(), [to_torch(g).double() for g in made[1]])
     context = jax.set_mesh(mesh) if types == "Explicit" else contextlib.nullcontext()
-    with context:  # which JAX asks for, outside of jit
+    with context:  # JAX needs it outside of jit
         for step in (step_of(**placed), jax.jit(step_of(**placed))):
             agree(step(*given), exact)
 
@@ -667,7 +667,7 @@ def test_what_cannot_be_served_is_refused() -> None:
     assert np.array_equal(found[1].rank, whole[1].rank)
 
 
-# --- known bugs, put in one by one ---
+# --- mutants: known bugs ---
 
 
 class Mutant(NamedTuple):

@@ -121,7 +121,7 @@ def test_a_program_copies_nothing_and_takes_what_was_said(dtype: Any) -> None:
     workspace = max(int(size) for size in re.findall(r"u8\[(\d+)\]", text))
     on_cpu = {device.platform for device in x.devices()} == {"cpu"}
     assert workspace < (bytes if on_cpu else 44 << 20)
-    states = 1 << 20  # of the tokens
+    states = 1 << 20  # bytes for the states of the tokens
     assert memory(step, x, w, up).temp_size_in_bytes < bytes + workspace + states  # without a copy
     (rows, _), _ = _abi.kept_formula(2048, 4000, code, bytes)
     assert rows == 4032 // 64 * 2048  # every column is kept

@@ -179,7 +179,7 @@ def test_the_bits_of_pytorch(platform: str, dtype: Any, columns: int, lists: boo
     assert torch.equal(to_torch(made), theirs)
     for mine, of in zip(grads, torch.autograd.grad(theirs, leaves, to_torch(g))):
         assert torch.equal(to_torch(mine), of)
-    # Over the ids both run one op, whose logits each takes the softmax of.
+    # Over the ids, both calls run the same op, and each takes the softmax of its logits.
     given_options = {"reduction": "none", "ignore_index": -1, **options}
 
     def logits(x: Any, w: Any, b: Any) -> Any:
@@ -201,7 +201,7 @@ def test_the_sum_of_a_list_has_its_bits_wherever_it_lies() -> None:
     ends = np.array([0, 3, 3, 100, 498, 500])
     made = _lists.sums(values, ends)
     wanted = [np.float32(values[s:e].astype(np.float64).sum()) for s, e in itertools.pairwise(ends)]
-    assert made.tolist() == wanted  # rounded once
+    assert made.tolist() == wanted  # exact: rounded once
     for before in (1, 5, 40):
         more = np.append(np.full(before, NAN, np.float32), values)
         moved = _lists.sums(more, np.append(0, ends + before))
@@ -220,7 +220,7 @@ def test_a_list_of_every_class_is_summed_exactly(over: Any) -> None:
     )
     theirs, leaves = exact(*map(to_torch, (x, w, b)), [ids.tolist()], over, {})
     of = torch.autograd.grad(theirs, leaves, to_torch(g).double())[2]
-    scale = 2000 * theirs.detach().exp() + 0.1  # what the terms of each element are
+    scale = 2000 * theirs.detach().exp() + 0.1  # the size of each element's terms
     assert float(((to_torch(ours) - of).abs() / scale).max()) < 2e-6
 
 
@@ -393,7 +393,7 @@ def test_a_statistic_alone_has_a_gradient_beside_lists(jitted: bool) -> None:
 @OVER
 def test_vmap_of_lists_inside_and_around_grad(over: Any) -> None:
     x, w, b, _, _, _ = given((3, 7), 4)
-    ids = to_jax(ids_of((3, 20), 37, 1, absent=0.1).squeeze(-1).int())  # 20 places of each element
+    ids = to_jax(ids_of((3, 20), 37, 1, absent=0.1).squeeze(-1).int())  # 20 ids per element
     offsets = jnp.array([[0, 3, 3, 9, 12, 18, 20, 20], [0, 0, 0, 0, 5, 6, 7, 20], [0, *[20] * 7]])
     g = jnp.where(ids == -1, NAN, to_jax(torch.randn(3, 20)))
     arrays = (x, w, b, ids.flatten(), joined(offsets, 20), g.flatten())
@@ -406,7 +406,7 @@ def test_vmap_of_lists_inside_and_around_grad(over: Any) -> None:
 
     made, grads = pulled(call, g, x, w, b)
     compare(made.flatten(), grads, arrays, over, {})
-    # One list of ids for each, in the same places.
+    # Each element has its own ids, all in the same lists.
     alike = jax.vmap(one, (0, None, None, 0, None))(x, w, b, ids, offsets[0])
     alone = one(x[1], w, b, ids[1], offsets[0])
     same(np.exp(alike[1]), to_torch(np.exp(alone)).double())
@@ -519,7 +519,7 @@ def test_offsets_that_nobody_looks_at() -> None:
             assert (of_tokens[s:e] == token).all()
         assert np.isfinite(of_tokens).all()
         apart = _lists.log_softmax(values.at[: held[0]].set(NAN).at[held[-1] :].set(NAN), ends)
-        assert np.isfinite(apart[held[0] : held[-1]]).all()  # what is in no list is apart
+        assert np.isfinite(apart[held[0] : held[-1]]).all()  # ids outside of all lists are not read
         assert _lists.any_of(values > 3, ends).tolist() == [
             bool((values[s:e] > 3).any()) for s, e in lists
         ]
@@ -942,7 +942,7 @@ def test_a_mesh_of_explicit_axes(lists: bool) -> None:
         compare(*jax.jit(step_of("ids", ends))(*held), arrays, "ids", {})
 
 
-# --- bugs that these tests find ---
+# --- mutants: bugs that these tests find ---
 
 
 def _all_in_one(offsets: Any, places: int) -> Any:

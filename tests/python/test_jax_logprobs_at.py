@@ -341,7 +341,7 @@ def test_a_mesh_of_explicit_axes(hosts: None) -> None:
         compare(made, grads, arrays, {})
 
 
-# --- bugs that these tests find ---
+# --- mutants: bugs that these tests find ---
 
 
 def _other_sign(there: Any, upstream: Any) -> Any:

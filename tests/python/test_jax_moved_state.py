@@ -22,7 +22,8 @@ from test_jax_devices import random
 from test_jax_jit import LAYOUTS, Layout, on_hosts  # noqa: F401
 
 P = jax.sharding.PartitionSpec
-# Of the one every device has whole blocks of 64 tokens, of the other no device that has a part.
+# With the first size every device has whole blocks of 64 tokens, with the second none of the
+# devices that share the tokens has.
 KEPT, NOTHING_KEPT = 512, 192
 VOCAB, HIDDEN = 256, 16
 FOUR = Layout({"all": 4})
@@ -61,7 +62,7 @@ class Way(NamedTuple):
         if self.layout is None:
             return jax.device_put(np.asarray(x), jax.devices("cpu")[0])
         spec = {tokens: self.layout.tokens, VOCAB: (self.layout.vocab,)}
-        # Kept state has three dimensions, and says nothing of its split.
+        # Kept state has three dimensions and no sharding of its own.
         return self.layout.put(x, *(spec.get(x.shape[0], ()) if x.ndim < 3 else ()))
 
     def run(self, function: Any, *given: Any) -> Any:

@@ -43,7 +43,7 @@ def test_an_ignore_index_beyond_int32_ignores(index: int, shift: int) -> None:
 
 def test_of_each_row_too() -> None:
     x, w, t = batch(1 << 40)
-    t[1] = 1 << 40  # no token of this row counts
+    t[1] = 1 << 40  # this row has no token that counts
     means = jax.vmap(lambda x: linear_cross_entropy(x, w, t[0], ignore_index=1 << 40))(x)
     for i in range(2):
         one = ln.linear_cross_entropy(x[i], w, t[0], ignore_index=1 << 40)
@@ -60,7 +60,7 @@ def test_a_target_beyond_int32_is_refused() -> None:
     ) as e:
         linear_cross_entropy(x, w, t)
     assert e.value.status == "target_out_of_range"
-    t[1, 3] = -(1 << 31)  # inside, stands for any ignore_index beyond int32
+    t[1, 3] = -(1 << 31)  # internally it stands for any ignore_index beyond int32
     with pytest.raises(ValueError, match=r"target\[1, 3\] \(flat: target\[9\]\) is -2147483648"):
         linear_cross_entropy(x, w, t, ignore_index=1 << 40)
 
@@ -106,7 +106,7 @@ def test_a_target_from_where_64_bits_were_enabled_is_not_cut() -> None:
 def test_inputs_are_rounded_to_f32_as_jax_does_it() -> None:
     x, w, t = batch(-100)
     assert linear_cross_entropy(x.astype(float), w, t) == linear_cross_entropy(x, w, t)
-    weights = np.random.default_rng(0).random(9)  # the weights are f64
+    weights = np.random.default_rng(0).random(9)  # f64
     assert linear_cross_entropy(x, w, t, weight=weights) == linear_cross_entropy(
         x, w, t, weight=weights.astype(np.float32)
     )

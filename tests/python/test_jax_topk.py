@@ -177,7 +177,7 @@ def test_a_vocabulary_split_over_an_axis(hosts: None, k: int, size: int, checked
     assert np.array_equal(made.argmax, whole[2].argmax)
     equal = jax.jit(split)(x, jnp.ones_like(w), jnp.zeros_like(b))
     assert np.array_equal(equal[1], np.broadcast_to(np.arange(k), (13, k)))
-    # Of classes without a probability the lowest come first, over all devices.
+    # Among classes without probability the lowest ids come first, over all devices.
     mask = jnp.full(48, -jnp.inf).at[jnp.array([1, 47])].set(0)
     masked = jax.jit(split)(x, w, mask)
     assert np.array_equal(masked[1], linear_topk(x, w, k, linear_bias=mask)[1])

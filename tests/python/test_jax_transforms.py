@@ -123,8 +123,8 @@ def test_vmap_of_means_counts_each_alone() -> None:
 @pytest.mark.parametrize("empty", ["zero", "nan"])
 def test_vmap_of_a_mean_that_divides_by_0_has_the_gradients_of_each_call(empty: str) -> None:
     x, w, _ = batch(3)
-    # Class 0 alone has a weight: the first element has some tokens of it, the second none, the
-    # third no token at all.
+    # Only class 0 has a weight. The first element has tokens of it, the second none, the third has
+    # no token that counts.
     t = jnp.stack([jnp.arange(9), jnp.arange(9) + 1, jnp.full(9, -100)]).at[:, 4].set(-100)
     c = jnp.zeros(21).at[0].set(2.0)
 
@@ -171,7 +171,7 @@ def test_vmap_around_grad_and_over_weights() -> None:
     near(over(linear_cross_entropy)(x, ws, t), over(plain)(x, ws, t))
     twice = jax.vmap(jax.vmap(linear_cross_entropy, (0, None, 0)), (None, 0, None))
     near(twice(x, ws, t), jax.vmap(jax.vmap(plain, (0, None, 0)), (None, 0, None))(x, ws, t))
-    x1, t1 = x[0], t[0]  # the rest maps statistics and constants
+    x1, t1 = x[0], t[0]  # the rest tests statistics and constants
     tokens = jnp.arange(18, dtype=F32).reshape(2, 9)
 
     def weighted(a: Any) -> Any:
@@ -238,7 +238,7 @@ def test_the_gradient_takes_the_memory_of_donated_logits() -> None:
     for a, e in zip(again, expected):
         assert jnp.array_equal(a, e)
     assert memory(softmax, z, donate_argnums=0).alias_size_in_bytes == z.nbytes
-    # Logits needed afterwards stay as they are.
+    # Logits used afterwards keep their values.
     _, grad, same = jax.jit(lambda z: (*step(z), z * 2))(z)
     assert jnp.array_equal(same, z * 2) and jnp.array_equal(grad, expected[1])
 

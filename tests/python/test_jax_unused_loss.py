@@ -20,7 +20,7 @@ from test_jax_devices import mesh_of
 
 P = jax.sharding.PartitionSpec
 SHAPE, VOCAB, HIDDEN = (4, 6), 24, 8
-# Each makes NaN of a mean, and of every gradient that passes through it.
+# Each makes the mean NaN, and every gradient through it.
 DIVIDED_BY_0: dict[str, dict[str, Any]] = {
     "classes": {"weight": jnp.zeros(VOCAB)},
     "a number": {"normalizer": 0},

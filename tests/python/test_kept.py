@@ -341,7 +341,7 @@ def test_checkpointing_keeps_nothing_in_the_pass_that_it_discards(
     loss = checkpoint(per_token, x, w, t, use_reentrant=reentrant)
     assert [r.kept for r in ran] == [False]
     loss.sum().backward()
-    # The reentrant kind runs the function again as if there were no checkpoint.
+    # Reentrant checkpointing runs the function again without knowing of the checkpoint.
     assert [r.kept for r in ran[1:]] == [reentrant] * 2
     expected = reference.loss(reference.logits_of(x, w), t, reduction="none")
     for ours, theirs in zip((x, w), torch.autograd.grad(expected.sum(), (x, w))):
@@ -351,7 +351,7 @@ def test_checkpointing_keeps_nothing_in_the_pass_that_it_discards(
 
 def test_where_nothing_is_kept(device: str, ran: list[Ran]) -> None:
     x, w, _, t = head(device=device)
-    linear_cross_entropy(x, w, t).backward()  # the gradients are made with the loss
+    linear_cross_entropy(x, w, t).backward()  # gradients are computed with the loss
     with torch.no_grad():
         per_token(x, w, t)
     per_token(x.detach(), w.detach(), t)
@@ -374,7 +374,7 @@ def test_the_library_says_where_something_is_kept(
     def call(x: Tensor, w: Tensor, t: Tensor, softcap: float, smoothing: float) -> Tensor:
         return per_token(x, w, t, softcap=softcap, label_smoothing=smoothing)
 
-    # Dynamo makes symbols of numbers that change.
+    # Dynamo replaces numbers that change by symbols.
     function = compiled(call, []) if compiles else call
     for softcap, smoothing in itertools.product((0.0, 30.0, 40.0), (0.0, 0.1)):
         ran.clear()
@@ -506,7 +506,7 @@ def test_a_memory_that_forward_takes_is_enough_for_every_backward(
             return linear_cross_entropy(x, w, t, linear_bias=b, **options, **more)
 
     if way == "blocks" and "rank" in options.get("return_statistics", ()):
-        options["return_statistics"] = ("argmax",)  # a block does not know another's logits
+        options["return_statistics"] = ("argmax",)  # blocks cannot find the argmax
     for needed in ((x, w, b), (x,), (w,)) if way == "plain" else ((x, w),):
         for leaf in (x, w, b):
             leaf.requires_grad_(any(leaf is one for one in needed))
@@ -563,7 +563,7 @@ def test_by_default_everything_is_kept(dtype: torch.dtype, device: str, ran: lis
     loss.sum().backward()
     kept = columns.numel() * columns.element_size() + 700 * 32
     assert kept == _abi.whole_kept(700, 15000, _device.DTYPES[dtype])
-    blocks = 0 if device == "cpu" else 64 << 20  # logits in f32, a block at a time
+    blocks = 0 if device == "cpu" else 64 << 20  # f32 logits, one block at a time
     assert len(ran) == 2 and all(r.kept and r.bytes < 1.5 * kept + blocks for r in ran)
 
 
@@ -610,7 +610,7 @@ def test_workspace_size_is_what_the_call_takes(
             sum(r.sum() for r in results).backward()  # type: ignore[union-attr]
         assert said == max(r.bytes for r in ran), (len(needed), ran)
         ran.clear()
-    without = workspace_size(x, w, t, linear_bias=b, **options)  # all of them, for none needs one
+    without = workspace_size(x, w, t, linear_bias=b, **options)  # the same for all calls
     for leaf in (x, w, b):
         leaf.requires_grad_()
     assert without == workspace_size(x, w, t, linear_bias=b, **options)
@@ -780,7 +780,7 @@ def test_dynamic_shapes_keep_and_do_not_recompile(device: str, ran: list[Ran]) -
             close(ours.grad, theirs)
         assert ran[0].kept and ran[1].kept
         frames.append(counter[0].frame_count)
-    # dynamo itself begins anew once, to make symbols of plain numbers again
+    # Dynamo recompiles once, to replace plain numbers by symbols.
     assert frames == frames[:1] * len(frames)
 
 

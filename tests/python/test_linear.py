@@ -251,7 +251,7 @@ def test_logprob_keeps_its_digits_under_a_large_offset(device: str) -> None:
         b += 8192.0
         expected = reference.statistics(reference.logits_of(x, w, b), t, {})["logprob"]
         _, s = linear_cross_entropy(x, w, t, linear_bias=b, return_statistics=("logprob",))
-    assert (s.logprob - expected).abs().max() < 4e-3  # at 8192 the logits' own rounding is as large
+    assert (s.logprob - expected).abs().max() < 4e-3  # logits near 8192 are rounded by as much
     plain = linear_logprob(x, w, t, linear_bias=b)
     assert (plain - s.logprob).abs().max() < 1e-5  # the lse adds no rounding of its own
 
@@ -269,7 +269,7 @@ def test_any_shape_and_options(
     torch.manual_seed(seed)
     x, w, b, t = problem((tokens,), vocab, hidden, dtype, bias=bias, ignored=0.1)
     if vocab > 1:
-        t[0] = vocab - 1  # so at least one token counts
+        t[0] = vocab - 1  # so that one token counts
         check(x, w, b, t, dtype, reduction=reduction, label_smoothing=smoothing, softcap=softcap,
               logit_scale=scale)  # fmt: skip
     else:
@@ -301,7 +301,7 @@ def test_int32_targets(device: str) -> None:
 @pytest.mark.parametrize("memory", ["1MiB", 10**9, "0.5 GB"])
 def test_the_result_does_not_leave_its_bounds_with_memory(device: str, memory: Any) -> None:
     if memory == "1MiB" and device == "cuda":
-        memory = "64MiB"  # the least workspace of a gradient call is more than that
+        memory = "64MiB"  # less than the minimum workspace with gradients
     x, w, b, t = problem((300,), 2000, 16, device=device)
     check(x, w, b, t, memory=memory)
 

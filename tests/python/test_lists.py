@@ -110,7 +110,7 @@ def test_the_bits_of_rows(device: str, over: Any) -> None:
     offsets = torch.arange(0, 37, 4, device=device, dtype=torch.int32)
     of_rows = linear_logprobs_at(x, w, ids, over=over)
     of_lists = linear_logprobs_at(x, w, ids.flatten(), over=over, offsets=offsets)
-    if over == "vocab" and device == "cpu":  # on CUDA the anchor is another id's logit
+    if over == "vocab" and device == "cpu":  # CUDA's anchor is another id's logit
         assert torch.equal(of_rows.flatten(), of_lists)
     close(of_rows.flatten(), of_lists)
     if device == "cpu":
@@ -203,7 +203,7 @@ def test_one_graph_checkpoint_and_autocast(device: str, over: Any, lists: bool) 
     for made in (compiled(x, w, ids), again):
         assert torch.equal(made, eager)
         grads = torch.autograd.grad(made, (x, w, b), g)
-        if made is again and device == "cuda":  # where nothing is kept the plan is another
+        if made is again and device == "cuda":  # without kept state the plan differs
             for ours, of in zip(grads, wanted):
                 close(ours, of)
         else:
@@ -218,7 +218,7 @@ def test_one_graph_checkpoint_and_autocast(device: str, over: Any, lists: bool) 
         cast = call(x, w, ids)
     rounded = call(x.to(BF16), w.to(BF16), ids)
     close(cast.nan_to_num(neginf=0), rounded.nan_to_num(neginf=0))
-    # Gradients of f32 parameters are never of a narrower dtype in between.
+    # Gradients of f32 parameters never pass through a narrower dtype.
     for upstream in (1.0, 1e-8):
         given = torch.full_like(cast, upstream)
         some = torch.autograd.grad(cast, (x, w), given, retain_graph=True)
@@ -312,7 +312,7 @@ def test_a_list_of_every_class_is_summed_exactly(device: str, over: Any) -> None
     g = torch.full((20000,), 0.1, device=device)
     ours = torch.autograd.grad(made, b, g)[0].double()
     of = torch.autograd.grad(theirs, leaves, g.double())[2]
-    scale = 2000 * theirs.detach().exp() + 0.1  # what the terms of each element are
+    scale = 2000 * theirs.detach().exp() + 0.1  # the size of each element's terms
     assert float(((ours - of).abs() / scale).max()) < 2e-6
 
 

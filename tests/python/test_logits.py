@@ -111,7 +111,7 @@ def test_in_place_needs_no_second_matrix(device: str, monkeypatch: Any) -> None:
 
 def test_in_place_is_noticed_by_whoever_else_needs_the_logits(device: str) -> None:
     z, t = problem((4,), 9, device=device)
-    logits = z.exp()  # its backward reads its result
+    logits = z.exp()  # exp's backward reads its result
     loss = cross_entropy_(logits, t)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -343,7 +343,7 @@ def test_memory_that_is_too_small_is_named(device: str) -> None:
         linear_logprobs_at(x, w, ids)
 
 
-# --- what else calls it ---
+# --- functions that call it ---
 
 
 @pytest.mark.parametrize("columns", [1, 4])
@@ -506,7 +506,7 @@ def test_wrong_ids_have_the_callers_index(columns: int, wrong: int, compiled: bo
     ids[1, 3, last] = wrong
     flat = rf"ids\[8, {last}\]"
     where = flat if compiled else rf"ids\[1, 3, {last}\] \(flat: {flat}\)"
-    if compiled and columns == 1:  # the op knows no ids
+    if compiled and columns == 1:  # that op has no ids
         where = r"target\[8\]"
     with pytest.raises(ValueError, match=rf"{where} is {wrong}; allowed: 0 to 8, or "):
         call(x, w, ids)
@@ -544,7 +544,7 @@ def test_ids_of_another_dtype(dtype: torch.dtype) -> None:
         linear_logprobs_at(x, w, [[1]])  # type: ignore[arg-type]
 
 
-# --- bugs that these tests find ---
+# --- mutants: bugs that these tests find ---
 
 
 def _other_sign(*given: Any) -> Any:

@@ -85,7 +85,7 @@ def check(found: dict[str, Any], expected: dict[str, float], tokens: int | None 
     assert tokens is None or found["tokens"] == tokens
 
 
-# Of one call.
+# Within one call.
 
 
 @pytest.mark.parametrize("how", ["train", "eval", "shift_labels", "items"])
@@ -332,7 +332,7 @@ def test_in_16_bits_metrics_are_of_logits_in_f32(dtype: torch.dtype) -> None:
         check(model(**batch).metrics, expected)
 
 
-# The switch of a call.
+# The switch for a single call.
 
 
 @pytest.mark.parametrize("metrics", [(), NAMES], ids=["", "metrics"])
@@ -896,7 +896,7 @@ def trl_logs(kind: str, folder: pathlib.Path) -> list[dict[str, Any]]:
     return [e for e in trainer.state.log_history if "loss" in e or "eval_loss" in e]
 
 
-# What TRL makes of more than log-probabilities of the labels.
+# Metrics of TRL that need more than the labels' log-probabilities.
 OF_TRL = {
     "sft": ("entropy", "mean_token_accuracy"),
     "dpo": ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected", "logps/chosen"),

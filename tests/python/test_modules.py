@@ -63,7 +63,7 @@ def test_every_option_of_the_functions_is_a_modules() -> None:
             for p in inspect.signature(function).parameters.values()
             if p.kind is p.KEYWORD_ONLY
         }
-        # The head has a group of its own; None is all that `options` may be.
+        # The head has its own group, and allows only None for `options`.
         assert names - tensors - {"group", "options"} == set(module._options())
 
 
@@ -167,7 +167,7 @@ def test_main_grad_adds_up_in_f32(device: str, reduction: str, dtype: torch.dtyp
         x, _, _, t = problem((9,), 17, 8, dtype, device)
         loss = head(x, t).mean()
         (loss * factor).backward(retain_graph=True)
-        (loss * factor).backward()  # the second backward adds as well
+        (loss * factor).backward()  # a second backward accumulates
         w = head.weight.detach().double().requires_grad_()
         logits = x.double() @ w.T + head.bias.double()
         theirs = reference.loss(logits, t, reduction=reduction).mean()
@@ -273,7 +273,7 @@ def test_a_target_that_tensor_parallelism_dropped_is_missed(mesh: Any) -> None:
     with pytest.raises(NotImplementedError, match=r"target is None.*ColwiseParallel"):
         head(x, t)
     with pytest.raises(NotImplementedError, match="sharded"):
-        head(x, target=t)  # ColwiseParallel hands a keyword on
+        head(x, target=t)  # ColwiseParallel passes keywords on
     with torch.no_grad():
         torch.testing.assert_close(head(x), expected)  # without a target the head serves generation
     torch.testing.assert_close(head.eval()(x), expected)
@@ -288,20 +288,20 @@ def test_a_heads_checkpoint_is_a_linears() -> None:
     linear.load_state_dict(head.state_dict())
     assert torch.equal(head.loss.weight, classes)
     model = torch.nn.ModuleDict({"lm_head": head})
-    old = {**model.state_dict(), "lm_head.loss.weight": classes + 1}  # as it was saved before
+    old = {**model.state_dict(), "lm_head.loss.weight": classes + 1}  # from an older version
     model.load_state_dict(old)
     assert torch.equal(head.loss.weight, classes + 1) and "lm_head.loss.weight" in old
     old["lm_head.loss.weight"].zero_()
     assert torch.equal(head.loss.weight, classes + 1)
     with pytest.raises(RuntimeError, match=r"loss.weight has shape \(12,\); allowed: \(11,\)"):
         model.load_state_dict({**old, "lm_head.loss.weight": torch.ones(12)})
-    with pytest.raises(RuntimeError, match="Unexpected"):  # which the head would leave out
+    with pytest.raises(RuntimeError, match="Unexpected"):  # the head would ignore it
         LinearCrossEntropyHead(4, 11).load_state_dict(
             {**linear.state_dict(), "loss.weight": classes}
         )
     copied = copy.deepcopy(head)
     assert torch.equal(copied.loss.weight, head.loss.weight)
-    # torch's own losses of given logits have class weights in their checkpoints
+    # torch's own losses of given logits save class weights in checkpoints
     for mine, theirs in ((CrossEntropyLoss, torch.nn.CrossEntropyLoss),):
         mine(classes).load_state_dict(theirs(classes).state_dict())
         theirs(classes).load_state_dict(mine(classes).state_dict())

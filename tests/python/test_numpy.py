@@ -70,11 +70,11 @@ def test_weights_and_normalizers() -> None:
         )  # fmt: skip
         assert ours == theirs.item()
     total = ln.linear_cross_entropy(xn, wn, tn, reduction="sum")
-    for large in (np.array(1e39), np.float64(1e39)):  # f32 would make infinities of them
+    for large in (np.array(1e39), np.float64(1e39)):  # infinite in f32
         assert ln.linear_cross_entropy(xn, wn, tn, normalizer=large) == np.float32(
             float(total) / 1e39
         )
-    # f32 would make nothing of these, and so an empty mean
+    # 0 in f32, and so an empty mean
     for small in (np.array(1e-46), np.float64(1e-46)):
         assert ln.linear_cross_entropy(xn, wn, tn, normalizer=small) == np.inf
 
@@ -281,7 +281,7 @@ def test_absent_columns_have_no_probability() -> None:
     made = ln.linear_logprobs_at(x, w, ids)
     assert np.array_equal(np.isneginf(made), ids == -1)
     assert np.isnan(made[2, 0]) and np.isfinite(made[0, 1]) and np.isfinite(made[3]).all()
-    # In a row of -inf there is no number, but what is absent is still absent.
+    # A row of -inf gives NaN, but an absent id still gives its usual value.
     masked = np.full(9, -np.inf, np.float32)
     made = ln.linear_logprobs_at(w[:2, :6], w, ids[2:], linear_bias=masked)
     assert np.array_equal(np.isneginf(made), ids[2:] == -1) and np.isnan(made[1]).all()
@@ -365,7 +365,7 @@ def test_over_the_ids_alone_is_their_softmax() -> None:
         expected = z - np.log(np.exp(z).sum(1, keepdims=True))
     assert np.allclose(made[ids != -1], expected[ids != -1], atol=1e-5)
     assert np.isneginf(made[ids == -1]).all() and made.max() <= 0
-    # One id has a probability of 1, and of two alike each has a half.
+    # A single id has probability 1, and two equal ids 1/2 each.
     assert not ln.linear_logprobs_at(x, w, ids[:, :1], over="ids")[[0, 1, 2, 3, 5, 6]].any()
     twice = ln.linear_logprobs_at(x, w, np.repeat(ids[:1, :1], 14, 0).reshape(7, 2), over="ids")
     assert np.allclose(twice, np.log(0.5))

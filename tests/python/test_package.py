@@ -15,7 +15,7 @@ import fresh
 import logitless
 
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
-# A reader has this before pasting a snippet, by a word that the snippet holds.
+# Code to put before a snippet that contains the key.
 GIVEN = {
     "logitless.torch": """
 import torch

@@ -37,14 +37,14 @@ DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 # --- the contract ---
 
 
-# An objective of log-probabilities and entropies [B, T].
+# An objective that takes log-probabilities and entropies [B, T].
 Tail = Callable[[Tensor, Tensor], Tensor]
 
 
 class Tangent(NamedTuple):
     value: Tensor
-    of_value: Tensor  # the recipe's value may be so far off
-    upstream: tuple[Tensor, Tensor]  # [N]  they are of log-probability and entropy
+    of_value: Tensor  # tolerance of the recipe's value
+    upstream: tuple[Tensor, Tensor]  # [N] of the log-probability and of the entropy
     of_upstream: tuple[Tensor, Tensor]
 
 
@@ -92,7 +92,7 @@ def judge(recipe: Callable[..., Tensor], tail: Tail, x: Tensor, w: Tensor, t: Te
     assert (t == -100).any() and not theirs[0][t == -100].any()
 
 
-# --- TRL's code ---
+# --- TRL's formulas ---
 
 
 class Trainer(SimpleNamespace):
@@ -307,7 +307,7 @@ def test_distillation_is_the_cross_entropy_with_the_teachers_tokens(
 ) -> None:
     x, w, t, _, _ = batch(dtype, device)
     teacher = torch.randn(4, 11, len(w), device=device).mul(2).softmax(-1)
-    probability, top = teacher.topk(9)  # together below 1
+    probability, top = teacher.topk(9)  # their sum is below 1
     loss = rl.distillation(x, w, t, top, probability, temperature)
     loss.backward()
     exact = [v.detach().double().requires_grad_() for v in (x, w)]
@@ -381,7 +381,7 @@ def test_k3_has_the_gradient_of_an_estimate_of_the_divergence(
 ) -> None:
     x, w, t, _, frozen = batch(dtype, device)
 
-    # Schulman has this in "Approximating KL Divergence".
+    # From Schulman's "Approximating KL Divergence".
     def exact(logprob: Tensor, _: Tensor) -> Tensor:
         ratio = (frozen.double() - logprob).exp()
         return ((ratio - 1) - ratio.log()).masked_fill(t == -100, 0).sum()
@@ -440,7 +440,7 @@ def test_targets_of_packed_sequences_do_not_cross_a_boundary(device: str) -> Non
     lengths = [3, 1, 0, 5, 2]
     ids = torch.arange(13, device=device)  # the last two tokens are padding
     learned = torch.ones(13, dtype=torch.bool, device=device)
-    learned[[6, 11, 12]] = False  # token 6 belongs to a prompt, and the others are padding
+    learned[[6, 11, 12]] = False  # token 6: prompt; others: padding
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     n = -100
     expected = [1, 2, n, n, 5, n, 7, 8, n, 10, n, n, n]

@@ -36,7 +36,7 @@ def test_an_old_keyword_is_taken_with_a_warning(function: Any, name: str) -> Non
     with pytest.warns(DeprecationWarning, match=where) as warned:
         try:
             function(*GIVEN, **{name: VALUES[name]})
-        except ValueError as error:  # there is no group here
+        except ValueError as error:  # there is no process group here
             assert name != "vocab_blocks" and f"Split.{FIELDS[name]}" in str(error)
     assert warned[0].filename == __file__
 
@@ -173,7 +173,7 @@ def test_a_type_checker_knows_the_results(tmp_path: pathlib.Path) -> None:
     ]
     assert len(revealed) == TYPED.count("reveal_type"), run.stdout + run.stderr
     assert revealed[0] == 'Revealed type is "list[torch._tensor.Tensor]"'
-    for line in revealed:  # numpy's own array type has an Any for its shape
+    for line in revealed:  # NumPy's array type has Any as its shape
         assert "Any" not in line.replace("numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]", "")
     errors = {line.split(":")[1]: line for line in run.stdout.splitlines() if ": error: " in line}
     assert len(errors) == len(WRONG), run.stdout

@@ -97,7 +97,7 @@ def test_no_tensor_is_kept(device: str, dtype: torch.dtype) -> None:
     warm-up of torch.compile): what was kept would lie there, whatever becomes of that memory."""
     if device == "cuda" and (rows := sys.modules.get("logitless.integrations._rows")):
         torch.cuda.synchronize()
-        rows._raise_late()  # what the patched model of an earlier test had yet to say
+        rows._raise_late()  # a late error of an earlier test's model
     every_call(device, dtype)
     tensors = (torch.Tensor, torch.UntypedStorage)
     assert [where for where, value in kept() if isinstance(value, tensors)] == []

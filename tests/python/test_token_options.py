@@ -53,7 +53,7 @@ def gradients(outputs: Any, leaves: Any, retain: bool = True) -> tuple[Tensor, .
     return torch.autograd.grad(outputs, leaves, upstream, retain_graph=retain)
 
 
-# --- a temperature of each token ---
+# --- temperatures per token ---
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
@@ -180,7 +180,7 @@ def test_one_graph_for_every_value_and_shape(device: str) -> None:
             for a, e in zip(gradients([ours], (x, w), False), gradients([eager], (x, w))):
                 close(a, e.double())
             frames.append(counter.graphs.frame_count)
-        # dynamo itself begins anew once, to make symbols of plain numbers again
+        # Dynamo recompiles once, to replace plain numbers by symbols.
         assert len(set(frames[1:])) == 1, frames
 
 
@@ -440,7 +440,7 @@ def test_clipped_tokens_have_no_gradient(device: str, dtype: torch.dtype, compil
     x, w, _, t = problem((6, 50), 700, 16, dtype, device, ignored=0)
     with torch.no_grad():
         old = linear_logprob(x, w, t)
-        old += torch.where(torch.rand_like(old) < 0.6, -1.0, 0.0)  # where it is -1 the ratio is e
+        old += torch.where(torch.rand_like(old) < 0.6, -1.0, 0.0)  # the ratio is 1 or e
     function = Counter().compile(clipped) if compiled else clipped
     kept = (linear_logprob(x, w, t) - old).exp() < 1.2
     assert 50 < kept.sum() < 250

@@ -203,7 +203,7 @@ def test_a_list_of_rows_as_the_vocabulary(device: str) -> None:
     alone = linear_topk(x, w[order], 3, linear_bias=b[order], return_statistics="lse")
     assert torch.equal(made[0], alone[0]) and torch.equal(made[1], order[alone[1]])
     assert torch.equal(made[2].lse, alone[2].lse) and torch.equal(made[2].argmax, made[1][..., 0])
-    # Whole numbers, whose sums no order of the products rounds: the columns are equal to the bit.
+    # Integers: every sum is exact, so the columns' logits are equal to the bit.
     equal = linear_topk(x.detach().mul(8).round(), torch.ones_like(w), 5, vocab_ids=ids)
     assert torch.equal(equal[1], order.expand(2, 5, 5))
     for k in (0, 6):

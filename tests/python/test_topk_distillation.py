@@ -147,7 +147,7 @@ def nemo_rls_loss(
     p, q = student.exp(), teacher.exp()
     forward, reverse = (q * (teacher - student)).sum(-1), (p * (student - teacher)).sum(-1)
     if entropy is not None:
-        # what is outside has the teacher's log-probability of -100
+        # outside the list the teacher's log-probability is taken as -100
         reverse = reverse + entropy - (p * student).sum(-1) + 100 * (1 - p.sum(-1))
     return {"forward": forward, "reverse": reverse}.get(
         kind, weight * forward + (1 - weight) * reverse

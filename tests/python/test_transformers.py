@@ -394,7 +394,7 @@ def test_rows_that_pad_the_vocabulary_are_no_words(bias: bool, softcap: float) -
             model(input_ids=ids, labels=ids.masked_fill(ids == ids[0, 3], 55))
 
 
-# Chosen for what they do with their logits; tests/integrations has all classes of transformers.
+# Chosen for their different uses of logits; tests/integrations covers every class of transformers.
 TWELVE = {
     "gemma2": "served", "cohere": "served", "granite": "served", "hyperclovax": "served",
     "minicpm3": "served", "falcon_h1": "served", "inkling_text": "served", "xlstm": "served",
@@ -600,7 +600,7 @@ def test_a_lora_on_the_head_is_served(patch_first: bool, monkeypatch: Any) -> No
             if e.grad is not None:
                 torch.testing.assert_close(a.grad, e.grad, rtol=1e-4, atol=2e-6)
     lora.lora_variant = {"default": object()}  # type: ignore[assignment]
-    torch.testing.assert_close(model(**batch).loss, output.loss)  # the patch is off here
+    torch.testing.assert_close(model(**batch).loss, output.loss)  # without the patch
     lora.disable_adapters = False
     with pytest.raises(NotImplementedError, match="LoRA 'default' of a variant"):
         model(**batch)
@@ -637,7 +637,7 @@ def test_two_threads_in_one_model_are_as_one_after_the_other(name: str, how: str
             lost.wait()
         if "reentrant" not in how:
             return [loss, *gradients(model, loss)]
-        loss.backward()  # autograd.grad does not go with it, and .grad is every thread's
+        loss.backward()  # autograd.grad is not allowed, and threads share .grad
         return [loss]
 
     def of_both(run: Callable[..., list[Any]]) -> list[torch.Tensor]:
@@ -650,7 +650,7 @@ def test_two_threads_in_one_model_are_as_one_after_the_other(name: str, how: str
     together = True
     meeting(model.base_model)
     found = of_both(in_threads)
-    if "reentrant" in how:  # the gradients of two are added in either order
+    if "reentrant" in how:  # two gradients are added in any order
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     else:
         same(found, expected)
@@ -674,7 +674,7 @@ def test_a_thread_that_asks_for_logits_gets_them_while_another_makes_a_loss(
         if not eval_logits:
             with torch.no_grad():
                 return model(**second)
-        settled.wait(30)  # the other's forward has asked for the mode
+        settled.wait(30)  # until the other thread's forward has read the mode
         return model.eval()(**second)
 
     model.model.register_forward_pre_hook(lambda *_: settled.set())
@@ -795,7 +795,7 @@ def changed_llama(change: Any) -> Any:
         (lambda z: z[..., :1], None),
     ],
 )
-@pytest.mark.parametrize("hidden", [1.0, 1e-3])  # with small logits a cap changes no loss
+@pytest.mark.parametrize("hidden", [1.0, 1e-3])  # a cap does not change the loss of small logits
 def test_an_unknown_change_of_the_logits_is_noticed(
     change: Any, options: dict[str, float] | None, hidden: float
 ) -> None:
@@ -805,7 +805,7 @@ def test_an_unknown_change_of_the_logits_is_noticed(
     told = {} if options is None else options
     for less in ({k: v for k, v in told.items() if k != left_out} for left_out in told or ("",)):
         with patch_transformers(model, **less):
-            for _ in range(2):  # the second time must be as the first
+            for _ in range(2):  # a second call must give the same
                 with pytest.raises(NotImplementedError, match="changes its logits"):
                     model(**batch)
     if options is not None:

@@ -84,7 +84,8 @@ def one_biased(z: Tensor, *_: Any) -> Tensor:
     return z + 0.01 * (torch.arange(V) == V - 1)
 
 
-# What the model does, what the patch is told of it, and from which call on that is refused.
+# What the model does to its logits, what the patch is told, and at which call it is refused (None:
+# never).
 CHANGES: dict[str, tuple[Callable[..., Tensor], dict[str, Any], int | None]] = {
     "nothing": (lambda z, *_: z, {}, None),
     "f32": (lambda z, *_: z.float(), {}, None),
@@ -139,7 +140,7 @@ def hold(
 ) -> str:  # fmt: skip
     """Each call gives the loss and gradients of the unpatched model, or is an error of ours from
     call `refused` on; what the last error says."""
-    # A shape that does not fit is dynamo's own error, when it traces.
+    # A wrong shape is dynamo's own error while it traces.
     errors = (LogitlessError, torch._dynamo.exc.TorchRuntimeError) if compiled else LogitlessError
     torch._dynamo.reset()
     own, said = copy.deepcopy(model), ""
@@ -152,7 +153,7 @@ def hold(
         given = batch()
         with torch.set_grad_enabled(grad):
             if refused is not None and step >= refused:
-                for _ in range(1 if compiled else 2):  # the second time is as the first
+                for _ in range(1 if compiled else 2):  # a second call gives the same
                     with pytest.raises(errors) as error:
                         called(**given)
                     said = str(error.value)
@@ -216,7 +217,7 @@ def test_a_model_that_makes_more_of_its_logits_is_refused(
     assert "makes more of its logits than the loss" in said
 
 
-# The loss is right, or a number: the gradient is what tells.
+# The loss looks right, so only gradients reveal the change.
 GRADIENTS: dict[str, dict[str, Any]] = {
     "a part detached": {"change": lambda z, *_: z * 0.1 + (z * 0.9).detach()},
     "one column detached": {
@@ -399,7 +400,7 @@ HEAD = torch.nn.Linear(D, V)
 
 @pytest.mark.parametrize("name", LATER)
 def test_what_comes_later_is_served_right_or_refused(name: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch.nn.Linear, "forward", torch.nn.Linear.forward)  # is set back
+    monkeypatch.setattr(torch.nn.Linear, "forward", torch.nn.Linear.forward)  # restored at the end
     done: set[int] = set()
 
     def once(model: Any) -> None:
@@ -486,7 +487,7 @@ def test_a_device_that_is_not_waited_for_makes_the_loss_nan_and_the_next_call_an
     assert model(**batch()).loss.isfinite(), "the report has not arrived"
     for event, *_ in told:
         event.done = True  # type: ignore[attr-defined]
-    for said in ("changes its logits", "makes of its logits"):  # forward, and backward
+    for said in ("changes its logits", "makes of its logits"):  # forward, backward
         with pytest.raises(NotImplementedError, match=f"^in an earlier call ToyForCausalLM {said}"):
             model(**batch())
     assert model(**batch()).loss.isfinite()

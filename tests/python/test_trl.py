@@ -72,7 +72,8 @@ def test_every_output_and_gradient_is_that_of_f64(
     with patch_trl() as patch:
         results = [fused(x, w, b, t, **OPTIONS[name])]
         assert patch.calls == 1
-    # In f32 TRL itself must agree too: so the formulas are its own. Else its logits have 16 bits.
+    # In f32 TRL's results must match too, which shows that the formulas are TRL's. Otherwise its
+    # logits have 16 bits.
     if dtype is torch.float32:
         results.append(fused(x, w, b, t, **OPTIONS[name]))
     for actual in results:
@@ -116,7 +117,7 @@ def test_every_output_is_of_one_call(name: str, launched: list[int]) -> None:
     x, w, b, t = problem((9,), 17, 8, bias=True, ignored=0)
     t[4] = -100
     with patch_trl():
-        launched.clear()  # the patch tries TRL's formulas first
+        launched.clear()  # the patch checks TRL's formulas first
         found = fused(x, w, b, t, **OPTIONS[name])
     assert len(launched) == 1
     assert not any(value[4] for value in found.values())
@@ -175,7 +176,7 @@ def test_hidden_states_and_weight_of_two_dtypes(dtypes: tuple[str, str]) -> None
     theirs = torch.autograd.grad(expected["log_probs"], leaves, upstream.double())
     for a, e, leaf in zip(ours, theirs, leaves):
         assert a.dtype is leaf.dtype
-        # The logits that are kept have the dtype of the hidden states, and so has dz.
+        # Kept logits, and so dz, have the dtype of the hidden states.
         close(a, e, leaf.dtype if hidden is torch.float32 and leaf is b else hidden)
 
 
@@ -218,7 +219,7 @@ def test_a_patch_is_one_and_is_taken_away() -> None:
     patch.unpatch()
     assert trl.trainer.utils._ChunkedLogProbFunction is own
     with patch_trl():
-        patch.unpatch()  # the second time does nothing
+        patch.unpatch()  # a second time does nothing
         assert trl.trainer.utils._ChunkedLogProbFunction is not own
     assert trl.trainer.utils._ChunkedLogProbFunction is own
 
@@ -363,7 +364,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {**GENERATING, "entropy_coef": 0.01, "temperature": 0.9},
     "rloo": GENERATING,
 }
-# Calls of the head in a step, for the policy and for the reference.
+# Calls of the head per step, for the policy and the reference model together.
 CALLS = {"sft": 1, "dpo": 2, "kto": 4, "grpo": 2, "rloo": 3}
 
 

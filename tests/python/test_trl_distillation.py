@@ -67,7 +67,7 @@ def test_divergence_entropy_and_gradients_are_those_of_f64(
     with patch_trl() as patch:
         results = [fused(h, beta, bias, **OPTIONS[name])]
         assert patch.calls == 1
-    if dtype is F32:  # which shows that the formulas are TRL's
+    if dtype is F32:  # shows that the formulas are TRL's
         results.append(fused(h, beta, bias, **OPTIONS[name]))
     grads = torch.autograd.grad(theirs, leaves, upstream.double())
     for made, of_student in results:
@@ -138,7 +138,7 @@ def test_each_head_is_rounded_to_its_own_hidden_states(wider: str) -> None:
     trls, _ = fused(h, 0.5)
     with patch_trl():
         made, of_student = fused(h, 0.5)
-    for a in (trls, made):  # which shows that TRL rounds so
+    for a in (trls, made):  # shows that TRL rounds like this
         close(a, theirs)
     close(of_student, entropy)
     (grad,) = torch.autograd.grad(made.sum(), w)
@@ -191,7 +191,7 @@ def test_compiled() -> None:
     h = heads(shape=(9,))
     with patch_trl() as patch:
         compiled = torch.compile(fused, fullgraph=True, backend="eager")(h, 0.5, softcap=3.0)
-        assert patch.calls == 0  # compiled code does not count
+        assert patch.calls == 0  # compiled calls are not counted
         for actual, eager in zip(compiled, fused(h, 0.5, softcap=3.0)):
             assert torch.equal(actual, eager)
         assert patch.calls == 1

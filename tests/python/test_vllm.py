@@ -68,7 +68,7 @@ def test_the_list_of_a_prompt(last: bool) -> None:
         assert at is not None
         order = log_p[i - 1].argsort(descending=True)
         token, best = int(t[i]), order[:3].tolist()
-        assert list(at) == list(dict.fromkeys([token, *best]))  # its own comes first
+        assert list(at) == list(dict.fromkeys([token, *best]))  # the token itself comes first
         for id, (logprob, rank, word) in at.items():
             assert rank == int((order == id).nonzero()) + 1 and word == f"<{id}>"
             assert logprob == pytest.approx(float(log_p[i - 1, id]), abs=1e-5)

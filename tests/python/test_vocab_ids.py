@@ -275,7 +275,7 @@ def test_noncontiguous_tensors(device: str) -> None:
     same(torch.autograd.grad(ours, (x, turned)), torch.autograd.grad(theirs, (x, w)))
 
 
-# --- what else calls it ---
+# --- functions that call it ---
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -443,10 +443,10 @@ def wrong_lists(device: str = "cpu") -> dict[str, tuple[Any, str]]:
     }
 
 
-FOUND = ("beyond", "negative", "twice")  # by reading the list
+FOUND = ("beyond", "negative", "twice")  # errors found only by reading the list
 
 
-# Of what is known of a tensor without its elements the compiler puts words of its own around ours.
+# For what is known without the elements, the compiler wraps our message in its own.
 @pytest.mark.parametrize(
     ("name", "compiled"), [*((n, False) for n in wrong_lists()), *((n, True) for n in FOUND)]
 )
@@ -681,7 +681,7 @@ def test_rows_of_a_draft_head_belong_to_the_teachers_in_the_lists_order(
     ours, found = call(x, w, linear_bias=b, target=t, teacher_vocab_ids=ids, **teacher, **options)
     same((ours, *found), (theirs, *s))
     same(torch.autograd.grad(ours, (x, w, b), upstream), expected)
-    order = torch.randperm(LISTED, device=device)  # of both at once nothing depends
+    order = torch.randperm(LISTED, device=device)  # the order must not matter
     again, _ = call(
         x, w[order], linear_bias=b[order], target=t, teacher_vocab_ids=ids[order], **teacher,
         **options,
@@ -773,7 +773,7 @@ def test_of_a_wrong_list_a_divergence_is_nan(name: str, logits: bool) -> None:
         assert grads[1][ids if name == "vocab_ids" else slice(None)].isnan().all()
 
 
-# --- bugs that these tests find ---
+# --- mutants: bugs that these tests find ---
 
 
 def _unordered(ids: Tensor, vocab: int, name: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ from logitless import _abi
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
-ARM = ROOT / "build/aarch64-python"  # scripts/setup aarch64 brings it
+ARM = ROOT / "build/aarch64-python"  # made by scripts/setup aarch64
 NUMBERS = """
 import numpy as np, logitless.numpy as ln
 x, w = np.ones((3, 4), np.float32), np.arange(20, dtype=np.float32).reshape(5, 4) / 20
@@ -32,7 +32,7 @@ expected = (np.log(np.exp(z).sum(1)) - z[[0, 1, 2], [0, 1, 4]]).mean()
 assert abs(loss - expected) < 1e-6 and grads.linear_weight.shape == w.shape
 """
 
-# The entries of a CMake cache that decide what the objects are.
+# Entries of a CMake cache that change the compiled objects.
 CACHED = (
     "LOGITLESS_(?:CUDA|CUDA_ARCHITECTURES|CUDA_LISTING|CPU_TARGETS|FRAMES|WEBGPU|WERROR)"
     "|CMAKE_(?:C|CXX|CUDA)_COMPILER|CMAKE_BUILD_TYPE"
@@ -97,7 +97,7 @@ def python_of(version: str) -> str | None:
     code = "import sys; print('%d.%d' % sys.version_info[:2])"
     for place in filter(None, places):
         done = subprocess.run([place, "-c", code], capture_output=True, text=True)
-        if done.stdout.strip() == version:  # a shim of pyenv may be there without its Python
+        if done.stdout.strip() == version:  # a shim of pyenv may lack its Python
             return str(place)
     return None
 
@@ -225,7 +225,7 @@ def test_the_wheel_with_cuda_is_small_and_needs_no_gpu(
     headers = subprocess.run(
         ["readelf", "-SWd", tmp_path / "logitless/liblogitless.so"], capture_output=True, text=True
     ).stdout
-    assert ".nv_fatbin" in headers  # the kernels are in this section
+    assert ".nv_fatbin" in headers  # the section of CUDA kernels
     assert not re.search(r"NEEDED.*(cuda|cublas)", headers), "it would not load without them"
     run(sys.executable, NUMBERS, **hidden)
 

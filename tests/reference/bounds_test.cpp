@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the error bounds of the reference: the formulas of "Accuracy" in
-// docs/semantics.md are written out once more for a row.
+// The error bounds of the reference, compared with the formulas of "Accuracy" in docs/semantics.md,
+// written out again here for one row.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -42,7 +42,7 @@ TEST(ReferenceBounds, OfTwoEqualLogits) {
   for (const char* exact : {"row_reference", "target_logit"}) {
     EXPECT_LE(outputs[exact].bound[0], 2 * tiny) << exact;
   }
-  // A device may flush each of its two summands, too.
+  // A device may flush each of the two summands to 0 too.
   EXPECT_LE(outputs["weighted_logit_sum"].bound[0], 4 * tiny);
   const double p = 0.5 * (lse + 4 * u * 3) + tiny;
   expect_bound(outputs["grad_logits"], 0, p + 4 * u * 1.5 + u * 0.5 + tiny, "grad_logits");
@@ -53,7 +53,7 @@ TEST(ReferenceBounds, OfTwoEqualLogits) {
                "probabilities");
 }
 
-// One token with every option, and each bound as the document has it.
+// One token with every option, and each bound as docs/semantics.md defines it.
 struct Transcript {
   Example e;
   std::vector<double> z, slope, error, p;  // [V]
@@ -135,13 +135,13 @@ TEST(ReferenceBounds, OfTheLossAndStatisticsAreTheDocumentsFormulas) {
                "weighted_logit_sum");
 }
 
-// Each dz has an error and a magnitude; stored * least is what storing one in few bits may add.
+// The error and magnitude of each dz. Storing one in few bits may add stored * least.
 struct DzBounds {
   std::vector<double> error, magnitude;
   double stored = 0;
 };
 
-// Of the chosen columns: what each column's gradients come to, and how many they are.
+// Chosen columns: the sum of each column's gradients, and their number.
 constexpr double kChosen[] = {0, 3, 1.5}, kTimes[] = {0, 1, 2};
 
 DzBounds dz_bounds(const Transcript& t) {
@@ -237,7 +237,7 @@ TEST(ReferenceBounds, OfReducedLosses) {
   const double mean = magnitude / classes;
   expect_bound(bounds_of<CrossEntropyForward>(e)["loss"], 0,
                error / classes + (2 * u + growth) * mean, "mean");
-  // The gradients of the loss have the normalizer's error too.
+  // Gradients of the loss inherit the normalizer's error.
   const Output gradient = bounds_of<CrossEntropyBackward>(e)["grad_logits"];
   e.options.normalizer = classes;
   const Output given = bounds_of<CrossEntropyBackward>(e)["grad_logits"];
@@ -327,7 +327,7 @@ TEST(ReferenceBounds, AreZeroWhereTheResultIsExactOrNotANumber) {
       }
     }
   }
-  // Exact are the ignored row's values, the NaN row's, and the loss and target logit of -inf.
+  // The values of ignored rows and NaN rows are exact, and a loss or target logit of -inf.
   EXPECT_GT(exact, 20);
 }
 
@@ -347,8 +347,7 @@ TEST(ReferenceBounds, ArgmaxAcceptsWhatRoundingCannotTellApart) {
   EXPECT_EQ(argmax.accepted[2], (std::vector<int64_t>{-1}));
 }
 
-// A column that is a rounding from the target may be above it or not; equal infinities are no tie
-// broken.
+// A column within rounding of the target may or may not be above it. Equal infinities are a tie.
 TEST(ReferenceBounds, RankAcceptsWhatRoundingCannotTellApart) {
   Example e = logits_example(4, 4);
   e.logits = {1,          std::nextafter(1.0f, 2.0f),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference's divergences beside their definitions in long double, and its gradients beside
-// central differences of its own loss.
+// The reference's divergences against their definitions in long double, and its gradients against
+// central differences of its loss.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -134,7 +134,7 @@ long double definition(const DivergenceOptions& o, const Row& p, const Row& q) {
       return kl(q, p);
     case DivergenceKind::reverse_kl:
       return kl(p, q);
-    case DivergenceKind::jsd:  // at the ends it is the divergence that TRL has there
+    case DivergenceKind::jsd:  // at the ends of beta as in TRL
       if (beta == 0) return kl(q, p);
       if (beta == 1) return kl(p, q);
       return beta * kl(q, m) + (1 - beta) * kl(p, m);
@@ -199,7 +199,7 @@ TEST(ReferenceDivergence, GradientsAreThoseOfTheLoss) {
         x = at;
         const double first = (4 * quotient[1] - quotient[0]) / 3;
         const double second = (4 * quotient[2] - quotient[1]) / 3;
-        // A step may lead over one of tv's kinks, and its quotients then disagree.
+        // A step across one of tv's kinks makes the two quotients disagree.
         const bool smooth = std::fabs(second - first) < 1e-6;
         if (e.divergence.kind == DivergenceKind::tv && !smooth) continue;
         ++compared;

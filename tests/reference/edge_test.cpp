@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests follow the edge table of docs/semantics.md on the reference: tokens that do not
-// count, infinite and NaN logits, and what run() writes.
+// The edge table of docs/semantics.md on the reference: tokens that do not count, infinite and NaN
+// logits, and what run() writes.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -50,8 +50,7 @@ Example with_statistics_gradients(Example example) {
   return example;
 }
 
-// An ignored row is not there, so NaN in it, in its weight or in its upstream gradients changes
-// nothing.
+// A NaN in an ignored row, in its weight or in its upstream gradients changes nothing.
 TEST(ReferenceEdges, IgnoredRowsAreNeverRead) {
   for (const bool linear : {true, false}) {
     for (const bool out_of_range : {true, false}) {
@@ -142,7 +141,7 @@ TEST(ReferenceEdges, AMinusInfiniteLogitHasNoProbability) {
   EXPECT_EQ(forward(example).at("loss")[0], kInfinity);
   EXPECT_EQ(forward(example).at("weighted_logit_sum")[0], -kInfinity);
   EXPECT_TRUE(all_finite(backward(example).at("grad_logits"), 0, 4));
-  // A class of weight 0 has no share in the smoothing.
+  // A class of weight 0 adds nothing to the smoothing.
   example.vocab_weight = {1, 0, 1, 1};
   EXPECT_TRUE(std::isfinite(forward(example).at("loss")[0]));
   EXPECT_EQ(forward(example).at("weighted_logit_sum")[0], 3.5);
@@ -157,7 +156,7 @@ TEST(ReferenceEdges, AMinusInfiniteTarget) {
   EXPECT_EQ(forward(example).at("loss")[0], kInfinity);
   EXPECT_EQ(forward(example).at("target_logit")[0], -kInfinity);
   EXPECT_EQ(backward(example).at("grad_logits")[1], -1);
-  // A term adds nothing where its factor is 0, but a NaN in the row is one in its loss.
+  // A term with the factor 0 adds nothing, but a NaN in the row makes its loss NaN.
   example.vocab_weight = {1, 0, 1};
   EXPECT_EQ(forward(example).at("loss")[0], 0);
   example.logits[0] = kNan;
@@ -310,8 +309,8 @@ TEST(ReferenceEdges, NeedsNoWorkspace) {
 // A problem that does not fit in memory is a status, not an exception.
 TEST(ReferenceEdges, OutOfMemoryIsAStatus) {
   const float element = 0;
-  std::vector<int64_t> sizes = {int64_t{1} << 61};  // more than a vector can hold
-  // No machine has so much memory; sanitizers end the program there.
+  std::vector<int64_t> sizes = {int64_t{1} << 61};  // more than a vector allows
+  // More memory than any machine has. Sanitizers would end the program.
   if (!kSanitized) sizes.push_back(int64_t{1} << 50);
   for (const int64_t size : sizes) {
     TensorView huge = matrix_view(&element, DType::f32, 1, size);

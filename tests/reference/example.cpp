@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file makes small loss problems for the tests of the reference.
+// Small loss problems for the tests of the reference.
 #include "example.h"
 
 #include <gtest/gtest.h>
@@ -58,7 +58,7 @@ Values evaluate_values(const Example& example) {
   return values;
 }
 
-// The product runs over b, since a reduced loss has one element.
+// Runs over b, since a reduced loss has a single element.
 double dot(const std::vector<float>& a, const std::vector<double>& b) {
   double sum = 0;
   for (size_t i = 0; i < b.size(); ++i) sum += a[i] * b[i];
@@ -204,7 +204,7 @@ double objective(const Example& example) {
   if (!example.grad_entropy.empty()) sum += dot(example.grad_entropy, values.at("entropy"));
   for (size_t k = 0; k < example.ids.size(); ++k) {
     const double z = values.at("logits_at")[k];
-    if (std::isfinite(z)) sum += example.grad_logits_at[k] * z;  // others have no gradient
+    if (std::isfinite(z)) sum += example.grad_logits_at[k] * z;  // others are not differentiable
   }
   return sum;
 }

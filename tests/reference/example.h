@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An example is one small loss problem that owns its data, with the ops over it and the scalar
-// whose gradients Backward computes:
+// One small loss problem that owns its data, its ops, and the scalar whose gradients Backward
+// computes:
 //   objective = sum_i grad_loss_i loss_i + grad_lse_i lse_i + grad_target_logit_i z_it
 //               + grad_entropy_i H_i + sum_k grad_logits_at_ik logits_at_ik
 #pragma once
@@ -21,41 +21,40 @@ struct Example {
   std::vector<float> logits;               // [N, V]; the ops on given logits have it
   std::vector<int64_t> target;             // [N]
   LossOptions options{};
-  // Absent where empty.
+  // Empty vectors are absent.
   std::vector<float> token_weight, vocab_weight;                 // [N] [V or vocab_total]
   std::vector<float> normalizer;                                 // [1]
   std::vector<float> temperature;                                // [N]
   std::vector<float> grad_loss;                                  // [N] or [1]
   std::vector<float> grad_lse, grad_target_logit, grad_entropy;  // each is [N]
-  std::vector<float> row_reference, row_log_sum, entropy;  // each is [N], and Backward reads it
-  std::vector<int64_t> ids;                                // [N, K]
-  std::vector<float> grad_logits_at;                       // [N, K]  it goes with them
+  std::vector<float> row_reference, row_log_sum, entropy;        // each is [N], read by Backward
+  std::vector<int64_t> ids;                                      // [N, K]
+  std::vector<float> grad_logits_at;                             // [N, K], for `ids`
   bool accumulate = false;
-  std::vector<float> old_weight, old_bias;  // [V, D] [V]; accumulating adds to them
+  std::vector<float> old_weight, old_bias;  // [V, D] [V], to accumulate into
 
-  // Returns K.
+  // Returns K, the number of chosen columns per token.
   int64_t chosen() const { return ids.empty() ? 0 : static_cast<int64_t>(ids.size()) / tokens; }
   bool of_probabilities() const { return options.input_kind == InputKind::probabilities; }
 };
 
-// The data lie on a grid of 1/32, so that small perturbations are exact in f32.
+// The data are multiples of 1/32, so that small perturbations are exact in f32.
 Example linear_example(int64_t tokens, int64_t columns, int64_t hidden);
 Example logits_example(int64_t tokens, int64_t columns);
-// Returns the same problem with its logits given; softcap, scale and temperature must have their
-// defaults for it to be the same loss.
-std::vector<double> logits_of(const Example& example);  // [N, V]  they are raw
+// Returns the logits of the same problem. To have the same loss, softcap, scale and temperature
+// must have their defaults.
+std::vector<double> logits_of(const Example& example);  // [N, V], raw
 
 TensorView view_of(const std::vector<float>& values, int64_t rows, int64_t columns);
 TensorView view_of(const std::vector<float>& values);
 TensorView view_of(const std::vector<int64_t>& values);
 
-// Makes an op over the example's data, which asks for everything that it can give; output views
-// have no memory behind them.
+// Makes an op over the example's data with every output; output views have no memory.
 template <class Op>
 Op make_op(const Example& example);
 
-// Return the outputs of the Forward, Backward and ForwardBackward op, linear or not as the example
-// is. They fail the test on an error.
+// Return the outputs of Forward, Backward and ForwardBackward, linear or on given logits as the
+// example is. Errors fail the test.
 using Values = std::map<std::string, std::vector<double>>;
 Values forward(const Example& example);
 Values backward(const Example& example);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference is compared with PyTorch in float64: every file of tests/goldens
-// (scripts/make_goldens.py wrote them) is run as f32 and, where the inputs are exact in them, as
-// f16 and bf16, with i32 and i64 targets.
+// Compares the reference with PyTorch in float64. Every file of tests/goldens (written by
+// scripts/make_goldens.py) runs as f32 and, where the inputs are exact there, as f16 and bf16, with
+// i32 and i64 targets.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -60,7 +60,7 @@ class Converted {
  public:
   explicit Converted(DType dtype) : dtype_(dtype) {}
 
-  // Returns false where a value is not exact in the dtype.
+  // Returns false if a value is not exact in the dtype.
   bool convert(TensorView* view) {
     if (!*view || dtype_ == DType::f32) return true;
     const std::vector<double> values = read(*view);
@@ -83,7 +83,7 @@ class Converted {
   std::vector<int32_t> indices_;
 };
 
-// Compares the op's outputs with the golden's, and returns how many were compared.
+// Compares the op's outputs with the golden values; returns how many were compared.
 template <class Op>
 int check(const Example& example, DType dtype, const json& expected, const std::string& what) {
   Op op = make_op<Op>(example);

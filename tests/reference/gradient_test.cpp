@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every gradient of the reference is compared with central differences of its own Forward in
-// double, for every option alone and for every pair of options, on given logits and on linear ops.
-// Perturbations are exact in f32; three step sizes and Richardson's extrapolation leave an error of
-// the order h^6.
+// Compares every gradient of the reference with central differences of its own Forward in double,
+// for every option alone and in pairs, on given logits and on linear ops. Perturbations are exact
+// in f32; three step sizes and Richardson extrapolation leave an error of order h^6.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,8 +19,8 @@ enum class On { everything, logits, linear_ops, given_logits };
 
 struct Option {
   const char* name;
-  const char* slot;  // two options of one slot do not combine; "" combines with all
-  On on;             // `logits` says that it does not go with probabilities as input
+  const char* slot;  // options of one slot exclude each other, except in ""
+  On on;             // `logits`: excludes probabilities as input
   void (*apply)(Example*);
 };
 
@@ -143,8 +142,8 @@ void check_gradients(Example example, const std::string& what) {
   for (const auto& [name, values] : expected) {
     expect_near(two_passes.at(name), values, kTolerance, what + ": " + name);
   }
-  // ForwardBackward has no gradients of the statistics or of chosen columns; without them it is
-  // both ops.
+  // ForwardBackward has no gradients of statistics or chosen columns. Without these it must equal
+  // Forward and Backward.
   if (!example.grad_lse.empty() || !example.grad_target_logit.empty() ||
       !example.grad_entropy.empty() || !example.ids.empty()) {
     return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The error bounds of the reference hold for honest f32 arithmetic and bite: no small mistake stays
-// within them.
+// The error bounds of the reference accept correct f32 arithmetic, and reject every small mistake
+// below.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace logitless::reference {
 namespace {
 
-// A plain f32 loss and gradient, with places to go wrong.
+// A plain f32 loss and gradient with hooks for mistakes.
 struct Mistakes {
   std::function<float(float)> logit = [](float z) { return z; };
   std::function<float(float)> lse = [](float z) { return z; };

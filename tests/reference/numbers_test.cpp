@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the reference's conversions: all 65536 patterns of f16 and bf16, every midpoint
-// between two neighbours, and views of any stride.
+// The reference's conversions: all 65536 patterns of f16 and bf16, every midpoint between two
+// neighbours, and views of any stride.
 #include "src/reference/numbers.h"
 
 #include <gtest/gtest.h>
@@ -45,7 +45,7 @@ TEST_P(ReferenceNumbers, RoundToTheNearestAndTiesToEven) {
   const Format& format = GetParam();
   for (uint16_t bits = 0; bits < format.infinity; ++bits) {
     const double low = format.decode(bits);
-    // Beyond the largest finite value the next step is where infinity stands.
+    // Infinity stands for the next step after the largest finite value.
     const uint16_t next = bits + 1;
     const double high =
         next == format.infinity ? 2 * low - format.decode(bits - 1) : format.decode(next);
@@ -82,7 +82,7 @@ TEST(ReferenceNumbers, KnownValuesOfF16) {
   EXPECT_EQ(f16_to_double(0xc500), -5.0);
   EXPECT_EQ(round_to_f16(65519.99), 0x7bff);
   EXPECT_EQ(round_to_f16(65520), 0x7c00);
-  // By way of f32 this would first become a tie, and then 1.
+  // Rounding to f32 first would give a tie, which rounds to 1.
   EXPECT_EQ(round_to_f16(1 + 0x1p-11 + 0x1p-40), 0x3c01);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference is compared with closed forms of the loss, its statistics and its gradients.
+// Compares the reference with closed forms of the loss, its statistics and its gradients.
 #include "src/reference/reference.h"
 
 #include <gtest/gtest.h>
@@ -107,7 +107,7 @@ TEST(Reference, TemperatureDividesAndScaleMultiplies) {
   EXPECT_EQ(backward(by_scale).at("grad_logits"), gradient);
 }
 
-// p is [1/8, 1/2, 1/4, 1/8]; two columns are above the third, none above the second.
+// p is [1/8, 1/2, 1/4, 1/8]: column 2 has one column above it, column 1 none.
 TEST(Reference, StatisticsOfARowByHand) {
   const auto two = static_cast<float>(std::log(2.0));
   const std::vector<float> logits{-two, two, 0, -two};
@@ -129,7 +129,7 @@ TEST(Reference, StatisticsOfARowByHand) {
     EXPECT_EQ(values.at(name)[0], 0);
 }
 
-// Each token's row has the loss, statistics and gradients that the call's number would give it.
+// Each token's row has the loss, statistics and gradients of a call with its temperature for all.
 TEST(Reference, ATemperatureOfEachTokenIsTheNumberInItsRow) {
   Example example = logits_example(3, 6);
   example.options.reduction = Reduction::none;
@@ -150,7 +150,7 @@ TEST(Reference, ATemperatureOfEachTokenIsTheNumberInItsRow) {
   }
 }
 
-// A row that a number would refuse is NaN, says so once, and leaves the others alone.
+// A row with an invalid temperature is NaN and sets the fault word; other rows are unaffected.
 TEST(Reference, ATemperatureThatIsNoneIsNaN) {
   Example example = logits_example(3, 4);
   example.options.reduction = Reduction::none;
@@ -169,7 +169,7 @@ TEST(Reference, ATemperatureThatIsNoneIsNaN) {
   }
 }
 
-// Their rows are not looked at, and they count in the mean.
+// Rows without an upstream gradient are not read, but count in the mean.
 TEST(Reference, BackwardSkipsTokensWithoutAGradient) {
   Example example = linear_example(4, 5, 3), given = example;
   example.token_weight = {1, 0, 2, 0};
@@ -185,7 +185,7 @@ TEST(Reference, BackwardSkipsTokensWithoutAGradient) {
   EXPECT_TRUE(std::isnan(backward(example).at("grad_weight")[0]));
 }
 
-// Scale comes first, then softcap, then temperature: every other order gives another number.
+// Scale, then softcap, then temperature: any other order gives another result.
 TEST(Reference, SoftcapIsAfterTheScaleAndBeforeTheTemperature) {
   Example example = one_row({3, -1}, 0);
   example.options.logit_scale = 2;
@@ -195,7 +195,7 @@ TEST(Reference, SoftcapIsAfterTheScaleAndBeforeTheTemperature) {
   const Values values = forward(example);
   expect_near(values.at("row_reference"), {high}, 1e-15, "row_reference");
   expect_near(values.at("loss"), {std::log1p(std::exp(low - high))}, 1e-15, "loss");
-  // The slope is 1 - tanh^2 of each, from c and not from u.
+  // The slope is 1 - tanh^2 of each logit, times the scale and divided by the temperature.
   const double p = 1 / (1 + std::exp(high - low));
   const double slope_high = 2 * (1 - std::pow(std::tanh(6.0 / 5), 2)) / 0.5;
   const double slope_low = 2 * (1 - std::pow(std::tanh(-2.0 / 5), 2)) / 0.5;
@@ -238,7 +238,7 @@ TEST(Reference, TheNormalizerMayBeAnInteger) {
   expect_near(evaluate(op).outputs.at("loss").value, {loss_of(example) * 4 / 3}, 1e-15, "mean");
 }
 
-// The mean is empty without a valid token, or with only zero class weights.
+// The mean is empty if no token counts, or if all class weights are 0.
 TEST(Reference, AnEmptyMeanIsZeroOrNan) {
   Example ignored = logits_example(3, 5), weightless = ignored;
   ignored.target.assign(3, -100);
@@ -307,7 +307,7 @@ TEST(Reference, ProbabilitiesAsInput) {
   example.options.probability_floor = 0.0625f;
   EXPECT_EQ(loss_of(example), -std::log(0.5625));
   EXPECT_EQ(backward(example).at("grad_logits"), (std::vector<double>{0, -1 / 0.5625, 0, 0}));
-  // A class of weight 0 has no share without a floor, even at p = 0.
+  // Without a floor, a class of weight 0 has no share, even at p = 0.
   example.options.probability_floor = 0;
   example.options.label_smoothing = 0.5f;
   example.options.reduction = Reduction::sum;
@@ -356,7 +356,7 @@ TEST(Reference, SoftmaxOverAnyStride) {
   expect_near(p, {row[0], row[1], row[2], row[0], row[1], row[2]}, 1e-15, "probabilities");
 }
 
-// Backward uses what it is given of the row, and takes p and lse from it.
+// Backward takes p and lse from the row state that it is given.
 TEST(Reference, BackwardUsesTheGivenStatistics) {
   Example example = logits_example(2, 4);
   example.options.reduction = Reduction::none;
@@ -372,14 +372,14 @@ TEST(Reference, BackwardUsesTheGivenStatistics) {
   std::vector<double> expected = p;
   for (double& value : expected) value *= std::exp(-1);
   expect_near(backward(given).at("grad_logits"), expected, 1e-7, "from row_reference + 1");
-  // The gradient is -p (log p + entropy), with another entropy.
+  // The gradient is -p (log p + entropy), with the given entropy.
   given = example;
   given.grad_lse.clear();
   given.grad_entropy = {1, 1};
   given.entropy = {5, 6};
   for (int k = 0; k < 8; ++k) expected[k] = -p[k] * (std::log(p[k]) + given.entropy[k / 4]);
   expect_near(backward(given).at("grad_logits"), expected, 1e-14, "from entropy");
-  // The gradient has 2 lambda lse p with the given lse.
+  // The gradient contains 2 lambda lse p with the given lse.
   given = example;
   given.grad_lse.clear();
   given.grad_loss = {1, 1};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vocabulary is cut into shards on the reference: statistics of each shard, rounded to f32 as
-// Forward writes them and combined by include/logitless/combine.h, and the gradients of each shard
-// from the combined ones, equal those of the whole.
+// Shards of the vocabulary on the reference. Each shard's statistics, rounded to f32 and combined
+// by include/logitless/combine.h, equal those of the whole vocabulary, and so do the shards'
+// gradients from the combined statistics.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -162,7 +162,7 @@ std::vector<Example> examples(bool linear) {
   all[3].grad_entropy = {1, -1, 0.5f, 2, 0.25f, -0.5f};
   all[4].options.label_smoothing = 1;
   all[4].vocab_weight.assign(9, 0.0f);
-  // Every target is on the first shard, so the others have none.
+  // All targets are in the first shard.
   all[4].target.assign(6, 0);
   return all;
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op in every dtype must give the same bits run after run, on 1 to 8 threads of the library's
-// own pool, whatever memory held before, with other load and other calls beside in every second
-// run. This program prints one digest of all outputs, which other processes must print too.
-//   --runs 1000   of all the cases, each
+// Checks that every op in every dtype gives the same bits in every run: on 1 to 8 threads of the
+// library's own pool, whatever memory held before, and with other load and other calls at the same
+// time in every second run. Prints one digest of all outputs, which must be the same in every
+// process.
+//   --runs 1000   runs of each case
 //   --device 0    1: the CUDA device instead of the CPU
 #include <atomic>
 #include <map>
@@ -20,7 +21,7 @@ using conformance::Fields;
 using conformance::Outcome;
 using conformance::TestDevice;
 
-// The cases have several tiles and a ragged end, and every second one has every option at once.
+// The cases have several tiles with a ragged end; every second one has all options at once.
 std::vector<Case> cases() {
   constexpr conformance::Shape shapes[] = {{33, 40, 300}, {9, 70, 131}};
   std::vector<Case> all;
@@ -35,7 +36,7 @@ std::vector<Case> cases() {
   return all;
 }
 
-// Two threads compute, and one calls the library, until this is destroyed.
+// Until destroyed, two threads compute, and one calls the library.
 class Load {
  public:
   explicit Load(const TestDevice& device) {

@@ -25,14 +25,14 @@ from reliability.common import (
 )
 
 BUILD_SECONDS = 2400
-# The build "test" makes these: what the parts run, and what faults.TESTED asks ctest for.
+# The programs of the build "test" that the parts run, and that faults.TESTED asks ctest for.
 OWN = ("bits", "divergences", "soak", "malformed", "hostile", "faults")
 PROGRAMS_RUN = ["logitless", "logitless_cli", *(f"reliability_{name}" for name in OWN)]
 PROGRAMS_RUN += ["webgpu_device_test", "webgpu_library_test", "cuda_recorded_test"]
-# Tests of the coverage build that reach none of the files counted.
+# Tests left out of the coverage build, because they reach none of the files counted.
 NOT_FOR_COVERAGE = r"^(webgpu|Demo|cli_bench|cli_demo|example|mutants|sass)"
 PROFILES = ROOT / "build/coverage/profiles"
-# Coverage is that of the library, the files' parser, and a program that instantiates the headers.
+# Coverage counts the library, the files' parser, and a program that instantiates the headers.
 PROGRAMS = ["liblogitless.so", "cli/logitless", "tests/shards_test"]
 
 
@@ -119,8 +119,8 @@ def host_coverage(settings: Settings) -> list[Row]:
             f"{coverage.percent(branches):.1f} % of {number(branches[1])} outcomes of branches,"
             f" {coverage.percent(lines):.1f} % of {number(lines[1])} lines; instruction sets absent"
             f" here: {absent}; what is not reached: {listed.relative_to(ROOT)}",
-            # Tests that limit what a process may write see the profile's own complaint; the
-            # sanitizers' row shows that they pass.
+            # Tests that limit file sizes fail here because of the profile's own message; they pass
+            # in the sanitizers' row.
             coverage.percent(branches) >= coverage.LEAST_BRANCHES and passed > 0.9 * total,
         )
     ]
@@ -176,7 +176,7 @@ def mutants(settings: Settings) -> list[Row]:
 
 
 def folder_of(name: str) -> str:
-    from mutants import MUTANTS  # tests/mutants has them, with many texts
+    from mutants import MUTANTS  # tests/mutants
 
     for mutant in MUTANTS:
         if mutant.name == name:

@@ -22,14 +22,14 @@ class Row:
     how: str
     figure: str
     kept: bool | None = True
-    where: str = ""  # date and machine; empty: this run's
+    where: str = ""  # date and machine; empty for this run
 
 
 @dataclass
 class Settings:
-    build: Path  # the programs that are run lie there
+    build: Path  # the folder of the programs
     short: bool = False
-    seconds_left: float = 0.0  # fuzzing and mutants, which can take any time, get it
+    seconds_left: float = 0.0  # for fuzzing and mutants, which can use any amount
     notes: list[str] = field(default_factory=list)  # paragraphs under the table
 
     def program(self, name: str) -> Path:
@@ -91,7 +91,7 @@ def ctest(build: Path, expression: str, timeout: float, *options: str) -> tuple[
          str(len(os.sched_getaffinity(0))), *options],
         timeout,
     )  # fmt: skip
-    # CMake 4 leaves out how many failed where none did.
+    # CMake 4 leaves out the number of failures if there are none.
     found = re.search(r"% tests passed(?:, (\d+) tests? failed)? out of (\d+)", done.stdout)
     if found is None:
         return 0, 0

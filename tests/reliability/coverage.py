@@ -22,9 +22,9 @@ Place = tuple[int, int, int, int]  # first line and column, last line and column
 @dataclass
 class FileCounts:
     lines: dict[int, bool] = field(default_factory=dict)
-    # The first says whether a branch was taken, the second whether it was not.
+    # For each branch: whether it was ever taken, and whether it was ever not taken.
     branches: dict[Place, list[bool]] = field(default_factory=dict)
-    # Only in instruction sets that never ran.
+    # Branches only in instruction sets that never ran.
     absent: set[Place] = field(default_factory=set)
 
     def outcomes(self) -> tuple[int, int]:
@@ -62,8 +62,8 @@ def in_scope(name: str) -> str | None:
 
 def add_function(function: dict[str, Any], coverage: Coverage, absent: bool) -> None:
     names = [in_scope(name) for name in function["filenames"]]
-    # Code regions have (line, column) ends and a count; the innermost one tells whether a place was
-    # reached.
+    # Code regions have (line, column) ends and a count; the innermost one decides whether a place
+    # was reached.
     code = [r for r in function["regions"] if r[7] == 0]
     for region in code:
         name = names[region[5]]
@@ -87,7 +87,7 @@ def add_function(function: dict[str, Any], coverage: Coverage, absent: bool) -> 
             continue
         taken, not_taken = branch[4] > 0, branch[5] > 0
         if not taken and not not_taken and reached(code, branch):
-            continue  # a constant in this instantiation is no branch
+            continue  # constant in this instantiation, so no branch
         outcomes = counts.branches.setdefault(place, [False, False])
         outcomes[0] |= taken
         outcomes[1] |= not_taken

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random divergences of two heads, each element within its bound of the reference: every kind,
-// dtype and option, teachers of both sorts, a few values that are infinite or NaN, every size of
-// workspace between the minimum and what is recommended, dz kept or not. One seed is one case, and
-// a case is one to three calls; each has the plan of its own sizes.
+// Compares random divergences of two heads with the reference, element by element: every kind,
+// dtype and option, teachers as heads or as logits, a few infinite or NaN values, workspaces from
+// the minimum to the recommended size, with and without kept dz. A seed is one case of one to three
+// calls, each with its own plan.
 //   --calls 300   how many calls to make, at least
-//   --seed 1      of the first case
+//   --seed 1      seed of the first case
 //   --cases 0     how many cases to run, at most; 0: any. `--seed S --cases 1` runs one again
 //   --device 0    1: the CUDA device instead of the CPU
 #include <algorithm>
@@ -37,7 +37,7 @@ constexpr const char* kKindNames[] = {"forward_kl", "reverse_kl", "jsd", "skew_k
 constexpr float kBelowOne = 1 - 0x1p-24f;
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// A number of at most `most`: half of them lie at an edge of tiles, or beside one.
+// A number of at most `most`; half of them lie at an edge of tiles or next to one.
 int64_t size_of(Random& random, int64_t most) {
   constexpr int64_t edges[] = {1, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 16384};
   const int64_t edge = random.pick(edges) + random.between(-1, 1);
@@ -45,7 +45,7 @@ int64_t size_of(Random& random, int64_t most) {
   return std::clamp<int64_t>(size, 1, most);
 }
 
-// A million products take the reference about a millisecond.
+// The reference computes a million products in about a millisecond.
 Shape shape_of(Random& random) {
   const int64_t products = random.below(16) == 0 ? 16'000'000 : 1'000'000;
   const int64_t vocab = size_of(random, random.below(8) == 0 ? 40'000 : 3'000);
@@ -63,7 +63,7 @@ void draw_maps(Random& random, Case& c) {
   c.temperatures = random.below(4) == 0;
   if (!c.temperatures) o.temperature = random.pick(temperatures);
   DivergenceOptions& d = c.divergence;
-  const bool alike = c.near || c.equal;  // then the maps are equal too
+  const bool alike = c.near || c.equal;  // then the options of both heads are equal too
   d.teacher_logit_scale = alike ? o.logit_scale : random.pick(scales);
   d.teacher_softcap = alike ? o.softcap : random.pick(softcaps);
   c.teacher_temperatures = !alike && random.below(4) == 0;
@@ -129,15 +129,15 @@ void put(const TensorView& view, int64_t at, double value) {
   conformance::write(view, all);
 }
 
-// dz of reverse_kl has no bound, and sums of it may leave f32 where a teacher's logit is 1e30 from
-// the others.
+// dz of reverse_kl has no bound: its sums may exceed f32 if a teacher's logit is 1e30 from the
+// others.
 bool has_no_bound(const Case& c) {
   const DivergenceOptions& d = c.divergence;
   return d.kind == DivergenceKind::reverse_kl || (d.kind == DivergenceKind::jsd && d.beta == 1);
 }
 
-// Makes some numbers infinite, NaN or far from the others: columns of a bias, of which one may be
-// that of both heads, elements of given logits and of hidden states. Returns what it did.
+// Makes some values infinite, NaN or extreme: in columns of one or both biases, in given logits and
+// in hidden states. Returns what it changed.
 template <class Op>
 std::string poison(Random& random, const Case& c, const Problem<Op>& p) {
   if (c.placement == Placement::broadcast || random.below(3) != 0) return "";
@@ -157,14 +157,14 @@ std::string poison(Random& random, const Case& c, const Problem<Op>& p) {
     put(logits, random.below(tokens) * vocab + at, of_teacher(value()));
   }
   if (random.below(4) == 0) {
-    // A softcap would make finite logits of an infinity, which the gradient is multiplied by.
+    // With a softcap an infinite state could give finite logits, but the gradient multiplies it.
     const double state = c.options.softcap == 0 && random.below(2) == 0 ? kInf : NAN;
     put(p.op.input, random.below(tokens * hidden), state);
   }
   return ", poisoned";
 }
 
-// A workspace of any size there is; addresses that nobody knows are served by it.
+// Picks a workspace of any size and a way to run; sizes are asked for without addresses.
 template <class Op>
 RunPlan memory_of(Random& random, const TestDevice& device, Op op) {
   RunPlan plan{.fill = random.below(2) == 0 ? std::byte{0xFF} : std::byte{0x5A}};
@@ -184,9 +184,9 @@ RunPlan memory_of(Random& random, const TestDevice& device, Op op) {
   return plan;
 }
 
-// Counts calls, and how near they come to their bounds.
+// Counts calls, and the largest errors relative to their bounds.
 struct Tally {
-  int64_t calls = 0, cases = 0, undecided = 0;  // the contract allows either answer of the last
+  int64_t calls = 0, cases = 0, undecided = 0;  // undecided: the contract allows both answers
   std::map<std::string, std::pair<double, uint64_t>> worst;  // the largest share, and its seed
   std::vector<uint64_t> failing;
 
@@ -215,7 +215,7 @@ void run_one(Random& random, const TestDevice& device, const Case& c, Tally* tal
              conformance::expected(device, p.op, p.model), got);
 }
 
-// A Forward that keeps dz, and two Backwards of it.
+// A Forward that keeps dz, and two Backwards from it.
 void run_kept(Random& random, const TestDevice& device, const Case& c, Tally* tally) {
   KeptDivergence k(device, c);
   const std::string poisoned = poison(random, c, k.p);

@@ -15,7 +15,7 @@ HOW = (
     " workspaces of every size, dz kept or not"
 )
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "tv")
-SEEDS = 1_000_000  # of each process
+SEEDS = 1_000_000  # seeds per process
 
 
 def promise(backend: str) -> tuple[str, str]:

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program puts a fault into a fresh process, in turn at every place where it can be:
-//   allocation  one allocation fails, or it and every later one: malloc and its kin, under operator
-//               new, fopen, dlopen and the threads' start too
-//   thread      pthread_create fails, once or from then on
+// Injects a fault into a new process, in turn at every place where it can occur:
+//   allocation  one allocation fails, or it and every later one: malloc etc., also under operator
+//               new, fopen, dlopen and thread creation
+//   thread      pthread_create fails, once or always from then on
 //   fork        a child is forked while other threads are inside the library, and uses it
-// The faulted call answers with its usual status and bits, or with an error and nothing written;
-// the next call answers as ever. Allocations of a sanitizer's own malloc cannot fail, so that built
-// with one this program does the rest.
+// The call with the fault returns its usual status and bits, or an error without writing anything;
+// the next call works as usual. A sanitizer's own malloc cannot be made to fail, so such builds
+// skip the allocations.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sys/wait.h>
@@ -24,8 +24,7 @@
 
 namespace {
 
-// The fault that is armed has a place at which it strikes, counted from 1, and says whether all
-// later places fail too.
+// The fault strikes at the `at`-th place, counted from 1, and at all later ones if it is lasting.
 struct Fault {
   std::atomic<int64_t> at{0}, seen{0};
   std::atomic<bool> forever{false};
@@ -47,7 +46,7 @@ Fault allocation_fault, thread_fault;
 
 }  // namespace
 
-// The shared libraries take these too, in place of their own.
+// These replace the functions of the shared libraries too.
 #pragma GCC visibility push(default)
 extern "C" {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && !defined(LOGITLESS_SANITIZED)
@@ -99,11 +98,11 @@ namespace {
 
 constexpr size_t kScratchBytes = 8 << 20;
 
-// One thing that a program asks of the library: a status, and what it wrote.
+// One call of the library: its status, and what it wrote.
 class Entry {
  public:
   virtual ~Entry() = default;
-  virtual int32_t call() = 0;  // touches no memory but the library's and the op's
+  virtual int32_t call() = 0;  // must not touch other memory
   virtual uint64_t written() const { return 0; }
   virtual void clear() {}
   std::string name;
@@ -216,9 +215,9 @@ std::vector<std::unique_ptr<Entry>> entries() {
   return all;
 }
 
-// Holds what a child says to its parent.
+// The result that a child process reports to its parent.
 struct Answer {
-  int64_t seen = 0;  // places passed, the faulted ones included
+  int64_t seen = 0;  // places passed, including faulted ones
   int32_t code = 0, next_code = 0;
   uint64_t written = 0, untouched = 0, next_written = 0;
 };
@@ -229,7 +228,7 @@ Answer in_child(const std::string& what, const std::function<Answer()>& f) {
   const pid_t child = fork();
   if (child < 0) broken("fork: %s", std::strerror(errno));
   if (child == 0) {
-    alarm(60);  // a call that hangs must end
+    alarm(60);  // ends a call that hangs
     const Answer answer = f();
     _exit(write(ends[1], &answer, sizeof(answer)) == sizeof(answer) ? 0 : 1);
   }
@@ -260,7 +259,7 @@ Answer call_with(Entry& entry, Fault& fault, int64_t at, bool forever) {
   });
 }
 
-// Puts a fault at every place of one entry point, and returns how many were survived.
+// Injects a fault at every place of one entry point; returns how many calls survived.
 int64_t every_place(Entry& entry, Fault& fault, bool forever) {
   const Answer good = call_with(entry, fault, INT64_MAX, forever);
   if (good.code != good.next_code || good.written != good.next_written) {
@@ -284,7 +283,7 @@ int64_t every_place(Entry& entry, Fault& fault, bool forever) {
   }
 }
 
-// Forks children of a process whose other threads never leave the library.
+// Forks children of a process whose other threads are always inside the library.
 int64_t forks(int64_t count) {
   const conformance::Case c{.op = conformance::OpKind::linear_forward_backward,
                             .shape = {40, 16, 300},
@@ -300,7 +299,7 @@ int64_t forks(int64_t count) {
     });
   }
   for (int64_t i = 0; i < count; ++i) {
-    usleep(static_cast<useconds_t>(i % 7 * 100));  // each child comes at another place of the calls
+    usleep(static_cast<useconds_t>(i % 7 * 100));  // forks at different times
     in_child("fork " + std::to_string(i), [&] {
       Answer a;
       for (int again = 0; again < 3; ++again) {
@@ -314,7 +313,7 @@ int64_t forks(int64_t count) {
   return count;
 }
 
-// Backends that say why this machine does not have them: no driver, or no library.
+// Backends that report their absence on this machine: no driver, or no library.
 int64_t absent_backends() {
   int64_t absent = 0;
   for (const int32_t device : {LOGITLESS_CUDA, LOGITLESS_WEBGPU}) {

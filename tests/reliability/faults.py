@@ -7,8 +7,8 @@ import re
 
 from reliability.common import NotHere, Row, Settings, ctest, figures, number, run
 
-# Tests of the suite show these: the fault, how it is made, and which tests, by their name for ctest
-# or a program and its filter.
+# Faults that tests of the suite cover: the fault, how it is made, and the tests, by their ctest
+# name or as a program and its filter.
 TESTED = [
     (
         "A device that is lost is a status, and the next call makes another",

@@ -56,14 +56,14 @@ def mutated(raw: bytes, numbers: random.Random) -> bytes:
             raw = raw[:at] + raw[at + numbers.randint(1, 20) :]
         elif kind == 4:
             raw = struct.pack("<Q", numbers.choice(NUMBERS) % 2**64) + raw[8:]
-        elif kind == 5:  # a number of the header becomes another, and the header's length fits
+        elif kind == 5:  # another number in the header, of fitting length
             places = list(re.finditer(rb"\d+", raw[8:end]))
             if places:
                 place = numbers.choice(places)
                 text = str(numbers.choice(NUMBERS)).encode()
                 header = raw[8 : 8 + place.start()] + text + raw[8 + place.end() : end]
                 raw = struct.pack("<Q", len(header)) + header + raw[end:]
-        else:  # a piece of the header comes twice
+        else:  # a piece of the header is repeated
             piece = raw[at : min(end, at + numbers.randint(1, 60))]
             header = raw[8:at] + piece + raw[at:end] if at >= 8 else raw[8:end]
             raw = struct.pack("<Q", len(header)) + header + raw[end:]

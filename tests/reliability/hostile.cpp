@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program tries hostile inputs, a field at a time, for every op on the CPU:
+// Tries hostile inputs, one field at a time, for every op on the CPU:
 //   values       NaN and both infinities in each element of each floating input, and targets far
-//                outside: the status is the reference's, no byte beside the outputs changes, and
-//                what the reference says is a number lies within its bound
+//                outside: the status is the reference's, no byte outside the outputs changes, and
+//                what the reference says is finite is within its bound
 //   extents      each size, stride and offset of each field, and N, V and D of the whole call, at
-//                2^31 and 2^56 and beside them: refused, or planned without a wrong size
-//   misalignment each field at every byte of 64: off its element it is refused, else the same bits
+//                and around 2^31 and 2^56: refused, or planned with right sizes
+//   misalignment each field at every byte of 64: refused if unaligned, else the same bits
 // --step K takes every Kth element of `values`.
 #include <cmath>
 #include <limits>
@@ -47,7 +47,7 @@ std::vector<Case> cases() {
   return all;
 }
 
-// A value that the reference calls a number must be that number within its bound.
+// Compares values that are finite in the reference, with their bounds.
 void compare(const reference::Result& want, const conformance::Outcome& got,
              const std::string& what) {
   if (got.status.code() != want.status.code()) {
@@ -102,8 +102,7 @@ void hostile_values(const Case& c, const conformance::TestDevice& cpu, int64_t s
   }
 }
 
-// A call whose memory does not exist: workspace answers or refuses, run refuses, nothing is
-// written.
+// A call without memory: `workspace` answers or refuses, `run` refuses, nothing is written.
 void expect_refused(Subject& s, const std::string& what, Counts* counts) {
   ++counts->extents;
   WorkspaceSize size{};
@@ -121,7 +120,7 @@ void expect_refused(Subject& s, const std::string& what, Counts* counts) {
   if (s.snapshot() != before) broken("%s: bytes were written", what.c_str());
 }
 
-// Gives one field one bad number; its data is NULL, so that what is legal cannot run.
+// Gives one field one bad number. Its data is NULL, so that even a legal call cannot run.
 void hostile_field(Subject& s, const std::string& name, Counts* counts) {
   const TensorView good = s[name];
   const auto with = [&](const char* which, int64_t value, auto&& change) {
@@ -144,7 +143,7 @@ void hostile_field(Subject& s, const std::string& name, Counts* counts) {
   }
 }
 
-// Gives N, V or D of every field that has it.
+// Changes N, V or D in every field that has it.
 void hostile_size(Subject& s, int64_t old_size, int64_t value, DType dtype, Counts* counts) {
   std::map<std::string, TensorView> good;
   for (auto& [name, view] : s.views) {
@@ -179,7 +178,7 @@ void hostile_extents(Counts* counts) {
 std::vector<char> outputs(Subject& s) {
   std::vector<char> bytes;
   for (const auto& [name, view] : s.views) {
-    // A backend writes of kept state what it uses; what Backward makes of it tells whether that is
+    // A backend may write as much of kept state as it uses; Backward's results show whether it is
     // right.
     if (!s.written(name) || name == "kept" || !*view) continue;
     const char* first = view->as<char>();

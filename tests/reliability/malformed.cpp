@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program makes random calls of the C interface with one to three things wrong, each wrong
-// whatever the others are: every call is refused with a status and a message, and no byte is
-// written, neither of an output nor of a guard.
+// Makes random calls of the C interface with one to three mistakes, none of which can undo another.
+// Every call must be refused with a status and a message, without writing an output or a guard
+// byte.
 //   --calls 100000
 //   --seed 1
 #include <array>
@@ -18,7 +18,7 @@ namespace {
 
 using testing::Subject;
 
-// The structs of one call, good until a mistake is made.
+// The structs of one call, valid until a mistake is made.
 template <class Op>
 struct Structs {
   explicit Structs(const Op& source, const Subject& subject)
@@ -64,7 +64,7 @@ int32_t wrong_dtype(Random& random, const std::string& name) {
   return name == "normalizer" ? LOGITLESS_F16 : random.pick(integers);
 }
 
-// Breaks one tensor, so that it is wrong beside any other tensors.
+// Breaks one tensor in a way that no other tensor can make valid.
 void spoil_tensor(Random& random, const std::string& name, Access access, logitless_tensor* t) {
   const int64_t sizes[] = {INT64_MAX, (int64_t{1} << 56) + 1, int64_t{1} << 61};
   const int64_t strides[] = {INT64_MAX, int64_t{1} << 62, int64_t{1} << 61};
@@ -99,12 +99,12 @@ void spoil_tensor(Random& random, const std::string& name, Access access, logitl
     case 8:
       t->shape[axis] = random.below(2) == 0 ? -random.between(1, 9) : random.pick(sizes);
       return;
-    case 9:  // an output has elements that share one place, or a negative stride
+    case 9:  // output elements that overlap, or a negative stride
       t->stride[axis] = access != Access::read && t->shape[axis] > 1 && random.below(2) == 0
                             ? 0
                             : -random.between(1, 99);
       return;
-    default:  // past the end of memory, where there is a second element
+    default:  // past the end of the address space
       t->stride[axis] = t->shape[axis] > 1 ? random.pick(strides) : -1;
   }
 }
@@ -217,7 +217,7 @@ void spoil_workspace(Random& random, Structs<Op>& s, const WorkspaceSize& size) 
   }
 }
 
-// Makes one mistake that run alone can see, for which the rest of the call must be right.
+// Makes one mistake that only `run` can see; the rest of the call must be right.
 template <class Op>
 void spoil_memory(Random& random, Structs<Op>& s, Subject& subject) {
   const size_t at = random.below(s.fields.size());
@@ -231,9 +231,10 @@ void spoil_memory(Random& random, Structs<Op>& s, Subject& subject) {
       t.data = static_cast<char*>(t.data) + random.between(1, element - 1);
       return;
     case 2:
-      for (size_t i = 0; i < s.fields.size(); ++i) {  // an output lies on another tensor
+      for (size_t i = 0; i < s.fields.size(); ++i) {  // an output overlaps another tensor
         if (i == at || s.fields[i].access == Access::read) continue;
-        // The same place of the same dtype is in place for some; four bytes further never is.
+        // Exactly equal memory of one dtype could be a call in place, so the tensor moves by one
+        // element.
         s.c.tensors[i].data = static_cast<char*>(t.data) + (t.rank == 2 ? 4 : 0);
         return;
       }
@@ -271,7 +272,7 @@ void spoil(Random& random, Structs<Op>& s, Subject& subject) {
         }
         [[fallthrough]];
       default: {
-        // Another tensor is taken each time, because two mistakes in one may undo each other.
+        // Takes another tensor each time, because two mistakes in one tensor may undo each other.
         const size_t at = (random.below(s.fields.size()) + i) % s.fields.size();
         if (s.c.tensors[at].struct_size != sizeof(logitless_tensor)) break;
         spoil_tensor(random, s.fields[at].name, s.fields[at].access, &s.c.tensors[at]);
@@ -298,7 +299,7 @@ void check(const logitless_status& status, int32_t returned, uint64_t call, Coun
   ++count->refused;
 }
 
-// Returns every byte but those of the workspace, which are the library's during a call.
+// Returns every byte except the workspace, which belongs to the library during a call.
 std::map<std::string, std::vector<char>> outside_the_workspace(const Subject& subject) {
   auto bytes = subject.snapshot();
   bytes.erase("workspace");

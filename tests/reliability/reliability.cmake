@@ -1,6 +1,5 @@
-# The programs of make reliability. scripts/reliability runs those of the release build,
-# with as many calls as it has time for; ctest runs the others, with few: under a sanitizer a
-# refused call or a fault shows what nothing else does.
+# The programs of make reliability. scripts/reliability runs those of the release build with many
+# calls. ctest runs those of the other builds with few calls: sanitizers see more.
 list(APPEND LOGITLESS_THREADED_TESTS reliability_soak)  # the program has two callers at once
 function(add_reliability_program name)
   add_executable(reliability_${name} reliability/${name}.cpp)
@@ -21,7 +20,8 @@ target_compile_options(reliability_hostile PRIVATE -O1)
 add_reliability_program(bits --runs 8)
 add_reliability_program(divergences --calls 300)
 add_reliability_program(soak --calls 5000)
-# AddressSanitizer stops at a thread that cannot start, ThreadSanitizer at threads in a forked child.
+# AddressSanitizer aborts if a thread cannot start, ThreadSanitizer if a forked child starts
+# threads.
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=(address|thread)")
   add_reliability_program(faults --forks 20)
 endif()

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A program of make reliability is asked and answers like this: options are "--name NUMBER",
-// figures are lines "name: value" on stdout, and where a promise is broken the exit code is 1, with
-// a reason on stderr.
+// The conventions of make reliability's programs: options are "--name NUMBER", results are lines
+// "name: value" on stdout. If a promise is broken, the exit code is 1 and stderr has the reason.
 #pragma once
 
 #include <cinttypes>
@@ -25,7 +24,7 @@ inline constexpr conformance::OpKind kOps[] = {conformance::OpKind::softmax,
                                                conformance::OpKind::linear_forward_backward};
 inline constexpr DType kDtypes[] = {DType::f32, DType::f16, DType::bf16};
 
-// Returns the number after `name`, or `otherwise` where the option is not given.
+// Returns the number after `name`, or `otherwise` if the option is missing.
 inline int64_t option(int argc, char** argv, const char* name, int64_t otherwise) {
   for (int i = 1; i + 1 < argc; ++i) {
     if (std::strcmp(argv[i], name) == 0) return std::atoll(argv[i + 1]);
@@ -47,7 +46,7 @@ inline void figure(const char* name, int64_t value) {
   std::exit(1);
 }
 
-// Returns random numbers that are the same on every machine and in every run (splitmix64).
+// Random numbers that are the same on every machine and in every run (splitmix64).
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
@@ -68,7 +67,7 @@ class Random {
   uint64_t state_;
 };
 
-// FNV-1a over bytes, several pieces one after the other.
+// FNV-1a over bytes, in several pieces.
 class Digest {
  public:
   void add(const void* data, size_t bytes) {

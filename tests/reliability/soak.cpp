@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program makes very many small calls through the C interface, from several threads at once,
-// every eighth of them refused: memory, threads and open files stay as they were after the first
-// tenth, and the outputs of each call stay what they were the first time.
-//   --calls 1000000   of logitless_run
-//   --threads 2       callers; each tenth of the calls has callers of its own
+// Makes a very large number of small calls through the C interface, from several threads at once,
+// every eighth of them refused. Memory, threads and open files must stay as they were after the
+// first tenth, and each call's outputs as they were the first time.
+//   --calls 1000000   calls of logitless_run
+//   --threads 2       callers; each tenth of the calls starts new ones
 #include <dirent.h>
 #include <malloc.h>
 #include <unistd.h>
@@ -29,7 +29,7 @@ class Call {
   virtual void run(Random& random) = 0;
 };
 
-// One op on memory of its own. Its inputs stay, so that every run writes the same.
+// One op on its own memory. Its inputs do not change, so every run writes the same.
 template <class Op>
 class CallOf final : public Call {
  public:
@@ -132,7 +132,7 @@ Usage usage() {
   return u;
 }
 
-// A thread that was joined may still stand in /proc for a moment.
+// A joined thread may remain in /proc for a moment.
 Usage settled() {
   Usage u = usage();
   for (int tries = 0; tries < 50; ++tries) {
@@ -145,7 +145,7 @@ Usage settled() {
 }
 
 int soak(int64_t calls, int64_t threads) {
-  mallopt(M_ARENA_MAX, 1);  // mallinfo2 counts one arena
+  mallopt(M_ARENA_MAX, 1);  // mallinfo2 counts only one arena
   logitless_set_num_threads(2);
   std::vector<std::vector<std::unique_ptr<Call>>> own;
   for (int64_t t = 0; t < threads; ++t) own.push_back(calls_of(static_cast<uint64_t>(t) + 1));
@@ -172,7 +172,7 @@ int soak(int64_t calls, int64_t threads) {
   figure("heap growth", heap_growth);
   figure("resident growth", resident_growth);
   figure("resident", last.resident);
-  // A sanitizer's malloc keeps what is freed, so the heap's growth says nothing there.
+  // A sanitizer's malloc keeps freed memory, so the heap's growth means nothing there.
   if (heap_growth > kMostHeapGrowth && !conformance::kSanitized)
     broken("the heap grew by %" PRId64 " bytes", heap_growth);
   if (resident_growth > kMostResidentGrowth && !conformance::kSanitized) {

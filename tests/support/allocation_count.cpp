@@ -39,7 +39,7 @@ void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::fre
 void operator delete[](void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
 
 #if defined(__GLIBC__) && !defined(LOGITLESS_SANITIZED) && !defined(__SANITIZE_ADDRESS__)
-// C code's memory counts too: reading a file or an environment may allocate.
+// Counts malloc too: C code may allocate while it reads a file or the environment.
 extern "C" {
 void* __libc_malloc(size_t bytes);
 void* __libc_calloc(size_t elements, size_t bytes);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How often memory was asked for, in a program that allocation_count.cpp is part of.
+// Counts allocations, in programs that allocation_count.cpp is linked into.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The case table: ops, shapes and options. Each entry is judged on every backend, alone and
-// together with every other it can be combined with.
+// The case table: ops, shapes and options. Each option is tested on every backend, alone and with
+// each other option that it can be combined with.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ enum class OpKind {
 const char* name_of(OpKind op);
 const char* name_of(DType dtype);
 
-// Calls f with an op of the kind's type, for kinds of a cross-entropy.
+// Calls f with an op of this kind's type; only for kinds of a cross-entropy.
 template <class F>
 decltype(auto) with_op(OpKind kind, F&& f) {
   switch (kind) {
@@ -47,7 +47,7 @@ decltype(auto) with_op(OpKind kind, F&& f) {
   }
   return f(LinearCrossEntropyForwardBackward{});
 }
-// For every kind, for tests that use no field by name.
+// The same for every kind, for tests that use no field by name.
 template <class F>
 decltype(auto) with_any_op(OpKind kind, F&& f) {
   switch (kind) {
@@ -69,7 +69,7 @@ struct Shape {
 enum class Data {
   normal,
   peaked,    // the target's logit is far above the others, as in a trained model
-  constant,  // rows are constant and of one sign, where rounding errors align
+  constant,  // constant rows of one sign, where rounding errors align
   large,     // |z| is in the thousands
 };
 
@@ -98,31 +98,31 @@ struct Case {
   Placement placement = Placement::dense;
   LossOptions options{};
   NormalizerKind normalizer = NormalizerKind::counted;
-  double ignored = 0;  // a share of the tokens
+  double ignored = 0;  // the share of ignored tokens
   double outside = 0;  // the share of the tokens whose target is outside the vocabulary
   bool bias = false, token_weight = false, vocab_weight = false;
   bool statistics = false, fault = false;
-  bool row_statistics = false;  // only those that the loss is made of
+  bool row_statistics = false;  // only the statistics that the loss is made of
   bool logprob = false, rank = false, sum_p_squared = false, mean_logit = false;
   bool max_logprob = false, mass_above = false;
-  bool temperatures = false;  // each token has one
-  int64_t chosen = 0;         // columns of each token; not for divergences
+  bool temperatures = false;  // one per token
+  int64_t chosen = 0;         // chosen columns per token; not for divergences
   DType ids = DType::i64;     // of the chosen columns' ids
-  bool lists = false;         // the chosen columns are in lists, about that long
+  bool lists = false;         // chosen columns as lists of about `chosen` ids
   bool only_chosen = false;   // in Backward: nothing else has a gradient
   double inactive = 0;        // the share of the tokens without upstream gradient
   bool wants_grad_input = true, wants_grad_weight = true;
-  bool wants_grad_bias = false;  // with a bias and without
+  bool wants_grad_bias = false;  // with or without a bias
   bool grad_loss = false, grad_lse = false, grad_target_logit = false, grad_entropy = false;
-  bool saved_state = false;  // Backward is given what Forward wrote
+  bool saved_state = false;  // Backward gets Forward's row state
   bool accumulate = false, in_place = false;
-  // For divergences. A teacher is a head whose D is the student's or teacher_hidden; if `near` it
-  // has the student's weight plus a little noise.
+  // Divergences only. teacher_hidden is the teacher's D (0: the student's). If `near`, the
+  // teacher's weight is the student's plus a little noise.
   DivergenceOptions divergence{};
   int64_t teacher_hidden = 0;
   bool teacher_logits = false, teacher_bias = false, teacher_temperatures = false;
   bool near = false, equal = false, no_target = false;
-  // Length of each token's list of largest logits, at most V; their ids have the dtype of argmax.
+  // k of top-k, at most V; top_ids has the dtype of argmax.
   int64_t listed = 0;
   uint64_t seed = 1;
 };
@@ -134,7 +134,7 @@ bool has_loss(OpKind op);     // every op with a target
 bool has_forward(OpKind op);  // writes loss and statistics
 bool has_gradient(OpKind op);
 
-// One option of the contract, in use. Features whose groups meet cannot be combined.
+// One option of the contract, in use. Features that share a group cannot be combined.
 struct Feature {
   const char* name;
   uint32_t groups;
@@ -144,14 +144,14 @@ struct Feature {
 const std::vector<Feature>& features();
 bool combine(const Feature& a, const Feature& b);
 
-// Every feature alone (i == j) and every two of them, for this op and dtype.
+// Every feature alone (i == j) and every pair of features, for this op and dtype.
 struct Pair {
   size_t first, second;
 };
 std::vector<Pair> feature_pairs(OpKind op, DType dtype);
 Case case_of(OpKind op, DType dtype, const Pair& pair);
 
-// Shapes that cross every internal edge: lanes, tiles, chunks, blocks.
+// Shapes that cross every internal boundary: lanes, tiles, chunks, blocks.
 std::vector<Shape> shapes(OpKind op);
 
 }  // namespace logitless::conformance

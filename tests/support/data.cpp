@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Data of the kinds that the bounds tell apart.
+// Input data of the kinds with different error behaviour.
 #include "data.h"
 
 #include <cmath>
@@ -15,7 +15,7 @@ std::vector<double> make_targets(const Case& c, Random& random) {
   const int64_t vocab = c.options.vocab_total ? c.options.vocab_total : c.shape.vocab;
   std::vector<double> target(c.shape.tokens);  // [N]
   for (double& t : target) {
-    // Never ignore_index by chance: the case says how many tokens count.
+    // Never ignore_index by chance: the case decides how many tokens count.
     do t = static_cast<double>(random.below(vocab));
     while (vocab > 1 && t == static_cast<double>(c.options.ignore_index));
     const double share = random.uniform();
@@ -30,7 +30,7 @@ std::vector<double> make_targets(const Case& c, Random& random) {
   return target;
 }
 
-// The target's row of the views, or -1.
+// The target's column within the op's views, or -1.
 int64_t column_of(const Case& c, double target) {
   const auto column = static_cast<int64_t>(target) - c.options.vocab_start;
   return column >= 0 && column < c.shape.vocab ? column : -1;
@@ -103,7 +103,7 @@ double Random::normal() {
 
 void Random::fill_normal(std::vector<double>& values) {
   constexpr size_t kKept = size_t{1} << 21;  // 16 MiB
-#ifdef __wasm__  // threads there have no destructors, for there is only one
+#ifdef __wasm__                              // thread-local destructors are not supported
   static std::map<std::pair<uint64_t, size_t>, std::vector<double>> kept;
   static size_t size = 0;
 #else

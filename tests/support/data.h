@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers of a case, reproducible from its seed on every machine.
+// The values of a case, reproducible from its seed on every machine.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ class Random {
   uint64_t bits();
   double uniform();  // in [0, 1)
   double normal();   // mean 0, variance 1
-  // Gives each element the next normal(). Recent ones are copied: a test runs the same case many
-  // times, and would spend most of its time on these.
+  // Fills `values` with the next normal() numbers. Recent sequences are cached: tests repeat cases,
+  // and would spend most of their time here.
   void fill_normal(std::vector<double>& values);
   int64_t below(int64_t bound) {
     return static_cast<int64_t>(bits() % static_cast<uint64_t>(bound));
@@ -31,8 +31,8 @@ struct Values {
   std::vector<double> input, weight;  // [N,D] [V,D]; in linear ops
   std::vector<double> logits;         // [N,V]; in logits ops
 };
-// Targets are in [0, vocab_total), except ignored and outside ones. The data are those before any
-// rounding to a dtype.
+// Targets are in [0, vocab_total), except ignored and outside ones. Values are not yet rounded to a
+// dtype.
 Values make_values(const Case& c);
 
 std::vector<double> normals(int64_t count, uint64_t seed, double scale = 1, double offset = 0);

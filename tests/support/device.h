@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the suite needs of a backend under test besides the library's two verbs: memory on its
-// device, and what it promises beyond the contract's common part.
+// What the suite needs of a backend beyond `workspace` and `run`: memory on its device, and its
+// promises beyond the contract's common part.
 #pragma once
 
 #include <cstddef>
@@ -16,50 +16,50 @@ class TestDevice {
  public:
   virtual ~TestDevice() = default;
   virtual const char* name() const = 0;
-  virtual Device tensors() const = 0;  // the device of its tensors
+  virtual Device tensors() const = 0;  // where its tensors are
   virtual Execution execution() const = 0;
   virtual void* allocate(size_t bytes) const = 0;  // aligned to 128
   virtual void release(void* data) const = 0;
   virtual void upload(void* device, const std::byte* host, size_t bytes) const = 0;
   virtual void download(std::byte* host, const void* device,
                         size_t bytes) const = 0;  // waits for the device
-  // Reserves address space of which only these ranges (offset, bytes) are memory, zeroed, and which
-  // ends after `bytes`.
+  // Reserves `bytes` of address space of which only these ranges (offset, bytes) are memory,
+  // zeroed.
   using Ranges = std::vector<std::pair<size_t, size_t>>;
   virtual void* reserve(size_t bytes, const Ranges& used) const = 0;
   virtual void unreserve(void* data, size_t bytes) const = 0;
-  // If false, a tensor is a buffer and an offset, and a workspace is an object of the library's.
+  // If false, a tensor is a buffer and an offset, and a workspace is an object of the library.
   virtual bool has_addresses() const { return true; }
   virtual void* make_workspace(uint64_t) const { return nullptr; }
   virtual void destroy_workspace(void*) const {}
-  // Bytes made of a workspace so far.
+  // Bytes that a workspace object has allocated so far.
   virtual uint64_t bytes_of_workspace(const void*) const { return 0; }
-  // Whether errors of targets are statuses; and whether the caller's threads run the work.
+  // Whether errors of targets are returned as a status, and whether the caller's threads do the
+  // work.
   virtual bool synchronous() const { return true; }
   virtual bool has_threads() const { return false; }
-  // How sums of products of this input dtype are formed ("Accuracy" of the contract).
+  // Whether products of this input dtype use tensor cores ("Accuracy" of the contract).
   virtual bool tensor_cores(DType) const { return false; }
-  // Whether there is a mode for f32 with a mantissa of 10 bits.
+  // Whether f32 products have a mode with a mantissa of 10 bits.
   virtual bool has_tf32() const { return false; }
-  // Whether row_reference of a linear op of such inputs is the row's maximum even if no statistic
-  // needs that.
+  // Whether a linear op's row_reference is the row's maximum even if no statistic needs it.
   virtual bool reference_is_maximum(DType) const { return true; }
-  // Whether Forward keeps state of such inputs and Backward checks it before use.
+  // Whether Forward keeps state of inputs of this dtype, which Backward checks before use.
   virtual bool keeps_state(DType) const { return false; }
-  // How many columns of a token linear ops can choose; more are refused.
+  // The most chosen columns per token; more are refused.
   virtual int64_t most_chosen() const { return 1024; }
-  // Whether chosen columns may be lists, or alone have a gradient; otherwise that is refused.
+  // Whether ids may be lists and only_chosen may be set; otherwise both are refused.
   virtual bool has_id_lists() const { return true; }
-  // Whether linear Forwards and Combine list the largest logits; otherwise they refuse to.
+  // Whether linear Forwards and Combine have top-k; otherwise they refuse it.
   virtual bool has_top() const { return true; }
   // Whether a token's loss and statistics are independent of its batch ("Determinism").
   virtual bool batch_invariant(const Case&) const { return true; }
-  // The instruction sets to force in turn, best first; none if there is nothing to force.
+  // The instruction sets that can be forced, best first.
   virtual std::vector<std::string> instruction_sets() const { return {}; }
   virtual bool force_instruction_set(const std::string&) const { return false; }
 };
 
-// A backend of this library; on this machine it may be absent.
+// A backend of this library, which may be absent on this machine.
 struct Found {
   std::string name;
   const TestDevice* device = nullptr;
@@ -67,8 +67,7 @@ struct Found {
 };
 // Every backend, in the order "reference", "cpu", "cuda", "webgpu".
 const std::vector<Found>& all_devices();
-// Those that the tests run on: named in LOGITLESS_TEST_DEVICES ("reference,cpu" if unset) and
-// present.
+// The present backends that LOGITLESS_TEST_DEVICES names ("reference,cpu" if unset).
 const std::vector<const TestDevice*>& devices();
 // Whether the environment asks for the backend, present or not.
 bool asked_for(const std::string& name);

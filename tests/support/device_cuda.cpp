@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA backend's memory for the suite: blocks are kept for the next case, each host thread has
+// The CUDA backend's memory for the suite. Blocks are reused by later cases, each host thread has
 // its own stream, and errors of the device are thrown where they are seen.
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -22,7 +22,7 @@ void check(cudaError_t code, const char* what) {
                            cudaGetErrorName(code) + ")");
 }
 
-// Keeps free blocks by size. With LOGITLESS_TEST_FRESH_MEMORY=1 every block is one allocation of
+// Caches free blocks by size. With LOGITLESS_TEST_FRESH_MEMORY=1 every block is an allocation of
 // exactly its bytes, as compute-sanitizer needs it.
 class Blocks {
  public:
@@ -41,7 +41,7 @@ class Blocks {
     sizes_[block] = size;
     return block;
   }
-  // Throws nothing, because destructors call it.
+  // Does not throw, because destructors call it.
   void give_back(void* block) {
     const std::lock_guard lock(mutex_);
     const auto found = sizes_.find(block);
@@ -62,7 +62,7 @@ class Blocks {
   std::map<void*, size_t> sizes_;
 };
 
-// Streams outlive their threads, so others take them over.
+// Streams outlive their threads and are reused by others.
 class Streams {
  public:
   cudaStream_t take() {
@@ -80,7 +80,7 @@ class Streams {
     const std::lock_guard lock(mutex_);
     free_.push_back(stream);
   }
-  // A thread's own stream while it runs.
+  // The stream of a thread while it runs.
   struct OfAThread {
     OfAThread(Streams* all, int device) : streams(all) {
       const cuda::CurrentDevice current(device);
@@ -98,7 +98,7 @@ class Streams {
   std::vector<cudaStream_t> free_;
 };
 
-// The driver's functions for address space that is memory only in places.
+// Driver functions to reserve address space that is only partly backed by memory.
 template <class Function>
 Function driver_function(const char* name) {
   void* function = cuda::find_driver_function(name);
@@ -161,7 +161,7 @@ class CudaDevice final : public TestDevice {
         const CUdeviceptr at = start + page * kPage;
         check_driver(DRIVER(cuMemMap)(at, kPage, 0, memory, 0), "map");
         check_driver(DRIVER(cuMemSetAccess)(at, kPage, &access, 1), "access");
-        // the memory lives while it is mapped
+        // the mapping keeps the memory alive
         check_driver(DRIVER(cuMemRelease)(memory), "release");
         check(cudaMemset(reinterpret_cast<void*>(at), 0, kPage), "clear");
       }
@@ -184,7 +184,7 @@ class CudaDevice final : public TestDevice {
   }
 
   bool synchronous() const override { return false; }
-  // f32 products are never computed in a narrower type, nor by tensor cores.
+  // f32 products use neither a narrower dtype nor tensor cores.
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
   bool has_tf32() const override { return true; }
   bool keeps_state(DType) const override { return true; }
@@ -193,7 +193,7 @@ class CudaDevice final : public TestDevice {
     return !cuda::find_device(index_, &info).ok() || cuda::reference_is_maximum(*info, dtype);
   }
   bool batch_invariant(const Case& c) const override {
-    // Their products are the matrix library's.
+    // These take cuBLASLt's products, which promise no invariance.
     if (diverges(c.op) || c.listed > 0) return false;
     const cuda::DeviceInfo* info;
     if (!is_linear(c.op)) return true;
@@ -203,7 +203,7 @@ class CudaDevice final : public TestDevice {
   }
 
  private:
-  // Whether the case is promised for inputs of 16 bits, whatever its options.
+  // Whether invariance is promised for this case with 16-bit inputs, whatever its options.
   static bool is_served(const Case& c) {
     return c.dtype != DType::f32 && c.placement == Placement::dense;
   }
@@ -213,7 +213,7 @@ class CudaDevice final : public TestDevice {
   }
 
   const int index_;
-  // Never destroyed, because the driver may be gone before.
+  // Never destroyed, because the driver may be gone by then.
   Blocks* const blocks_ = new Blocks;
   Streams* const streams_ = new Streams;
   mutable std::mutex mutex_;

@@ -27,7 +27,7 @@ class HostDevice : public TestDevice {
   void download(std::byte* host, const void* device, size_t bytes) const override {
     std::memcpy(host, device, bytes);
   }
-  // A page exists once it is written, so the ranges need nothing.
+  // Every page exists once it is written, so the ranges are ignored.
   void* reserve(size_t bytes, const Ranges&) const override {
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The WebGPU backend in the suite: the library's own device, accessed from outside.
+// The WebGPU backend in the suite: the library's own device, used through its handles.
 #include "device_webgpu.h"
 
 #include "src/webgpu/workspace.h"

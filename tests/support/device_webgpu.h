@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The WebGPU backend's memory for the suite; its buffers are kept for the next case.
+// The WebGPU backend's memory for the suite; later cases reuse its buffers.
 #pragma once
 
 #include <map>

@@ -13,7 +13,7 @@ inline constexpr DivergenceKind kDivergenceKinds[] = {
     DivergenceKind::forward_kl, DivergenceKind::reverse_kl, DivergenceKind::jsd,
     DivergenceKind::skew_kl, DivergenceKind::tv};
 
-// A Forward that keeps dz, and the Backward that follows it.
+// A Forward that keeps dz, and the Backward after it.
 struct KeptDivergence {
   Problem<LinearDivergenceBackward> p;
   LinearDivergenceForward forward;
@@ -38,7 +38,7 @@ struct KeptDivergence {
     forward.kept = p.pool.reserve(c.dtype, {kept.shape[0], kept.shape[1]});
     forward.kept_rows = p.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
   }
-  // Gives Backward what Forward wrote, in place of a teacher.
+  // Gives Backward the kept state, in place of a teacher.
   void take(const Outcome& outcome) {
     p.op.kept = forward.kept, p.op.kept_rows = forward.kept_rows, p.op.kept_key = kept.key;
     write_bits(p.op.kept, outcome.kept.at("kept"));

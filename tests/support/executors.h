@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Executors for tests: real threads, started anew for every loop, and one thread that claims to be
-// many and takes the items in a chosen order.
+// Executors for tests: real threads, started for every loop, and a single thread that claims to be
+// several and takes the items in a chosen order.
 #pragma once
 
 #ifndef __wasi__
@@ -42,7 +42,8 @@ class ThreadExecutor {
 
 #endif
 
-// One thread that claims to be `count`, and takes the items first to last or last to first.
+// One thread that claims to be `count` threads, and takes the items in ascending or descending
+// order.
 class SerialExecutor {
  public:
   explicit SerialExecutor(int count, bool backwards = false)

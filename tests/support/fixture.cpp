@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The guards, the copies and the comparison.
+// Guard bytes, copies to and from the device, and the comparison.
 #include "fixture.h"
 
 #include <algorithm>
@@ -84,7 +84,7 @@ Workspace DeviceCopy::workspace(const WorkspaceSize& size, uint64_t bytes, std::
   const uint64_t alignment = std::max<uint64_t>(size.alignment, 1);
   workspace_ = make(2 * kGuardBytes + 2 * alignment + bytes);
   std::fill(workspace_.before.begin(), workspace_.before.end(), fill);
-  // An odd multiple of the alignment, so no more aligned than was asked for.
+  // An odd multiple of the alignment, so not aligned any further.
   const auto base = reinterpret_cast<uintptr_t>(workspace_.device);
   uintptr_t start = (base + kGuardBytes + alignment - 1) / alignment * alignment;
   if (start / alignment % 2 == 0) start += alignment;
@@ -129,7 +129,7 @@ std::vector<std::string> DeviceCopy::violations(bool written) const {
       return block.before[i] == block.after[i] || (may_write && block.writable[i]);
     };
     while (i < block.bytes) {
-      // A fast path for long runs of bytes that may be written, or are unchanged.
+      // A fast path for long runs of bytes that may all be written, or that are unchanged.
       const size_t many = std::min(kStretch, block.bytes - i), end = i + many;
       if ((may_write && std::memchr(&block.writable[i], 0, many) == nullptr) ||
           std::memcmp(&block.before[i], &block.after[i], many) == 0) {
@@ -186,13 +186,13 @@ void Comparison::merge(const Comparison& other, const std::string& context) {
 
 namespace {
 
-// One element's ratio of error to bound; 0 where it is right, NaN where it is wrong in kind.
+// One element's error divided by its bound: 0 where it is right, NaN where it is of another kind.
 double error_ratio(double got, double want, double bound, DType dtype) {
   if (std::isnan(want)) return std::isnan(got) ? 0 : NAN;
   if (std::isnan(got) || !(bound >= 0)) return NAN;
   if (std::isinf(want)) return got == want ? 0 : NAN;
   if (std::isinf(got)) {
-    // A result rounded to infinity is right if the bound reaches the dtype's range.
+    // A result rounded to infinity is right if the bound reaches beyond the dtype's range.
     return std::signbit(got) == std::signbit(want) &&
                    std::fabs(want) + bound >= overflow_threshold(dtype)
                ? 0
@@ -235,7 +235,7 @@ void compare_values(const std::string& name, const reference::Output& want, cons
 }
 
 // If row_reference m may be any number within log s + log 2 of the row's maximum, row_log_sum must
-// be the rest of the lse, and the maximum's own error is no excuse.
+// be lse - m for the m that was written; the maximum's own error does not widen its bound.
 void move_to_anchors(const std::string& head, const Fields& got, reference::Result* beside) {
   const auto reference = beside->outputs.find(head + "row_reference"),
              log_sum = beside->outputs.find(head + "row_log_sum");
@@ -244,7 +244,7 @@ void move_to_anchors(const std::string& head, const Fields& got, reference::Resu
   if (anchor == got.end()) return;
   for (size_t i = 0; i < anchor->second.value.size(); ++i) {
     const double m = anchor->second.value[i], maximum = reference->second.value[i];
-    // An infinite or exact one has no bound to shift.
+    // Infinite or exact values have no bound to shift.
     if (!(log_sum->second.bound[i] > 0) || !std::isfinite(m - maximum)) continue;
     log_sum->second.bound[i] -= reference->second.bound[i];
     reference->second.bound[i] += log_sum->second.value[i] + std::log(2.0);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs an op on a backend in guarded memory and compares what it wrote with the reference, element
-// by element.
+// Runs an op on a backend in guarded memory and compares its outputs with the reference, element by
+// element.
 #pragma once
 
 #include <map>
@@ -17,8 +17,8 @@ namespace logitless::conformance {
 
 enum class Memory { minimum, recommended, exact };
 
-// How a call runs: at once, or by a plan that was created on other memory, aligned alike, or on
-// none.
+// How a call runs: directly, or through a plan created with other addresses of the same alignment,
+// or without addresses.
 enum class By { run, plan, plan_of_any_address };
 
 struct RunPlan {
@@ -29,7 +29,7 @@ struct RunPlan {
   By by = By::run;
 };
 
-// One output as the backend left it.
+// One output as the backend wrote it.
 struct Field {
   DType dtype = DType::f32;
   std::vector<int64_t> shape;
@@ -37,23 +37,23 @@ struct Field {
   std::vector<std::byte> bits;  // of the elements, dense
 };
 using Fields = std::map<std::string, Field>;
-// Writes dense elements as they were downloaded.
+// Writes dense elements given as bytes.
 void write_bits(const TensorView& view, const Field& field);
 
 struct Outcome {
   Status status;
   WorkspaceSize size;
   Fields fields;
-  Fields kept;                          // kept state, which the backend divides as it likes
-  std::vector<std::string> violations;  // bytes changed that were not the op's to change
+  Fields kept;                          // kept state, in the backend's own layout
+  std::vector<std::string> violations;  // changes of bytes that the op must not change
   uint64_t given = 0;                   // bytes of workspace
-  uint64_t touched = 0;                 // bytes from the workspace's first to the last one changed
+  uint64_t touched = 0;                 // the end of the workspace's changed bytes
   bool has_fault = false;
-  // the word after the run, and the reference's
+  // the fault word after the run, and the reference's
   int64_t fault = 0, fault_wanted = 0;
 };
 
-// The pool's tensors and a workspace on a device.
+// The pool's tensors and a workspace, on a device.
 class DeviceCopy {
  public:
   DeviceCopy(const TestDevice& device, const Pool& pool);
@@ -61,14 +61,14 @@ class DeviceCopy {
   DeviceCopy(const DeviceCopy&) = delete;
   DeviceCopy& operator=(const DeviceCopy&) = delete;
 
-  // The same view on the device; what an output covers may change, and starts as `fill` unless it
-  // is also read.
+  // Returns the view of the device's copy. An output's elements may change; they start as `fill`,
+  // or as they are if `keep`.
   TensorView input(const TensorView& view) const;
   TensorView output(const TensorView& view, bool keep, std::byte fill);
   Workspace workspace(const WorkspaceSize& size, uint64_t bytes, std::byte fill);
   void upload();
   void download();
-  // The field as it was downloaded.
+  // Returns an output, downloaded.
   Field field(const TensorView& host_view) const;
   std::vector<std::string> violations(bool written) const;
   uint64_t touched() const;
@@ -89,10 +89,10 @@ class DeviceCopy {
   Block workspace_;
   size_t workspace_start_ = 0;
   uint64_t workspace_bytes_ = 0;
-  void* workspace_object_ = nullptr;  // where a workspace is no memory
+  void* workspace_object_ = nullptr;  // if a workspace is an object, not memory
 };
 
-// Whether the run reads `view` too.
+// Whether the run reads the output `view` too.
 template <class Op>
 bool is_read(const Op& op, const TensorView& view) {
   bool read = false;
@@ -112,7 +112,8 @@ void place(Op& op, const Device& tensors) {
   });
 }
 
-// Runs `op` by a plan that has never seen its addresses; `host` is the same op in the pool.
+// Runs `op` through a plan that was created with other addresses; `host` is the same op in the
+// pool.
 template <class Op>
 Status run_planned(const TestDevice& device, const Op& op, const Op& host, const Pool& pool,
                    const Workspace& scratch, const Execution& execution, By by) {
@@ -189,7 +190,7 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   return outcome;
 }
 
-// What is wrong with a run; empty if nothing is.
+// The result of a comparison: everything that is wrong with a run.
 struct Comparison {
   int64_t failures = 0;
   double worst_ratio = 0;  // of error to bound
@@ -200,9 +201,9 @@ struct Comparison {
   void merge(const Comparison& other, const std::string& context);
 };
 
-// Expects |got - value| <= bound, NaN where and only where the value is, and infinities equal.
+// Expects |got - value| <= bound, NaN exactly where the value is NaN, and equal infinities.
 Comparison compare(const reference::Result& want, const Fields& got);
-// Compares a whole run: status and guards too.
+// Compares a whole run, including status and guard bytes.
 Comparison compare(const reference::Result& want, const Outcome& got);
 // The names of the fields whose bits differ.
 std::string differing_bits(const Fields& a, const Fields& b);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes an op on some of another's tokens, in any order, in its own memory.
+// Makes an op from some of another op's tokens, in any order, in its own memory.
 #pragma once
 
 #include <string_view>
@@ -9,7 +9,7 @@
 
 namespace logitless::conformance {
 
-// Whether the field's first dimension is the tokens'.
+// Whether the field's first dimension is tokens.
 template <class Op>
 bool per_token(const Op& op, std::string_view name) {
   for (const std::string_view other :
@@ -33,7 +33,7 @@ inline std::vector<double> gather_rows(const std::vector<double>& values, int64_
   return gathered;
 }
 
-// Row k of the result is row rows[k] of `p`. Nothing of `p` may be in place.
+// Row k of the result is row rows[k] of `p`, which must not be in place.
 template <class Op>
 Problem<Op> gather(const Problem<Op>& p, const std::vector<int64_t>& rows) {
   Problem<Op> out{.op = p.op, .pool = {}, .model = p.model};

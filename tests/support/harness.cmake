@@ -1,5 +1,5 @@
-# A library that runs cases of the suite's table on a backend and judges them, for the tests and for
-# `logitless check`.
+# A library that runs cases of the suite's table and compares them with the reference, for the tests
+# and for `logitless check`.
 if(NOT TARGET logitless_conformance)
   set(harness cases.cpp data.cpp device.cpp fixture.cpp judge.cpp memory.cpp shards.cpp simulated.cpp)
   if(LOGITLESS_WITH_CUDA)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs cases of the table and judges them.
+// Runs cases of the table and compares them with the reference.
 #include "judge.h"
 
 namespace logitless::conformance {
@@ -53,7 +53,7 @@ Comparison judge_sizes(const TestDevice& device, const Case& c,
 
 namespace {
 
-// The field of the case that the device does not have, or null.
+// A field of the case that the device lacks, or null.
 const char* refused_field(const TestDevice& device, const Case& c) {
   if (c.chosen > 0 && c.lists && !device.has_id_lists()) return "id_offsets";
   if (c.only_chosen && !device.has_id_lists()) return "only_chosen";
@@ -67,7 +67,7 @@ bool is_refused(const TestDevice& device, const Case& c) {
   return refused_field(device, c) != nullptr;
 }
 
-// A refused call writes nothing, and the message names the field.
+// A refused call must write nothing, and its message must name the field.
 Comparison judge_refusal(const TestDevice& device, const Case& c) {
   const Outcome outcome = run_case(device, c);
   Comparison judged;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Judges one case on one backend against the reference.
+// Compares cases on one backend with the reference.
 #pragma once
 
 #include "cases.h"
@@ -8,11 +8,11 @@
 
 namespace logitless::conformance {
 
-// What the contract demands of this backend, for an op on host memory.
+// The results that the contract requires of this backend, for an op on host memory.
 template <class Op>
 reference::Result expected(const TestDevice& device, const Op& op, reference::BoundModel model) {
   if constexpr (LinearOp<Op>) {
-    bool products = true;  // neither applies to sums of f32 alone
+    bool products = true;  // with only_chosen there are f32 sums alone
     if constexpr (OnlyChoosingOp<Op>) products = !op.only_chosen;
     model.tensor_cores = products && device.tensor_cores(op.input.dtype);
     model.tf32 =
@@ -34,40 +34,40 @@ reference::Result expected(const TestDevice& device, const Op& op, reference::Bo
   return want;
 }
 
-// Whether the device refuses the case; prints so.
+// Whether the device refuses the case; if so, prints it.
 bool is_refused(const TestDevice& device, const Case& c);
 Outcome run_case(const TestDevice& device, const Case& c, const RunPlan& plan = {});
 WorkspaceSize workspace_of(const TestDevice& device, const Case& c,
                            const Executor* executor = nullptr);
-// Judges the case in workspaces of each of these sizes.
+// Compares the case in a workspace of each of these sizes.
 Comparison judge_sizes(const TestDevice& device, const Case& c, const std::vector<uint64_t>& sizes);
 Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan = {});
 
-// Picks cases of a list: those whose index is `offset` modulo `step`.
+// Selects the cases of a list with index % step == offset.
 struct Part {
   size_t offset = 0, step = 1;
 };
-// A case of the table, the workspace it runs in, and its name.
+// A case of the table, its workspace, and its name.
 struct Row {
   std::string name;
   Case c;
   Memory memory;
 };
-// Every feature pair of the op and dtype, in workspaces of several sizes.
+// Every pair of features of the op and dtype, in workspaces of several sizes.
 std::vector<Row> pair_rows(OpKind op, DType dtype, Part part = {});
-// Every shape, plain and with all options together, with data and placement in rotation.
+// Every shape, without options and with all; the kind of data and the placement rotate.
 std::vector<Row> shape_rows(OpKind op, DType dtype, Part part = {});
 Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part part = {});
 Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part part = {});
 
-// Turns on every option that the op can have at once.
+// Turns on all options that the op can have together.
 void apply_everything(Case& c);
 
 struct Setting {
   const char* name;
   void (*apply)(Case& c);
 };
-// Each option alone, with no statistics but the row's, for which kernels may be specialized.
+// Each option alone, with only the row's statistics; kernels may be specialized for these.
 inline void only(Case& c) { c.statistics = c.bias = false, c.row_statistics = true; }
 inline constexpr Setting kAlone[] = {
     {"nothing", only},

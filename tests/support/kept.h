@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For tests of kept state: a Forward that keeps, the Backward that follows it, and their test
-// class.
+// Helpers for tests of kept state: a Forward that keeps, the Backward after it, and a fixture.
 #pragma once
 
 #include <limits>
@@ -14,10 +13,10 @@ namespace logitless::conformance {
 using Forward = LinearCrossEntropyForward;
 using Backward = LinearCrossEntropyBackward;
 
-inline constexpr std::byte garbage{0xFF};  // NaN, so that what nobody wrote shows where it is read
+inline constexpr std::byte garbage{0xFF};  // NaN, which shows reads of unwritten memory
 inline constexpr uint64_t whole = std::numeric_limits<uint64_t>::max();
 
-// What Forward keeps of an op in `bytes`.
+// The shapes and key of the state that Forward keeps in `bytes`.
 inline Kept kept_of(const TestDevice& device, Forward forward, uint64_t bytes) {
   place(forward, device.tensors());
   Kept kept;
@@ -32,7 +31,7 @@ struct Steps {
   Forward forward{};
   Kept kept;
 
-  // Keeps at least `columns` of the vocabulary; 0: all.
+  // Keeps at least `columns` columns of the vocabulary (0: all).
   Steps(const TestDevice& device, const Case& c, int64_t columns) : problem(build<Backward>(c)) {
     Backward& op = problem.op;
     forward = {.input = op.input,
@@ -58,7 +57,7 @@ struct Steps {
     forward.kept_rows = problem.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
   }
 
-  // Gives Backward what Forward wrote.
+  // Gives Backward the state that Forward wrote.
   void hand_over(const Outcome& outcome) {
     Backward& op = problem.op;
     op.row_reference = forward.statistics.row_reference;
@@ -83,8 +82,7 @@ struct Steps {
 
 class KeptState : public ConformanceTest {
  protected:
-  // Runs Forward and gives Backward its state; returns false, having reported it, if Forward
-  // failed.
+  // Runs Forward and gives Backward its state. If Forward fails, reports it and returns false.
   bool keep(Steps* steps, Memory memory = Memory::recommended) {
     const Outcome outcome =
         execute(device_, steps->forward, steps->problem.pool, {.memory = memory, .fill = garbage});

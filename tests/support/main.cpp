@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main of test programs that need no device: under a sanitizer their cases rotate.
+// main() of test programs that need no device; under a sanitizer a part of their cases runs.
 #include "gtest/gtest.h"
 #include "tests/support/rotation.h"
 

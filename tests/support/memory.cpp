@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Guarded host memory, and the narrow float formats, decoded and rounded in double.
+// Guarded host memory, and conversions to and from the narrow float formats.
 #include "memory.h"
 
 #include <algorithm>
@@ -30,19 +30,17 @@ Format format_of(DType dtype) {
   }
 }
 
-// Returns 2^exponent. A product with it is exact, and quick, while ldexp would take most of a
-// test's time.
+// Returns 2^exponent. Multiplying by it is exact and fast; ldexp would take most of a test's time.
 double power(int exponent) {
   return std::bit_cast<double>(static_cast<uint64_t>(exponent + 1023) << 52);
 }
 
-// Returns e for |value| = m 2^e with 1 <= m < 2; less than any format's if it is subnormal.
+// Returns e of |value| = m 2^e with 1 <= m < 2; for subnormals an e below any format's.
 int exponent_of(double value) {
   return static_cast<int>(std::bit_cast<uint64_t>(value) >> 52 & 0x7FF) - 1023;
 }
 
-// Returns the bits of a 16-bit format with `mantissa` stored bits, from a value already rounded to
-// it.
+// Returns the bits of a 16-bit format with `mantissa` stored bits, of a value rounded to it before.
 uint16_t encode(double value, int mantissa, int min_exponent, int exponent_mask) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   if (std::isnan(value)) return sign | (exponent_mask << mantissa) | (1 << (mantissa - 1));
@@ -144,7 +142,7 @@ TensorView Pool::reserve(DType dtype, std::vector<int64_t> shape, Layout layout)
   const int64_t size = size_of(dtype);
   Bytes bytes(2 * kGuardBytes + (span + layout.offset) * size);
   std::fill_n(bytes.data(), bytes.size(), kFill);
-  // Half of the offset is in the address, half in byte_offset, so that both must be honoured.
+  // Half of the offset goes into the address, half into byte_offset, so that both must be used.
   const int64_t by_address = layout.offset / 2;
   view.data = bytes.data() + kGuardBytes + by_address * size;
   view.byte_offset = (layout.offset - by_address) * size;

@@ -15,12 +15,12 @@ namespace logitless::conformance {
 
 // Returns the nearest value of a floating dtype, ties to even; infinity beyond its range.
 double round_to(DType dtype, double value);
-// The least magnitude that rounds to infinity.
+// The smallest magnitude that rounds to infinity.
 double overflow_threshold(DType dtype);
 double load(DType dtype, const std::byte* address);
 void store(DType dtype, double value, std::byte* address);
 
-// Begins at a multiple of 128, so that an address 64 after it is aligned to 64 and no more.
+// Starts at a multiple of 128, so that the address 64 bytes on is aligned to 64 and no further.
 class Bytes {
  public:
   Bytes() = default;
@@ -38,19 +38,20 @@ class Bytes {
 
 inline constexpr size_t kGuardBytes = 256;
 
-// Where a tensor's elements are; strides of {0, 0} mean dense.
+// The position of a tensor's elements; strides of {0, 0} mean dense.
 struct Layout {
   std::array<int64_t, 2> stride{0, 0};
   int64_t offset =
-      // Elements between the guard and the first one, for an address of element alignment only.
+      // Elements between the guard and the first element, for an address that is only
+      // element-aligned.
       0;
-  bool broadcast = false;  // strides of 0 mean 0
+  bool broadcast = false;  // strides of {0, 0} are strides, not "dense"
 };
 
 // NaN in every floating dtype, so that reading a gap or a guard shows.
 inline constexpr std::byte kFill{0xFF};
 
-// The tensors of one op. Views stay valid as long as the pool.
+// The tensors of one op. Views are valid as long as the pool lives.
 class Pool {
  public:
   // Shape {} is [], {n} is [n] and {rows, columns} is [rows, columns]; values are dense row-major.
@@ -60,7 +61,7 @@ class Pool {
   TensorView reserve(DType dtype, std::vector<int64_t> shape, Layout layout = {});
   size_t size() const { return allocations_.size(); }
   const Bytes& operator[](size_t i) const { return allocations_[i]; }
-  // The allocation that a view is in.
+  // The allocation that contains the view.
   size_t find(const TensorView& view) const;
 
  private:

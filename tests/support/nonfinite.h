@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For tests of infinities, NaN and huge numbers.
+// Helpers for tests of infinities, NaN and huge numbers.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace logitless::conformance {
 inline constexpr double kInf = std::numeric_limits<double>::infinity();
 inline constexpr int64_t kTokens = 6, kHidden = 9, kVocab = 70, kRow = 2;
 
-// Options under which an infinite logit takes another way through the formulas.
+// Options with which an infinite logit takes another path through the formulas.
 inline constexpr Setting kSettings[] = {
     {"plain", [](Case&) {}},
     {"smoothing", [](Case& c) { c.options.label_smoothing = 0.1f; }},
@@ -53,7 +53,7 @@ class NonFinite : public ConformanceTest {
     c.bias_dtype = dtype_;
     return c;
   }
-  // Expects the reference's results, and returns what was written.
+  // Compares with the reference and returns the outputs.
   template <class Op>
   Fields judged(const Problem<Op>& p, const std::string& what) {
     const Outcome outcome = execute(device_, p.op, p.pool);
@@ -69,7 +69,7 @@ inline void set(const TensorView& view, int64_t index, double value) {
   write(view, values);
 }
 
-// What a mask is written to: the logits, or every row's bias.
+// The tensor that masks columns: the logits, or the bias of all rows.
 template <class Op>
 const TensorView& masked_by(const Op& op) {
   if constexpr (LinearOp<Op>) {

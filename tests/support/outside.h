@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Targets outside the vocabulary, where that is an error, and what an asynchronous backend makes of
-// them ("Which tokens count" of the contract).
+// Targets out of range, where that is an error, and an asynchronous backend's results for them
+// ("Which tokens count" of the contract).
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace logitless::conformance {
 
-// As integers, which a double may not hold.
+// Reads integers that a double may not hold.
 inline std::vector<int64_t> read_integers(const TensorView& view) {
   std::vector<int64_t> values(static_cast<size_t>(element_count(view)));
   const auto* first = static_cast<const std::byte*>(view.data) + view.byte_offset;
@@ -36,7 +36,7 @@ int64_t vocab_of(const Op& op) {
   }
 }
 
-// The tokens whose target is an error, of an op on host memory.
+// The tokens whose target is an error, for an op on host memory.
 template <class Op>
 std::vector<size_t> tokens_outside(const Op& op) {
   std::vector<size_t> tokens;
@@ -52,7 +52,7 @@ std::vector<size_t> tokens_outside(const Op& op) {
   return tokens;
 }
 
-// The token of each place of `ids`.
+// The token of each element of `ids`.
 template <class Op>
 std::vector<size_t> tokens_of_places(const Op& op) {
   std::vector<size_t> tokens;
@@ -60,13 +60,13 @@ std::vector<size_t> tokens_of_places(const Op& op) {
       op.id_offsets ? read_integers(op.id_offsets) : std::vector<int64_t>{};
   for (size_t i = 0; i < static_cast<size_t>(op.input.shape[0]); ++i) {
     const int64_t count = op.id_offsets ? offsets[i + 1] - offsets[i] : op.ids.shape[1];
-    // Offsets may be invalid.
+    // The clamp is for invalid offsets.
     tokens.insert(tokens.end(), std::clamp<int64_t>(count, 0, element_count(op.ids)), i);
   }
   return tokens;
 }
 
-// The places in `ids` where an id is an error, of tokens that count.
+// The elements of `ids` that are an error, of tokens that count.
 template <class Op>
 std::vector<size_t> ids_outside(const Op& op) {
   std::vector<size_t> places;
@@ -84,7 +84,7 @@ std::vector<size_t> ids_outside(const Op& op) {
   return places;
 }
 
-// Evaluates the op without these ids, whose logits are NaN and whose gradients are left out.
+// Evaluates the op without these ids: their logits become NaN, their gradients are left out.
 template <class Op>
 reference::Result evaluate_without(const std::vector<size_t>& places, Op op,
                                    const reference::BoundModel& model) {
@@ -106,8 +106,8 @@ reference::Result evaluate_without(const std::vector<size_t>& places, Op op,
   }
 }
 
-// Tokens outside count in the normalizer and have a loss and a log-probability of NaN; all else of
-// them is as in an ignored row.
+// Tokens out of range count in the normalizer, and their loss and log-probability are NaN;
+// otherwise they are treated as ignored.
 template <class Op>
 reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
   const std::vector<size_t> outside = tokens_outside(op);
@@ -118,7 +118,7 @@ reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
   op.target = vector_view(target.data(), DType::i64, static_cast<int64_t>(target.size()));
   const bool counts = op.options.reduction == Reduction::mean && op.options.normalizer == 0 &&
                       !op.weights.normalizer;
-  // Without class weights they count in the normalizer; with them they have none.
+  // Without class weights such a token counts as 1 in the normalizer, with them as 0.
   if (counts && !op.weights.vocab) {
     op.options.normalizer = static_cast<double>(counted) + static_cast<double>(outside.size());
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes a case into an op on guarded host memory.
+// Builds the op of a case on guarded host memory.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace logitless::conformance {
 
-// The tensor with a row for every token.
+// The tensor with one row per token.
 template <class Op>
 const TensorView& rows_of(const Op& op) {
   if constexpr (LinearOp<Op>) {
@@ -31,8 +31,7 @@ struct Problem {
 
 enum class Role { input, output };
 
-// The layout of a tensor under a placement. Only inputs that may share elements between tokens are
-// broadcast.
+// The layout of a tensor under a placement. Inputs are only broadcast if tokens may share elements.
 inline Layout layout_of(Placement placement, const std::vector<int64_t>& shape, Role role) {
   const size_t rank = shape.size();
   if (rank == 0) return {.offset = placement == Placement::unaligned ? 1 : 0};
@@ -62,7 +61,7 @@ class Builder {
   explicit Builder(const Case& c) : c_(allowed(c)), values_(make_values(c)) {}
 
   Problem<Op> build() {
-    // Where numbers are constant, or one row or column repeats, rounding errors align.
+    // Where values are constant, or one row or column repeats, rounding errors align.
     p_.model.structured = c_.data == Data::constant || c_.placement == Placement::broadcast;
     if constexpr (LinearOp<Op>) {
       add_linear();
@@ -79,7 +78,7 @@ class Builder {
   }
 
  private:
-  // If only chosen columns have a gradient, nothing else may be given that has a part in one.
+  // With only_chosen, other upstream gradients and what they need may not be given.
   static Case allowed(Case c) {
     if (!c.only_chosen) return c;
     c.options.label_smoothing = c.options.z_loss = 0;
@@ -92,14 +91,13 @@ class Builder {
     return p_.pool.add(dtype, shape, values, layout_of(c_.placement, shape, Role::input));
   }
   TensorView matrix(DType dtype, int64_t rows, int64_t columns, std::vector<double> values) {
-    // Broadcast writes land on one row, where the last wins, for the reference and the judged
-    // alike.
+    // With stride 0 all rows are written to the same memory and the last one wins, as in the op.
     return put(dtype, {rows, columns}, std::move(values));
   }
   TensorView vector(int64_t size, double scale, double offset, uint64_t salt) {
     return put(DType::f32, {size}, normals(size, c_.seed * 31 + salt, scale, offset));
   }
-  // The same tokens are inactive in every vector.
+  // The same tokens are inactive in all upstream gradients.
   bool is_inactive(int64_t token) const {
     return static_cast<double>((static_cast<uint64_t>(token) * 2654435761u + c_.seed) % 97) <
            97 * c_.inactive;
@@ -117,8 +115,8 @@ class Builder {
     for (double& x : values) x = 1.3 + 0.9 * std::tanh(x);
     return put(DType::f32, {size}, std::move(values));
   }
-  // Where the chosen columns of each token begin, and lastly where they end. Lists have any length,
-  // 0 too.
+  // Where each token's list of chosen columns starts, and the end of the last. Lists have any
+  // length, even 0.
   std::vector<double> id_offsets() const {
     std::vector<double> offsets{0};
     for (int64_t i = 0; i < c_.shape.tokens; ++i) {
@@ -128,8 +126,8 @@ class Builder {
     }
     return offsets;
   }
-  // Some columns are absent, some are named twice; where targets outside are ignored, some ids are
-  // outside too. On a shard they are columns of the whole vocabulary.
+  // Some ids are absent, some occur twice; if targets out of range are ignored, some ids are out of
+  // range too. A shard's ids are columns of the whole vocabulary.
   std::vector<double> ids(const std::vector<double>& offsets) const {
     const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
     std::vector<double> ids;
@@ -149,7 +147,7 @@ class Builder {
     }
     return ids;
   }
-  // A gradient that is not read is NaN; elsewhere tokens without a gradient have 0.
+  // Gradients that must not be read are NaN; inactive tokens have 0.
   std::vector<double> gradients_at(const std::vector<double>& offsets,
                                    const std::vector<double>& ids) const {
     const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
@@ -191,7 +189,7 @@ class Builder {
     return p_.pool.add(dtype, shape, normals(count, c_.seed + 5),
                        layout_of(c_.placement, shape, Role::output));
   }
-  // [N] where the reduction is none, else [] or [1].
+  // [N] if the reduction is none, else [] or [1].
   std::vector<int64_t> reduced() const {
     if (c_.options.reduction == Reduction::none) return {c_.shape.tokens};
     return c_.seed % 2 == 0 ? std::vector<int64_t>{} : std::vector<int64_t>{1};
@@ -200,8 +198,7 @@ class Builder {
   void add_linear() {
     const auto [tokens, hidden, vocab] = c_.shape;
     p_.op.input = matrix(c_.dtype, tokens, hidden, values_.input);
-    // Rows of the vocabulary are not broadcast, since then every logit of a token would be the
-    // same.
+    // The weight is not broadcast: all logits of a token would be equal.
     const Placement placement =
         c_.placement == Placement::broadcast ? Placement::dense : c_.placement;
     p_.op.weight = p_.pool.add(c_.dtype, {vocab, hidden}, values_.weight,
@@ -283,7 +280,7 @@ class Builder {
     return c_.options.reduction == Reduction::none ? c_.shape.tokens : 1;
   }
 
-  // Positive, and some of them exactly 0.
+  // Positive, some exactly 0.
   std::vector<double> class_weights(int64_t vocab) const {
     std::vector<double> weights = normals(vocab, c_.seed + 13, 0.4, 1);
     for (int64_t j = 0; j < vocab; ++j) weights[j] = j % 6 == 5 ? 0 : std::fabs(weights[j]);
@@ -336,7 +333,7 @@ class Builder {
     }
   }
 
-  // Adds what the Forward of the same op writes, by the reference: (row_reference, row_log_sum,
+  // Adds the state that Forward of this op writes, from the reference: (row_reference, row_log_sum,
   // entropy).
   void add_saved() {
     const int64_t tokens = c_.shape.tokens;
@@ -352,12 +349,12 @@ class Builder {
     } else {
       forward.logits = p_.op.logits;
     }
-    // Only the shape of these is looked at, because evaluate writes nothing.
+    // Only the shape of these outputs is used, because evaluate writes nothing.
     const TensorView row = vector_view(&c_, DType::f32, tokens);
     forward.statistics = {.entropy = row, .row_reference = row, .row_log_sum = row};
     const reference::Result result = reference::evaluate(forward, p_.model, false);
     if (!result.status.ok()) throw std::logic_error(result.status.message());
-    // A shard's states are made as if the other shards held half of each row's probability.
+    // A shard's states are computed as if the other shards had half of each row's probability.
     const bool shard = c_.options.vocab_total > c_.shape.vocab;
     std::vector<double> log_sum = result.outputs.at("row_log_sum").value;
     for (double& x : log_sum) x += shard ? std::log(2) : 0;
@@ -367,7 +364,7 @@ class Builder {
     p_.op.row_log_sum = saved(log_sum);
   }
   TensorView saved(const std::vector<double>& values) { return of_each(DType::f32, values); }
-  // Never broadcast, even where other inputs are.
+  // Never broadcast, even if other inputs are.
   TensorView of_each(DType dtype, const std::vector<double>& values) {
     const std::vector<int64_t> shape{std::ssize(values)};
     return p_.pool.add(dtype, shape, values, layout_of(c_.placement, shape, Role::output));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which cases run. With LOGITLESS_TEST_SEED (scripts/test: the number of commits) a test with more
-// than kSwept parameters runs a third of them, and with the next two seeds the others (rotation.py
-// does the same for pytest). LOGITLESS_TEST_COUNTS names a file that gets a line with the number of
-// cases that ran, and of all.
+// Which cases run. With LOGITLESS_TEST_SEED (set by scripts/test to the number of commits) a test
+// with more than kSwept parameters runs a third of them, and with the next two seeds the other
+// thirds (rotation.py does the same for pytest). LOGITLESS_TEST_COUNTS names a file to which the
+// number of cases that ran, and of all, is written.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ inline bool is_set(const char* variable) {
   const char* value = std::getenv(variable);
   return value != nullptr && std::string(value) == "1";
 }
-// Whether everything runs everywhere, however long it takes.
+// Whether every case runs, however long it takes.
 inline bool full() { return is_set("LOGITLESS_TEST_FULL"); }
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
@@ -35,26 +35,26 @@ inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
 #endif
-// Whether only a seeded eighth of the cases runs, because each takes many times as long.
+// Whether only an eighth of the cases runs, because each takes many times as long.
 inline bool eighth() { return !full() && (kSanitized || is_set("LOGITLESS_TEST_EIGHTH")); }
 
-// What advances a part of the cases from one commit to the next (scripts/test sets it).
+// Advances the selected part of the cases from commit to commit (scripts/test sets it).
 inline size_t rotation() {
   const char* value = std::getenv("LOGITLESS_TEST_SEED");
   return value == nullptr ? 0 : std::strtoull(value, nullptr, 10);
 }
-// For a part of what one case does. Slower than cases advance: at the same pace a case would meet
-// the same part whenever it runs.
+// Selects a part of the runs within one case. It advances more slowly than the cases: otherwise a
+// case would always meet the same part.
 inline size_t rotation_within() { return rotation() / 3; }
-// Whether one of a case's runs is in its part: every run where all are, else a third, which differs
-// from case to case, so that each run is in some case's.
+// Whether to do this run of a case: always, or, when only an eighth of the cases runs, a third of
+// the runs, which differs from case to case.
 inline bool in_third(size_t run, size_t which_case) {
   return !eighth() || (run + which_case + rotation_within()) % 3 == 0;
 }
 
 inline constexpr size_t kSwept = 3;
 
-// Whether a name matches a pattern with * in it.
+// Whether a name matches a pattern with *.
 inline bool matches(std::string_view name, std::string_view pattern) {
   if (pattern.empty()) return name.empty();
   if (pattern[0] != '*')
@@ -72,7 +72,7 @@ inline bool matches_one(std::string_view name, std::string_view patterns) {
     patterns.remove_prefix(end + 1);
   }
 }
-// Whether a filter of googletest's, POSITIVE-NEGATIVE, takes a test.
+// Whether googletest's filter POSITIVE-NEGATIVE selects a test.
 inline bool takes(std::string_view filter, std::string_view name) {
   const size_t minus = filter.find('-');
   const std::string_view wanted = filter.substr(0, minus);
@@ -109,8 +109,8 @@ inline uint64_t hash_of(std::string_view text) {
   return hash;
 }
 
-// What runs of them. By hash, because neighbours share a backend or an op, and so that no commit
-// gets the larger third of every test.
+// The third of them that runs. Selected by hash, because neighbours share a backend or an op, and
+// so that no commit gets the larger third of every test.
 inline CasesByTest third_of(CasesByTest tests, size_t seed) {
   for (auto& [name, cases] : tests) {
     if (cases.size() <= kSwept) continue;
@@ -127,7 +127,7 @@ inline CasesByTest third_of(CasesByTest tests, size_t seed) {
   return tests;
 }
 
-// Puts what runs in googletest's filter. A suite in `whole` runs whole.
+// Sets googletest's filter to the selected cases. Suites in `whole` run all cases.
 inline void rotate_cases(std::string_view whole = {}) {
   if (full() || std::getenv("LOGITLESS_TEST_SEED") == nullptr) return;
   const CasesByTest taken = taken_by(GTEST_FLAG_GET(filter));
@@ -141,7 +141,7 @@ inline void rotate_cases(std::string_view whole = {}) {
   }
   if (!filter.empty()) GTEST_FLAG_SET(filter, filter);
   const char* file = std::getenv("LOGITLESS_TEST_COUNTS");
-  const char* shard = std::getenv("GTEST_SHARD_INDEX");  // the others would say the same
+  const char* shard = std::getenv("GTEST_SHARD_INDEX");  // one shard reports for all
   if (file == nullptr || (shard != nullptr && std::string(shard) != "0")) return;
   if (std::FILE* counts = std::fopen(file, "a")) {
     std::fprintf(counts, "%zu %zu\n", count(chosen), count(taken));

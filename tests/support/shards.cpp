@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Judges a vocabulary in shards on one device.
+// Compares a sharded vocabulary with the whole one, on one device.
 #include "shards.h"
 
 #include <limits>
@@ -8,7 +8,7 @@
 namespace logitless::conformance {
 namespace {
 
-// Judges the shards of one problem. Op is the one that is asked for.
+// Compares the shards of one problem. Op is the op of the case.
 template <class Op>
 class ShardJudge {
  public:
@@ -43,7 +43,7 @@ class ShardJudge {
   bool is_shard(size_t s) const { return split_.sizes[s] > 0 && split_.sizes[s] < vocab_; }
   std::string name_of_shard(size_t s) const { return "shard " + std::to_string(s); }
 
-  // Changes the shard as the split says.
+  // Changes the shard's content as the split says.
   void change() {
     if (split_.content == Split::plain) return;
     const int64_t first = firsts_[split_.shard], count = split_.sizes[split_.shard];
@@ -78,7 +78,7 @@ class ShardJudge {
       }
     }();
     std::vector<double> values = read(view);
-    // One token's in given logits; in a weight a column is all tokens'.
+    // In given logits this is one token's element; in a weight it affects the column of all tokens.
     values[LinearOp<Op> ? column * view.shape[1] : column] = NAN;
     write(view, values);
   }
@@ -91,7 +91,7 @@ class ShardJudge {
     } else {
       forward.logits = op.logits;
     }
-    // Without a loss there is nothing to reduce.
+    // Without a loss there is no reduction.
     forward.options.reduction = Reduction::none;
     forward.options.normalizer = 0;
     forward.weights.normalizer = {};
@@ -102,7 +102,7 @@ class ShardJudge {
     return forward;
   }
 
-  // The largest of the shards' target logits is the anchor of all.
+  // The largest of the shards' target logits is every shard's anchor.
   void exchange_targets(Forward alone) {
     alone.statistics = {.target_logit = alone.statistics.target_logit};
     std::vector<double> anchor(static_cast<size_t>(alone.target.shape[0]), -INFINITY);
@@ -129,7 +129,7 @@ class ShardJudge {
     kept_ = outcome.kept;
     return outcome.fields;
   }
-  // Runs Forward on each shard; a shard without columns has the state of no probability.
+  // Runs Forward on each shard; a shard without columns gets a state without probability.
   std::vector<Fields> forwards(const Forward& whole) {
     std::vector<Fields> shards(split_.sizes.size());
     const Fields* some = nullptr;
@@ -147,7 +147,7 @@ class ShardJudge {
     return shards;
   }
 
-  // Half of the cases keep the whole state, half of them a part.
+  // Half of the cases keep all columns, half of them some.
   void make_room(size_t s, LinearCrossEntropyForward* op) {
     if (is_shard(s)) op->anchor = anchor_;
     LinearCrossEntropyForward placed = *op;
@@ -173,7 +173,7 @@ class ShardJudge {
     write_bits(op.kept_rows, kept_.at("kept_rows"));
   }
 
-  // Judges what Combine makes of the shards, on the device, by the Forward of the whole vocabulary.
+  // Compares the shards' Combine on the device with Forward of the whole vocabulary.
   Fields combine(const std::vector<Fields>& shards, const Forward& whole) {
     if (!all_.ok()) return {};
     const Problem<Combine> combined = combine_of(whole, vocab_, shards);
@@ -184,9 +184,9 @@ class ShardJudge {
     if (all_.ok()) judge_exchange(shards, outcome.fields);
     return outcome.fields;
   }
-  // Judges what depends on the shards' order alone, and what they exchange first: of equal logits
-  // the first shard's is the argmax, and the target's logit has the same bits when nothing else is
-  // asked for. A row with a NaN has neither.
+  // Checks argmax and the exchanged target logits: among equal logits the first shard's is the
+  // argmax, and target_logit has the same bits if nothing else is asked for. Neither holds in rows
+  // with NaN.
   void judge_exchange(const std::vector<Fields>& shards, const Fields& whole) {
     const auto found = whole.find("argmax");
     const std::vector<double>& target_logit = whole.at("target_logit").value;
@@ -230,7 +230,7 @@ class ShardJudge {
     }
     if (parts.count > 0) judge_sum(want.outputs.at("grad_input"), parts);
   }
-  // The whole vocabulary's Backward has the bound of kept state if a shard's has it.
+  // The whole vocabulary's Backward gets the bound of kept state if a shard has it.
   Op judged_whole() const {
     Op whole = p_.op;
     if constexpr (LinearOp<Op>) {
@@ -245,7 +245,7 @@ class ShardJudge {
     Field sum;
     std::vector<double> magnitude;
   };
-  // In f32, in the ranks' order.
+  // Adds in f32, in the order of the ranks.
   static void add(const Field& part, Parts* parts) {
     if (parts->count++ == 0) {
       parts->sum = part;
@@ -257,7 +257,7 @@ class ShardJudge {
       parts->magnitude[k] += std::fabs(part.value[k]);
     }
   }
-  // The bound of docs/devices.md counts an addition for each part but the first.
+  // docs/devices.md adds to the bound one addition for each part but the first.
   void judge_sum(reference::Output want, const Parts& parts) {
     for (size_t k = 0; k < want.bound.size(); ++k) {
       const double more = 0x1p-24 * static_cast<double>(parts.count - 1) * parts.magnitude[k];
@@ -279,7 +279,7 @@ class ShardJudge {
   std::vector<double> anchors_;  // of `anchor_`, if shards exchanged some
   std::vector<uint64_t> keys_;
   std::vector<std::pair<TensorView, TensorView>> kept_views_;
-  Fields kept_;  // of the last run
+  Fields kept_;  // kept state of the last run
   Comparison all_;
 };
 
@@ -292,7 +292,7 @@ std::vector<Split> splits_of(int64_t vocab, int64_t shards) {
     return sizes;
   };
   const Sizes even = divided([&](int64_t s) { return vocab * s / shards; });
-  // With shards in front of it and behind it.
+  // A middle shard, with others before and after it.
   const auto middle = static_cast<size_t>((shards - 1) / 2);
   std::vector<Split> splits{{"even", even}};
   if (shards > 1) {
@@ -303,7 +303,7 @@ std::vector<Split> splits_of(int64_t vocab, int64_t shards) {
     splits.push_back({"one without columns", some});
   }
   if (even[middle] == 0) return splits;
-  // With everything masked there is no row.
+  // If the only shard were masked, rows would have no probability.
   if (shards > 1) splits.push_back({"one all -inf", even, Split::masked, middle});
   splits.push_back({"NaN in one", even, Split::nan, middle});
   return splits;
@@ -324,7 +324,7 @@ Comparison compare_columns(const reference::Result& whole, const Fields& shard, 
   for (const auto& [name, field] : fields) {
     const reference::Output& all = whole.outputs.at(name);
     reference::Output& cut = part.outputs[name];
-    const bool columns = name == "grad_logits";  // else a column of the vocabulary is a row
+    const bool columns = name == "grad_logits";  // else each row is one column of the vocabulary
     const int64_t width = columns ? 1 : std::ssize(all.value) / vocab;
     for (int64_t k = 0; k < std::ssize(all.value); ++k) {
       const int64_t column = columns ? k % vocab : k / width;
@@ -341,7 +341,7 @@ Comparison judge_shards(const TestDevice& device, const Case& c, const Split& sp
   Case of_shards = c;
   of_shards.rank = of_shards.mass_above = false;
   of_shards.row_statistics = of_shards.saved_state = true;
-  if (is_linear(c.op)) of_shards.grad_input = DType::f32;          // parts of a sum are f32
+  if (is_linear(c.op)) of_shards.grad_input = DType::f32;          // parts of a sum
   if (c.options.label_smoothing > 0) of_shards.statistics = true;  // weighted_logit_sum
   if (split.content == Split::masked && is_linear(c.op) && !c.bias) {
     of_shards.bias = true;

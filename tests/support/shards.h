@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Turns an op on a whole vocabulary into the ops on its shards, and what they wrote into the whole
-// vocabulary's results.
+// Turns an op on a whole vocabulary into ops on its shards, and their outputs into those of the
+// whole vocabulary.
 #pragma once
 
 #include <algorithm>
@@ -56,7 +56,7 @@ Op shard_of(const Op& whole, int64_t first, int64_t count) {
   return op;
 }
 
-// A shard whose logits are all -inf has no probability: the logarithms of that may be -inf or NaN.
+// A shard whose logits are all -inf has no probability: its log sum may be -inf or NaN.
 inline void accept_no_probability(const Fields& got, reference::Result* want) {
   for (const std::string head : {"", "teacher_"}) {
     const auto reference = want->outputs.find(head + "row_reference");
@@ -74,7 +74,7 @@ inline void accept_no_probability(const Fields& got, reference::Result* want) {
   }
 }
 
-// Makes the Combine of what Forward wrote of each shard, with the outputs of the whole one.
+// Makes a Combine of the shards' Forward outputs, with the outputs of the whole op.
 template <class Op>
 Problem<Combine> combine_of(const Op& whole, int64_t vocab, const std::vector<Fields>& shards) {
   Problem<Combine> p;
@@ -128,7 +128,7 @@ Problem<Combine> combine_of(const Op& whole, int64_t vocab, const std::vector<Fi
   return p;
 }
 
-// A shard without columns is the caller's to make.
+// The state that a caller gives for a shard without columns.
 inline Fields without_columns(Fields like) {
   for (auto& [name, field] : like) {
     const double value = name == "row_reference" || name == "target_logit" ? -INFINITY
@@ -139,31 +139,30 @@ inline Fields without_columns(Fields like) {
   return like;
 }
 
-// A division of a vocabulary, with something special in one of its shards.
+// A split of a vocabulary, with special content in one of its shards.
 struct Split {
   enum Content { plain, masked, nan };  // masked: the shard's logits are all -inf
 
   std::string name;
   Sizes sizes;
   Content content = plain;
-  size_t shard = 0;  // the one that is masked, or has a NaN
+  size_t shard = 0;  // the shard that is masked or has a NaN
 };
-// The interesting divisions of a vocabulary in `shards` shards: even, uneven, with a shard of no
-// columns, with one that is masked, with a NaN in one.
+// The interesting splits of a vocabulary into `shards` shards: even, uneven, one shard without
+// columns, one masked, one with a NaN.
 std::vector<Split> splits_of(int64_t vocab, int64_t shards);
 
-// Whether the case can be asked of shards that are combined. Combine gives no rank and no
-// mass_above.
+// Whether the case can be computed from shards. Combine has neither rank nor mass_above.
 bool can_be_split(const Case& c);
 
-// Judges the gradients of a shard, except its part of grad_input, as the columns [first, first +
-// count) of the whole vocabulary's.
+// Compares a shard's gradients, except grad_input, with the columns [first, first + count) of the
+// whole vocabulary's.
 Comparison compare_columns(const reference::Result& whole, const Fields& shard, int64_t vocab,
                            int64_t first, int64_t count);
 
-// Runs the op of the case on the shards, one after another, with what ranks exchange between them:
-// Forward and Combine; for a Backward also the targets' logits, with kept state, and the sum of
-// grad_input. Each shard is judged alone, and all together as the whole vocabulary.
+// Runs the op of the case on the shards, one after another, and what ranks would exchange: Forward
+// and Combine; for a Backward also the target logits, if state is kept, and the sum of grad_input.
+// Compares each shard alone, and all together with the whole vocabulary.
 Comparison judge_shards(const TestDevice& device, const Case& c, const Split& split,
                         const RunPlan& plan = {});
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The simulated implementation. Sums run in 16 lanes, as a vector unit's do, or in one, term after
-// term.
+// The simulated implementation. Sums have 16 lanes, like a vector unit's, or a single one.
 #include "simulated.h"
 
 #include <algorithm>
@@ -23,7 +22,7 @@ float to_bf16(float x) {
   return std::bit_cast<float>((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
 }
 
-// sum_k a[k stride_a] b[k stride_b].
+// Returns sum_k a[k stride_a] b[k stride_b].
 float dot(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t count,
           int lanes, bool in_bf16 = false) {
   float lane[kMostLanes] = {};
@@ -71,7 +70,7 @@ void Simulation::forward() {
   }
 }
 
-// Logits become (p - onehot) / N, rounded as the contract allows if the input is a 16-bit type.
+// Replaces logits by (p - onehot) / N, rounded as the contract allows for 16-bit inputs.
 void Simulation::softmax_gradient(DType dtype) {
   for (int64_t i = 0; i < tokens; ++i) {
     for (int64_t j = 0; j < vocab; ++j) {

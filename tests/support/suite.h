@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For the suite's test programs: tests parameterized by backend, op and input dtype.
+// For the suite's test programs: tests with backend, op and input dtype as parameters.
 #pragma once
 
 #include <span>
@@ -35,7 +35,7 @@ inline constexpr OpKind kAllOps[] = {OpKind::softmax,
                                      OpKind::divergence_backward,
                                      OpKind::divergence_forward_backward};
 inline std::vector<DType> inputs() { return {DType::f32, DType::f16, DType::bf16}; }
-// For tests whose every case is many runs.
+// For tests in which every case is many runs.
 inline std::vector<DType> few_inputs() {
   return eighth() ? std::vector<DType>{DType::bf16} : inputs();
 }
@@ -48,8 +48,8 @@ inline std::vector<std::string> device_names() {
 
 using Parameter = std::tuple<std::string, OpKind, DType>;
 
-// Every backend, op and dtype. For the reference, which is judged by itself, and under a sanitizer,
-// which looks at memory, each op has one of the dtypes, the next op the next.
+// Every backend, op and dtype. The reference, which is compared with itself, and sanitizers, which
+// check memory, get only one dtype per op, in rotation.
 inline std::vector<Parameter> parameters(std::span<const OpKind> ops,
                                          const std::vector<DType>& dtypes) {
   std::vector<Parameter> all;

@@ -17,7 +17,7 @@ from serving import serve
 
 import rotation
 
-# --enable-unsafe-webgpu alone gives an adapter without a GPU.
+# This flag makes Chromium offer an adapter without a GPU.
 CHROMIUM = ["--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 CHROMIUM += ["--disable-component-update", "--disable-sync", "--enable-unsafe-webgpu"]
 # libwgpu_native complains without this variable.
@@ -26,8 +26,8 @@ os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# Runs an op on the device and in double, and gives the greatest error of every output
-# in bounds.
+# Runs an op on the device and in double; returns the largest error of every output relative to its
+# bound.
 HELPERS = """
 globalThis.fill = (size, spread = 1) => {
   let seed = size * 7919 + 12345;
@@ -89,7 +89,7 @@ def browser() -> Iterator[BrowserContext]:
         context = playwright.chromium.launch_persistent_context(
             profile, executable_path="/usr/bin/chromium", headless=True, args=CHROMIUM
         )
-        context.set_default_timeout(120_000)  # a software adapter takes long beside other tests
+        context.set_default_timeout(120_000)  # a software adapter is slow beside other tests
         yield context
         context.close()
 

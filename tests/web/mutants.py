@@ -23,11 +23,10 @@ LOSS, CAST = "test_cross_entropy.py", "test_softmax_cast.py"
 ERRORS, MODULE, STOPS = "test_errors.py", "test_module.py", "test_stops.py"
 PAGE, DIVERGENCE = "test_page.py", "test_divergence.py"
 
-# A mutant has a name, a shader or a file of build/web, a text, its replacement, and tests.
-# cross_entropy.wgsl without its third barrier is none of them: lavapipe runs a workgroup's first
-# threads first, and it is they who write what the others read. Nor is cross_entropy.wgsl without
-# the mark of a masked column under smoothing, which is for compilers that take no value for
-# infinite, and these sum up to an infinite loss without it.
+# Each mutant: name, shader or file of build/web, text, replacement, tests. Two bugs are left out.
+# cross_entropy.wgsl without its third barrier: lavapipe runs a workgroup's first threads first, and
+# these write what the others read. And without the mark of a masked column under smoothing, which
+# is for compilers that assume finite values; the others sum to an infinite loss anyway.
 MUTANTS = [
     ("drop the last column", "cross_entropy", "if (column.w < dims.y) {\n    x.w", "if (column.w + 1u < dims.y) {\n    x.w", LOSS),
     ("store no last column", "cross_entropy", "if (column.w < dims.y) {\n    logits", "if (column.w + 1u < dims.y) {\n    logits", LOSS),
@@ -141,7 +140,7 @@ def passes(tests: str) -> bool:
     command += ["-c", str(ROOT / "tests/web/pytest.ini"), str(ROOT / "tests/web" / tests)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
-    # A browser was once seen to stand still, so it gets one more try.
+    # A browser has been seen to hang, so it gets a second try.
     except subprocess.TimeoutExpired:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
     if done.returncode not in (0, 1):

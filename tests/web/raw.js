@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This runs one compute pipeline from a binding table, and nothing else: tests/web/raw.py asks it
-// of Tint.
+// Runs a single compute pipeline from a binding table, so that tests/web/raw.py can test Tint.
 
 const decode = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 const encode = (bytes) => {
@@ -13,7 +12,7 @@ let device;
 async function requireDevice() {
   if (device) return device;
   const adapter = await navigator.gpu.requestAdapter();
-  device = await adapter.requestDevice();  // the device has the default limits
+  device = await adapter.requestDevice();  // with the default limits
   return device;
 }
 
@@ -45,7 +44,7 @@ async function pipelineOf(device, {code, entry, constants, table}) {
   });
 }
 
-// Pipelines are kept, because the compiler takes longer than most dispatches.
+// Pipelines are cached: compiling takes longer than most dispatches.
 const pipelines = new Map();
 async function keptPipelineOf(device, {code, entry, constants, table}) {
   const key = JSON.stringify([code, entry, constants, table]);
@@ -53,7 +52,7 @@ async function keptPipelineOf(device, {code, entry, constants, table}) {
   return pipelines.get(key);
 }
 
-// Compiles one entry point, and returns the compiler's message, or ''.
+// Compiles one entry point; returns the compiler's message, or ''.
 globalThis.compile = async (request) => {
   try {
     await pipelineOf(await requireDevice(), request);
@@ -63,7 +62,7 @@ globalThis.compile = async (request) => {
   }
 };
 
-// Runs it on buffers (base64, one a binding) and returns every storage buffer.
+// Runs a pipeline on buffers (base64, one per binding); returns every storage buffer.
 globalThis.runRaw = async (request) => {
   const device = await requireDevice();
   const pipeline = await keptPipelineOf(device, request);

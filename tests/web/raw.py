@@ -17,9 +17,9 @@ import wgpu
 from playwright.sync_api import Error, Page
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "src/webgpu/shaders"
-# mutants.py puts its copies of the shaders there.
+# mutants.py sets this to its copies of the shaders.
 SHADERS = pathlib.Path(os.environ.get("LOGITLESS_SHADERS", FOLDER))
-# The shaders lie there as they are compiled in.
+# The folder of the shaders as they are compiled into the library.
 BUILT = pathlib.Path(__file__).resolve().parents[2] / "build/web/shaders"
 READ_ONLY, READ_WRITE, UNIFORM = "read-only-storage", "storage", "uniform"
 
@@ -58,10 +58,10 @@ def _like(data: bytes, like: np.ndarray) -> np.ndarray:
 class Naga:
     def __init__(self) -> None:
         adapter = wgpu.gpu.request_adapter_sync()
-        self.device = adapter.request_device_sync()  # the device has the default limits
+        self.device = adapter.request_device_sync()  # with the default limits
         self.pipelines: dict[tuple[Kernel, str, str], tuple[Any, Any]] = {}
 
-    # Pipelines are kept, because the compiler takes longer than most dispatches.
+    # Pipelines are cached: compiling takes longer than most dispatches.
     def _pipeline(self, kernel: Kernel, constants: Mapping[str, float]) -> tuple[Any, Any]:
         """The layout of its bindings, and the pipeline."""
         key = (kernel, kernel.code, str(sorted(constants.items())))

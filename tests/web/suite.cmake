@@ -1,6 +1,6 @@
-# The conformance suite becomes a wasm module of its own, for a page that lends it a device
-# (tests/web/suite.js), with the same cases, bounds and tests as natively. It waits on the device by
-# JSPI, which the library itself never needs.
+# Builds the conformance suite as a wasm module, for a page that lends it a device
+# (tests/web/suite.js), with the same cases, bounds and tests as natively. The suite waits for the
+# device through JSPI, which the library itself never needs.
 #   cmake --build build/web --target suite        -> build/web/suite/suite.wasm
 find_path(LOGITLESS_GTEST_SOURCE src/gtest-all.cc PATHS /usr/src/googletest/googletest NO_DEFAULT_PATH
           NO_CMAKE_FIND_ROOT_PATH DOC "GoogleTest's sources (Debian: googletest)")
@@ -21,8 +21,8 @@ target_include_directories(suite PRIVATE ${root} ${root}/include)
 target_include_directories(suite SYSTEM PRIVATE ${LOGITLESS_GTEST_SOURCE}/include ${LOGITLESS_GTEST_SOURCE})
 target_compile_definitions(suite PRIVATE LOGITLESS_WITH_WEBGPU GTEST_HAS_PTHREAD=0 GTEST_HAS_STREAM_REDIRECTION=0 GTEST_HAS_DEATH_TEST=0
                                          GTEST_HAS_EXCEPTIONS=0 GTEST_HAS_FILE_SYSTEM=0 _WASI_EMULATED_SIGNAL)
-# A throw ends the page's call, and suite.cpp says with what. As natively, tests are compiled
-# quickly, while what they call is in `core`.
+# A throw ends the page's call, and suite.cpp reports it. Tests compile with little optimization,
+# the code under test is in `core`.
 target_compile_options(suite PRIVATE -fno-rtti -fignore-exceptions -ffp-contract=off -O1)
 target_link_options(suite PRIVATE -mexec-model=reactor -Wl,--strip-all,--gc-sections,--stack-first,-z,stack-size=4194304)
 target_link_libraries(suite PRIVATE wasi-emulated-signal)

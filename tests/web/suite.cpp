@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The conformance suite needs this of a browser: the page's device for its cases, and what a page
-// calls. Reading a buffer suspends the module until the device has answered.
+// The conformance suite in a browser: the page's device for its cases, and the functions that a
+// page calls. Reading a buffer suspends the module until the device has answered.
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -16,12 +16,12 @@
 
 #define LOGITLESS_SUITE_IMPORT(name) __attribute__((import_module("suite"), import_name(name)))
 extern "C" {
-// Returns 0, or how many bytes of a message it wrote to `why`.
+// Returns 0, or the length of the error message that it wrote to `why`.
 LOGITLESS_SUITE_IMPORT("read")
 uint32_t suite_read(uint32_t buffer, void* data, uint32_t bytes, char* why, uint32_t capacity);
 LOGITLESS_SUITE_IMPORT("failed") void suite_failed(const char* what);
 
-// libc++abi for wasm has no exceptions, so these stand for its functions.
+// libc++abi for wasm has no exceptions; these replace its functions.
 void* __cxa_allocate_exception(size_t bytes) noexcept { return std::malloc(bytes); }
 void __cxa_throw(void*, std::type_info*, void* (*)(void*)) {
   suite_failed("an exception was thrown");
@@ -60,7 +60,7 @@ const Backend* webgpu_backend(Status*) {
   static const BrowserBackend backend;
   return &backend;
 }
-// Not in this module; only the linker asks for them.
+// This module has no CPU backend; only the linker needs these.
 const Backend& cpu_backend() { return *webgpu_backend(nullptr); }
 namespace cpu {
 int32_t num_threads() { return 1; }
@@ -147,7 +147,7 @@ __attribute__((export_name("allocate"))) void* allocate(uint32_t bytes) {
   return std::malloc(bytes);
 }
 
-// Runs the tests of a googletest filter, and returns how many did not pass.
+// Runs the tests that a googletest filter selects; returns how many did not pass.
 __attribute__((export_name("run_tests"))) int32_t run_tests(const char* filter) {
   static bool started = false;
   if (!started) {
@@ -164,7 +164,7 @@ __attribute__((export_name("run_tests"))) int32_t run_tests(const char* filter) 
   return all.test_to_run_count() == 0 ? -1 : all.test_to_run_count() - all.successful_test_count();
 }
 
-// Returns every pipeline that the planner can ask for, a line each.
+// Returns every pipeline that the planner can use, one per line.
 __attribute__((export_name("every_pipeline"))) const char* every_pipeline() {
   static std::string* const lines = new std::string;
   lines->clear();
@@ -172,4 +172,4 @@ __attribute__((export_name("every_pipeline"))) const char* every_pipeline() {
   return lines->c_str();
 }
 
-}  // this ends extern "C"
+}  // extern "C"

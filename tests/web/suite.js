@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This lends suite.wasm a device at the default limits, through the library's own web/device.js,
-// and what of WASI it needs: time, and a place for what it prints.
+// Lends suite.wasm a device with the default limits, through the library's own web/device.js, and
+// the parts of WASI that it needs: time and printing.
 import {DeviceSide} from '/web/device.js';
 
 const adapter = await navigator.gpu.requestAdapter();
@@ -9,14 +9,14 @@ const side = new DeviceSide(device);
 const lines = [];
 let memory = null;
 
-// Addresses are unsigned, but JavaScript is given them as signed numbers.
+// Addresses are unsigned in wasm, but JavaScript receives them as signed numbers.
 const text = (pointer) => {
   const bytes = new Uint8Array(memory.buffer);
   const start = pointer >>> 0;
   return new TextDecoder().decode(bytes.slice(start, bytes.indexOf(0, start)));
 };
 
-// Returns the verdict of all work since the last read, and a buffer's bytes.
+// Returns the result of all work since the last read, and a buffer's bytes.
 async function read(number, data, bytes, why, capacity) {
   const verdict = side.end();
   side.begin();
@@ -76,7 +76,7 @@ memory = side.memory = instance.exports.memory;
 instance.exports._initialize();
 const run = WebAssembly.promising(instance.exports.run_tests);
 
-// Returns how many tests of a filter failed, of how many, and what they said.
+// Returns how many of a filter's tests failed, how many there are, and their output.
 globalThis.runTests = async (filter) => {
   lines.length = 0;
   const bytes = new TextEncoder().encode(`${filter}\0`);

@@ -58,7 +58,7 @@ def bounds(x: np.ndarray, t: np.ndarray, inv_norm: float, alpha: float, beta: fl
     bound += alpha / vocab * spread
     bound += beta * (2 * np.abs(lse) * b + 3 * U * lse**2)
     bound += 2 * U * np.abs(loss[:, None])
-    # The language grants its log 2^-21 absolute between 0.5 and 2.
+    # WGSL allows its log an absolute error of 2^-21 between 0.5 and 2.
     bound += np.where(s < 2, 2.0**-21, 0.0)
     weight = np.abs(1 + 2 * beta * lse)
     summands = weight * p + alpha / vocab
@@ -113,8 +113,8 @@ def logits(rows: int, vocab: int, scale: float = 3.0, seed: int = 0) -> Result:
     return x, generator.integers(0, vocab, rows)
 
 
-# The sizes lie around one column and around what 16, 64 and 256 threads hold; some make rows begin
-# anywhere, and one is GPT-2's vocabulary.
+# Sizes around one column and around what 16, 64 and 256 threads hold; with some of them rows start
+# unaligned; one is GPT-2's vocabulary.
 VOCABS = [
     1,
     2,

@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Page
 
-# A small problem on a device of its own; `told` gives [code, message] of a promise or a
-# function.
+# A small problem on its own device; `told` returns [code, message] of a promise or a function.
 OWN = """
   const own = await module.Logitless.create();
   const {bias, shapes, ...arrays} = problem(4, 8, 20);
@@ -286,7 +285,7 @@ def test_a_buffers_verdict_is_not_one_wraps(page: Page) -> None:
     assert before[0] == "device_error"
     assert "destroyed" in before[1]
     assert after == before
-    assert len(set(numbers)) == 1  # no wrap is held after its call
+    assert len(set(numbers)) == 1  # no wrapped buffer is held after its call
 
 
 def test_a_refused_call_keeps_no_buffer(page: Page) -> None:

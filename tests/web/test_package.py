@@ -15,7 +15,7 @@ from conftest import ROOT
 
 FOLDER = ROOT / "build/web"
 TYPES = (FOLDER / "logitless.d.ts").read_text() if FOLDER.is_dir() else ""
-# Public in JavaScript, because a tensor calls its owner, but not meant for a page.
+# Public in JavaScript, because a tensor calls its owner, but internal.
 INSIDE = {"constructor", "write", "read", "release"}
 
 

@@ -18,8 +18,8 @@ from playwright.sync_api import BrowserContext, Page, Route
 SCREENSHOTS = pathlib.Path(__file__).resolve().parents[2] / "out/web"
 
 
-# A call of the page's own size takes a software adapter seconds, so most tests begin with a small
-# one.
+# A call of the page's default size takes a software adapter seconds, so most tests start with a
+# small one.
 SMALL = 'name="vocab" type="number" min="1" max="1000000" value="512"'
 
 
@@ -92,7 +92,7 @@ def test_the_first_call_agrees_with_double_precision(large_page: Page) -> None:
     assert "swiftshader" in page.inner_text("#adapter")
     page.set_viewport_size({"width": 1280, "height": 900})
     page.screenshot(path=SCREENSHOTS / "desktop.png", full_page=True)
-    # all of it is on one screen
+    # everything fits on one screen
     assert page.evaluate("document.documentElement.scrollHeight") <= 900
 
 
@@ -135,7 +135,7 @@ def test_a_gpu_begins_with_a_larger_call_and_gets_a_rate(
     assert run(page, tokens="20").startswith("within")
     page.evaluate("document.getElementById('run').click()")
     judged(page)
-    assert page.input_value("[name=tokens]") == "20"  # what the visitor has chosen stays
+    assert page.input_value("[name=tokens]") == "20"  # the visitor's choice is kept
     plan = page.evaluate(
         """async () => {
           const {Logitless} = await import('/logitless.js');
@@ -210,7 +210,8 @@ def test_the_chart_shows_what_a_training_step_saves(large_page: Page) -> None:
     sizes = [2**power for power in range(4, 17)]
     step, call = sizes.index(4096), sizes.index(64)
     octave = (logits[0][1] - logits[-1][1]) / 12
-    # at 4096 tokens the recommended workspace is less than a quarter, the least less than 1/64
+    # at 4096 tokens the recommended workspace is less than a quarter of the logits, the minimum
+    # less than 1/64
     assert recommended[step][1] - logits[step][1] > 2 * octave
     assert minimum[step][1] - logits[step][1] > 6 * octave
     mark = page.locator("#memory-chart line.at")
@@ -218,7 +219,7 @@ def test_the_chart_shows_what_a_training_step_saves(large_page: Page) -> None:
     dot = page.locator("#memory-chart circle.dot")
     assert float(dot.get_attribute("cx")) == pytest.approx(logits[call][0], abs=0.1)
     below = float(dot.get_attribute("cy")) - logits[call][1]
-    assert below == pytest.approx(2 * octave, abs=0.2)  # this call takes a quarter of the logits
+    assert below == pytest.approx(2 * octave, abs=0.2)  # a quarter of the logits
 
 
 def test_every_link_leads_somewhere(page: Page, web_origin: str) -> None:
@@ -327,7 +328,7 @@ def test_light_and_dark_can_be_read(page: Page) -> None:
         paper = contrasts.pop("paper")
         assert paper > 0.9 if scheme == "light" else paper < 0.05
         assert contrasts.keys() == {*selectors}
-        # WCAG's AA asks for 4.5
+        # WCAG AA requires a contrast of 4.5
         assert min(contrasts.values()) >= 4.5, (scheme, contrasts)
         page.screenshot(path=SCREENSHOTS / f"{scheme}.png", full_page=True)
 
@@ -388,7 +389,7 @@ def test_a_refused_option_is_told(page: Page) -> None:
     run(page, temperature="2")
     page.evaluate("document.querySelector('details').open = false")
     page.evaluate("document.querySelector('[name=temperature]').value = '-1'")
-    page.click("#run")  # the field that the browser finds wrong is shown
+    page.click("#run")  # shows the field that the browser rejects
     page.wait_for_selector("[name=temperature]:invalid")
     page.evaluate("document.querySelector('[name=temperature]').removeAttribute('min')")
     page.click("#run")
@@ -443,7 +444,7 @@ def test_a_model_learns_the_visitors_text(page: Page) -> None:
     for letters in (False, True):
         page.set_checked("#letters", letters)
         page.click("#start")
-        vocabulary = len(set(text)) if letters else 13  # the stop counts as one of the vocabulary
+        vocabulary = len(set(text)) if letters else 13  # the stop is part of the vocabulary
         of_this = f"/^step (\\d+),.* vocabulary {vocabulary}$/"
         state = "document.getElementById('state').textContent"
         page.wait_for_function(f"Number({state}.match({of_this})?.[1]) >= 60")
@@ -535,10 +536,10 @@ def test_a_phones_width(page: Page, web_origin: str) -> None:
         "(e => e.getBoundingClientRect().width / e.viewBox.baseVal.width)"
         "(document.getElementById('memory-chart'))"
     )
-    # letters of 10 px can be read
+    # text below 10 px would not be legible
     assert shown * float(page.evaluate(size).removesuffix("px")) >= 10
     page.set_viewport_size({"width": 390, "height": 844})
-    for chart in ("memory-chart", "loss-chart"):  # drawn anew
+    for chart in ("memory-chart", "loss-chart"):  # redrawn
         page.wait_for_function(
             f"(e => e.viewBox.baseVal.width === e.clientWidth)(document.getElementById('{chart}'))"
         )

@@ -10,7 +10,7 @@ import re
 import pytest
 import raw
 
-# Another host than ours may choose these values of `override` constants.
+# Values of `override` constants that hosts other than ours may choose.
 CHOICES: dict[str, list[dict[str, float]]] = {
     "softmax.wgsl": [{}]
     + [
@@ -31,7 +31,7 @@ def entries(file: str) -> set[str]:
 
 def test_every_shader_is_compiled_in() -> None:
     assert sorted(path.name for path in raw.BUILT.glob("*.wgsl")) == FILES
-    for file in PUBLISHED:  # each is complete alone
+    for file in PUBLISHED:  # each works alone
         assert (raw.BUILT / file).read_text() == (raw.SHADERS / file).read_text()
 
 
@@ -66,7 +66,7 @@ def test_every_pipeline_of_the_planner_compiles(
     code = (raw.BUILT / file).read_text()
     names = [name.split(", ", 2)[1:] for name in planned if name.startswith(f"{file}, ")]
     own = [(entry, json.loads(constants)) for entry, constants in names]
-    assert {entry for entry, _ in own} == entries(file)  # every entry is asked for by some host
+    assert {entry for entry, _ in own} == entries(file)  # a host uses every entry
     if isinstance(compiler, raw.Tint) and os.environ.get("LOGITLESS_TEST_FULL") != "1":
         own = every_pair(own)
     for entry, constants in own:

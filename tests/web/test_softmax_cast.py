@@ -43,7 +43,7 @@ def run(
     groups = (7, -(-vectors // 7), 1) if folded else (vectors, 1, 1)
     constants = {"row_major": row_major, "over_rows": over_rows, "workgroup_size": workgroup_size}
     if not (row_major or over_rows or workgroup_size != 64):
-        constants = {}  # wgblas makes the pipeline without constants
+        constants = {}  # wgblas creates pipelines without constants
     _, after = compiler.run(SOFTMAX, [shape, memory], groups, constants)
     body = after[offset : len(after) - 5].reshape(lines.shape[0], stride)
     assert (after[:offset] == UNTOUCHED).all()
@@ -114,7 +114,7 @@ def test_f16_of_f32_is_numpys(compiler: Compiler) -> None:
     sides = [np.nextafter(middles, np.float32(np.inf)), np.nextafter(middles, np.float32(0))]
     edges = np.array([1e-45, 1e-38, 1e5, 3e38, np.inf, np.nan, 2**-25, 65536], np.float32)
     values = np.concatenate([halves, middles, *sides, edges])
-    # an odd number of values ends in half a word
+    # an odd number of values ends in the middle of a word
     values = np.concatenate([values, -values, np.float32([1.0])])
     n = len(values)
     words = -(-n // 2)

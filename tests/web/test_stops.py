@@ -11,7 +11,7 @@ import os
 import pytest
 from playwright.sync_api import Page
 
-# `idle.device` does nothing, and what `idle.failing` names throws.
+# `idle.device` does nothing; a method that `idle.failing` names throws.
 IDLE = """
   class Buffer {
     constructor(idle, {size, usage}) { Object.assign(this, {idle, size, usage}); }
@@ -62,7 +62,7 @@ IDLE = """
     return {idle, own, call, arrays, shapes};
   };
 """
-# A call that did not return took 64 KiB of the module's stack, of 1 MiB.
+# A call that did not return kept 64 KiB of the module's stack of 1 MiB, so these many would fail.
 CALLS = 1000 if os.environ.get("LOGITLESS_TEST_FULL") == "1" else 100
 KINDS = ["createBuffer", "destroy", "writeBuffer", "createShaderModule", "createComputePipeline"]
 KINDS += ["getBindGroupLayout", "createBindGroup", "createCommandEncoder", "beginComputePass"]
@@ -95,15 +95,15 @@ def test_many_calls_that_throw_and_a_right_one(page: Page, kind: str) -> None:
            return [codes, message, after, before[0], idle.submitted - before[0], idle.open - before[1]];""",
         [kind, CALLS],
     )
-    if kind == "popErrorScope":  # then there is no verdict, and nobody to be told
+    if kind == "popErrorScope":  # then there is no result to report
         assert set(codes) == {"none"}
     else:
         assert "device_error" in codes
         assert f"{kind} is refused" in message
         assert "memory" not in message
-    assert set(codes) <= {"device_error", "none"}  # a buffer is destroyed only once
+    assert set(codes) <= {"device_error", "none"}  # destroying a buffer again is an error
     assert after == ["none", ""]
-    assert unharmed == codes.count("none")  # nothing is submitted of a call that was refused
+    assert unharmed == codes.count("none")  # a refused call submits nothing
     assert submitted == 1
     assert left_open == 0
 

@@ -16,8 +16,8 @@ LOGITS_OPS = ["softmax", "forward", "backward", "forward_backward"]
 LINEAR_OPS = ["linear_forward", "linear_backward", "linear_forward_backward"]
 DIVERGENCES = ["divergence_forward", "divergence_backward", "divergence_forward_backward"]
 DTYPES = ["f32", "f16", "bf16"]
-# The cases are every op, and every dtype with the op that has all kernels; of the logits ops, whose
-# kernel of whole rows is the slowest there, each dtype comes with some op.
+# All dtypes of the op that uses all kernels, and every other op with some dtype. The kernel of
+# whole rows, of the ops on given logits, is the slowest there.
 CASES = [("linear_forward_backward", dtype) for dtype in DTYPES]
 CASES += [
     ("linear_forward", "bf16"),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chosen columns on WebGPU, beyond the contract's common part: the dot products have the bits of
-// every tile of a product, windows and chunks of any size have each column once, and large
-// gradients meet before they overflow.
+// Chosen columns on WebGPU, beyond the contract's common part: their dot products have the bits of
+// every tile of a product, each column is in exactly one window for every size of windows and
+// chunks, and large gradients are added before they overflow.
 #include <cstring>
 
 #include "src/webgpu/native.h"
@@ -23,7 +23,7 @@ class WebGpuChosen : public testing::Test {
     limits_ = native_->limits();
   }
   ~WebGpuChosen() override { native_->set_limits(limits_); }
-  // Takes chunks of few tokens and windows of few columns.
+  // Sets limits that lead to chunks of few tokens and windows of few columns.
   void set_small_limits() const {
     webgpu::Limits small = limits_;
     small.storage_binding_bytes = 40 << 10;
@@ -54,7 +54,7 @@ class WebGpuChosen : public testing::Test {
 
 constexpr RunPlan kAmple{.memory = Memory::exact, .bytes = uint64_t{64} << 20};
 
-// A row's target is chosen among others, so each call says of itself whether both are one number.
+// If a row's target is among its chosen columns, both logits have the same bits.
 TEST_F(WebGpuChosen, TheBitsOfATargetInEveryTile) {
   for (const Shape shape :
        {Shape{131, 40, 16801}, {61, 263, 4501}, {133, 131, 4098}, {40, 24, 3000}}) {
@@ -118,7 +118,7 @@ TEST_F(WebGpuChosen, WindowsAndChunksChangeNoLogit) {
   }
 }
 
-// Where targets alone are asked for there is neither a block nor a slot.
+// If only target logits are asked for, there is neither a block nor a slot.
 TEST_F(WebGpuChosen, NoProductNeedsNoMemoryForOne) {
   Case c = plain(OpKind::linear_forward, {200, 12, 50000}, 4);
   Problem<Forward> p = build<Forward>(c);
@@ -129,9 +129,8 @@ TEST_F(WebGpuChosen, NoProductNeedsNoMemoryForOne) {
   EXPECT_LT(size.recommended, uint64_t{1} << 20);
 }
 
-// A gradient is more than f32 holds once the slope multiplies it, and the softcap's slope makes a
-// number of it again: where the target's is as large, where no other is, and where the target's is
-// just not.
+// A gradient exceeds f32 until the softcap's slope makes it finite again: with an equally large
+// target gradient, without another one, and with a target gradient just below the limit.
 TEST_F(WebGpuChosen, LargeGradientsMeetBeforeTheyOverflow) {
   Case c = plain(OpKind::linear_backward, {3, 4, 5}, 2);
   c.options.logit_scale = 8;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests are about the library's own WebGPU device when things go wrong: it is lost, out of
-// memory, or refuses. This is a program of its own, because it destroys the device.
+// The library's own WebGPU device when things go wrong: it is lost, out of memory, or refuses. A
+// separate program, because it destroys the device.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -18,10 +18,10 @@
 #include "src/webgpu/native.h"
 
 namespace {
-thread_local bool no_memory = false;  // operator new reads it; a driver's threads have their own
+thread_local bool no_memory = false;  // read by operator new; the driver's threads have their own
 }
 
-// Not inlined, or GCC warns that memory of `new` goes to free().
+// Not inlined: otherwise GCC warns that memory of `new` is given to free().
 [[gnu::noinline]] void* operator new(size_t bytes) {
   void* memory = no_memory ? nullptr : std::malloc(bytes == 0 ? 1 : bytes);
   if (memory == nullptr) throw std::bad_alloc();
@@ -35,7 +35,7 @@ namespace {
 
 constexpr Execution kWebGpu{.device = {DeviceType::webgpu, 0}};
 
-// A call on buffers of the device that exists when it is made.
+// A call on buffers of the current device.
 struct Call {
   Call(int64_t n, int64_t v, int64_t d) : tokens(n), vocab(v), hidden(d) {
     Status status;
@@ -88,7 +88,7 @@ void expect_error(const Status& status, const std::string& text) {
 
 class WebGpuDevice : public testing::Test {
  protected:
-  // Destroys the device as when the driver resets, but at a moment of our own.
+  // Destroys the device at a chosen moment, as a driver reset would.
   static void destroy(webgpu::NativeDevice* device) {
     void* library = dlopen(std::getenv("LOGITLESS_WEBGPU_LIBRARY"), RTLD_NOW);
     ASSERT_NE(library, nullptr);
@@ -106,7 +106,8 @@ TEST_F(WebGpuDevice, ALostOneIsAStatusAndTheNextCallMakesAnother) {
   const float loss = before.loss();
   destroy(before.device);
   expect_error(before.run(scratch), "lost");
-  // An object that was made on it says so and cannot be used on the next device, which is there.
+  // An object of the lost device reports the loss and cannot be used on the next device, which
+  // works.
   expect_error(before.run(scratch), "lost");
   const Call after(6, 50, 8);
   EXPECT_NE(after.device, before.device);
@@ -121,11 +122,11 @@ TEST_F(WebGpuDevice, ALostOneIsAStatusAndTheNextCallMakesAnother) {
 TEST_F(WebGpuDevice, ALossIsToldOnceToACallThatOnlyAsks) {
   const Call call(6, 50, 8);
   destroy(call.device);
-  (void)call.device->loss_after_failure();  // wgpu-native says so when it is called
+  (void)call.device->loss_after_failure();  // wgpu-native reports it at the next call
   Status status;
   void *handle = nullptr, *old = call.device->wgpu_device();
   ASSERT_EQ(logitless_webgpu_device(0, nullptr, &handle, nullptr, status.c()), LOGITLESS_OK)
-      << status.message();  // the loss was told above, so this is no error
+      << status.message();  // the loss was reported above, so no error here
   EXPECT_NE(handle, old);
   const Call second(6, 50, 8);
   const WebGpuWorkspace scratch(0, second.size().recommended);
@@ -137,9 +138,9 @@ TEST_F(WebGpuDevice, ALossIsToldOnceToACallThatOnlyAsks) {
 
 TEST_F(WebGpuDevice, OutOfMemoryIsAStatusAndPasses) {
   const Call call(256, 100000, 4);
-  // On another device the memory is not the process's.
+  // Only a software device allocates in this process.
   if (call.device->description().find("llvmpipe") == std::string::npos) return;
-  const WebGpuWorkspace scratch(0, UINT64_MAX);  // the budget lets the logits be whole, 98 MiB
+  const WebGpuWorkspace scratch(0, UINT64_MAX);  // enough for all logits at once, 98 MiB
   uint64_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
   rlimit before{};
@@ -173,7 +174,7 @@ TEST_F(WebGpuDevice, ABufferWithoutItsUsageIsAStatusInWebGpusWords) {
 }
 
 TEST_F(WebGpuDevice, AnAllocationThatFailsIsAStatus) {
-  (void)Call(1, 1, 1);  // the device exists after it
+  (void)Call(1, 1, 1);  // creates the device
   void* workspace = nullptr;
   Status status;
   no_memory = true;
@@ -192,7 +193,7 @@ TEST_F(WebGpuDevice, AnAllocationThatFailsIsAStatus) {
   EXPECT_EQ(logitless_webgpu_use_device(instance, device, queue, &index, nullptr), LOGITLESS_OK);
 }
 
-// Runs without LOGITLESS_WEBGPU_LIMITS.
+// Needs a run without LOGITLESS_WEBGPU_LIMITS.
 TEST_F(WebGpuDevice, ItHasTheAdaptersLimits) {
   Status status;
   const webgpu::Library* call = webgpu::find_library(&status);
@@ -221,8 +222,8 @@ TEST_F(WebGpuDevice, ItHasTheAdaptersLimits) {
 }  // namespace
 }  // namespace logitless
 
-// The program does not end by exit(): a software driver's threads may be at work on what was lost,
-// and its own statics go first.
+// Ends without exit(): a software driver's threads may still work on the lost device while its
+// statics are destroyed.
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   const int code = RUN_ALL_TESTS();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GPU may take numbers below 2^-126 for 0, in what an operation reads and in what it gives; a
-// processor's Vulkan does not. LOGITLESS_TEST_FLUSH=1 lets it: a thread begins in the
-// floating-point mode of the one that starts it, so the mode is set before the device is found, and
-// the driver's threads keep it. The tests' own thread, which judges, gets its own mode back.
+// A GPU may flush subnormal operands and results to 0; a CPU's Vulkan does not.
+// LOGITLESS_TEST_FLUSH=1 makes it do so: a thread inherits the floating-point mode of its creator,
+// so the mode is set before the device is found, and the driver's threads keep it. The tests' own
+// thread, which compares, restores its mode.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -30,7 +30,7 @@ bool flushes() {
 }
 
 #ifdef __x86_64__
-constexpr unsigned kFlush = 0x8000 | 0x0040;  // results, and operands
+constexpr unsigned kFlush = 0x8000 | 0x0040;  // MXCSR: flush results and operands
 
 class OwnModeAgain : public testing::Environment {
  public:
@@ -67,7 +67,7 @@ float doubled_on_the_device(webgpu::NativeDevice* device, float half) {
   return sum;
 }
 
-// Without this the tests beside it would prove nothing.
+// Without flushing, the tests below would prove nothing.
 TEST(WebGpuFlushing, IsAsAskedFor) {
   Status status;
   webgpu::NativeDevice* device = webgpu::find_device(0, &status);
@@ -80,12 +80,12 @@ TEST(WebGpuFlushing, IsAsAskedFor) {
   EXPECT_EQ(least * 0.25f, 0x1p-128f) << "the thread that judges flushes too";
 }
 
-// Each of these calls has factors that are normal numbers, but a product of some of them is not,
-// while the result is: the order of the factors decides whether anything is left of it.
+// Calls whose factors are normal numbers and whose result is too, while a product of some factors
+// is subnormal: the order of the multiplications decides whether the result is right.
 class WebGpuFaint : public testing::Test {
  protected:
   static constexpr int64_t kTokens = 5;
-  // A row that one kernel takes whole, and one that is too long for that.
+  // A row that one kernel handles whole, and one that is too long for it.
   static constexpr int64_t kColumns[] = {97, 4500};
 
   static Case plain(int64_t vocab) {
@@ -94,7 +94,7 @@ class WebGpuFaint : public testing::Test {
     c.grad_loss = true;
     return c;
   }
-  // z goes down from 0 to -`depth`, another way in each row.
+  // z falls from 0 to -`depth`, in another way in each row.
   static std::vector<double> slopes(const Case& c, double depth, double above = 0) {
     const double slope = c.options.logit_scale / static_cast<double>(c.options.temperature);
     std::vector<double> logits;
@@ -140,7 +140,7 @@ TEST_F(WebGpuFaint, ColumnsUnderASteepSlope) {
         write(p.op.logits, slopes(c, 95));
         write(p.op.grad_loss, all(kTokens, 3e-3));
         judged(p, describe(c));
-        // The kernel of plain calls has one factor for all.
+        // The kernel of plain calls has one factor for all rows.
         c.statistics = false;
         c.options.reduction = Reduction::sum;
         auto summed = build<CrossEntropyForwardBackward>(c);
@@ -185,7 +185,7 @@ TEST_F(WebGpuFaint, ALossOfATinyWeightAndALargeOne) {
       c.token_weight = c.vocab_weight = true;
       c.options.label_smoothing = smoothing;
       auto p = build<CrossEntropyForwardBackward>(c);
-      // The target is far likelier than the others.
+      // The target is far more likely than the others.
       const double apart = 12.0 * static_cast<double>(vocab);
       write(p.op.logits, slopes(c, apart));
       write(p.op.target, likeliest(vocab));
@@ -223,7 +223,7 @@ TEST_F(WebGpuFaint, TheGradientOfAProbabilityBesideAFloor) {
   }
 }
 
-// tanh's argument and its result are products of halves.
+// tanh's argument and its result involve products of halves.
 TEST_F(WebGpuFaint, LogitsFarBelowASoftcap) {
   for (const float softcap : {1.0f, 30.0f, 1e-3f}) {
     for (int exponent = -60; exponent >= -126; exponent -= 2) {

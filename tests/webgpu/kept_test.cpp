@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// WebGPU promises this of kept state beyond the contract: it changes no bit of Forward or Backward,
-// whatever was kept, in whichever chunks and windows; and what is kept is read.
+// WebGPU's promises about kept state beyond the contract: it changes no bit of Forward or Backward,
+// whatever share is kept and whatever the chunks and windows; and Backward does read it.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -17,7 +17,7 @@ namespace {
 using Forward = LinearCrossEntropyForward;
 using Backward = LinearCrossEntropyBackward;
 
-constexpr int64_t kTokens = 130, kRows = 192;  // two chunks in the least workspace
+constexpr int64_t kTokens = 130, kRows = 192;  // two chunks in the minimum workspace
 constexpr int64_t kVocab = 4301;               // five windows, and two slabs of what is kept
 constexpr int64_t kSlab = 4096;
 
@@ -87,7 +87,7 @@ class WebGpuKept : public testing::Test {
     EXPECT_TRUE(outcome.violations.empty()) << outcome.violations[0];
     return outcome;
   }
-  // Runs Forward and gives Backward what it wrote.
+  // Runs Forward and gives Backward the state that it wrote.
   Outcome keep(Memory memory) {
     Outcome outcome = execute_in(forward_, {memory});
     Backward& op = problem_.op;
@@ -103,7 +103,7 @@ class WebGpuKept : public testing::Test {
     if constexpr (std::is_same_v<Op, Backward>) op.kept_key = 0, op.consume_kept = false;
     return op;
   }
-  // Returns a column of kept_rows, for the tokens that count.
+  // Returns a word of kept_rows for each token that counts.
   std::vector<double> of_rows(const Outcome& outcome, size_t word) const {
     const std::vector<double> target = read(problem_.op.target);
     std::vector<double> all;
@@ -139,7 +139,7 @@ TEST_F(WebGpuKept, ChangesNoBit) {
       EXPECT_EQ(differing_bits(kept.fields, plain.fields), "");
       EXPECT_EQ(kept.given, plain.given);
       expect_rows(kept, 3, static_cast<double>(share.columns));
-      // Backward may use other chunks and windows than Forward's.
+      // Backward may use other chunks and windows than Forward.
       for (const Memory other : {Memory::minimum, Memory::recommended}) {
         const Outcome used = execute_in(problem_.op, {other});
         const Outcome again = execute_in(without_kept(problem_.op), {other});
@@ -152,7 +152,7 @@ TEST_F(WebGpuKept, ChangesNoBit) {
   }
 }
 
-// In memory for everything both have one chunk, one window and as many slices of it.
+// With a workspace for everything, both calls have one chunk, one window and equal slices.
 TEST_F(WebGpuKept, TheSameBitsAsInOneCall) {
   for (const float upstream : {1.0f, -0.3f}) {
     Case c = two_slabs(DType::f32);
@@ -173,7 +173,7 @@ TEST_F(WebGpuKept, TheSameBitsAsInOneCall) {
   }
 }
 
-// Logits made NaN where they are kept show in their tokens and their columns, and nowhere else.
+// NaN in kept logits shows in the gradients of their tokens and columns, and nowhere else.
 TEST_F(WebGpuKept, AreReadWhereTheyLie) {
   for (const int64_t blocks : {0, 66}) {
     Case c = two_slabs(DType::f32);
@@ -199,7 +199,7 @@ TEST_F(WebGpuKept, AreReadWhereTheyLie) {
   }
 }
 
-// Neither the kept logits nor the state of tokens without a gradient are looked at.
+// Neither kept logits nor states of tokens without a gradient are read.
 TEST_F(WebGpuKept, NothingOfTokensWithoutAGradient) {
   for (const int64_t blocks : {0, 66}) {
     begin(two_slabs(DType::f32), blocks);
@@ -229,7 +229,7 @@ TEST_F(WebGpuKept, NothingOfTokensWithoutAGradient) {
   }
 }
 
-// The state of a row without numbers is compared by its bits.
+// The state of a row of NaN is compared by its bits.
 TEST_F(WebGpuKept, RowsOfNoNumberAreTheirOwn) {
   Case c = two_slabs(DType::f32);
   c.ignored = 0;
@@ -256,7 +256,7 @@ TEST_F(WebGpuKept, ConsumedRowsSaySo) {
   expect_rows(execute_in(problem_.op, {Memory::minimum}), 0, 192);
 }
 
-// A device below the limits that all have keeps nothing; what another kept is not its own.
+// A device below the default limits keeps nothing, and rejects what another device kept.
 TEST_F(WebGpuKept, SmallerLimitsKeepNothing) {
   begin(two_slabs(DType::f32), 66);
   keep(Memory::recommended);

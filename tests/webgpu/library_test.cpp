@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The native WebGPU device runs over a wgpu-native on paper (paper_wgpu.h): a failure is not
-// remembered, a late answer writes nowhere, and what could not be recorded whole is never
-// submitted.
+// The native WebGPU device over a fake wgpu-native (paper_wgpu.h): a failure is not remembered, a
+// late callback writes nowhere, and work that could not be recorded completely is never submitted.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
@@ -17,7 +16,8 @@
 namespace logitless::webgpu {
 namespace {
 
-// main's answers before and after the library is named, before and after there is an adapter.
+// Answers that main() recorded: before and after the library is named, before and after there is an
+// adapter.
 Status without_library, with_library, without_adapter, with_adapter;
 
 bool mentions(const Status& status, const std::string& text) {
@@ -72,7 +72,7 @@ TEST_F(WebGpuLibrary, AnAdapterThatWasNotThereIsAskedForAgain) {
   EXPECT_EQ(without_adapter.code(), StatusCode::backend_unavailable);
   EXPECT_TRUE(mentions(without_adapter, "no adapter: none on paper")) << without_adapter.message();
   EXPECT_TRUE(with_adapter.ok()) << with_adapter.message();
-  EXPECT_EQ(paper_.instances, 1);  // nothing is kept of the instance that failed
+  EXPECT_EQ(paper_.instances, 1);  // the instance that failed was released
   EXPECT_EQ(paper_.adapters, 0);
 }
 
@@ -82,7 +82,7 @@ TEST_F(WebGpuLibrary, AnErrorScopeThatIsNotAnsweredIsAnError) {
   const char* why = device_->error();
   ASSERT_NE(why, nullptr);
   EXPECT_NE(std::string(why).find("not answered"), std::string::npos) << why;
-  // The answer that it gives in the end belongs to a call that is over, so it is told to nobody.
+  // The late answer belongs to a call that has returned, so no later call reports it.
   paper_.fails_scopes = true;
   answer_late();
   paper_.fails_scopes = false;
@@ -112,7 +112,7 @@ TEST_F(WebGpuLibrary, ABufferThatIsNotAnsweredIsNotRead) {
   expect_nothing_open();
 }
 
-// A callback may come when the one who waited for it has returned.
+// A callback may arrive after the call that waited for it has returned.
 TEST_F(WebGpuLibrary, NoCallbackWritesToTheStack) {
   const Buffer buffer = device_->create_buffer(16);
   float value = 0;

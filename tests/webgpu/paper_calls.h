@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are calls on a device that runs nothing: every op in every way that changes which kernels
-// the WebGPU backend asks for, or how it binds them.
+// Calls on a device that runs nothing: every op with everything that changes which kernels the
+// WebGPU backend uses, or how it binds them.
 #pragma once
 
 #include <set>
@@ -15,16 +15,16 @@ namespace logitless::webgpu {
 
 struct PaperCall {
   int64_t tokens, hidden, vocab;
-  DType dtype = DType::f32;     // input and weight have it, or logits
-  DType gradient = DType::f32;  // the gradients have it, or probabilities
-  bool strided = false;         // no view can be bound as it is
-  bool optional = false;        // every tensor that need not be given is given
+  DType dtype = DType::f32;     // of input and weight, or of logits
+  DType gradient = DType::f32;  // of gradients or probabilities
+  bool strided = false;         // no view can be bound in place
+  bool optional = false;        // with all optional tensors
   bool capped = false, scaled = false, probabilities = false, none = false;
-  bool targets_only = false;  // of a Forward: it makes no product
+  bool targets_only = false;  // a Forward without a product
   DivergenceKind divergence = DivergenceKind::forward_kl;
 };
 
-// All columns are kept, or fewer; and not in every call that has all else.
+// All columns are kept, or some; left out in a part of the calls.
 inline TensorView paper_kept(const PaperCall& c, const std::string& name) {
   const int64_t all = (c.vocab + 63) / 64, blocks = c.none ? std::min<int64_t>(all, 3) : all;
   if (c.scaled || c.dtype == DType::f16) return {};
@@ -32,8 +32,7 @@ inline TensorView paper_kept(const PaperCall& c, const std::string& name) {
   return matrix_view(nullptr, c.dtype, blocks * round_up(c.tokens, 64), 64);
 }
 
-// The most columns are chosen, or few: beside everything else, and beside nothing else in some
-// calls.
+// As many chosen columns as allowed, or few; with all other outputs, and in some calls alone.
 inline TensorView paper_chosen(const PaperCall& c, const std::string& name) {
   if (name == "id_offsets") return {};  // this backend has no lists
   if (!c.targets_only && !c.optional && c.dtype != DType::bf16) return {};
@@ -55,7 +54,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
     return c.capped && c.none ? matrix_view(nullptr, c.dtype, c.tokens, c.vocab) : TensorView{};
   }
   if (is({"teacher_input", "teacher_weight", "teacher_bias"}) && c.capped && c.none) return {};
-  if (is({"teacher_input", "teacher_weight"})) {  // its D is another
+  if (is({"teacher_input", "teacher_weight"})) {  // the teacher's D differs
     const int64_t rows = is({"teacher_input"}) ? c.tokens : c.vocab;
     return matrix_view(nullptr, c.dtype, rows, c.hidden + (c.scaled ? 4 : 3));
   }
@@ -73,7 +72,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
     return c.none ? vector_view(nullptr, DType::f32, c.tokens) : scalar_view(nullptr, DType::f32);
   }
   if (is({"teacher_temperature"}) && c.scaled) return {};
-  // With every option and with none, but not in every call.
+  // With every option and with none; left out in a part of the calls.
   if (is({"temperature", "teacher_temperature"})) {
     const bool given =
         c.optional ? c.dtype != DType::bf16 : c.dtype == DType::bf16 && c.gradient == DType::f32;
@@ -92,7 +91,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
   if (is({"kept", "kept_rows"})) return paper_kept(c, name);
   if (c.probabilities && !is({"token_weight"})) return {};
-  // Each statistic is asked for with and without the others.
+  // Each statistic with and without the others.
   if (is({"logprob"}) && !c.none) return {};
   if (is({"rank", "sum_p_squared", "mean_logit", "max_logprob", "mass_above"}) &&
       c.dtype == DType::f16)
@@ -150,7 +149,7 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
   return op;
 }
 
-// What one call on buffers of its own took, and what was wrong with it.
+// The memory that one call on its own buffers took, and the rules that it broke.
 struct PaperResult {
   uint64_t minimum = 0, tensors = 0, predicted = 0, most = 0;  // bytes
   std::string faults;
@@ -167,7 +166,7 @@ PaperResult run_on_paper(const PaperCall& c, const Limits& limits, uint64_t budg
   uint64_t recommended = 0;
   Plan plan;
   Status status = workspace_sizes(problem_of(call), limits, &result.minimum, &recommended);
-  // A budget of 0 stands for the least workspace, 1 for the recommended one.
+  // A budget of 0 means the minimum workspace, 1 the recommended one.
   if (budget <= 1) budget = budget == 0 ? result.minimum : recommended;
   if (status.ok()) status = make_plan(problem_of(call), limits, budget, &plan);
   result.predicted = plan.total;
@@ -179,7 +178,7 @@ PaperResult run_on_paper(const PaperCall& c, const Limits& limits, uint64_t budg
   return result;
 }
 
-// Calls f(call) for everything of PaperCall that an op of this type can have, in one shape.
+// Calls f(call) for every variant of PaperCall that an op of this type can have, in one shape.
 template <class Op, class F>
 void for_each_paper_call(PaperCall c, F&& f) {
   auto number = static_cast<int>(c.tokens);
@@ -192,7 +191,7 @@ void for_each_paper_call(PaperCall c, F&& f) {
       for (const DType gradient : {DType::f32, dtype}) {
         c.dtype = dtype;
         c.gradient = gradient;
-        // A pipeline of a divergence is of one kind: among the calls that take it all kinds are.
+        // Each pipeline of a divergence is for one kind, so the kinds alternate among the calls.
         c.divergence = static_cast<DivergenceKind>(DivergenceOp<Op> ? number++ % 5 : 0);
         f(c);
         if (!std::is_same_v<Op, LinearCrossEntropyForward>) continue;
@@ -219,8 +218,8 @@ void for_each_op_type(F&& f) {
   f(LinearDivergenceForwardBackward{});
 }
 
-// Asks for products of every size of tile, rows read once and rows in slots, in workspaces of every
-// plan.
+// Returns the pipelines of products of every tile size, of rows read once and of rows in slots,
+// with workspaces that lead to every plan.
 inline std::set<std::string> every_pipeline(const Limits& limits) {
   std::set<std::string> all;
   for_each_op_type([&](auto typed) {

@@ -8,7 +8,7 @@
 namespace logitless::webgpu {
 namespace {
 
-// Returns the n-th object, of whatever kind.
+// Returns a new object of any type.
 template <class Handle>
 Handle next() {
   static uintptr_t last = 0;
@@ -19,7 +19,7 @@ WGPUStringView view(const char* text) { return {text, WGPU_STRLEN}; }
 template <class Info, class Answer>
 WGPUFuture answer(const Info& info, Answer&& call) {
   PaperWgpu& paper = paper_wgpu();
-  // Not beyond what is reserved: this must not be the allocation that fails.
+  // Not beyond the reserved size: this must not be the allocation that fails.
   if (paper.userdata.size() < paper.userdata.capacity()) paper.userdata.push_back(info.userdata1);
   if (paper.answers) {
     call(info);
@@ -165,4 +165,4 @@ void wgpuComputePassEncoderDispatchWorkgroups(WGPUComputePassEncoder, uint32_t, 
 void wgpuComputePassEncoderEnd(WGPUComputePassEncoder) {}
 void wgpuComputePassEncoderRelease(WGPUComputePassEncoder) {}
 
-}  // this ends extern "C"
+}  // extern "C"

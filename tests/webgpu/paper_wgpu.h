@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is a wgpu-native that runs nothing and answers when a test lets it: it shows what the native
-// device does where there is no adapter yet, an answer is late, or memory is short.
+// A fake wgpu-native that runs nothing and answers when a test lets it, to test the native device
+// without an adapter, with late answers, or without memory.
 #pragma once
 
 #include <webgpu.h>
@@ -14,14 +14,14 @@ namespace logitless::webgpu {
 
 struct PaperWgpu {
   bool has_adapter = true;
-  bool answers = true;                          // within the events, else when `late` is called
-  std::vector<std::function<void()>> late;      // answers that wait
-  std::vector<void*> userdata;                  // every callback has one
-  int instances = 0, adapters = 0, scopes = 0;  // alive, or open
+  bool answers = true;                          // at once, else when `late` is called
+  std::vector<std::function<void()>> late;      // pending answers
+  std::vector<void*> userdata;                  // of every callback
+  int instances = 0, adapters = 0, scopes = 0;  // alive; scopes: open
   int encoders = 0;                             // begun and not released
   int recorded = 0;                             // dispatches of the open encoder
   int submitted = 0;                            // dispatches
-  bool fails_scopes = false;                    // every scope has caught something
+  bool fails_scopes = false;                    // every scope reports an error
   int allocations_left = -1;                    // of operator new, until one fails; -1: no limit
 };
 PaperWgpu& paper_wgpu();

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These tests check the plans of the WebGPU backend, and what its dispatcher makes of them, without
-// a device: they stay within every limit, smaller budgets make smaller plans, and GPT-2's head fits
-// in little memory.
+// The WebGPU backend's plans and dispatches, without a device: they stay within every limit,
+// smaller budgets make smaller plans, and GPT-2's head fits in little memory.
 #include "src/webgpu/cost.h"
 
 #include <gtest/gtest.h>
@@ -68,7 +67,7 @@ TEST(WebGpuPlan, KeepsToTheLimitsAndTheBudget) {
   }
 }
 
-// The shapes of WebGpu.LargeTilesAndSlices take every tile and slices.
+// The shapes of WebGpu.LargeTilesAndSlices lead to every tile and to slices.
 TEST(WebGpuPlan, TilesFollowTheShape) {
   const auto tile = [](int64_t rows, int64_t columns, int64_t depth, bool logits) {
     const Tile t = tile_of(rows, columns, depth, logits);
@@ -124,7 +123,7 @@ TEST(WebGpuPlan, TheSmallestWorkspaceOfGpt2sHeadIsBelow64MiB) {
   uint64_t minimum, recommended;
   ASSERT_TRUE(workspace_sizes(head(1024, 50257, 768, true), {}, &minimum, &recommended).ok());
   EXPECT_LT(minimum, uint64_t{64} << 20);
-  // Room for a quarter of the f32 logits, the windows' last rows and what is small.
+  // A quarter of the f32 logits, plus the windows' last rows and small buffers.
   EXPECT_LT(recommended, uint64_t{1024} * 50257 * 4 / 4 + (uint64_t{4} << 20));
 }
 
@@ -133,13 +132,13 @@ TEST(WebGpuPlan, TheLogitsOfAChunkAreWholeOnlyWhereTheyFit) {
   ASSERT_TRUE(make_plan(head(1024, 50257, 768, true), {}, UINT64_MAX, &plan).ok());
   EXPECT_TRUE(plan.whole);
   EXPECT_EQ(plan.products, 3);
-  EXPECT_GT(plan.windows, 1);  // the weight passes a binding of 128 MiB, so there are windows
+  EXPECT_GT(plan.windows, 1);  // the weight exceeds a binding of 128 MiB
   ASSERT_TRUE(make_plan(head(1024, 50257, 768, true), {}, 0, &plan).ok());
   EXPECT_FALSE(plan.whole);
   EXPECT_EQ(plan.products, 4);
 }
 
-// A student of GPT-2's head and a teacher of another width.
+// A student with GPT-2's head and a teacher of another width.
 Problem two_heads(int64_t tokens) {
   Problem p = head(tokens, 50257, 768, true);
   p.diverges = true;
@@ -153,7 +152,7 @@ TEST(WebGpuPlan, BothHeadsLogitsOfAChunkAreWhole) {
   uint64_t minimum, recommended;
   ASSERT_TRUE(workspace_sizes(p, {}, &minimum, &recommended).ok());
   EXPECT_LT(minimum, recommended);
-  // The two together are a quarter of one head's f32 logits, beside the rows and grad_input's
+  // Both heads together take a quarter of one head's f32 logits, plus the rows and grad_input's
   // slices.
   EXPECT_LT(recommended, uint64_t{4096} * 50257 * 4 / 4 + (uint64_t{8} << 20));
   for (const uint64_t budget : {minimum, recommended, UINT64_MAX}) {
@@ -168,13 +167,13 @@ TEST(WebGpuPlan, BothHeadsLogitsOfAChunkAreWhole) {
   }
 }
 
-// A chunk is as small as the bytes of the workspace and of a buffer ask for.
+// A chunk shrinks with the workspace and with the size of a buffer.
 TEST(WebGpuPlan, ChunksOfTwoHeadsFollowTheBytes) {
   Limits small;
   small.buffer_bytes = uint64_t{8} << 20;
   small.storage_binding_bytes = uint64_t{8} << 20;
   Problem p = two_heads(1024);
-  p.wants_grad_weight = false;  // its f32 sum alone would be more
+  p.wants_grad_weight = false;  // its f32 sum alone would exceed this
   Plan plan;
   ASSERT_TRUE(make_plan(p, small, UINT64_MAX, &plan).ok());
   EXPECT_LT(plan.chunk, 64);
@@ -214,7 +213,7 @@ TEST(WebGpuPlan, ARowOfTheWeightBeyondABindingIsRefusedWithTheSizes) {
       << status.message();
 }
 
-// Buffers are counted where they are made, those of inputs and outputs too.
+// Counts buffers at creation, including those of inputs and outputs.
 TEST(WebGpuPlan, ThePeakOfGpt2sHeadIsThePredictedOne) {
   for (const DType dtype : {DType::f32, DType::f16}) {
     const PaperCall head{1024, 768, 50257, dtype};
@@ -232,7 +231,7 @@ TEST(WebGpuPlan, ThePeakOfGpt2sHeadIsThePredictedOne) {
   }
 }
 
-// Every binding lies in its buffer and in the limits, and nothing written is bound twice.
+// Every binding is within its buffer and the limits, and nothing written is bound twice.
 TEST(WebGpuPlan, EveryDispatchKeepsToTheRules) {
   Limits small;
   small.storage_binding_bytes = 1 << 17;
@@ -258,7 +257,7 @@ TEST(WebGpuPlan, EveryDispatchKeepsToTheRules) {
   EXPECT_GT(calls, 5000u);
 }
 
-// Of three maps without and with a softcap, a bias or none, with the targets or without.
+// With each of three maps, with and without a bias, and with and without targets.
 TEST(WebGpuPlan, ThePipelinesOfChosenColumnsAreAllListed) {
   std::set<std::string> pipelines;
   const auto add = [&](auto typed) {
@@ -278,7 +277,7 @@ TEST(WebGpuPlan, ThePipelinesOfChosenColumnsAreAllListed) {
   EXPECT_EQ(of("chosen_ids.wgsl, begin"), 1);
 }
 
-// Without a product there is no room for one.
+// A plan without a product has no memory for one.
 TEST(WebGpuPlan, TargetsAloneTakeNoProduct) {
   PaperCall c{.tokens = 1024, .hidden = 768, .vocab = 50257, .targets_only = true};
   RecordedDevice device{Limits{}};
@@ -309,7 +308,7 @@ TEST(WebGpuPlan, MoreTokensAndMoreVocabularyThanAGridIsWide) {
   }
 }
 
-// The bias's gradient is one row as long as the vocabulary, and so are the logits of a token.
+// grad_bias is a single row of the vocabulary's length, and so are the logits of one token.
 TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
   Limits large;
   large.buffer_bytes = uint64_t{1} << 34;
@@ -317,13 +316,13 @@ TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
   for (const bool optional : {false, true}) {
     const PaperCall c{.tokens = 1, .hidden = 4, .vocab = 20000000, .optional = optional};
     for (const Limits& limits : {Limits{}, large}) {
-      // The class weights pass the smaller limits.
+      // The class weights exceed the smaller limits.
       if (optional && limits.buffer_bytes < large.buffer_bytes) continue;
       for (const uint64_t budget : {uint64_t{0}, uint64_t{1}, UINT64_MAX}) {
         EXPECT_EQ(run_on_paper<CrossEntropyForward>(c, limits, budget).faults, "");
         EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(c, limits, budget).faults, "");
         EXPECT_EQ(run_on_paper<Softmax>(c, limits, budget).faults, "");
-        // The weight passes the smaller limits.
+        // The weight exceeds the smaller limits.
         if (limits.buffer_bytes < large.buffer_bytes) continue;
         EXPECT_EQ(run_on_paper<LinearCrossEntropyForwardBackward>(c, limits, budget).faults, "");
       }
@@ -333,8 +332,8 @@ TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
   EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(slots, large, 1).faults, "");
 }
 
-// Returns the problem of a Forward or Backward with room for `blocks` blocks of kept columns, as
-// the planner sees it.
+// Returns the planner's problem for a Forward or Backward with room for `blocks` blocks of kept
+// columns.
 template <class Op>
 Problem keeping(const PaperCall& c, int64_t blocks) {
   RecordedDevice device{Limits{}};
@@ -366,7 +365,7 @@ TEST(WebGpuPlan, KeepsTheColumnsThatThereIsRoomFor) {
   }
 }
 
-// Two products are left where all is kept; all else of the plan is as without.
+// If all columns are kept, two products remain; the rest of the plan is the same.
 TEST(WebGpuPlan, KeptColumnsTakeNoProduct) {
   const PaperCall c{.tokens = 1024, .hidden = 768, .vocab = 50257, .optional = true};
   for (const auto& [blocks, products] : {std::pair<int64_t, int>{786, 2}, {393, 3}, {0, 3}}) {
@@ -386,7 +385,7 @@ TEST(WebGpuPlan, KeptColumnsTakeNoProduct) {
   }
 }
 
-// All of GPT-2's logits are kept in one buffer within the limits that every device has.
+// One buffer holds all of GPT-2's kept logits, within the limits that every device has.
 TEST(WebGpuPlan, KeepsGpt2sHeadByTheRules) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     const PaperCall head{1024, 768, 50257, dtype, DType::f32, false, true};
@@ -405,7 +404,7 @@ TEST(WebGpuPlan, KeepsGpt2sHeadByTheRules) {
   }
 }
 
-// Larger limits are used: there are fewer windows, so fewer dispatches of more work.
+// Larger limits lead to fewer windows, and so to fewer and larger dispatches.
 TEST(WebGpuPlan, LargerLimitsAreFewerWindows) {
   Limits large;
   large.buffer_bytes = uint64_t{1} << 32;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is a WebGPU device that runs nothing: it counts what it is asked for and says which of
-// WebGPU's rules a dispatch breaks. It shows what a planner and dispatcher do on shapes that no
-// test can wait for.
+// A fake WebGPU device that runs nothing: it counts allocations and reports which of WebGPU's rules
+// a dispatch breaks, for shapes that would take too long to run.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +33,7 @@ class RecordedDevice final : public Device {
   void write(Buffer buffer, uint64_t offset, const void*, uint64_t bytes) override {
     inside("a write", {buffer, offset, bytes});
   }
-  // A pipeline is named as on the page: file, entry, {"constant":value,...}.
+  // A pipeline's name, as in docs/kernels/webgpu.md: file, entry, {"constant":value,...}.
   Pipeline pipeline(const char* shader, const char* entry, const Constant* constants,
                     uint32_t count) override {
     std::string name = std::string(shader) + ".wgsl, " + entry + ", {";
@@ -83,7 +82,7 @@ class RecordedDevice final : public Device {
   void abandon() override {}
   const char* error() override { return nullptr; }
 
-  // Returns the first rule broken, or "" where none was.
+  // Returns the first broken rule, or "".
   const std::string& faults() const { return fault_; }
   uint64_t allocated() const { return allocated_; }
   uint64_t most_allocated() const { return most_; }

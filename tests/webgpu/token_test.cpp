@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// WebGPU promises this of a token beyond the contract's common part: a log-probability has the same
-// bits whatever else is asked for, a temperature the same whether it is a number or the token's
-// own, ranks go over windows of the vocabulary, and nothing is read of a token without a gradient.
+// WebGPU's promises about tokens beyond the contract's common part: a log-probability has the same
+// bits whatever else is asked for, a token's own temperature gives the bits of options.temperature,
+// ranks cover windows of the vocabulary, and nothing is read of a token without a gradient.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -33,7 +33,7 @@ class WebGpuToken : public testing::Test {
     EXPECT_TRUE(outcome.violations.empty()) << outcome.violations[0];
     return outcome;
   }
-  // Runs the call as the case has it, or with a temperature of each token.
+  // Runs the case with its own temperature, or with these temperatures per token.
   template <class Op>
   Outcome run(const Case& c, const std::vector<double>& temperatures,
               Memory memory = Memory::recommended) const {
@@ -63,7 +63,7 @@ std::string first_difference(const Fields& a, const Fields& b, size_t row) {
   return "";
 }
 
-// The bits of a row's logprob in a call.
+// The bits of one row's log-probability.
 using Bits = std::vector<std::byte>;
 
 TEST_F(WebGpuToken, TheLogProbabilityIsOneWhateverElseIsAsked) {
@@ -142,7 +142,8 @@ TEST_F(WebGpuToken, EqualTemperaturesHaveTheBitsOfTheNumber) {
   }
 }
 
-// The temperatures lie at the borders of what a number may be, with each set of options.
+// Temperatures at the limits of the valid range, with each set of options: valid exactly where
+// options.temperature is.
 TEST_F(WebGpuToken, TemperaturesAreJudgedAsTheNumberIs) {
   const double least = FLT_MIN, most = FLT_MAX;
   for (const auto& [scale, softcap] : std::vector<std::pair<float, float>>{{1.0f, 0.0f},
@@ -173,7 +174,7 @@ TEST_F(WebGpuToken, TemperaturesAreJudgedAsTheNumberIs) {
     c.statistics = c.logprob = true;
     Problem<CrossEntropyForward> p = build<CrossEntropyForward>(c);
     std::vector<double> logits = read(p.op.logits);
-    for (double& x : logits) x *= 0.01;  // so no quotient is infinite
+    for (double& x : logits) x *= 0.01;  // so that no quotient is infinite
     write(p.op.logits, logits);
     give(&p, temperatures);
     const Outcome each = run(p);
@@ -198,8 +199,8 @@ TEST_F(WebGpuToken, TemperaturesAreJudgedAsTheNumberIs) {
   }
 }
 
-// A bad temperature makes a row of NaN in gradients too, and has no meaning for a token that does
-// not count.
+// An invalid temperature makes a row of NaN in gradients too; for a token that does not count it
+// has no effect.
 TEST_F(WebGpuToken, ABadTemperatureIsARowOfNaN) {
   for (const OpKind op : {OpKind::backward, OpKind::forward_backward, OpKind::linear_backward,
                           OpKind::linear_forward_backward}) {
@@ -239,7 +240,7 @@ TEST_F(WebGpuToken, ABadTemperatureIsARowOfNaN) {
   }
 }
 
-// The vocabulary has one window or many, of which the least memory holds one.
+// The vocabulary has one window or many; the minimum workspace holds one.
 TEST_F(WebGpuToken, RanksOfManyWindows) {
   for (const uint64_t binding : {limits_.storage_binding_bytes, uint64_t{1} << 17}) {
     webgpu::Limits small = limits_;
@@ -261,7 +262,7 @@ TEST_F(WebGpuToken, RanksOfManyWindows) {
   }
 }
 
-// Short rows of given logits are read once where no log-probability is asked for.
+// Short rows of given logits are read once if no log-probability is asked for.
 TEST_F(WebGpuToken, RanksOfRowsThatAreReadOnce) {
   const double infinity = std::numeric_limits<double>::infinity();
   for (const int64_t vocab : {37, 300, 4000}) {
@@ -285,7 +286,7 @@ TEST_F(WebGpuToken, RanksOfRowsThatAreReadOnce) {
   }
 }
 
-// All columns have the same logit, so none is above the target's: its own is not counted either.
+// All logits are equal, so no column is above the target, not even the target itself.
 TEST_F(WebGpuToken, EqualLogitsAreNotAbove) {
   for (const int64_t vocab : {37, 5000}) {
     Case c{.op = OpKind::linear_forward_backward, .shape = {9, 20, vocab}, .rank = true};
@@ -300,7 +301,7 @@ TEST_F(WebGpuToken, EqualLogitsAreNotAbove) {
   }
 }
 
-// What the rows of tokens without a gradient hold changes no bit, and theirs are 0.
+// The rows of tokens without a gradient may hold anything; their gradients are 0.
 template <class Op>
 void put_nan(Problem<Op>* p, const std::vector<int64_t>& tokens) {
   logitless_op unused{};
@@ -322,7 +323,7 @@ void put_nan(Problem<Op>* p, const std::vector<int64_t>& tokens) {
 TEST_F(WebGpuToken, NothingIsReadOfATokenWithoutAGradient) {
   for (const OpKind op : {OpKind::backward, OpKind::linear_backward}) {
     for (const int64_t vocab : {37, 1030, 4301}) {
-      for (const int kind : {0, 1, 2, 3}) {  // each kind gives the call other tensors
+      for (const int kind : {0, 1, 2, 3}) {  // each kind is a call with other tensors
         Case c{.op = op, .shape = {70, 12, vocab}, .ignored = 0.1};
         c.inactive = 0.4;
         c.fault = c.temperatures = kind != 3;
@@ -364,9 +365,10 @@ TEST_F(WebGpuToken, NothingIsReadOfATokenWithoutAGradient) {
   }
 }
 
-// One number serves all tokens: 0 is no gradient, which a subnormal or 0 times infinity is not.
+// A single upstream gradient for all tokens: 0 makes them inactive; a subnormal, or 0 times
+// infinity, does not.
 TEST_F(WebGpuToken, OneUpstreamGradientOfAll) {
-  for (const bool weighted : {false, true}) {  // a weighted call is not served by plain.wgsl
+  for (const bool weighted : {false, true}) {  // plain.wgsl does not serve token weights
     for (const int64_t vocab : {37, 4301}) {
       Case c{.op = OpKind::backward, .shape = {20, 1, vocab}, .ignored = 0.2};
       c.options.reduction = Reduction::sum;

@@ -2,7 +2,7 @@ if(NOT LOGITLESS_WITH_WEBGPU)
   return()
 endif()
 
-# Needs no driver, because the program brings a wgpu-native on paper.
+# Needs no driver: the program contains a fake wgpu-native.
 add_executable(webgpu_library_test webgpu/library_test.cpp webgpu/paper_wgpu.cpp)
 set_target_properties(webgpu_library_test PROPERTIES ENABLE_EXPORTS ON CXX_VISIBILITY_PRESET default)
 target_include_directories(webgpu_library_test PRIVATE ${PROJECT_SOURCE_DIR})
@@ -14,9 +14,9 @@ add_test(NAME webgpu_library_test COMMAND webgpu_library_test --gtest_brief=1)
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 add_test(NAME webgpu.names COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/webgpu/shared_names_test.py)
 
-# The suite runs on WebGPU: on any Vulkan there is, or a software one (Mesa's lavapipe), at the
-# limits that every device has. It is one program, so that pipelines are compiled once, and takes a
-# seeded eighth of the option pairs.
+# The suite on WebGPU, on any Vulkan driver or a software one (Mesa's lavapipe), with the limits
+# that every device has. It is one program, so that pipelines are compiled once, and runs a seeded
+# eighth of the option pairs.
 if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # a driver under a sanitizer is not ours to judge
   return()
 endif()
@@ -48,8 +48,8 @@ add_executable(webgpu_suite ${webgpu_suites} webgpu/webgpu_test.cpp webgpu/token
                $<TARGET_OBJECTS:conformance_main>)
 link_conformance(webgpu_suite)
 add_webgpu_test(conformance webgpu_suite */Conformance.*-*EveryInstructionSet* ${defaults})
-# A shader knows f32 alone, which the other dtypes are cast to. So what is no number is tested in
-# every dtype, the rest in f32.
+# Shaders compute in f32, and other dtypes are converted to it. So non-finite values are tested in
+# every dtype, everything else in f32.
 set(edges */Edges.*:*/NonFinite.StaysInItsRow*:*/NonFinite.*_f32:*/Invariants.*_f32:*/Shards.*:WebGpu.*:WebGpuToken.*:WebGpuFaint.*)
 if("$ENV{LOGITLESS_TEST_FULL}")
   set(edges */Edges.*:*/NonFinite.*:*/Invariants.*:*/Shards.*:WebGpu.*:WebGpuToken.*:WebGpuFaint.*)
@@ -60,21 +60,20 @@ add_webgpu_test(divergences webgpu_suite */Divergences.*:*/DivergenceShards.WebG
 add_webgpu_test(chosen webgpu_suite */ChosenColumns.*:WebGpuChosen.* ${defaults})
 add_webgpu_test(kept webgpu_suite */KeptState.*:WebGpuKept.* ${defaults})
 add_webgpu_test(options webgpu_suite */Temperatures.*_f32:*/TokenStatistics.*_f32:*/InactiveTokens.*_f32 ${defaults})
-# Each case of these is many runs, and a run on a processor's Vulkan is mostly the loader's and the compiler's time.
+# Each of these cases is many runs, which on a CPU's Vulkan are mostly loading and compiling.
 add_webgpu_test(sizes webgpu_suite */WorkspaceSizes.*linear_forward_bf16:*/WorkspaceSizes.*divergence_forward_backward_bf16:*/WorkspaceSizes.*AskedWithoutData*:*/WorkspaceSizes.LessThan*
                 ${defaults})
 add_webgpu_test(bits webgpu_suite
                 */Determinism.*_linear_forward_backward_bf16:*/Determinism.*_forward_backward_bf16:*/Invariance.* ${defaults})
 
-# GPUs take what is below 2^-126 for 0; with LOGITLESS_TEST_FLUSH this driver does too.
+# GPUs flush subnormals; with LOGITLESS_TEST_FLUSH this driver does too.
 set(faint WebGpuFlushing.*:WebGpuFaint.*:*/Temperatures.*_f32:*/KeptState.Serves*_f32:*/Edges.*_f32:*/Combines.*_f32:*/Divergences.*_f32)
 if("$ENV{LOGITLESS_TEST_FULL}")
   set(faint *-*EveryInstructionSet*:*Offsets*)
 endif()
 add_webgpu_test(faint webgpu_suite ${faint} ${defaults} LOGITLESS_TEST_FLUSH=1)
 
-# What happens to the library's own device; one run has the limits that the adapter gives
-# it.
+# Failures of the library's own device; one run has the adapter's limits.
 add_executable(webgpu_device_test webgpu/device_test.cpp)
 target_link_libraries(webgpu_device_test PRIVATE logitless_conformance GTest::gtest ${CMAKE_DL_LIBS})
 target_compile_options(webgpu_device_test PRIVATE ${LOGITLESS_TEST_OPTIONS})

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// WebGPU promises this beyond the contract's common part: limits are kept to, memory is as
-// predicted, errors of the device are statuses with its own words, and the caller may bring the
+// WebGPU's promises beyond the contract's common part: limits are respected, memory is as
+// predicted, errors of the device become statuses with its message, and the caller may bring the
 // device and buffers.
 #include "logitless/webgpu.h"
 
@@ -28,7 +28,7 @@ class WebGpu : public testing::Test {
     apply_everything(c);
     return c;
   }
-  // Gives every tensor a buffer of its own.
+  // Gives every tensor its own buffer.
   static LinearCrossEntropyForward in_buffers(LinearCrossEntropyForward op, DeviceCopy* copy) {
     logitless_op unused{};
     for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
@@ -54,7 +54,7 @@ TEST_F(WebGpu, TokensAndVocabularyBeyondOneBinding) {
       Case c = everything(op, DType::f32, {60, 5, 2100});
       c.placement = placement;
       c.options.reduction = Reduction::mean;
-      // Every token reads its class weight from one binding of all of them.
+      // Class weights would all have to fit one binding.
       c.vocab_weight = false;
       expect_ok(judge(device_, c));
     }
@@ -71,8 +71,8 @@ TEST_F(WebGpu, AWindowMakesTheSameLossesAsTheWhole) {
   EXPECT_EQ(differing_bits(whole.fields, run_case(device_, c).fields), "");
 }
 
-// Products are large enough for every tile (webgpu_plan_test says which these shapes take), with
-// ragged ends, and grad_input in slices of the vocabulary; ignored tokens leave rows of a tile
+// Products large enough for every tile (webgpu_plan_test shows which tiles these shapes take), with
+// ragged ends, grad_input in slices of the vocabulary, and ignored tokens that leave rows of a tile
 // empty.
 TEST_F(WebGpu, LargeTilesAndSlices) {
   const RunPlan ample{.memory = Memory::exact, .bytes = uint64_t{64} << 20};
@@ -88,9 +88,9 @@ TEST_F(WebGpu, LargeTilesAndSlices) {
   }
 }
 
-// A class that is one token's target gets a large term, and hundreds of small ones of one sign,
-// each of which would lose as much as the sum is rounded by. Both kinds of tiles add it up, in a
-// chunk and in several.
+// A class that is the target of one token gets a large term and hundreds of small terms of one
+// sign, each of which could lose as much as the sum is rounded by. Both kinds of tiles add it up,
+// in one chunk and in several.
 TEST_F(WebGpu, ManySmallTermsAfterALargeOne) {
   for (const Shape shape : {Shape{261, 17, 17001}, Shape{200, 4, 17001}}) {
     Case c{.op = OpKind::linear_forward_backward, .shape = shape, .data = Data::constant};
@@ -103,9 +103,9 @@ TEST_F(WebGpu, ManySmallTermsAfterALargeOne) {
   }
 }
 
-// The target's term of grad_input is large, and the terms after it, hundreds of small ones, each
-// lose as much as the sum is rounded by: of these numbers one sum loses more than its bound, unless
-// it is made in blocks.
+// The target's term of grad_input is large, and hundreds of small terms after it each lose as much
+// as the sum is rounded by. For these values a single running sum exceeds the bound; a sum in
+// blocks does not.
 TEST_F(WebGpu, ManySmallClassesAfterALargeTarget) {
   int found = 0;
   for (const Pair& pair : feature_pairs(OpKind::linear_backward, DType::f32)) {
@@ -120,8 +120,8 @@ TEST_F(WebGpu, ManySmallClassesAfterALargeTarget) {
   EXPECT_GT(found, 0);
 }
 
-// Rows that are read once, with as many threads as they want, stand beside those that are not; the
-// kernel of plain calls and the others' take them.
+// Row lengths around what each number of threads reads once, and longer rows, for the kernel of
+// plain calls and the others.
 TEST_F(WebGpu, RowsOfEveryLength) {
   for (const int64_t vocab : {255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 12287}) {
     for (const OpKind op : {OpKind::forward_backward, OpKind::softmax}) {
@@ -141,7 +141,7 @@ TEST_F(WebGpu, RowsOfEveryLength) {
   }
 }
 
-// Normalizers and losses have more values than one workgroup sums.
+// More normalizer terms and losses than one workgroup sums.
 TEST_F(WebGpu, SumsOfManyTokens) {
   for (const int64_t tokens : {1024, 1025, 5003}) {
     for (const bool weighted : {false, true}) {
@@ -152,13 +152,14 @@ TEST_F(WebGpu, SumsOfManyTokens) {
       expect_ok(judge(device_, c));
     }
   }
-  // The last sum is of 264 values, where a workgroup adds 256 at a time.
+  // The last sum has 264 values; a workgroup adds 256 at a time.
   Case c{.op = OpKind::forward_backward, .shape = {270000, 1, 3}, .vocab_weight = true};
   c.ignored = 0.3;
   expect_ok(judge(device_, c));
 }
 
-// With 16, 4 and 1 rows a workgroup, always more workgroups than a grid's first dimension holds.
+// With 16, 4 or 1 rows per workgroup, there are more workgroups than a grid's first dimension
+// allows.
 TEST_F(WebGpu, PlainRowsInTwoDimensionsOfAGrid) {
   webgpu::Limits small = limits_;
   small.groups = 20;
@@ -170,7 +171,7 @@ TEST_F(WebGpu, PlainRowsInTwoDimensionsOfAGrid) {
   }
 }
 
-// Masks, infinities and NaN stand in the rows of plain calls, and in a row that does not count.
+// Masks, infinities and NaN in rows of plain calls, and in a row that does not count.
 TEST_F(WebGpu, PlainRowsOfWhatIsNoNumber) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
   constexpr double kLowest = std::numeric_limits<float>::lowest();
@@ -203,8 +204,8 @@ TEST_F(WebGpu, PlainRowsOfWhatIsNoNumber) {
   }
 }
 
-// A long row is written from where 32 columns begin in memory, which is another column in every
-// row.
+// A long row is written starting at a 32-column boundary in memory, which is another column in
+// every row.
 TEST_F(WebGpu, TheBitsOfALongRowDoNotDependOnItsPlace) {
   for (const int64_t vocab : {4099, 9001}) {
     Case c{.op = OpKind::forward_backward, .shape = {33, 1, vocab}};
@@ -223,7 +224,7 @@ TEST_F(WebGpu, TheBitsOfALongRowDoNotDependOnItsPlace) {
   }
 }
 
-// Buffers are counted where they are made.
+// Counts buffers at creation.
 TEST_F(WebGpu, TheMemoryOfACallIsThePredictedOne) {
   for (const OpKind op : {OpKind::linear_forward, OpKind::linear_forward_backward}) {
     const Case c{.op = op, .shape = {130, 33, 2100}, .bias = true, .wants_grad_bias = true};
@@ -254,7 +255,7 @@ TEST_F(WebGpu, AnInvalidShaderIsAnErrorInItsOwnWords) {
   EXPECT_NE(std::string(why).find("x: u32"), std::string::npos) << why;
   EXPECT_EQ(native_->pipeline("no such shader", "f", nullptr, 0), 0u);
   EXPECT_NE(native_->error(), nullptr);
-  // Work that was recorded with it is not submitted, and work that follows is.
+  // Work recorded together with it is not submitted; later work is.
   native_->dispatch(0, nullptr, 0, 1, 1, 1);
   EXPECT_FALSE(native_->submit());
   EXPECT_TRUE(native_->submit());
@@ -319,7 +320,7 @@ TEST_F(WebGpu, TwoTensorsInABufferAreRefusedWhereOneIsWritten) {
   EXPECT_EQ(status.code(), StatusCode::misaligned);
 }
 
-// The call is as of a program that has a device of its own: the library's handles stand for it.
+// A call of a program that has its own device, for which the library's handles stand in.
 TEST_F(WebGpu, TheCallersDeviceAndBuffers) {
   void *instance, *handle, *queue;
   Status status;

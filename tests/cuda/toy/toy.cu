@@ -33,7 +33,7 @@ __device__ float dot(const E* a, const E* b, int64_t count) {
   return sum;
 }
 
-// For kernels that make logits.
+// Arguments of the kernels that make logits.
 struct LogitsArguments {
   Chunk chunk;
   Rows input, weight;
@@ -66,7 +66,7 @@ __device__ float find_sum(float x, float* shared) {
   return sum;
 }
 
-// A block takes a row and a tile's columns, a thread one of them.
+// A block computes one row of a tile, a thread one column.
 __global__ void __launch_bounds__(threads) logits_kernel(LogitsArguments a, int64_t first) {
   __shared__ float shared[threads];
   const int row = blockIdx.x;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(threads) logits_kernel(LogitsArguments a, int6
   const float z = j < a.vocab ? dot(a.input.row(row), a.weight.row(j), a.hidden) : -infinity();
   const bool counts = j < a.vocab && j != target;
   const float most = find_largest(counts ? z : -infinity(), shared);
-  // A NaN counts in the sum alone; if all columns are -inf the sum is 0.
+  // A NaN enters the sum and not the maximum; if all columns are -inf, the sum is 0.
   const float from = most == -infinity() ? 0.0f : most;
   const float sum = find_sum(counts ? exp_any(z - from) : 0.0f, shared);
   if (threadIdx.x == 0) {
@@ -113,7 +113,7 @@ struct InputArguments {
   Rows weight;
   int64_t hidden, pitch, first_row;
   const RowFactors* factors;
-  float* sums;  // null: the caller's gradient
+  float* sums;  // null: writes the caller's gradient
   TensorView gradient;
   bool add;
 };
@@ -125,7 +125,7 @@ __device__ float input_part(const InputArguments& a, const Panel& panel, int row
   }
   return sum;
 }
-// A block takes a row, a thread a part of its columns.
+// A block computes one row, a thread a part of its columns.
 __global__ void __launch_bounds__(threads) input_kernel(InputArguments a) {
   const int row = static_cast<int>(a.first_row) + blockIdx.x;
   if (!is_valid(a.chunk, row)) return;
@@ -148,11 +148,12 @@ struct WeightArguments {
   Panel panel;
   Rows rows;
   int64_t hidden, pitch, split;
-  float *sums, *rest;  // null: the caller's gradient; else the rows from `split` on are in `rest`
+  float *sums, *rest;  // null: the caller's gradient; rows >= `split` are in `rest`
   TensorView gradient;
   bool add;
 };
-// A block takes a column of the panel, a thread a part of its row of the gradient.
+// A block computes one row of the gradient, which is a column of the panel; a thread a part of the
+// row.
 __global__ void __launch_bounds__(threads) weight_kernel(WeightArguments a) {
   const int64_t j = int64_t{blockIdx.x} + int64_t{gridDim.x} * block_of_second_axis();
   if (j >= a.panel.columns) return;

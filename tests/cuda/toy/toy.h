@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The least family of GPUs on linear/tiled: plain bf16 calls, in tiles of 32 tokens x 64 columns,
-// by kernels of a few lines. A new family starts from a copy of it.
+// The smallest engine that linear/tiled allows: plain bf16 calls, in tiles of 32 tokens x 64
+// columns, with kernels of a few lines. A new family starts from a copy of it.
 #pragma once
 
 #include "src/cuda/linear/tiled/engine.h"
@@ -16,7 +16,7 @@ class ToyEngine final : public tiled::TiledEngine {
   const char* name() const override { return "toy"; }
   bool serves(const DeviceInfo&) const override { return true; }
   bool serves(const Call& op, const LinearShape& shape) const override;
-  bool is_batch_invariant() const override { return false; }  // serves too few calls
+  bool is_batch_invariant() const override { return false; }  // too few calls served
   bool finds_maximum(const LinearShape&) const override { return true; }
   DeviceSpeed speed(const DeviceInfo& device) const override;
 

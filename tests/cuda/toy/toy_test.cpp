@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The toy family (toy.h) in front of the library's engines: each of its plans gives what the
-// reference does, and calls that it does not serve go to the others.
+// The toy engine (toy.h), listed before the library's engines: each of its plans matches the
+// reference, and calls that it does not serve go to the others.
 #include "tests/cuda/toy/toy.h"
 
 #include <vector>
@@ -26,7 +26,7 @@ class CudaToy : public ConformanceTest {
   std::vector<const cuda::Engine*> list_;
 };
 
-// What a plan does that another may not.
+// Describes what distinguishes a plan.
 std::string manner(const CudaPlanned& planned) {
   const auto& [s, p] = planned;
   std::string text = name_of(p.kind);
@@ -73,7 +73,7 @@ TEST_P(CudaToy, EveryPlanOfOneCall) {
                "stored and recomputed, input summed"});
 }
 
-// More room in an f32 gradient, and none in one that is added to.
+// An f32 gradient's memory has more room for panels; one that is accumulated into has none.
 TEST_P(CudaToy, EveryPlaceOfAGradient) {
   Case c = plain;
   c.grad_weight = DType::f32;
@@ -101,7 +101,7 @@ TEST_P(CudaToy, TheLossAndItsBackward) {
   }
 }
 
-// The engine behind the toy takes these.
+// These calls go to the next engine in the list.
 TEST_P(CudaToy, WhatItDoesNotServeGoesToTheNext) {
   Case c = plain;
   apply_everything(c);

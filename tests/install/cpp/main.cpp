@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is a program outside the library, which checks that V equal logits cost log V nats.
+// A program outside the library: V equal logits cost log V nats.
 #include <cmath>
 #include <cstdio>
 
