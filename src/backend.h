@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A backend plans and runs every call of one kind of device: run.h calls it.
+// A backend plans and runs every call for one type of device. run.h calls it.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@
 
 namespace logitless {
 
-// What a backend decided about a call and its bytes of workspace. In fixed storage, because `run`
-// allocates nothing.
+// What a backend decided about a call and its workspace. Fixed storage, because `run` allocates
+// nothing.
 class Decisions {
  public:
   template <class T>
@@ -36,7 +36,7 @@ class Decisions {
 struct Backend {
   virtual ~Backend() = default;
   // Plans a validated `call`. Pure and cheap; data pointers may be null. `recommended` may be left
-  // out where `given` bytes are at least the minimum.
+  // unset if `given` bytes are at least the minimum.
   virtual Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const = 0;
   // Decides what depends only on a validated `call` and on its `bytes` of workspace, at least the
   // minimum. The only thing it reads of an address is Tensor::alignment.
@@ -45,7 +45,7 @@ struct Backend {
   virtual Status run(const Call& call, const Decisions& decided,
                      const Workspace& workspace) const = 0;
   virtual const char* name() const = 0;
-  // Writes one line: ISA or device, and threads; or the reason why no device serves.
+  // Writes one line: the instruction set or device, and the threads; or why no device is usable.
   virtual Status describe(char* text, size_t bytes) const = 0;
   // Multiplies each of `values` by `factor`, all validated.
   virtual Status scale(std::span<const TensorView>, const TensorView&, const Execution&) const {
@@ -61,21 +61,22 @@ const Backend& cpu_backend();
 bool cpu_keeps(DType dtype, const LossOptions& options);
 #ifdef LOGITLESS_WITH_CUDA
 bool cuda_keeps(DType dtype, const LossOptions& options);
-// Returns nullptr and the reason without a usable driver. Each device answers for itself.
+// Returns nullptr and the reason if there is no usable driver. Each device is checked when it is
+// used.
 const Backend* cuda_backend(Status* status);
 #endif
 
 #ifdef LOGITLESS_WITH_WEBGPU
-// Returns nullptr and the reason without wgpu-native or an adapter.
+// Returns nullptr and the reason if there is no wgpu-native or no adapter.
 const Backend* webgpu_backend(Status* status);
 #endif
 
 // Returns the backend for a device type, or nullptr and the reason in `status`.
 const Backend* find_backend(DeviceType type, Status* status);
-// Whether Backward uses what Forward keeps on such a device, which need not exist.
+// Whether Backward uses what Forward keeps on devices of this type; none need exist.
 bool keeps(DeviceType type, DType dtype, const LossOptions& options);
 
-inline constexpr int most_scaled = 4;  // vectors of one call
+inline constexpr int most_scaled = 4;  // vectors that one call may scale
 Status scale_values(std::span<const TensorView> values, const TensorView& factor,
                     const Execution& execution);
 

@@ -15,11 +15,11 @@ namespace logitless {
 
 namespace {
 
-// No version's struct will be this large: a larger size is a struct_size that was never set.
+// No version's struct is this large: a larger struct_size was never set.
 constexpr uint32_t kMaxStructSize = 4096;
 
-// Copies a sized struct. A smaller one is zero-extended; a larger one is accepted only if what this
-// version does not know of it is zero.
+// Copies a sized struct. A smaller one is zero-extended. A larger one is accepted only if the bytes
+// that this version does not know are zero.
 template <class T>
 Status read_struct(const char* name, const T* source, T* copy) {
   if (source == nullptr) return error(StatusCode::invalid_argument, "%s is NULL", name);
@@ -46,10 +46,10 @@ Status read_struct(const char* name, const T* source, T* copy) {
   return {};
 }
 
-// Nothing steps along an axis of one element, along any axis of an empty view, or beyond the rank,
-// so callers may leave any stride there. It is replaced by that of dense rows, lest a backend
-// overflow 64 bits with it or choose a layout by it. Strides that validation refuses stay, for its
-// message.
+// An axis of one element, any axis of an empty view, and axes beyond the rank have no meaningful
+// stride, so callers may leave any number there. It is replaced by that of dense rows: a backend
+// could overflow 64 bits with it or choose a layout by it. Strides that validation refuses stay,
+// for its message.
 void make_free_strides_dense(TensorView* view) {
   bool empty = false;
   for (int32_t d = 0; d < 2; ++d) {
@@ -71,7 +71,7 @@ Status from_c(const char* name, const logitless_tensor* source, TensorView* view
   if (t.reserved != 0) {
     return error(StatusCode::invalid_argument, "%s.reserved is %d; allowed: 0", name, t.reserved);
   }
-  // -1 marks an absent view in C++ only; in C absence is NULL.
+  // In C++ a rank of -1 marks an absent view; in C, NULL does.
   if (t.rank < 0 || t.rank > 2) {
     return error(StatusCode::wrong_shape, "%s has rank %d; allowed: 0, 1, 2", name, t.rank);
   }
@@ -126,7 +126,8 @@ Status from_c(const logitless_divergence_options* source, DivergenceOptions* opt
   return {};
 }
 
-// `executor` keeps the caller's executor, as this version knows it, until the call ends.
+// `executor` holds a copy of the caller's executor, zero-extended to this version, until the call
+// ends.
 Status from_c(const logitless_execution* source, Execution* execution, Executor* executor) {
   if (source == nullptr) return {};
   logitless_execution e;
@@ -167,8 +168,8 @@ const logitless_tensor*& tensor_of(logitless_op& c, const TensorField& field) {
   return *reinterpret_cast<const logitless_tensor**>(reinterpret_cast<char*>(&c) + field.in_c);
 }
 
-// Returns the name of a field of `c` that is set, or nullptr. Field by field, because with 32-bit
-// pointers there is padding between them.
+// Returns the name of a field of `c` that is set, or nullptr. Compares field by field, because with
+// 32-bit pointers the struct has padding.
 const char* name_of_set_field(logitless_op c) {
   for (int32_t kind = 0; kind < kinds; ++kind) {
     for (const TensorField& field : tensor_fields(kind)) {
@@ -223,7 +224,7 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
     tensor = nullptr;
   }
   if (!status.ok()) return status;
-  // What is still set belongs to other ops.
+  // The fields of this op were cleared above; what is set now belongs to other ops.
   if (const char* name = name_of_set_field(c); name != nullptr) {
     return error(StatusCode::invalid_argument, "%s is set; %s does not have it", name,
                  call->op_name());

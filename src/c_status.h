@@ -13,7 +13,7 @@
 
 namespace logitless {
 
-// Writes no more than the caller's struct holds, and leaves its struct_size.
+// Writes no more than the caller's struct holds, and keeps its struct_size.
 template <class T>
 void write_struct(const T& source, T* destination) {
   uint32_t size;
@@ -37,7 +37,7 @@ inline int32_t report(const Status& status, logitless_status* out) {
   return status.c()->code;
 }
 
-// Nothing is thrown across the boundary: not by a thread pool's allocation, nor by a caller's
+// No exception crosses the C boundary, neither of a thread pool's allocation nor of a caller's
 // executor.
 template <class F>
 Status guarded(F&& f) {

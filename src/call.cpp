@@ -75,8 +75,8 @@ Call::Call(int32_t of_kind, const Execution& on) : kind(of_kind), execution(on) 
                     kind == LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD;
   gradients = backward || both;
   forward = loss_op && !backward;
-  // Kernels are passed the options with their padding, which no member sets: copying one constant
-  // makes that the same for every call.
+  // Kernels receive the options with their padding, which no member sets. Copying one constant
+  // makes the padding the same for every call.
   static constexpr LossOptions defaults;
   std::memcpy(&options, &defaults, sizeof(options));
 }

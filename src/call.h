@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An op inside the library: one flat struct for every kind, made once where a call comes in.
+// An op inside the library: one flat struct for every kind, made once at the entry of a call.
 #pragma once
 
 #include <array>
@@ -12,9 +12,9 @@
 
 namespace logitless {
 
-// A tensor by its name, for rules that treat all of a call's tensors alike.
+// A tensor with its name, for rules that apply to all tensors of a call.
 struct Field {
-  std::string_view name;  // of a string literal, so it ends with a NUL
+  std::string_view name;  // a string literal, so NUL-terminated
   Access access = Access::read;
   const TensorView* view = nullptr;  // never null, but the view may be absent
   bool given() const { return static_cast<bool>(*view); }
@@ -30,7 +30,7 @@ struct Fields {
   const Field& operator[](size_t i) const { return field[i]; }
 };
 
-// A tensor that ops of a kind have, and its offsets in Call and in logitless_op.
+// A tensor that ops of some kind have: its name, and its offsets in Call and in logitless_op.
 struct TensorField {
   const char* name = "";
   Access access = Access::read;
@@ -38,8 +38,8 @@ struct TensorField {
 };
 std::span<const TensorField> tensor_fields(int32_t kind);
 constexpr int32_t kinds = 11;
-inline constexpr int64_t most_chosen = 1024;  // the most chosen columns of a token
-inline constexpr int64_t most_listed = 256;   // the longest list of a token's largest logits
+inline constexpr int64_t most_chosen = 1024;  // limit of chosen columns per token
+inline constexpr int64_t most_listed = 256;   // limit of k for top-k
 
 constexpr const char* name_of_op(int32_t kind) {
   constexpr const char* names[] = {"Softmax",
@@ -56,7 +56,7 @@ constexpr const char* name_of_op(int32_t kind) {
   return names[kind];
 }
 
-inline constexpr uint32_t most_alignment = 16;  // bytes that a kernel moves at a time
+inline constexpr uint32_t most_alignment = 16;  // bytes; a kernel's widest load
 // The largest power of two, up to most_alignment, that divides the view's address; 0 without one.
 inline uint32_t alignment_of(const TensorView& v) {
   if (v.data == nullptr) return 0;
@@ -72,7 +72,7 @@ struct Tensor : TensorView {
   Tensor(const TensorView& view) : TensorView(view), alignment(alignment_of(view)) {}  // NOLINT
 };
 
-// Tensors that the op's kind does not have are absent.
+// Tensors that this kind of op does not have are absent.
 struct Call {
   int32_t kind = -1;
   bool linear = false;
@@ -81,7 +81,7 @@ struct Call {
   bool loss_op = false;     // every kind but Softmax has options and targets
   bool gradients = false;   // Backward or ForwardBackward
   bool forward = false;     // Forward or ForwardBackward, whose loss and statistics are outputs
-  bool accumulate = false;  // to grad_weight and grad_bias
+  bool accumulate = false;  // into grad_weight and grad_bias
   bool consume_kept = false;
   bool only_chosen = false;  // in Backward: logits_at alone has a gradient
   uint64_t kept_key = 0;
@@ -110,7 +110,7 @@ struct Call {
   Tensor id_offsets{};                                            // [N + 1]
   Tensor kept{}, kept_rows{};                                     // inputs of Backward; kept.h
   Tensor grad_logits{};                                           // [N, V]
-  Tensor grad_input{}, grad_weight{}, grad_bias{};                // [N, D] [V, D] [V]
+  Tensor grad_input{}, grad_weight{}, grad_bias{};
   Tensor fault{};                                                 // [1]
   Tensor shard_row_reference{}, shard_row_log_sum{}, shard_target_logit{};  // each [P, N]
   Tensor shard_entropy{}, shard_argmax{}, shard_weighted_logit_sum{};       // each [P, N]
@@ -121,7 +121,7 @@ struct Call {
   Call() = default;
   // `kind` is in range.
   Call(int32_t kind, const Execution& execution);
-  // Not explicit: what takes a call also takes an op of the C++ interface.
+  // Implicit, so that a function of a Call also accepts an op of the C++ interface.
   template <class Op>
     requires requires { kind_of<Op>; }
   Call(const Op& op, const Execution& execution = {});  // NOLINT
@@ -142,22 +142,22 @@ struct Call {
     return options.vocab_total > 0 && !combines ? options.vocab_start : 0;
   }
   bool shard() const { return vocab_total() > vocab(); }
-  bool lists() const { return static_cast<bool>(id_offsets); }  // tokens have lists of ids
-  // Chosen columns of each token, 0 where these are lists.
+  bool lists() const { return static_cast<bool>(id_offsets); }  // ids are lists
+  // Chosen columns per token, or 0 if ids are lists.
   int64_t chosen() const { return ids && !lists() ? ids.shape[1] : 0; }
   // Chosen columns of all tokens.
   int64_t all_chosen() const { return !ids ? 0 : lists() ? ids.shape[0] : tokens() * chosen(); }
   int64_t listed() const { return top_logits ? top_logits.shape[1] : 0; }  // k
   // The sums that this call's statistics are made of.
   SumSet sums_of_statistics() const;
-  // All sums that this call needs, beside the exponentials.
+  // All sums over a row that this call needs, other than the sum of exponentials.
   SumSet sums() const;
-  // Whether only logits of targets and of chosen columns are asked for, which takes no product.
+  // Whether only logits of targets and of chosen columns are asked for, which need no product.
   bool targets_only() const;
-  // Whether a divergence is asked for its sums, given its rows' states.
+  // Whether a divergence is asked for the sums of its shard, given its rows' states.
   bool sums_of_shard() const { return divergence_sum || slope_sum; }
   bool state_given() const { return row_reference && (!forward || sums_of_shard()); }
-  // Options whose map from raw to z is the teacher's.
+  // The student's options with the teacher's map from raw to z.
   LossOptions teacher_options() const {
     LossOptions o = options;
     o.logit_scale = divergence.teacher_logit_scale;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU backend: Highway kernels, chosen at run time, on the caller's threads or the library's
-// own.
+// The CPU backend: Highway kernels, dispatched at run time, on the caller's threads or the
+// library's own.
 #include "src/backend.h"
 
 #include "src/cpu/dispatch.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chosen columns of a chunk's tokens ("Chosen columns" of docs/semantics.md), sorted by column
-// within a token, so that a tile finds its own.
+// within a token, so that a tile can find those within it.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +11,22 @@
 namespace logitless::cpu {
 
 struct ChosenColumn {
-  int64_t column;  // counted in the views
+  int64_t column;  // relative to the views
   int64_t k;
   float gradient;  // relative to gradient_scale; 0 in Forward
 };
 
-// Where token i's ids are, and what goes with them: a row, or a list from id_offsets[i] on.
+// Where token i's ids are, and the tensors indexed like them: a row, or a list that starts at
+// id_offsets[i].
 struct ChosenPlaces {
-  int64_t row, step_of_k, count;  // `row` steps along the first axis come before
+  int64_t row, step_of_k, count;  // the first element is `row` steps along axis 0
 };
 inline ChosenPlaces places_of(const Call& call, int64_t i) {
   if (!call.lists()) return {i, 1, call.chosen()};
   const int64_t first = int_at(call.id_offsets, i);
   return {first, 0, int_at(call.id_offsets, i + 1) - first};
 }
-// The index of the k-th, in elements.
+// The offset of the k-th element, in elements.
 inline int64_t element_of(const TensorView& view, const ChosenPlaces& places, int64_t k) {
   return places.row * view.stride[0] + k * view.stride[places.step_of_k];
 }
@@ -38,11 +39,11 @@ inline float& element_at(const TensorView& view, const ChosenPlaces& places, int
 }
 // Sets every element of an f32 view [N] or [N, K].
 void fill(const TensorView& view, float value);
-// Fails where id_offsets do not begin at 0, decrease, or do not end at the number of ids.
+// Fails if id_offsets do not begin at 0, decrease, or do not end at the number of ids.
 Status check_id_offsets(const Call& call);
 
 inline bool is_column(const Call& call, int64_t id) { return id >= 0 && id < call.vocab_total(); }
-// Returns the column in the views, or -1 where the id is none or another shard's.
+// Returns the column in the views, or -1 if the id is absent or belongs to another shard.
 int64_t chosen_column(const Call& call, int64_t id);
 
 // Whether any chosen column of token i has a gradient other than 0.
@@ -52,22 +53,24 @@ double size_of_chosen_gradients(const Call& call, int64_t i);
 
 class ChosenColumns {
  public:
-  // For a chunk of `tokens`, with `chosen` columns in all.
+  // Bytes for a chunk of `tokens` tokens with `chosen` columns in all.
   static uint64_t bytes(int64_t tokens, int64_t chosen) {
     return 2 * padded(tokens * sizeof(int64_t)) + padded(chosen * sizeof(ChosenColumn));
   }
   ChosenColumns() = default;
-  // `memory` has room for `tokens`.
+  // `memory` has bytes(tokens, ...) bytes.
   ChosenColumns(int64_t tokens, char* memory)
       : first_(reinterpret_cast<int64_t*>(memory)),
         count_(reinterpret_cast<int64_t*>(memory + padded(tokens * sizeof(int64_t)))),
         column_(reinterpret_cast<ChosenColumn*>(memory + 2 * padded(tokens * sizeof(int64_t)))) {}
 
-  // Sets where the columns of each token begin; the chunk's tokens are `rows` [count] of the views.
+  // Sets where each token's columns begin; token n of the chunk is row rows[n] of the views.
   void begin_chunk(const Call& call, const int64_t* rows, int64_t count) const;
-  // Finds the columns of the chunk's n-th token, row `row` of the views, that the views hold.
+  // Collects the columns of the chunk's n-th token, row `row` of the views, that are within the
+  // views.
   void find(const Call& call, int64_t n, int64_t row, float inv_gradient_scale) const;
-  // The columns of the chunk's n-th token in [first, first + width), by column and then by k.
+  // Returns the columns of the chunk's n-th token in [first, first + width), by column and then by
+  // k.
   std::span<const ChosenColumn> within(int64_t n, int64_t first, int64_t width) const;
 
  private:

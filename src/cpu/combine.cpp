@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op Combine: tokens are prepared as for any loss, each one's shards are folded, and loss and
-// statistics are written as any op writes them.
+// The op Combine: prepares tokens as for any loss, folds each token's shards, and writes loss and
+// statistics as any op does.
 #include <algorithm>
 
 #include "src/cpu/ops.h"
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t task_tokens = 256;
 
-// Offsets in the workspace, in bytes, behind the tokens.
+// Offsets in the workspace, in bytes, after the tokens.
 struct Layout {
   uint64_t states, rare, end;  // RowState [N], RareStatistics [N]
   explicit Layout(const Call& call) {
@@ -50,8 +50,8 @@ Status combine_workspace(const Call& call, WorkspaceSize* size) {
 }
 
 Status run_combine(const Call& given, const Workspace& workspace) {
-  // Without a temperature, which the shards' states include, and without vocab_start: the shards
-  // are the whole vocabulary.
+  // No temperature: the shards' states include it. No vocab_start: together the shards are the
+  // whole vocabulary.
   Call call = given;
   call.options.vocab_start = 0;
   call.temperature = {};

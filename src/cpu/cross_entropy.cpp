@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cross-entropy on given logits [N, V]. Each row is read once from memory: its state is formed and
-// its gradient written while it is in the cache. Tasks are groups of rows; a row's bits depend on
-// no other row.
+// Cross-entropy on given logits [N, V]. Each row is read from memory once: its state is computed
+// and its gradient written while the row is in the cache. Tasks are groups of rows; a row's bits
+// depend on no other row.
 #include <algorithm>
 
 #include "src/cpu/logit_rows.h"
@@ -18,7 +18,7 @@ bool needs_forward(const Call& call) { return !call.state_given(); }
 // Offsets in the workspace, in bytes.
 struct Layout {
   uint64_t states = 0;        // RowState [N] of ops with a loss, float [N] with probabilities
-  uint64_t rare = 0;          // RareStatistics [N], where one is asked for
+  uint64_t rare = 0;          // RareStatistics [N], if any is asked for
   uint64_t class_weight = 0;  // [V]  a copy where the view is strided
   uint64_t lanes = 0;         // lane_bytes of each thread
   bool copies_weight = false;
@@ -48,7 +48,7 @@ LogitRows rows_of(const Call& call) {
   return LogitRows(call.logits, call.grad_logits, logit_map(call.options), purpose);
 }
 
-// Returns the shard's class weights, contiguous, or null where all are 1 or none is needed.
+// Returns the shard's class weights, contiguous, or null if all are 1 or none is needed.
 const float* class_weights(const LossOptions& options, const TensorView& weight, int64_t columns,
                            const Layout& layout, char* memory) {
   if (!layout.uses_weight) return nullptr;
@@ -66,7 +66,7 @@ struct Run {
   const float* class_weight;
   BlockWants wants;
   RowState* states;      // [valid]  only in ops with a loss
-  RareStatistics* rare;  // [valid]  null where none is asked for
+  RareStatistics* rare;  // [valid]  null if none is asked for
 
   // Runs rows [begin, end) of the views.
   void operator()(int64_t begin, int64_t end, float* scratch) const {
@@ -110,7 +110,7 @@ struct Run {
   void write_gradient(const RowGroup& group, int64_t k, const RowState* group_states,
                       bool after_forward, float* scratch) const {
     RowGradient coefficients[most_rows];
-    // Nothing is summed, so the common factor goes in at once.
+    // Rows are not summed up, so the common factor is applied at once.
     for (int64_t r = 0; r < group.count; ++r) {
       coefficients[r] =
           scaled(token_gradient(call, tokens, k + r, group_states[r]), tokens.gradient_scale);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The pool's default number of threads: LOGITLESS_NUM_THREADS, else OMP_NUM_THREADS, else the
-// processors that this process may run on, bounded by the CPU quota of its cgroup (v2 or v1), as
-// containers set it.
+// number of processors in this process's affinity mask, bounded by the CPU quota of its cgroup (v2
+// or v1), which containers set.
 #include <sched.h>
 
 #include <algorithm>
@@ -75,7 +75,7 @@ int32_t directory_quota(bool v2, const char* directory) {
   return threads_of(quota, read_number(path));
 }
 
-// Returns the smallest limit from `group` up to the mount: every ancestor's binds.
+// Returns the smallest limit from `group` up to the mount: the limits of all ancestors apply.
 int32_t group_quota(bool v2, const char* mount, const char* group) {
   char directory[kPathBytes];
   const int length = std::snprintf(directory, sizeof(directory), "%s%s", mount, group);
@@ -108,7 +108,7 @@ int32_t cgroup_num_threads(const char* membership, const char* mount) {
   char line[kPathBytes];
   while (std::fgets(line, sizeof(line), f.file) != nullptr) {
     line[std::strcspn(line, "\n")] = 0;
-    // hierarchy:controllers:path
+    // each line is hierarchy:controllers:path
     char* controllers = std::strchr(line, ':');
     char* path = controllers != nullptr ? std::strchr(++controllers, ':') : nullptr;
     if (path == nullptr) continue;

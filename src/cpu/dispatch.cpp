@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chooses the instruction set of the CPU kernels. Highway's tables of function pointers are indexed
-// by one process-wide chosen target; a target is forced by making Highway believe that the machine
-// supports no other.
+// Chooses the instruction set of the CPU kernels. Highway indexes its tables of function pointers
+// by one target per process. To force a target, Highway is told that the machine supports no other.
 #include "src/cpu/dispatch.h"
 
 #include <atomic>
@@ -10,7 +9,7 @@
 #include <cstring>
 
 #include "src/cpu/targets.h"
-// Highway's headers need the list above.
+// Highway's headers must come after the list of targets.
 #include "hwy/highway.h"
 #include "hwy/targets.h"
 
@@ -21,7 +20,7 @@ namespace {
 int64_t best_of(int64_t targets) { return targets & -targets; }
 
 struct Supported {
-  int64_t targets;  // compiled, and this machine supports them
+  int64_t targets;  // compiled and supported by this machine
   char names[256];
 
   Supported() : targets(hwy::SupportedTargets() & HWY_TARGETS), names{} {

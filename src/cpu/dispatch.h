@@ -4,11 +4,11 @@
 
 namespace logitless::cpu {
 
-// Reads LOGITLESS_CPU_TARGET, once per process; a name that this machine cannot run changes
-// nothing. Must precede any kernel; the functions below call it themselves.
+// Reads LOGITLESS_CPU_TARGET once per process; a name that this machine cannot run has no effect.
+// Must run before any kernel; the functions below call it themselves.
 void initialize_dispatch();
 
-// The target in force: "AVX3_SPR", "AVX2", "NEON", ...
+// The current target: "AVX3_SPR", "AVX2", "NEON", ...
 const char* target_name();
 
 // Every compiled target that this machine can run, best first, separated by spaces; never empty.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// With s = expm1(-|d|) <= 0 and e = exp(-|d|) no exponential overflows:
+// With s = expm1(-|d|) <= 0 and e = exp(-|d|), where d = log p - log q, no exponential overflows:
 //   p - q            p <= q: q s                           p > q: -p s
 //   log m/q          p <= q: log1p((1 - beta) s)           p > q: log1p(-(1 - beta) s/e)
 //   log m/p          p <= q: log1p(-beta s/e)              p > q: log1p(beta s)
@@ -14,7 +14,8 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/cpu/divergence_kernels.cpp"
 #include "hwy/foreach_target.h"
-// The order of these includes matters: the list of targets, the loop over them, what it repeats.
+// The order of these includes matters: first the list of targets, then the loop over them, then the
+// code that is repeated for each.
 #include "hwy/highway.h"
 #include "src/cpu/row-inl.h"
 
@@ -25,7 +26,7 @@ using Float = hn::ScalableTag<float>;
 using Vector = hn::Vec<Float>;
 using Mask = hn::Mask<Float>;
 
-// s = exp(y) - 1 and e = exp(y) for y <= 0; a NaN stays.
+// s = exp(y) - 1 and e = exp(y) for y <= 0; NaN stays NaN.
 HWY_INLINE void exponentials_of(Float d, Vector y, Vector& s, Vector& e) {
   const Vector least = hn::Set(d, -87.0f), one = hn::Set(d, 1.0f);
   y = hn::IfThenElse(hn::Lt(y, least), least, y);
@@ -37,8 +38,8 @@ HWY_INLINE void exponentials_of(Float d, Vector y, Vector& s, Vector& e) {
   e = hn::Mul(scale, hn::Add(small, one));
 }
 
-// Returns log(1 + x) - x for x in [sqrt(1/2) - 1, sqrt(2) - 1], to an ULP relative (Cephes'
-// polynomial).
+// Returns log(1 + x) - x for x in [sqrt(1/2) - 1, sqrt(2) - 1], with a relative error of 1 ULP
+// (Cephes' polynomial).
 HWY_INLINE Vector log_tail(Float d, Vector x) {
   constexpr float c[] = {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
                          -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
@@ -48,7 +49,7 @@ HWY_INLINE Vector log_tail(Float d, Vector x) {
   return hn::NegMulAdd(hn::Set(d, 0.5f), x2, hn::Mul(hn::Mul(y, x), x2));
 }
 
-// Returns log u, where u = 1 + w, from whichever of the two has kept more digits.
+// Returns log u, where u = 1 + w, from whichever of u and w is more accurate.
 HWY_INLINE Vector log_of(Float d, Vector u, Vector w) {
   const hn::RebindToSigned<Float> di;
   const Vector least = hn::Set(d, 1.1754944e-38f);
@@ -108,7 +109,7 @@ HWY_INLINE Vector log_m_over_q(Float d, const BetaVectors& b, Mask above, Expone
   return log_of_mixture(d, b.rest, b.beta, hn::Not(above), x);
 }
 
-// Returns f_j, which is arbitrary where p is 0.
+// Returns f_j; any value where p is 0.
 template <DivergenceKind kKind>
 HWY_INLINE Vector slope_of(Float d, const BetaVectors& b, Mask above, Vector distance) {
   using enum DivergenceKind;
@@ -156,7 +157,7 @@ HWY_INLINE Vector value_of_column(Float d, const BetaVectors& b, Vector p, Vecto
 struct HeadVectors {
   Vector p, q, distance;
 };
-// Where both are 0 there is no distance, and it is set to 0.
+// If both logits are -inf, their difference is undefined and set to 0.
 HWY_INLINE HeadVectors heads_of(Float d, const RowVectors& row, Vector z, Vector t) {
   const Vector p = exp_nonpositive(d, log_p_of(row, z)), q = exp_nonpositive(d, log_q_of(row, t));
   const Mask nothing = hn::Eq(hn::Add(p, q), hn::Zero(d));
@@ -311,7 +312,8 @@ void divergence_gradient(const DivergenceTerms& terms, const DivergenceRow& row,
   HWY_DYNAMIC_DISPATCH(divergence_gradient_on_target)
   (terms, row, map, scale, z, t, count, draw);
   if (terms.label_weight == 0 || target < 0 || target >= count) return;
-  // With p - 1 in a form that does not cancel.
+  // Computes the target's column again without the label, then adds the label's term with p - 1 in
+  // a form that does not cancel.
   DivergenceTerms alone = terms;
   alone.label_weight = 0;
   HWY_DYNAMIC_DISPATCH(divergence_gradient_on_target)

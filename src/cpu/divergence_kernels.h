@@ -16,12 +16,12 @@ struct DivergenceRow {
   float reference = 0, log_sum = 0;
   float teacher_reference = 0, teacher_log_sum = 0;
   float apart = 0;  // lse_z - lse_t, from reference and log_sum of each
-  float mean = 0;   // sum_k p_k f_k, NaN where that is infinite; 0 or NaN for forward_kl
+  float mean = 0;   // sum_k p_k f_k, NaN if infinite; 0 or NaN for forward_kl
 };
 
 // A call's divergence and its constants.
 struct DivergenceTerms {
-  DivergenceKind kind;  // an effective_kind()
+  DivergenceKind kind;  // as effective_kind() returns it
   float beta, rest;     // rest = 1 - beta
   float label_weight;
 };
@@ -33,14 +33,14 @@ struct DivergenceWants {
   bool value = false, mean = false, acceptance = false;
 };
 
-// Returns the wanted sums over a block, added in an order that depends on count alone. If the row
-// has a NaN, a sum may be NaN or not.
+// Returns the wanted sums over a block, added in an order that depends on count alone. With a NaN
+// in the row, a sum may or may not be NaN.
 DivergenceSums divergence_block(const DivergenceTerms& terms, const DivergenceRow& row,
                                 const float* z, const float* t, int64_t count,
                                 DivergenceWants wants);
 
-// Factors of a row's gradient: `steep`, a power of two, applied before anything is rounded, and
-// `last`, applied after.
+// Factors of a row's gradient: `steep`, a power of two, is applied before anything is rounded,
+// `last` after that.
 struct DivergenceScale {
   float steep = 1, last = 1;
 };

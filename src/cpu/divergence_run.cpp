@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The divergences of two heads on the CPU. A chunk's logits of both heads are in the workspace,
-// [heads][tile][chunk][192]: a first pass makes them and both lse, a second sums over their
-// columns, a third makes the gradient. docs/semantics.md has the formulas, docs/kernels/cpu.md the
-// schedule and measurements. Forward may keep, for compacted tokens, the gradient of the raw logits
-// for an upstream gradient of 1, each row divided by a power of two that its row of kept_rows
-// records:
+// [heads][tile][chunk][192]: the first pass makes them and both lse, the second sums over their
+// columns, the third makes the gradient. docs/semantics.md has the formulas, docs/kernels/cpu.md
+// the schedule and measurements. Forward may keep, for compacted tokens, the gradient of the raw
+// logits for an upstream gradient of 1, each row divided by a power of two that its row of
+// kept_rows records:
 //   kept  [tile][R][192]  in the input's dtype, the last tile as narrow as whole blocks of 64
 #include <cmath>
 #include <limits>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
 
-// The largest usual kept element is scaled to this; f16 ends at 65504.
+// Kept elements are scaled so that the usual maximum is this; f16 ends at 65504.
 constexpr double kept_size = 16384;
 
 DivergenceTerms terms_of(const DivergenceOptions& o) {
@@ -82,8 +82,8 @@ class DivergenceRun : public LinearProducts {
     return {at<char>(plan_.teacher_along_at), shape_.teacher_hidden, plan_.padded_teacher};
   }
   SumSet sums_of(Head head) const;
-  // Returns the target of the chunk's n-th token as a column of the tile; outside [0, width) if it
-  // is in another tile.
+  // Returns the target of the chunk's n-th token as a column of the tile; outside of [0, width) if
+  // another tile has it.
   int64_t target_of(int64_t tile, int64_t n) const {
     const int64_t target = tokens_->target[first_ + n];
     return target < 0 ? -1 : target - tile * vocab_tile;
@@ -207,16 +207,16 @@ void DivergenceRun::finish_row(int64_t n) const {
     mean = f32_at(call_.slope_mean, tokens_->row[first_ + n]);
   }
   row.mean = std::isfinite(mean) ? static_cast<float>(mean) : nan_value;
-  // skew_kl with beta = 1 compares the teacher with itself.
+  // skew_kl with beta = 1 compares the teacher with itself, so the value is 0.
   if (terms_.kind == DivergenceKind::skew_kl && terms_.rest == 0 && !std::isnan(value)) value = 0;
-  // A sum of logarithms may have dropped the row's NaN.
+  // A sum of logarithms may have lost the row's NaN.
   if (std::isnan(row.apart)) value = acceptance = row.mean = nan_value;
   if (call_.forward) {
     write_statistics(n, {static_cast<float>(value), row.mean, static_cast<float>(acceptance)});
   }
 }
 
-// Writes the outputs of a token that are asked for.
+// Writes those outputs of a token that are asked for.
 void DivergenceRun::put_outputs(int64_t i, const DivergenceOutputs& of_token) const {
   const auto put = [&](const TensorView& view, float value) {
     if (view) write_f32(view, i, value);
@@ -228,7 +228,7 @@ void DivergenceRun::put_outputs(int64_t i, const DivergenceOutputs& of_token) co
   put(call_.divergence_sum, of_token.divergence_sum);
   put(call_.slope_sum, of_token.slope_sum);
   put(call_.target_logit, of_token.target_logit);
-  if (call_.state_given()) return;  // then the states are inputs
+  if (call_.state_given()) return;  // the states are inputs
   put(call_.row_reference, of_token.row_reference);
   put(call_.row_log_sum, of_token.row_log_sum);
   put(call_.teacher_row_reference, of_token.teacher_row_reference);

@@ -21,11 +21,11 @@ HWY_BEFORE_NAMESPACE();
 namespace logitless::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// log(2^-126): below, exp is subnormal, and taken as 0.
+// log(2^-126): below it exp would be subnormal, and is taken as 0.
 constexpr float kLeastExponent = -87.3365f;
 
-// Makes r and scale = 2^n for |x| <= 87.3 (f32). n is in the low bits of x / ln 2 plus a number
-// whose ULP is 1, which includes the exponent's bias.
+// Computes r and scale = 2^n for |x| <= 87.3 (f32). n is taken from the low bits of x / ln 2 plus a
+// number whose ULP is 1 and which contains the exponent's bias.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE void reduce_exponent(D d, V x, V& r, V& scale) {
   using T = hn::TFromD<D>;
@@ -50,7 +50,7 @@ HWY_INLINE V exp_tail(D d, V r, V r2) {
   return hn::MulAdd(hn::MulAdd(hn::Set(d, T(0x1.6a2434p-10)), r2, c23), r2, c01);
 }
 
-// exp x for x <= 88, -inf included; a NaN stays.
+// exp x for x <= 88, -inf included; NaN stays NaN.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V exp_nonpositive(D d, V x) {
   V r, scale;
@@ -66,7 +66,7 @@ HWY_INLINE V exp_any(D d, V x) {
   return hn::IfThenElse(hn::Gt(x, hn::Set(d, 88.0f)), hn::Inf(d), exp_nonpositive(d, x));
 }
 
-// tanh(y / 2) for y in [0, 40]; a NaN stays.
+// tanh(y / 2) for y in [0, 40]; NaN stays NaN.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V tanh_of_half(D d, V y) {
   using T = hn::TFromD<D>;
@@ -76,7 +76,7 @@ HWY_INLINE V tanh_of_half(D d, V y) {
   const V r2 = hn::Mul(r, r);
   const V q = exp_tail(d, r, r2);
   const V s = hn::MulAdd(r2, q, r);                  // exp r - 1
-  const V s_low = hn::MulAdd(r2, q, hn::Sub(r, s));  // what s lost
+  const V s_low = hn::MulAdd(r2, q, hn::Sub(r, s));  // the rounding error of s
   const V whole = hn::Sub(scale, one);
   const V e = hn::MulAdd(scale, s, whole);
   const V e_low = hn::MulAdd(scale, s_low, hn::MulAdd(scale, s, hn::Sub(whole, e)));

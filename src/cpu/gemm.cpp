@@ -70,9 +70,9 @@ void multiply_panels(const Engine& engine, const Product& p) {
   }
 }
 
-// With few A panels a product waits for B's rows, which are then not packed: 16 rows are transposed
-// a few lanes at a time and multiplied while the next ones arrive (docs/kernels/cpu.md). One panel
-// is fastest with 16 lanes at a time, several with 32.
+// With few A panels the product is bound by reading B's rows, so they are not packed: 16 rows are
+// transposed a few lanes at a time and multiplied while the next ones arrive (docs/kernels/cpu.md).
+// One panel is fastest with 16 lanes at a time, several panels with 32.
 constexpr int64_t most_unpacked_panels = 4, turned_rows = 16, turned_lanes = 32;
 constexpr int64_t fetched_ahead = 64;  // in lanes
 
@@ -111,8 +111,8 @@ bool multiply_rows_unpacked(const Engine& engine, const Source& source, int64_t 
   return true;
 }
 
-// With a stride of at least this the rows belong to a weight's gradient, far larger than a cache,
-// and are stored without being fetched.
+// With a row stride of at least this, C is a weight's gradient, far larger than a cache, and is
+// stored without fetching its lines first.
 constexpr int64_t streamed_stride = 512;
 
 void add_scaled_rows(const float* from, int64_t from_stride, float scale, int64_t rows,
@@ -131,7 +131,7 @@ void add_scaled_rows(const float* from, int64_t from_stride, float scale, int64_
     return;
   }
   for (int64_t r = 0; r < rows; ++r, from += from_stride, to += to_stride) {
-    // Prefetched by hand: the hardware does not follow short runs of a large matrix.
+    // Prefetched in software: hardware does not follow short runs in a large matrix.
     for (int64_t i = 0; i < columns && r + 8 < rows; i += 16) hwy::Prefetch(to + 8 * to_stride + i);
     int64_t j = 0;
     for (; j + n <= columns; j += n) {

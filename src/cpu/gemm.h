@@ -27,8 +27,8 @@ struct Engine {
   int64_t a_rows;      // rows of an A panel
   int64_t b_columns;   // columns of a B panel
   int64_t k_multiple;  // depths are zero-padded to a multiple of it
-  int64_t element;     // bytes of a packed element, 4 or 2
-  // Token counts are padded to whole A panels and to a whole depth of grad_weight.
+  int64_t element;     // bytes per packed element: 4 or 2
+  // Token counts are padded to whole A panels and to the depth multiple of grad_weight's product.
   int64_t token_multiple() const { return a_rows > k_multiple ? a_rows : k_multiple; }
   int64_t padded_k(int64_t k) const { return (k + k_multiple - 1) / k_multiple * k_multiple; }
   int64_t a_panels(int64_t rows) const { return (rows + a_rows - 1) / a_rows; }
@@ -44,15 +44,14 @@ struct Engine {
 // Columns of a tile of the vocabulary, a multiple of every engine's a_rows and b_columns. 192 x 512
 // f32 is 384 KiB, less than half of a 1 MiB L2 (docs/kernels/cpu.md).
 inline constexpr int64_t vocab_tile = 192;
-// The engine of a dtype on the target in force. CPU features decide, never timing.
+// The engine for a dtype on the current target. CPU features decide, never timing.
 Engine choose_engine(DType dtype);
 const char* name_of(Arithmetic arithmetic);
-// For tests: bf16 products run on `arithmetic` until the next call; nullptr returns to
-// choose_engine's choice. Returns false and changes nothing if the target in force does not have
-// it.
+// For tests: runs bf16 products on `arithmetic`; nullptr returns to choose_engine's choice. Returns
+// false and changes nothing if the current target does not have it.
 bool force_bf16_arithmetic(const Arithmetic* arithmetic);
 
-// A strided matrix in memory, whose rows may be picked by an index.
+// A strided matrix in memory; row_index may select its rows.
 struct Source {
   const char* data = nullptr;  // of row 0, column 0
   DType dtype = DType::f32;
@@ -60,13 +59,13 @@ struct Source {
   const int64_t* row_index = nullptr;         // [rows]  null: rows 0, 1, 2, ...
 };
 
-// The packers take elements [row0, row0 + rows) x [column0, column0 + columns) of `source`. Columns
-// run along k: A[row, k], B[row, k].
+// The packers read elements [row0, row0 + rows) x [column0, column0 + columns) of `source`. Here
+// columns run along k: A[row, k], B[row, k].
 void pack_a_along_columns(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t column0,
                           int64_t columns, void* panels);
 void pack_b_along_columns(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t column0,
                           int64_t columns, void* panels);
-// Rows run along k: B[column, k].
+// Here rows run along k: B[column, k].
 void pack_b_along_rows(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t column0,
                        int64_t columns, void* panels);
 
@@ -78,7 +77,7 @@ inline constexpr int64_t gradient_group = 32;  // rows packed at a time
 void pack_gradient(const Engine&, const float* rows, int64_t first, int64_t count, int64_t tokens,
                    void* along_vocab, void* along_tokens);
 
-// C = (accumulate ? C : 0) + A B^T for whole panels. k counts elements, padded; strides between
+// C = (accumulate ? C : 0) + A B^T for whole panels. k counts padded elements; strides between
 // panels are in bytes.
 struct Product {
   const void* a;
@@ -91,13 +90,13 @@ struct Product {
   bool accumulate = false;
 };
 void multiply(const Engine&, const Product&);
-// The same product, bit for bit, with elements [row0, row0 + rows) x [0, columns) of `source` in
-// place of `b`, for few A panels; k is `columns`, padded. Returns false, having done nothing, where
-// only packed operands will do.
+// The same product, to the bit, with elements [row0, row0 + rows) x [0, columns) of `source` in
+// place of `b`, for few A panels; k is `columns`, padded. Returns false without doing anything if
+// the operands must be packed.
 bool multiply_unpacked(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t columns,
                        const Product&);
 
-// to[r, j] = (overwrite ? 0 : to[r, j]) + scale * from[r, j] for a block of f32 rows.
+// For a block of f32 rows: to[r, j] = (overwrite ? 0 : to[r, j]) + scale * from[r, j].
 void add_scaled(const float* from, int64_t from_stride, float scale, int64_t rows, int64_t columns,
                 bool overwrite, float* to, int64_t to_stride);
 

@@ -2,8 +2,8 @@
 // Products of bf16 panels on Intel AMX: 32 x 32 of C in four tile registers, a step of 32 along k.
 //
 // An A panel is [k / 32][32 rows][32 bf16], a B panel [k / 2][32 columns] of pairs. A step is four
-// tile loads and four TDPBF16PS of 16 cycles each; the loads hide (measured: 3.84 TFLOP/s a core
-// with and without them). Each element of C is an in-order chain over pairs of k, whatever the
+// tile loads and four TDPBF16PS of 16 cycles each; the loads are hidden (measured: 3.84 TFLOP/s per
+// core with and without them). Each element of C is an in-order chain over pairs of k, whatever the
 // other rows hold.
 #include "src/cpu/gemm.h"
 
@@ -39,7 +39,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// This much depth of B stays in L1 while every A panel passes: 512 x 32 bf16 is 32 KiB.
+// A panel of B with this depth stays in L1 while all A panels pass: 512 x 32 bf16 is 32 KiB.
 constexpr int64_t depth = 512;
 
 __attribute__((target("amx-tile,amx-bf16"))) void micro(const char* a, const char* b, int64_t steps,
@@ -82,7 +82,7 @@ bool amx_available() {
 
 __attribute__((target("amx-tile,amx-bf16"))) void multiply_amx(const Product& p) {
   TileConfig config;
-  asm volatile("" : "+m"(config));  // the intrinsic does not declare that it reads all of it
+  asm volatile("" : "+m"(config));  // the intrinsic does not declare that it reads the struct
   _tile_loadconfig(&config);
   for (int64_t j = 0; j < p.b_panels; ++j) {
     const char* b = static_cast<const char*>(p.b) + j * p.b_panel_stride;

@@ -41,7 +41,7 @@ namespace logitless::cpu {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// At most 16 lanes, so that vocab_tile is a multiple of every panel.
+// At most 16 lanes, so that vocab_tile is a multiple of every engine's panels.
 using DF = hn::CappedTag<float, 16>;
 constexpr DF df;
 
@@ -50,12 +50,12 @@ constexpr int64_t tile_rows = 8, tile_vectors = 2;
 #else
 constexpr int64_t tile_rows = 4, tile_vectors = 3;
 #endif
-// This much depth of a B panel stays in L1 while all A panels pass: 256 x 32 lanes is 32 KiB.
+// A panel of B with this depth stays in L1 while all A panels pass: 256 x 32 lanes is 32 KiB.
 constexpr int64_t lane_depth = 256;
 
 // A streams from L2 and is prefetched 1 KiB ahead: 222 to 232 of 240 GFLOP/s a core (Granite
-// Rapids). 12 x 2 reaches 235 and 8 x 3 234, but 12 does not divide the chunk, nor 48 columns D
-// 1024.
+// Rapids). Tiles of 12 x 2 reach 235 and of 8 x 3 234, but 12 does not divide the chunk, and 48
+// columns do not divide D = 1024.
 constexpr int64_t prefetch_steps = 32;
 
 struct MultiplyF32 {
@@ -84,13 +84,13 @@ struct MultiplyBf16 {
   }
   template <class A>
   static HWY_INLINE hn::Vec<DF> add(A a, A b, hn::Vec<DF> c) {
-    auto unused = hn::Zero(df);  // a native dot puts everything into the first sum
+    auto unused = hn::Zero(df);  // a native dot adds everything to the first sum
     return hn::ReorderWidenMulAccumulate(df, a, b, c, unused);
   }
 };
 #endif
 
-// What multiply_tile_with does with row r of its registers.
+// The steps of multiply_tile_with for row r of its registers.
 #if LOGITLESS_TILE_2
 #define LOGITLESS_DECLARE(r) auto c##r##0 = hn::Zero(df), c##r##1 = hn::Zero(df);
 #define LOGITLESS_LOAD(r)                    \
@@ -134,7 +134,7 @@ HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, i
   LOGITLESS_TILE_ROWS(LOGITLESS_DECLARE)
   if (accumulate) {
     LOGITLESS_TILE_ROWS(LOGITLESS_LOAD)
-    // Prefetches the tile below, which may lie in L3: nothing else asks for it in time.
+    // Prefetches the next tile, which may be in L3.
     for (int64_t r = tile_rows; r < 2 * tile_rows; ++r) {
       hwy::Prefetch(c + r * c_stride);
       hwy::Prefetch(c + r * c_stride + n);
@@ -158,7 +158,7 @@ HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, i
 #undef LOGITLESS_STEP
 #undef LOGITLESS_STORE
 
-// multiply_tile for a B panel [k][N] of one vector, whose rows lie one after the other.
+// multiply_tile for a B panel [k][N] of a single vector, whose rows are contiguous.
 #define LOGITLESS_DECLARE(r) auto c##r = hn::Zero(df);
 #define LOGITLESS_LOAD(r) c##r = hn::LoadU(df, c + r * c_stride);
 #define LOGITLESS_STEP(r) c##r = M::add(M::broadcast(a, r), x, c##r);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packs inputs, multiplies them to logits, and makes both gradient products of a tile.
+// Packs inputs, multiplies them to logits, and computes both gradient products of a tile.
 #include "src/cpu/linear_products.h"
 
 #include <cstring>
@@ -97,7 +97,7 @@ void LinearProducts::pack_along(const TensorView& input, const PackedInput& pack
 }
 
 void LinearProducts::pack_across() {
-  // A task takes a group of hidden panels and all tokens of the chunk.
+  // A task is a group of hidden panels, with all tokens of the chunk.
   const Engine& engine = plan_.engine;
   const Source source = source_of(call_.input, tokens_->row + first_);
   const int64_t columns = engine.b_columns, hidden = shape_.hidden;
@@ -106,7 +106,7 @@ void LinearProducts::pack_across() {
     const int64_t column = panel * columns;
     char* to = across + panel * columns * padded_count_ * engine.element;
     pack_b_along_rows(engine, source, 0, count_, column, std::min(columns, hidden - column), to);
-    // The depth is padded_count_, so rows behind the packed ones must be zero.
+    // The depth is padded_count_, so rows after the packed ones must be zero.
     const int64_t packed = engine.padded_k(count_);
     std::memset(to + columns * packed * engine.element, 0,
                 columns * (padded_count_ - packed) * engine.element);
@@ -152,8 +152,8 @@ void LinearProducts::multiply_input(const PackedInput& input, int64_t row, int64
   }
 }
 
-// slot[n, columns] (+)= sum over the tile's columns of G[n, v] weight[v, columns], for some hidden
-// panels.
+// For some hidden panels: slot[n, columns] (+)= sum over the tile's v of G[n, v] weight[v,
+// columns].
 void LinearProducts::input_product(int64_t tile, const Lane& lane, Panels panels, float* slot,
                                    bool accumulate) const {
   const Engine& engine = plan_.engine;
@@ -173,7 +173,7 @@ void LinearProducts::input_product(int64_t tile, const Lane& lane, Panels panels
                     .accumulate = accumulate});
 }
 
-// grad_weight[tile, columns] (+)= scale sum over the chunk's tokens of G[n, v] input[n, columns].
+// grad_weight[tile, columns] (+)= scale * sum over the chunk's n of G[n, v] input[n, columns].
 void LinearProducts::weight_product(int64_t tile, const Lane& lane, Panels panels,
                                     bool first_chunk) const {
   const Engine& engine = plan_.engine;
@@ -184,7 +184,7 @@ void LinearProducts::weight_product(int64_t tile, const Lane& lane, Panels panel
   const int64_t product_stride = panel_group * engine.b_columns;
   const float scale = tokens_->gradient_scale;
   const bool overwrite = first_chunk && !call_.accumulate;
-  // The f32 sum is in the workspace or in the output itself; a single chunk needs none, and is
+  // The f32 sum is in the workspace, or in the output itself. A single chunk needs no sum and is
   // rounded at once.
   float* sum = nullptr;
   int64_t stride = 0;
@@ -214,7 +214,7 @@ void LinearProducts::weight_product(int64_t tile, const Lane& lane, Panels panel
   }
 }
 
-// Adds the slots in order and rounds each row once.
+// Adds the slots in order and rounds each row of grad_input once.
 void LinearProducts::reduce_slots() {
   constexpr int64_t group = 4;
   const int64_t stride = plan_.padded_hidden_b, hidden = shape_.hidden;
@@ -234,7 +234,7 @@ void LinearProducts::reduce_slots() {
 void LinearProducts::finish(const Tokens& tokens, bool any_chunk) {
   const int64_t vocab = shape_.vocab, hidden = shape_.hidden;
   if (call_.grad_input) {
-    // Rows of tokens that do not count.
+    // Writes zeros to the rows of tokens that do not count.
     for_each_other(
         tokens, [&](int64_t n) { store_rows(nullptr, 0, 0, n, 1, 0, hidden, call_.grad_input); });
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every linear op does with a chunk of tokens: pack its input, multiply it with tiles of a
-// head's weight to logits, and make both gradient products from the rows of a gradient, a tile at a
-// time. docs/kernels/cpu.md has the schedule.
+// What every linear op does with a chunk of tokens: pack its input, multiply it by tiles of a
+// head's weight to logits, and compute both gradient products from rows of dz, a tile at a time.
+// docs/kernels/cpu.md has the schedule.
 #pragma once
 
 #include <algorithm>
@@ -15,26 +15,26 @@
 
 namespace logitless::cpu {
 
-// What a row's kept columns hold, stored in its row of kept_rows; 0: nothing any more.
+// KeptRow::layout: what a row's kept columns hold. 0 means that they were consumed.
 inline constexpr float logits_layout = 1, exponentials_layout = 2, divergence_layout = 3;
 
-// Writes rows of a [rows, columns] f32 matrix, times scale, to a view of any dtype and stride. A
-// null `from` writes zeros. `accumulate` adds to f32 rows.
+// Writes rows of a [rows, columns] f32 matrix, times scale, to a view of any dtype and stride.
+// Writes zeros if `from` is null. `accumulate` adds to f32 rows.
 void store_rows(const float* from, int64_t from_stride, float scale, int64_t row0, int64_t rows,
                 int64_t column0, int64_t columns, const TensorView& to, bool accumulate = false);
 Source source_of(const TensorView& view, const int64_t* row_index);
 float element_as_f32(const TensorView& view, int64_t index);
 // Loads `count` elements of a vector view as f32 and fills up to vocab_tile with zeros.
 void load_vector(const TensorView& view, int64_t first, int64_t count, float* to);
-// Adds rows [count, vocab_tile] to sum, pairwise, and destroys them: added one by one, the small
-// terms of many tokens would be lost beside one large term, a target's.
+// Adds rows [0, count) of `rows` [count, vocab_tile] to `sum` in pairs, which destroys them. Added
+// one by one, the small terms of many tokens would be lost beside a target's large term.
 void add_rows(float* rows, int64_t count, int64_t width, float* sum);
 
-// The rows of a tile in memory.
+// Rows of a tile in memory.
 struct TileRows {
   char* data;
   int64_t stride;        // bytes
-  const int64_t* place;  // [count]  the rows' places; null: one after the other
+  const int64_t* place;  // [count]  the rows' indices; null: 0, 1, 2, ...
   char* at(int64_t n) const { return data + (place != nullptr ? place[n] : n) * stride; }
 };
 
@@ -51,7 +51,7 @@ struct Lane {
   float* class_weight;  // [vocab_tile]
 };
 
-// The chunk's input of a head, packed with k along the hidden axis.
+// A chunk's input of one head, packed with k along the hidden axis.
 struct PackedInput {
   char* data;
   int64_t hidden, padded_hidden;
@@ -59,8 +59,8 @@ struct PackedInput {
 
 class LinearProducts {
  public:
-  // Runs once after the last chunk, or if there is none: rounds the sums and writes what no token
-  // reached.
+  // Runs once after the last chunk, or if there is none: rounds the sums and writes zeros where no
+  // token contributed.
   void finish(const Tokens& tokens, bool any_chunk);
 
  protected:
@@ -96,8 +96,8 @@ class LinearProducts {
   void pack_along(const TensorView& input, const PackedInput& packed);
   // Packs the chunk's input for grad_weight.
   void pack_across();
-  // c [rows, vocab_tile] = the chunk's rows from `row` on, in whole panels, times `width` rows of
-  // weight.
+  // c [rows, vocab_tile] = `rows` of the chunk's rows from `row` on, in whole panels, times `width`
+  // rows of the weight, transposed.
   void multiply_input(const PackedInput& input, int64_t row, int64_t rows, const Source& weight,
                       int64_t first, int64_t width, const Lane& lane, float* c) const;
   // Calls f(n) for each token of the chunk, on all threads.
@@ -109,13 +109,13 @@ class LinearProducts {
       for (int64_t n = task * group; n < end; ++n) f(n);
     });
   }
-  // Merges a row's sums of all tiles, from `blocks` and `rare`, [vocab_tiles][token_chunk]; `rare`
+  // Combines a row's sums of all tiles from `blocks` and `rare`, [vocab_tiles][token_chunk]; `rare`
   // may be null.
   RowAccumulator sum_of_tiles(int64_t n, const BlockState* blocks, const RareBlock* rare,
                               SumSet wants) const;
   // Adds to grad_weight and grad_bias, and writes the chunk's rows of grad_input. rows_of(tile,
-  // lane, is_first) returns a function that makes row n of the tile's gradient, [width]; is_first
-  // is true once per tile.
+  // lane, is_first) returns a function that computes row n of the tile's dz, [width]; is_first is
+  // true once per tile.
   template <class RowsOf>
   void gradient_pass(bool first_chunk, const RowsOf& rows_of);
 
@@ -124,7 +124,7 @@ class LinearProducts {
   const LinearPlan& plan_;
   char* memory_;
   const Executor& executor_;
-  int64_t kept_;  // columns that are kept, or were by Forward
+  int64_t kept_;  // columns that this Forward keeps, or that Backward's Forward kept
   const Tokens* tokens_ = nullptr;
   int64_t first_ = 0, count_ = 0;
   int64_t padded_count_ = 0;  // a multiple of the engine's token_multiple
@@ -138,7 +138,7 @@ class LinearProducts {
   void reduce_slots();
 };
 
-// Forms G of a tile, row group by row group, packed both ways.
+// Computes G, the tile's rows of dz, group by group, and packs it for both products.
 template <class RowOf>
 void LinearProducts::form_gradient(int64_t tile, const Lane& lane, const RowOf& row_of,
                                    bool sum_bias) const {
@@ -165,8 +165,8 @@ void LinearProducts::form_gradient(int64_t tile, const Lane& lane, const RowOf& 
 template <class RowsOf>
 void LinearProducts::gradient_pass(bool first_chunk, const RowsOf& rows_of) {
   const int64_t panels = plan_.engine.b_panels(shape_.hidden);
-  // More threads than slots share the hidden axis, which changes no bit; each of them forms G
-  // again.
+  // If there are more threads than slots, several share a slot's hidden axis. That changes no bit,
+  // but each computes G again.
   const int64_t parts = std::clamp<int64_t>((plan_.lanes + plan_.slots - 1) / plan_.slots, 1,
                                             most_gradient_parts(panels));
   float* slots = at<float>(plan_.slots_at);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The linear ops on the CPU: tokens are prepared once; each chunk then has its forward pass,
 // coefficients and gradient pass. docs/semantics.md has the formulas, docs/kernels/cpu.md the
-// schedule, tile sizes and measurements. Forward may keep, for compacted tokens, what Backward then
+// schedule, tile sizes and measurements. Forward may keep, for compacted tokens, what Backward
 // reads in place of logits:
 //   kept  [tile][R][192]  the logits z of f32, E = exp(z - z_t) of bf16; the last tile as narrow as
 //                         whole blocks of 64
@@ -19,8 +19,8 @@
 namespace logitless::cpu {
 namespace {
 
-// E keeps its precision where the target's logit is at most this far below the row's maximum, and
-// not above its lse by more than rounding.
+// Kept E is precise enough if the target's logit is at most this far below the row's maximum, and
+// above the row's lse only by rounding.
 constexpr double most_below = 60, most_above = 0.5;
 
 class LinearRun : public LinearProducts {
@@ -36,19 +36,19 @@ class LinearRun : public LinearProducts {
 
   void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
   void pack_input();
-  // Makes logits tile by tile and from them the row states (without coefficients). The logits stay
-  // where the plan stores them or the call keeps them.
+  // Computes logits tile by tile, and from them the row states. The logits are left where the plan
+  // stores them or the call keeps them.
   void forward_pass();
   // Adds to grad_weight and grad_bias, and writes the chunk's rows of grad_input. `gradients` is
   // [count].
   void gradient_pass(bool first_chunk);
-  // In Backward: where a row's kept state is not this call's, sets its state to NaN, and `fault`.
+  // In Backward: if a row's kept state is not of this call, sets its state to NaN and sets `fault`.
   void check_kept(const Tokens& tokens);
-  // Marks every row's kept state as consumed, with or without a gradient.
+  // Marks every row's kept state as consumed, even of tokens without a gradient.
   void consume_kept(const Tokens& tokens);
 
   RowState* states() const { return at<RowState>(plan_.states_at); }  // [N]
-  // [N]  null where none is asked for.
+  // [N], or null if no rare statistic is asked for.
   RareStatistics* rare() const {
     return wants_.rare() ? at<RareStatistics>(plan_.rare_at) : nullptr;
   }
@@ -61,7 +61,7 @@ class LinearRun : public LinearProducts {
   LogitMap map_of(int64_t n) const { return cpu::map_of(map_, *tokens_, first_ + n); }
   bool is_kept(int64_t tile) const { return tile * vocab_tile < kept_; }
   bool makes_logits() const { return shape_.forward || !reads_kept_ || kept_ < shape_.vocab; }
-  // The tile's gradients are formed of what an earlier Forward kept.
+  // Whether the tile's gradients are computed from what an earlier Forward kept.
   bool reads_kept(int64_t tile) const { return !plan_.stored && reads_kept_ && is_kept(tile); }
   void find_anchors();
   void find_chosen();
@@ -73,7 +73,7 @@ class LinearRun : public LinearProducts {
   TileRows tile_rows(int64_t tile, const Lane& lane) const;
   void load_vectors(int64_t tile, const Lane& lane) const;
   void compute_tile(int64_t tile, const Lane& lane, float* logits, bool forward) const;
-  // The largest logits that a thread has seen.
+  // The largest logits found by a thread so far.
   TopLists lists_of(int64_t index) const {
     char* const lane = at<char>(plan_.lanes_at) + index * plan_.lane_bytes;
     return {call_, plan_.token_chunk, lane + plan_.listed_at};
@@ -115,8 +115,8 @@ void LinearRun::load_vectors(int64_t tile, const Lane& lane) const {
     load_vector(call_.vocab_weight, call_.vocab_start() + first, width, lane.class_weight);
 }
 
-// Makes the logits [padded_count][vocab_tile] of a tile. Without `forward` this is a second
-// product, with the row states known.
+// Computes the logits [padded_count][vocab_tile] of a tile. If not `forward`, this is a second
+// product, with known row states.
 void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool forward) const {
   const int64_t first = tile * vocab_tile, width = tile_width(tile);
   multiply_input(packed_input(), 0, count_, source_of(call_.weight, nullptr), first, width, lane,
@@ -147,16 +147,16 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool
   }
 }
 
-// z_t must be known before any tile: E is relative to it, and a rank is counted with it. The
-// product has a column for each token's target, of which the diagonal is used; its bits are the
-// tile's.
+// z_t must be known before any tile: E is relative to it, and rank compares with it. The product
+// multiplies every token of a group with every token's target and uses the diagonal; its bits are
+// those of the tile's logits.
 void LinearRun::find_anchors() {
   constexpr int64_t group = target_group;
   const bool targets_only = call_.targets_only();
   for_each_task(executor_, plan_.lanes, divide_up(count_, group), [&](int64_t task, int64_t index) {
     const Lane lane = this->lane(index);
     const int64_t row = task * group, rows = std::min(group, count_ - row);
-    int64_t columns[group];  // any column if another shard has the target
+    int64_t columns[group];  // any column if the target is in another shard
     for (int64_t r = 0; r < rows; ++r) {
       columns[r] = std::max<int64_t>(tokens_->target[first_ + row + r], 0);
     }
@@ -179,8 +179,8 @@ void LinearRun::find_anchors() {
   });
 }
 
-// Where no tile is made, the chosen columns of a panel's tokens are multiplied alone, a tile's
-// number of them at once. Each has the bits it would have in its tile.
+// If no tile is computed, the chosen columns of a panel's tokens are multiplied alone, as many as a
+// tile has at once. Each has the bits that it has in a tile.
 void LinearRun::find_chosen() {
   const int64_t group = plan_.engine.a_rows;
   for_each_task(executor_, plan_.lanes, divide_up(count_, group), [&](int64_t task, int64_t index) {
@@ -229,7 +229,7 @@ void LinearRun::keep_row(int64_t tile, int64_t n, const float* z) const {
   }
 }
 
-// Completes the chunk's rows of kept_rows.
+// Writes the chunk's rows of kept_rows.
 void LinearRun::keep_states() {
   for (int64_t n = 0; n < count_; ++n) {
     const RowState& state = states()[first_ + n];
@@ -237,7 +237,7 @@ void LinearRun::keep_states() {
     const bool rounded = exponentials() && kept_ > 0;
     const float anchor = rounded ? row->target_logit : state.target_logit;
     const double above = static_cast<double>(anchor) - state.reference;
-    // A NaN does not fit. On a shard without the target, logits may lie far below the anchor: such
+    // NaN does not fit. In a shard without the target, logits may be far below the anchor: such
     // exponentials are negligible beside the target's.
     const bool elsewhere = tokens_->target[first_ + n] < 0;
     const bool fits = above >= -most_below && (elsewhere || above - state.log_sum <= most_above);
@@ -252,7 +252,7 @@ void LinearRun::keep_states() {
   }
 }
 
-// Where the forward pass makes a tile's logits; a product writes whole tiles.
+// Where the forward pass writes a tile's logits; a product writes whole tiles.
 float* LinearRun::logits_of(int64_t tile, const Lane& lane) const {
   if (plan_.stored) {
     return at<float>(plan_.logits_at) + tile * plan_.token_chunk * vocab_tile;
@@ -291,8 +291,8 @@ void LinearRun::list_tile(int64_t tile, int64_t index, const float* logits) cons
   }
 }
 
-// The order of a token's columns is total, so the list does not depend on how threads shared the
-// tiles.
+// A token's columns are totally ordered, so its list does not depend on which thread had which
+// tile.
 void LinearRun::write_list(int64_t n) const {
   const int64_t i = tokens_->row[first_ + n];
   if (std::isnan(states()[first_ + n].reference)) return write_without_order(call_, i);
@@ -340,9 +340,10 @@ void LinearRun::form_row(int64_t tile, const Lane& lane, const TileRows& rows, i
   if (shape_.chooses()) add_chosen(map, tile, n, rounded ? nullptr : z, class_weight, row);
 }
 
-// Adds the gradients of the chosen columns to a row. They are added to what is subtracted at the
-// target, which is made of p and 1 - p, so that nothing cancels where p is near 1. A rounded
-// exponential gives p too coarsely for that: z is null then, and there is no softcap.
+// Adds the gradients of the chosen columns to a row. The target's part is computed from p and 1 -
+// p, and the chosen gradients are added to the subtracted part, so that nothing cancels where p is
+// near 1. A rounded exponential gives p too coarsely for that; then z is null, and there is no
+// softcap.
 void LinearRun::add_chosen(const LogitMap& map, int64_t tile, int64_t n, const float* z,
                            const float* class_weight, float* row) const {
   const int64_t first = tile * vocab_tile;
@@ -363,7 +364,7 @@ void LinearRun::add_chosen(const LogitMap& map, int64_t tile, int64_t n, const f
   }
 }
 
-// The rows that a tile's gradients are formed of, made again where neither stored nor kept.
+// The rows from which a tile's gradients are computed: stored, kept, or computed again.
 TileRows LinearRun::tile_rows(int64_t tile, const Lane& lane) const {
   constexpr int64_t stride = vocab_tile * sizeof(float);
   if (plan_.stored)
@@ -389,8 +390,8 @@ void LinearRun::check_kept(const Tokens& tokens) {
   for (int64_t i = 0; i < tokens.valid; ++i) {
     const KeptRow& row = *kept_row(tokens, i);
     RowState& state = states()[i];
-    // A shard is given the state of the whole vocabulary, whose lse is at least the shard's own, up
-    // to rounding.
+    // A shard gets the state of the whole vocabulary, whose lse is at least the shard's own, up to
+    // rounding.
     const bool is_its =
         call_.shard()
             ? !((row.reference - state.reference) + (row.log_sum - state.log_sum) > kept_tolerance)
@@ -412,7 +413,7 @@ void LinearRun::consume_kept(const Tokens& tokens) {
   }
 }
 
-// Loads row states as Forward wrote them.
+// Loads the row states that Forward wrote.
 void load_states(const Call& call, const Tokens& tokens, RowState* states) {
   for (int64_t i = 0; i < tokens.valid; ++i) {
     const int64_t row = tokens.row[i];
@@ -499,7 +500,7 @@ Status run_linear(const Call& call, const LinearPlan& plan, const Workspace& wor
 
 }  // namespace logitless::cpu
 
-// A rounded exponential gives the slope of a softcap too coarsely.
+// A rounded exponential gives a softcap's slope too coarsely.
 bool logitless::cpu_keeps(DType dtype, const LossOptions& options) {
   return dtype == DType::f32 || (dtype == DType::bf16 && options.softcap == 0);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Walks rows of given logits: chooses the memory that the kernels work in, and moves strided views.
+// Walks rows of given logits: chooses the memory in which kernels work, and copies strided views.
 #include "src/cpu/logit_rows.h"
 
 #include <algorithm>
@@ -10,13 +10,12 @@
 namespace logitless::cpu {
 namespace {
 
-// Up to this length a row of z is kept for the gradient; longer ones leave the L2 cache, and making
-// them again costs less than reading them back.
+// Rows up to this length keep z for the gradient. Longer ones leave the L2 cache, and computing z
+// again is cheaper than reading it back.
 constexpr int64_t most_kept_columns = 1 << 18;
-// Elements of a task, about 10 us.
+// Elements per task, about 10 us of work.
 constexpr int64_t task_elements = 1 << 15;
-// Columns of strided elements that are moved at a time: their cache lines stay in L1 even if they
-// share a set.
+// Strided columns copied at a time: their cache lines stay in L1 even if they share a set.
 constexpr int64_t strip = 8;
 
 bool rows_adjoin(const TensorView& v) {
@@ -39,7 +38,7 @@ Strided<T> strided(const TensorView& v, const RowGroup& rows, int64_t column) {
   return {v.as<T>() + column * v.stride[1], rows.row, v.stride[0], v.stride[1]};
 }
 
-// Moves a strip of columns at a time.
+// Copies a strip of columns at a time.
 template <class T>
 void move_strided(int64_t rows, int64_t count, const Strided<const T>& from, const Strided<T>& to) {
   const int64_t from_step = from.column_stride, to_step = to.column_stride;
@@ -122,7 +121,7 @@ LogitRows::LogitRows(const TensorView& logits, const TensorView& output, const L
   direct_ = !grouped && logits.dtype == DType::f32 && logits.stride[1] == 1 && identity;
   to_output_ = !grouped && output && output.dtype == DType::f32 && output.stride[1] == 1;
   kept_ = !grouped && purpose.forward && output && (to_output_ || columns_ <= most_kept_columns);
-  // Chosen the same way for every layout, so that every layout has the same bits.
+  // Chosen in the same way for every layout, so that all have the same bits.
   if (purpose.forward && output && map.softcap == 0 && !purpose.needs_logits) {
     basis_ = Basis::exponentials;
     const int64_t blocks = (columns_ + row_block - 1) / row_block;
@@ -131,13 +130,13 @@ LogitRows::LogitRows(const TensorView& logits, const TensorView& output, const L
   int64_t width = std::min(columns_, row_block);
   if (kept_) width = to_output_ ? 0 : columns_;
   if (direct_ && basis_ == Basis::logits && !kept_ && (!output || to_output_)) width = 0;
-  // So that the rows of a group fall into different sets of L1.
+  // A pitch that puts the rows of a group into different sets of L1.
   pitch_ = grouped ? width + 16 : width;
   lane_bytes_ = maxima_ * sizeof(float) + padded(group_ * pitch_ * sizeof(float));
 }
 
 int64_t LogitRows::task_rows() const {
-  const int64_t columns = std::max<int64_t>(1, columns_);  // V may be 0 where N is 0
+  const int64_t columns = std::max<int64_t>(1, columns_);  // V may be 0 if N is 0
   return std::max<int64_t>(1, task_elements / (columns * group_)) * group_;
 }
 
@@ -170,7 +169,7 @@ void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWa
     const int64_t count = std::min(row_block, columns_ - column);
     float* const block = kept_ ? row + column : row;
     float* logits = block;
-    // The identity map writes nothing.
+    // Kernels may work in the view itself: the identity map writes nothing.
     if (direct_) logits = reinterpret_cast<float*>(address(logits_, rows.row[0], column));
     if (!direct_) load_group(logits_, rows, column, count, block, pitch_);
     const float* weight = class_weight != nullptr ? class_weight + column : nullptr;

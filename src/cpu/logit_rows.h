@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Walks rows of given logits [N, V] a block of columns at a time: forward makes a row's state,
-// gradient its output row. Rows that lie side by side in memory (column-major views) are walked in
-// groups, so that cache lines are used whole. A row's blocks, and so its bits, are the same either
+// Walks rows of given logits [N, V] a block of columns at a time: forward() computes a row's state,
+// gradient() its output row. Rows that are interleaved in memory (column-major views) are walked in
+// groups, so that whole cache lines are used. A row's blocks, and so its bits, are the same either
 // way.
 #pragma once
 
@@ -14,31 +14,31 @@
 
 namespace logitless::cpu {
 
-// Columns of a block: one f32 block and its output stay in L1, and combining blocks costs 2 % of a
+// Columns of a block: an f32 block and its output stay in L1, and combining blocks costs 2 % of a
 // row.
 inline constexpr int64_t row_block = 2048;
 inline constexpr int64_t most_rows = 32;
 
 struct RowGroup {
   const int64_t* row;  // [count]  indices in the views
-  // [count]  columns, -1 where not here; null where there are no targets at all
+  // [count] columns, -1 if in another shard; null if there are no targets
   const int64_t* target;
   int64_t count;                   // at most LogitRows::group()
   const Tokens* tokens = nullptr;  // for the rows' temperatures, if any
   int64_t first = 0;               // the group's first compacted index
 };
 
-// What forward finds of a group's rows.
+// What forward() computes for a group's rows.
 struct RowResults {
   RowState* states;                // [count]  with target_logit
-  RareStatistics* rare = nullptr;  // [count]  null where none is asked for
-  int64_t whole = 0;               // columns of the whole vocabulary, for the mean
+  RareStatistics* rare = nullptr;  // [count]  null if none is asked for
+  int64_t whole = 0;               // V of the whole vocabulary, for mean_logit
 };
 
 struct RowsPurpose {
   bool forward = true;        // forward runs before gradient
   bool needs_logits = false;  // gradients have an entropy term
-  bool maps = false;          // each row has a map of its own
+  bool maps = false;          // each row has its own map
 };
 
 class LogitRows {
@@ -50,34 +50,34 @@ class LogitRows {
   int64_t group() const { return group_; }
   // Bytes of one thread's scratch, a multiple of 64.
   uint64_t lane_bytes() const { return lane_bytes_; }
-  // Rows of one task, a multiple of group(): enough work to be worth handing out.
+  // Rows of one task, a multiple of group().
   int64_t task_rows() const;
 
-  // Makes the rows' states. If the purpose has gradients, `gradient` must follow on the same rows
-  // with the same scratch: output rows may hold what is kept for it.
+  // Computes the rows' states. If the purpose has gradients, gradient() must follow on the same
+  // rows with the same scratch: output rows may hold what is kept for it.
   void forward(const RowGroup& rows, const float* class_weight, BlockWants wants, float* scratch,
                const RowResults& results) const;
-  // Makes output rows from coefficients [count] and, where forward ran before, its states.
+  // Computes output rows from coefficients [count] and, if forward() ran before, its states.
   void gradient(const RowGroup& rows, const float* class_weight, const RowGradient* coefficients,
                 const RowState* states, float* scratch) const;
   void clear(int64_t row) const;
 
  private:
-  // What gradient starts from; kept from forward where there is room.
+  // What gradient() starts from; kept by forward() if there is room.
   enum class Basis { logits, exponentials };
 
   LogitMap map_of(const RowGroup& rows, int64_t r) const {
     return maps_ ? cpu::map_of(map_, *rows.tokens, rows.first + r) : map_;
   }
   float* row_of_output(const RowGroup& rows) const;
-  // The target's logit, before its block is walked.
+  // The target's logit, read before its block is walked.
   float target_logit_of(const RowGroup& rows, int64_t r) const;
-  // The kept row, or a block's scratch where nothing is kept.
+  // The kept row, or a block's scratch if nothing is kept.
   float* held(const RowGroup& rows, float* scratch) const;
 
   TensorView logits_, output_;
   LogitMap map_;
-  bool maps_;  // each row has a map of its own
+  bool maps_;  // each row has its own map
   int64_t columns_;
   int64_t group_;           // rows walked together
   int64_t pitch_;           // floats between rows of the scratch
@@ -93,7 +93,7 @@ inline int64_t tasks_of(const LogitRows& rows, int64_t count) {
   return (count + rows.task_rows() - 1) / rows.task_rows();
 }
 
-// The number of threads that have room in `bytes` of scratch.
+// The number of threads that `bytes` of scratch suffice for.
 inline int64_t lanes_of(const LogitRows& rows, const Executor& executor, uint64_t bytes) {
   const int64_t threads = executor.num_threads;
   if (rows.lane_bytes() == 0) return threads;

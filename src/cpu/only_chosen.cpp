@@ -4,8 +4,8 @@
 //   grad_input_i = sum_k a_ik W[ids_ik]
 //   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over the places (i, k)
 //   with id j, in order
-// Tokens, in parallel, make grad_input and all a; a counting sort brings the places to their
-// columns; columns, in parallel, make the rows of grad_weight. Each sum is one thread's, in f32.
+// Tasks over tokens compute grad_input and all a; a counting sort groups the places by column;
+// tasks over columns compute the rows of grad_weight. Each sum is computed by one thread, in f32.
 #include <algorithm>
 #include <numeric>
 
@@ -40,7 +40,7 @@ Layout layout_of(const Call& call) {
   return layout;
 }
 
-// Returns row i of a matrix in f32: in place if it can, else converted into `copy`.
+// Returns row i of a matrix in f32: in place if possible, else converted into `copy`.
 const float* row_in_f32(const TensorView& matrix, int64_t i, float* copy) {
   const int64_t hidden = matrix.shape[1], size = size_of(matrix.dtype);
   const char* row = matrix.as<const char>() + i * matrix.stride[0] * size;
@@ -168,7 +168,7 @@ void OnlyChosen::sort(const Tokens& tokens) const {
   std::fill_n(end, call_.vocab(), int64_t{0});
   for_places([&](int64_t column, const Summand&) { ++end[column]; });
   std::exclusive_scan(end, end + call_.vocab(), end, int64_t{0});
-  // Each column's begin moves to its end as its summands are placed.
+  // end[column] is where the column begins, and moves to its end as summands are placed.
   for_places([&](int64_t column, const Summand& summand) { summands[end[column]++] = summand; });
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packers: strided elements of any input dtype become zero-padded panels of 32-bit lanes
+// The packers copy strided elements of any input dtype into zero-padded panels of 32-bit lanes
 // (gemm.h).
 
 #if defined(LOGITLESS_PACK_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -21,11 +21,11 @@ namespace logitless::cpu {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Elements of a row that are converted or gathered at a time.
+// Elements of a row converted or gathered at a time.
 constexpr int64_t stage_columns = 512;
 
-// Depth that is packed before the next rows' turn: a panel's part stays in L1 until its lines are
-// whole.
+// Depth packed before the next rows are: a panel's part stays in L1 until its cache lines are
+// complete.
 constexpr int64_t pack_depth = 128;
 
 // `count` is a multiple of a vector's lanes.
@@ -59,7 +59,7 @@ HWY_INLINE void transpose_4(const uint32_t* const* rows, int64_t lanes, int64_t 
 }
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
-// Blocks a0 b0 a2 b2 and a1 b1 a3 b3; Highway 1.2 has no single instruction for them.
+// Return the blocks a0 b0 a2 b2 and a1 b1 a3 b3; Highway has a function for each from 1.3 on.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V even_blocks(D d, V a, V b) {
 #if HWY_VERSION_GE(1, 3)
@@ -147,11 +147,11 @@ HWY_INLINE void prefetch_run(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) hwy::Prefetch(from + i);
 }
 
-// Reads a row's elements as the engine takes them (f32 or bf16), contiguous.
+// Reads a row's elements as the engine takes them (f32 or bf16), contiguously.
 struct RowReader {
   const Engine& engine;
   const Source& source;
-  bool direct;  // already so in memory
+  bool direct;  // already contiguous in that dtype in memory
 
   RowReader(const Engine& e, const Source& s)
       : engine(e),
@@ -164,7 +164,7 @@ struct RowReader {
            (r * source.row_stride + column * source.column_stride) * size_of(source.dtype);
   }
 
-  // A pair of bf16 may start at an odd element; then its lanes cannot be read in place.
+  // A pair of bf16 may start at an odd element; then it cannot be read in place as a 32-bit lane.
   bool lane_aligned(int64_t row, int64_t column) const {
     return reinterpret_cast<uintptr_t>(at(row, column)) % alignof(uint32_t) == 0;
   }
@@ -190,7 +190,7 @@ struct RowReader {
   }
 };
 
-// Some rows of one segment of columns, as lanes; rows beyond the last are zero.
+// Rows of one segment of columns, as lanes; rows after the last are zero.
 struct RowGroup {
   alignas(64) char buffer[transpose_rows_at_once][pack_depth * 4];
   const uint32_t* lanes[transpose_rows_at_once];
@@ -228,7 +228,7 @@ void pack_along_columns(const Engine& engine, const Source& source, int64_t row0
       for (int64_t r = 0; r < panel_rows; r += group_rows) {
         const int64_t wanted = std::min(group_rows, panel_rows - r);
         if (reader.direct) {
-          // The next rows of this panel, or its first ones further along k.
+          // The next rows of this panel, or its first rows further along k.
           const bool last = r + group_rows >= panel_rows;
           const int64_t next_k = last ? k + pack_depth : k, next_r = last ? 0 : r + group_rows;
           const int64_t bytes = std::min(pack_depth, columns - next_k) * engine.element;

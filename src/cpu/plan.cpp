@@ -16,8 +16,8 @@
 namespace logitless::cpu {
 namespace {
 
-// Sizes saturate here. Shapes that validation admits exceed it once padded to whole tiles; no
-// machine has the memory, and a smaller workspace is refused.
+// Sizes saturate here: shapes that validation accepts may exceed it once padded to whole tiles. No
+// machine has that much memory.
 constexpr int64_t most_bytes = (INT64_MAX / 64 - 1) * 64;
 
 constexpr int64_t bytes_of(std::initializer_list<int64_t> factors) {
@@ -28,7 +28,7 @@ constexpr int64_t bytes_of(std::initializer_list<int64_t> factors) {
   return product;
 }
 
-// Hands out consecutive ranges, each 64-byte aligned.
+// Allocates consecutive ranges, each 64-byte aligned.
 struct Layout {
   uint64_t at = 0;
   uint64_t take(int64_t bytes) {
@@ -37,33 +37,36 @@ struct Layout {
     at = std::min<uint64_t>(end, most_bytes);
     return start;
   }
-  // Starts again at `start`, for arrays that live when the ranges since then are dead; at_least
-  // keeps the larger of both ends.
+  // back_to() continues at `start`, for arrays used after the ranges since then; at_least() keeps
+  // the larger end of both.
   uint64_t back_to(uint64_t start) { return std::exchange(at, start); }
   void at_least(uint64_t end) { at = std::max(at, end); }
 };
 
-// Columns of the weight that are packed at a time: 256 keep the block in L2 beside the packed
-// input. With few tokens reading the weight dominates, and longer runs read faster (8 x 4096 x
-// 128256 loss only: 119 ms at 256, 105 at 1024, 138 at 4096).
+// Columns of the weight packed at a time: 256 keep the block in L2 beside the packed input. With
+// few tokens reading the weight dominates, and longer runs are read faster (8 x 4096 x 128256, loss
+// only: 119 ms with 256, 105 with 1024, 138 with 4096).
 constexpr int64_t many_tokens_depth = 256, few_tokens_depth = 1024, few_tokens = 64;
-// 512 tokens do 144 flop a byte of weight at D 768, far above the machine's balance; 256 cost 3 %
+// 512 tokens do 144 flop per byte of weight at D 768, far above the machine's balance; 256 cost 3 %
 // more, 1024 gain nothing (docs/kernels/cpu.md).
 constexpr int64_t chunk_steps[] = {512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8};
-// If logits are made again, the packed operands of both products share the cache.
+// If logits are computed again, both products' packed operands share the cache, so chunks are
+// smaller.
 constexpr int64_t largest_recomputed = 256;
-// Smaller chunks save little memory and take many times as long; only a default that needs them
-// uses them.
+// Smaller chunks save little memory and take many times as long; only a default plan that needs
+// them uses them.
 constexpr int64_t smallest_chunk = 64;
-// More slots feed more threads without splitting the hidden axis, but take memory: at most this.
+// More slots feed more threads without splitting the hidden axis, but take memory: at most this
+// much.
 constexpr int64_t slot_bytes = int64_t{12} << 20;
 // What the default may take beyond half of the f32 logits.
 constexpr int64_t default_extra = int64_t{16} << 20;
-// What the loss alone takes: X packed, a tile for each lane and the tiles' states.
+// The workspace of the loss alone: packed X, a tile for each lane and the tiles' states.
 constexpr int64_t loss_only_bytes = int64_t{14} << 20;
 
-// Lanes and slots that a plan is weighed with. `cost` is the mean over 1, 2, 4 and 8 threads of
-// what idle threads cost; with fewer slots than threads each tile's gradient is formed twice.
+// The lanes and slots for which a plan's cost is estimated. `cost` is the mean over 1, 2, 4 and 8
+// threads of the cost of idle threads; with fewer slots than threads each tile's gradient is
+// computed twice.
 struct Crew {
   int64_t lanes, slots;
   double cost;
@@ -81,9 +84,9 @@ int64_t gradient_tasks(const LinearShape& shape, const LinearPlan& p) {
   return p.slots * most_gradient_parts(p.engine.b_panels(shape.hidden));
 }
 
-// At most as many threads as the pass with the most tasks has work for; others would only take
-// scratch. Parts of a slot each make its logits again, which pays only if all slots have equally
-// many parts.
+// At most as many threads as the pass with the most tasks can use; more would only take scratch.
+// The parts of a slot compute the same logits again, which only pays if all slots have equally many
+// parts.
 int64_t useful_lanes(const LinearShape& shape, const LinearPlan& p, int64_t threads) {
   const int64_t forward = shape.forward ? p.vocab_tiles : 1;
   const int64_t backward = shape.gradients() ? gradient_tasks(shape, p) : 1;
@@ -113,7 +116,7 @@ double expected_time(const LinearShape& shape, const LinearPlan& p, Crew crew) {
                       (4 + again) * rates.pass / static_cast<double>(p.token_chunk));
 }
 
-// Places the rows of two heads: losses of all tokens, the rest of a chunk.
+// Places the rows of two heads: the losses of all tokens, and the other arrays of a chunk.
 void place_rows_of_two(const LinearShape& shape, LinearPlan& p, Layout& whole) {
   const int64_t chunk = p.token_chunk;
   p.losses_at = whole.take(shape.forward ? shape.tokens * 4 : 0);
@@ -146,7 +149,7 @@ void place(const LinearShape& shape, LinearPlan& p) {
   const int64_t along = shape.makes_logits() ? p.engine.a_bytes(chunk, shape.hidden) : 0;
   p.input_across_at = whole.take(across);
   if (!p.stored) p.input_along_at = whole.take(along);
-  // The slots may take the forward pass's memory: it is over before they are written.
+  // The slots may reuse the forward pass's memory, which is free when they are written.
   const uint64_t forward_at = whole.at;
   if (p.stored) p.input_along_at = whole.take(along);
   p.teacher_along_at =
@@ -163,7 +166,7 @@ void place(const LinearShape& shape, LinearPlan& p) {
   p.lanes_at = whole.at;
 
   Layout lane;
-  // With two heads no tile of logits follows it, so it need only hold what is packed.
+  // With two heads no tile of logits follows the block, so it only needs to hold what is packed.
   const int64_t packed = shape.diverges ? std::min(shape.vocab, vocab_tile) : vocab_tile;
   const int64_t block = shape.makes_logits() ? p.engine.b_bytes(packed, p.depth_block) : 0;
   p.weight_block_at = lane.take(block);
@@ -188,7 +191,7 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   LinearPlan p;
   p.engine = shape.engine.has_value() ? *shape.engine : choose_engine(shape.dtype);
   p.stored = choice.stored;
-  // Chunks of equal size: 513 tokens are 2 x 264, not 512 and 1.
+  // Chunks have equal sizes: 513 tokens are 2 x 264, not 512 and 1.
   const int64_t tokens = std::max<int64_t>(shape.tokens, 1);
   p.chunks = (tokens + choice.token_chunk - 1) / choice.token_chunk;
   p.token_chunk = round_up((tokens + p.chunks - 1) / p.chunks, p.engine.token_multiple());
@@ -200,7 +203,7 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   p.padded_hidden_b = p.engine.b_panels(shape.hidden) * p.engine.b_columns;
   p.weight_sum = shape.grad_weight && !shape.direct_grad_weight && p.chunks > 1;
   const int64_t slot = bytes_of({p.token_chunk, p.padded_hidden_b, 4});
-  // Without grad_input nothing is summed over the vocabulary, so every tile is a task. A power of
+  // Without grad_input nothing is summed over the vocabulary, so each tile is a task. A power of
   // two divides evenly among 2, 4 and 8 threads.
   const int64_t affordable = std::bit_floor<uint64_t>(std::max<int64_t>(slot_bytes / slot, 1));
   const int64_t tiles = std::max<int64_t>(p.vocab_tiles, 1);
@@ -219,9 +222,9 @@ void for_each_plan(const LinearShape& shape, const Use& use) {
   int64_t chunks = 0;
   for (const int64_t step : chunk_steps) {
     const int64_t previous = std::exchange(chunks, (tokens + step - 1) / step);
-    if (chunks == previous) continue;  // gives the same chunk again
+    if (chunks == previous) continue;  // would give the same chunk again
     for (const bool stored : {true, false}) {
-      // With two heads the rows are walked again once each has its lse.
+      // With two heads the rows of logits are read again once each lse is known.
       const bool must_store = shape.diverges && shape.forward;
       if (stored ? !must_store && !(shape.gradients() && shape.forward) : must_store) continue;
       for (const Crew crew : crews) {
@@ -241,7 +244,7 @@ uint64_t default_limit(const LinearShape& shape, const LinearPlan& p) {
   return uint64_t(shape.tokens) * shape.vocab * 2 + default_extra + sum;
 }
 
-// Returns the least costly plan with a full crew below the limit, else the smallest.
+// Returns the cheapest plan with a full crew below the limit, else the smallest plan.
 LinearPlan default_plan(const LinearShape& shape) {
   LinearPlan best, smallest;
   for_each_plan(shape, [&](const LinearPlan& p) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CrossEntropy on given probabilities, in double, element by element. Only label smoothing reads
-// more than the target's element.
+// CrossEntropy on given probabilities, in double, element by element. Without label smoothing only
+// the target's element is read.
 #include "src/cpu/probability_rows.h"
 
 #include <cmath>

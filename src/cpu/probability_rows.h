@@ -10,7 +10,7 @@ namespace logitless::cpu {
 
 struct ProbabilityRow {
   const TensorView& probabilities;  // [N, V]
-  const float* class_weight;        // [V]  null where all are 1
+  const float* class_weight;        // [V]  null if all are 1
   float floor;
 };
 

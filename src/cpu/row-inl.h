@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of row_kernels.h over one block of a row, compiled once per target. A block is walked
-// several times while it is in L1: for the map and the maximum, for exp and its sum, then for what
-// else is asked for.
+// The loops of row_kernels.h over one block of a row, compiled once per target. A block is read
+// several times while it is in L1: for the map and the maximum, for exp and its sum, then for
+// further sums.
 
 #if defined(LOGITLESS_CPU_ROW_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITLESS_CPU_ROW_INL_H_
@@ -33,7 +33,7 @@ inline Map kind_of_map(const LogitMap& map) {
   return map.identity() ? Map::identity : Map::scale;
 }
 
-// Returns outward tanh(inward size / 2); both factors have a low part.
+// Returns outward tanh(inward size / 2); both factors come with a low part.
 template <class D, class V = hn::Vec<D>, class T = hn::TFromD<D>>
 HWY_INLINE V cap_vector(D d, V size, T inward, T inward_low, T outward, T outward_low) {
   const V y = hn::MulAdd(size, hn::Set(d, inward), hn::Mul(size, hn::Set(d, inward_low)));
@@ -65,7 +65,7 @@ HWY_INLINE V map_vector(D d, const MapFactors& f, V raw) {
   if constexpr (kMap == Map::softcap) {
     const V limit = hn::Set(d, f.limit);
     V size = hn::Abs(raw);
-    size = hn::IfThenElse(hn::Gt(size, limit), limit, size);  // Min would not keep a NaN
+    size = hn::IfThenElse(hn::Gt(size, limit), limit, size);  // Min would drop NaN
     // z has the sign of raw times that of outward.
     return hn::Xor(cap_vector_f32(d, f, size), hn::And(raw, hn::SignBit(d)));
   }
@@ -106,8 +106,8 @@ float map_and_maximum(const MapFactors& f, float* HWY_RESTRICT z, const float* H
   return hn::ReduceMax(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3)));
 }
 
-// Sums what add(i, &s, &t) adds for the vector of columns from i on, and add_rest for the last
-// columns. Few additions follow each other: 8 to a partial sum, then the partial sums.
+// Returns the sums of add(i, &s, &t) for each vector of columns from i on, and of add_rest for the
+// last columns. Chains of additions are short: 8 per partial sum, then the partial sums.
 template <bool kSecond, class Add, class AddRest>
 HWY_INLINE void sum_columns(int64_t count, float* first, float* second, const Add& add,
                             const AddRest& add_rest) {
@@ -135,7 +135,7 @@ HWY_INLINE void sum_columns(int64_t count, float* first, float* second, const Ad
   if constexpr (kSecond) *second = hn::ReduceSum(d, hn::Add(other, t0));
 }
 
-// Sums exp(z_j - m) and, for the entropy, exp(z_j - m) (z_j - m). With kStore also writes the
+// Sums exp(z_j - m) and, for the entropy, exp(z_j - m) (z_j - m). kStore also writes the
 // exponentials to `e`, which may be z.
 template <bool kEntropy, bool kStore>
 void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* state, float* e) {
@@ -146,7 +146,7 @@ void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* 
     const V x = hn::Sub(z_at, m);
     const V y = exp_nonpositive(d, x);
     s = hn::Add(s, y);
-    // 0 log 0 is 0: x must be finite where exp is 0.
+    // 0 log 0 is 0, so x must be finite where exp is 0.
     if constexpr (kEntropy) t = hn::MulAdd(y, hn::Max(x, least), t);
     return y;
   };
@@ -236,7 +236,7 @@ inline int32_t count_above(const float* HWY_RESTRICT z, int64_t count, float lea
   return static_cast<int32_t>(above);
 }
 
-// Returns the lowest index whose logit is `maximum`, or 0 if there is none, in a block with a NaN.
+// Returns the lowest index whose logit is `maximum`, or 0 if there is none, as in a block with NaN.
 inline int32_t first_index_of(const float* HWY_RESTRICT z, int64_t count, float maximum) {
   const hn::ScalableTag<float> d;
   const int64_t n = hn::Lanes(d);
@@ -252,7 +252,7 @@ inline int32_t first_index_of(const float* HWY_RESTRICT z, int64_t count, float 
   return 0;
 }
 
-// x - y z, in one rounding where the target can.
+// x - y z, in a single rounding if the target has fused multiply-add.
 struct MinusVectors {
   template <class V>
   HWY_INLINE V operator()(V x, V y, V z) const {
@@ -298,8 +298,8 @@ inline Cap cap_of(const MapFactors& f) {
   const double whole = std::fabs(double{f.outward}) + low;
   return {std::fabs(f.outward), low, static_cast<float>(1 / whole)};
 }
-// Returns 1 - t^2 for t = z / cap, from 1 - |t|, which is z's distance from the cap: exact where t
-// is near 1, while t itself has been rounded three times.
+// Returns 1 - t^2 for t = z / cap, from 1 - |t|, the distance of z from the cap. It is exact where
+// t is near 1, while t itself has been rounded three times.
 template <class D, class V>
 HWY_INLINE V cap_slope(D d, const Cap& cap, V z) {
   const V distance = hn::Sub(hn::Set(d, cap.size), hn::Abs(z));
@@ -307,7 +307,7 @@ HWY_INLINE V cap_slope(D d, const Cap& cap, V z) {
   return hn::NegMulAdd(rest, rest, hn::Add(rest, rest));
 }
 
-// kSmoothing is 0 without smoothing, 1 where every class counts alike, 2 with class weights.
+// kSmoothing: 0 without smoothing, 1 if all classes have weight 1, 2 with class weights.
 template <bool kSoftcap, int kSmoothing, bool kEntropy>
 void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, const float* weight,
                    int64_t count, float* draw) {
@@ -317,7 +317,7 @@ void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, co
   const V probability = hn::Set(d, g.probability * f.slope);
   const V smoothing = hn::Set(d, g.smoothing * f.slope), entropy = hn::Set(d, g.entropy * f.slope);
   const V entropy_value = hn::Set(d, g.entropy_value), least = hn::Set(d, kLeastExponent);
-  const Cap cap = kSoftcap ? cap_of(f) : Cap{};  // a division for each vector would cost too much
+  const Cap cap = kSoftcap ? cap_of(f) : Cap{};  // dividing for every vector would be slow
   const auto gradient = [&](V z_at, V c) HWY_ATTR {
     const V log_p = hn::Sub(hn::Sub(z_at, reference), log_sum);
     const V p = exp_any(d, log_p);
@@ -330,8 +330,8 @@ void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, co
   for_columns<kSmoothing == 2>(z, weight, count, draw, gradient);
 }
 
-// draw_j from p_j = e_j exp(shift). A small factor of p_j comes last: times exp(shift) it may be
-// subnormal.
+// draw_j from p_j = e_j exp(shift). A small factor of p_j is multiplied last: times exp(shift) it
+// could be subnormal.
 template <int kSmoothing, bool kEntropy>
 void exponentials_loop(const MapFactors& f, const RowGradient& g, double shift,
                        const float* exponentials, const float* weight, int64_t count, float* draw) {
@@ -345,7 +345,7 @@ void exponentials_loop(const MapFactors& f, const RowGradient& g, double shift,
   const auto gradient = [&](V e, V c) HWY_ATTR {
     const V p = hn::Mul(e, factor);
     V information = constant;
-    // 0 log 0 is 0, so the logarithm of 0 must be finite.
+    // 0 log 0 is 0, so the logarithm must be finite.
     if constexpr (kEntropy) information = hn::Add(hn::Log(d, hn::Max(e, least)), constant);
     return dz_of<MinusVectors>(hn::Mul(own, p), kSmoothing > 0, s, c, kEntropy, hn::Mul(h, p),
                                information);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row kernels: one entry per kernel and target, chosen at run time, and the scalar rest.
+// The row kernels: one entry per kernel and target, dispatched at run time, and the scalar code.
 #include "src/cpu/row_kernels.h"
 
 #include <cmath>
@@ -12,7 +12,8 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/cpu/row_kernels.cpp"
 #include "hwy/foreach_target.h"
-// The order of these includes matters: the list of targets, the loop over them, what it repeats.
+// The order of these includes matters: first the list of targets, then the loop over them, then the
+// code that is repeated for each.
 #include "hwy/highway.h"
 #include "src/cpu/row-inl.h"
 
@@ -25,9 +26,9 @@ float map_with(const MapFactors& f, float* z, const float* bias, int64_t count) 
                          : map_and_maximum<kMap, false>(f, z, bias, count);
 }
 
-// Maps under a softcap whose scale is so small that no finite logit has a tanh of 1, so that none
-// can stand in for an infinite one. With the logits times 2^-8 and the scale times 2^8 there is
-// one; the map is the same, since what becomes subnormal had a tanh below 2^-240.
+// Applies a softcap whose scale is so small that no finite logit has a tanh of 1, so that none can
+// stand in for an infinite one. With logits times 2^-8 and the scale times 2^8 there is one. The
+// map is the same, since logits that become subnormal had a tanh below 2^-240.
 float cap_faint(LogitMap map, float* logits, const float* bias, int64_t count) {
   for (int64_t j = 0; j < count; ++j) {
     logits[j] = (bias != nullptr ? logits[j] + bias[j] : logits[j]) * 0x1p-8f;
@@ -59,8 +60,8 @@ void sum_with(const float* z, int64_t count, float shift, BlockState* state, flo
   }
 }
 
-// Without the target's own column: its logit here may be above the one that it is compared with,
-// which another product has made.
+// Leaves out the target's own column: another product computed the logit that it is compared with,
+// so rounding may put it above itself.
 float mass_of_others(const float* z, int64_t count, const BlockWants& wants, float shift) {
   const bool here = wants.target >= 0 && wants.target < count;
   if (!here) return mass_above(z, count, shift, wants.target_logit);
@@ -98,7 +99,7 @@ void forward_block_on_target(const LogitMap& map, float* logits, const float* bi
     if (std::isnan(logits[j])) state->maximum = logits[j];
   }
   // The shift is always finite, so that a block of -inf sums to 0, and a NaN that the maximum
-  // missed stays NaN. The further sums come first: the exponentials may overwrite the logits.
+  // missed stays NaN. Further sums come first: the exponentials may overwrite the logits.
   const float shift = state->maximum == kMinusInfinity ? 0 : state->maximum;
   if (rare != nullptr) *rare = rare_sums(logits, count, wants, shift);
   if (wants.sums.has(SumKind::shifted)) {
@@ -109,7 +110,7 @@ void forward_block_on_target(const LogitMap& map, float* logits, const float* bi
   if (std::isnan(state->sum) && !infinite) state->maximum = state->sum;
 }
 
-// Calls f(constant): 0 without smoothing, 1 where every class counts alike, 2 with class weights.
+// Calls f(constant): 0 without smoothing, 1 if all classes have weight 1, 2 with class weights.
 template <class F>
 void with_smoothing(float smoothing, const float* class_weight, const F& f) {
   if (smoothing == 0) return f(std::integral_constant<int, 0>{});
@@ -169,7 +170,7 @@ int64_t find_at_least_on_target(const float* z, int64_t from, int64_t count, flo
   return from;
 }
 
-// destination_j = of(source_j), in vectors with the number of elements of an f32 vector.
+// destination_j = of(source_j), in vectors of as many elements as an f32 vector.
 template <class From, class To, class F>
 HWY_INLINE void convert(const From* HWY_RESTRICT source, int64_t count,
                         To* HWY_RESTRICT destination, const F& of) {
@@ -185,7 +186,7 @@ HWY_INLINE void convert(const From* HWY_RESTRICT source, int64_t count,
   }
 }
 
-// bf16 is the upper half of f32.
+// bf16 is the upper half of an f32.
 void load_bf16(const uint16_t* source, int64_t count, float* destination) {
   convert(source, count, destination, [](auto bits) HWY_ATTR {
     const hn::ScalableTag<float> d;
@@ -195,7 +196,7 @@ void load_bf16(const uint16_t* source, int64_t count, float* destination) {
 }
 
 #if HWY_ARCH_X86 && (HWY_TARGET == HWY_AVX3_ZEN4 || HWY_TARGET == HWY_AVX3_SPR)
-// One instruction, but it flushes subnormals.
+// A single instruction, but one that flushes subnormals.
 template <class DU, class V = hn::Vec<DU>>
 HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU du, V bits) {
   const hn::RebindToFloat<DU> d;
@@ -205,7 +206,7 @@ HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU du, V bits) {
 }
 #else
 // To nearest, ties to even, by the carry of 0x7fff plus the lowest kept bit. A NaN is made quiet,
-// lest it round to inf.
+// because it might round to inf.
 template <class DU, class V = hn::Vec<DU>>
 HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU du, V bits) {
   const hn::RebindToFloat<DU> d;
@@ -235,8 +236,8 @@ void store_exponentials_on_target(const float* z, float reference, int64_t count
   });
 }
 
-// Between f16 in 16 bits and f32. x86 below AVX2 has no instruction for it, and Highway's
-// substitute takes inf for a number.
+// Conversions between f16 and f32. x86 below AVX2 has no instruction for them, and Highway's
+// substitute treats inf as a finite number.
 #if (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2) || HWY_ARCH_ARM_A64
 template <class DH, class D, class VH = hn::Vec<DH>>
 HWY_INLINE hn::Vec<D> f32_of_f16(DH, D d, VH bits) {
@@ -254,7 +255,7 @@ HWY_INLINE hn::Vec<D> f32_of_f16(DH, D d, VH bits) {
   const hn::RebindToUnsigned<D> du;
   const auto wide = hn::PromoteTo(du, bits);
   const auto size = hn::ShiftLeft<13>(hn::And(wide, hn::Set(du, 0x7fffu)));
-  // A product moves the exponent's bias, which normalizes subnormals.
+  // A product changes the exponent's bias and normalizes subnormals.
   const auto scaled = hn::BitCast(du, hn::Mul(hn::BitCast(d, size), hn::Set(d, 0x1p112f)));
   const auto special = hn::Ge(size, hn::Set(du, 0x7c00u << 13));
   const auto sign = hn::ShiftLeft<16>(hn::And(wide, hn::Set(du, 0x8000u)));
@@ -269,7 +270,7 @@ HWY_INLINE hn::Vec<DH> f16_of_f32(DH dh, D d, V v) {
   const auto lowest = hn::And(hn::ShiftRight<13>(size), hn::Set(du, 1u));
   const auto rounded = hn::Add(size, hn::Add(lowest, hn::Set(du, 0xfffu)));
   const auto normal = hn::ShiftRight<13>(hn::Sub(rounded, hn::Set(du, 112u << 23)));
-  // At 1/2 the last bit of an f32 has the weight of an f16 subnormal's.
+  // Near 1/2 the last bit of an f32 has the weight of an f16 subnormal's last bit.
   const auto shifted = hn::Add(hn::BitCast(d, size), hn::Set(d, 0.5f));
   const auto subnormal = hn::Sub(hn::BitCast(du, shifted), hn::Set(du, 0x3f000000u));
   auto value = hn::IfThenElse(hn::Lt(size, hn::Set(du, 113u << 23)), subnormal, normal);

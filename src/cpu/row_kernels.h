@@ -13,8 +13,8 @@
 
 namespace logitless::cpu {
 
-// The sums of one block of columns; blocks are combined in column order. Columns are counted from
-// the block's first.
+// The sums of one block of columns; blocks are combined in column order. argmax is relative to the
+// block's first column.
 struct BlockState : UsualSums<Narrow> {
   float maximum;  // max_j z_j; NaN if a logit is NaN, -inf if all are
   float sum;      // sum_j exp(z_j - maximum)
@@ -23,8 +23,8 @@ using RareBlock = RareSums<Narrow>;
 
 struct BlockWants {
   SumSet sums{};
-  // For the rank: the target's logit, and its column in the block, which is not counted, or one
-  // outside.
+  // For the rank: the target's logit, and its column in the block, which is not counted; outside of
+  // the block if it is elsewhere.
   float target_logit = 0;
   int64_t target = -1;
   bool rare() const { return sums.has(RareBlock::kinds); }
@@ -40,7 +40,7 @@ void forward_block(const LogitMap& map, float* logits, const float* bias, const 
                    int64_t count, const BlockWants& wants, BlockState* state,
                    float* exponentials = nullptr, RareBlock* rare = nullptr);
 
-// Applies the map alone.
+// Applies only the map.
 void map_block(const LogitMap& map, float* logits, const float* bias, int64_t count);
 
 // draw[j] = dz_j dz/draw for j in [0, count), from z[j] as forward_block left it, WITHOUT the
@@ -49,16 +49,16 @@ void map_block(const LogitMap& map, float* logits, const float* bias, int64_t co
 void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
                     const float* class_weight, int64_t count, float* draw);
 
-// The same from what forward_block stored, the exponentials and the block's maximum, without
-// softcap and entropy term. draw may be `exponentials`.
+// The same from what forward_block wrote, the exponentials and the block's maximum; without softcap
+// and entropy term. draw may be `exponentials`.
 void scale_block(const LogitMap& map, const RowGradient& g, const float* exponentials,
                  float maximum, const float* class_weight, int64_t count, float* draw);
 
 // exponentials[j] = exp(z[j] - reference) in bf16; inf above 2^127, 0 below 2^-126.
 void store_exponentials(const float* z, float reference, int64_t count, uint16_t* exponentials);
 
-// gradient_block from exponentials [count] that were rounded to bf16 and widened; draw may be
-// `exponentials`. There is no softcap. The entropy's term takes log p from them.
+// gradient_block from exponentials [count] that were rounded to bf16 and widened, without a
+// softcap; the entropy's term takes log p from them. draw may be `exponentials`.
 void exponentials_gradient(const LogitMap& map, const RowGradient& g, const float* exponentials,
                            float reference, const float* class_weight, int64_t count, float* draw);
 
@@ -69,10 +69,10 @@ int64_t find_at_least(const float* z, int64_t from, int64_t count, float least);
 // dz/draw at a column.
 double slope_at(const LogitMap& map, float z);
 
-// draw at the target's column, onehot included.
+// draw at the target's column, including the one-hot term.
 float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight);
 
-// Widen and narrow contiguous f32, f16 or bf16, to nearest even. A NaN stays NaN.
+// Convert contiguous f32, f16 or bf16, rounding to nearest even. NaN stays NaN.
 void load_as_f32(const void* source, DType dtype, int64_t count, float* destination);
 void store_from_f32(const float* source, int64_t count, DType dtype, void* destination);
 
@@ -80,7 +80,7 @@ void store_from_f32(const float* source, int64_t count, DType dtype, void* desti
 struct RowAccumulator : UsualSums<Wide>, RareSums<Wide> {
   float maximum;
   double sum;
-  // The state before any block. Not a constructor: of an array of accumulators few may be used.
+  // The state before any block. Not a constructor: arrays of accumulators may be used only in part.
   static RowAccumulator begin();
   void add(const BlockState& block, int64_t first_column, SumSet wants,
            const RareBlock* rare = nullptr);

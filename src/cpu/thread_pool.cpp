@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The library's own blocking thread pool. A job is a counter on its caller's stack, linked into the
-// pool's list. The caller works on it too, and leaves when no worker is inside it any more: jobs of
-// several callers, and jobs started by a job's own lanes, can never wait for each other in a
-// circle. The pool is never destroyed: its threads sleep until the process ends. A forked child has
-// none of them and starts its own pool.
+// pool's list. The caller works on its job too, and returns when no worker is inside it: jobs of
+// several callers, and nested jobs, can never wait for each other in a circle. The pool is never
+// destroyed: its threads sleep until the process ends. A forked child has none of them and starts
+// its own pool.
 #include "src/cpu/thread_pool.h"
 
 #include <pthread.h>
@@ -19,7 +19,7 @@ namespace {
 
 using Function = void (*)(void* context, int64_t i);
 
-// 0: the default, not looked up yet.
+// 0: the default, not yet determined.
 std::atomic<int32_t> chosen_threads{0};
 
 struct Job {
@@ -39,9 +39,9 @@ struct Job {
   }
 };
 
-// The host's signals must not be delivered to a thread it does not know. Signals that a thread's
-// own instructions raise stay unblocked: the kernel ends the process on a blocked one without
-// asking the host's handler.
+// The host's signals must not be delivered to threads that it does not know. Signals that a
+// thread's own instructions raise stay unblocked: if they are blocked, the kernel ends the process
+// without calling the host's handler.
 class BlockSignals {
  public:
   BlockSignals() {
@@ -81,8 +81,8 @@ class Pool {
   }
 
  private:
-  // Starts workers up to `limit`, or as many as the system gives; those above it end when they next
-  // wake.
+  // Starts workers up to `limit`, or as many as the system allows; workers above it end when they
+  // next wake.
   void resize(int32_t limit) {
     limit_ = limit;
     if (workers_ > limit_) wake_.notify_all();
@@ -91,7 +91,7 @@ class Pool {
     try {
       for (; workers_ < limit_; ++workers_) std::thread([this] { serve(); }).detach();
     } catch (...) {
-      // Fewer threads compute the same bits, later.
+      // Fewer threads compute the same bits, only slower.
     }
   }
 
@@ -138,10 +138,11 @@ class Pool {
 
 std::atomic<Pool*> current_pool{nullptr};
 
-// In the child the pool's threads, and whoever held its mutex, are gone: it starts another.
+// In a child the pool's threads, and whichever thread held its mutex, are gone, so it starts a new
+// pool.
 void forget_pool() { current_pool.store(nullptr, std::memory_order_relaxed); }
 
-// nullptr: out of memory.
+// Returns nullptr if memory is exhausted.
 Pool* pool() {
   Pool* known = current_pool.load(std::memory_order_acquire);
   if (known != nullptr) return known;

@@ -15,10 +15,10 @@ inline constexpr int32_t kMaxThreads = 1024;
 // LOGITLESS_NUM_THREADS, else OMP_NUM_THREADS, else the affinity mask bounded by the cgroup's
 // quota.
 int32_t default_num_threads();
-// Returns the quota of the cgroups that the file `membership` (/proc/self/cgroup) names, below
+// Returns the CPU quota of the cgroups that the file `membership` (/proc/self/cgroup) names, below
 // `mount` (/sys/fs/cgroup), in whole threads, rounded up; 0 without a limit.
 int32_t cgroup_num_threads(const char* membership, const char* mount);
-// 0 asks for the default. Returns the number now in force.
+// 0 means the default. Returns the new number.
 int32_t set_num_threads(int32_t num_threads);
 int32_t num_threads();
 const Executor& default_executor();
@@ -28,9 +28,9 @@ inline const Executor& executor_of(const Execution& execution) {
 }
 
 // Calls f(task, lane) for every task in [0, tasks). At most `lanes` run at once, each with its own
-// lane number and slice of the scratch. Tasks are handed out in order, to no fixed lane: nothing
-// computed may depend on `lane`. No task may wait for another: an executor may run lanes one after
-// the other.
+// lane number and slice of the scratch. Tasks are handed out in order, but to any lane: results
+// must not depend on `lane`. No task may wait for another: an executor may run lanes one after the
+// other.
 template <class F>
 void for_each_task(const Executor& executor, int64_t lanes, int64_t tasks, F&& f) {
   if (tasks <= 0) return;

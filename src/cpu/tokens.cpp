@@ -31,7 +31,7 @@ void place_arrays(void* memory, int64_t tokens, bool with_places, Tokens* t) {
   if (with_places) take(t->place);
 }
 
-// Sums f(i) over [begin, end) in double, in an order that depends on the range alone.
+// Sums f(i) over [begin, end) in double, in an order that depends only on the range.
 template <class F>
 double pairwise_sum(int64_t begin, int64_t end, const F& f) {
   if (end - begin > 64) {
@@ -102,7 +102,7 @@ Status check_ids(const Call& call, const Tokens& tokens) {
   return {};
 }
 
-// An upstream gradient of 0 is none, unless it is multiplied by inf or NaN.
+// A token with an upstream gradient of 0 is inactive, unless the 0 is multiplied by inf or NaN.
 bool is_active(const Call& call, float grad_loss, float token_weight, int64_t i) {
   if (call.only_chosen) return has_chosen_gradient(call, i);
   const bool zero = grad_loss == 0 || token_weight == 0;
@@ -147,7 +147,7 @@ double normalizer_of(const Call& call, const Tokens& tokens) {
   return pairwise_sum(0, tokens.valid, [&](int64_t k) { return tokens.target_weight[k]; });
 }
 
-// A NaN or infinite gradient must not affect other rows, so it is left out.
+// A NaN or infinite gradient must not affect other rows, so it does not enter the maximum.
 void include(double x, double* largest) {
   if (std::isfinite(x) && std::fabs(x) > *largest) *largest = std::fabs(x);
 }
@@ -178,7 +178,7 @@ GradientSizes gradient_sizes(const Call& call, const Tokens& tokens) {
   return sizes;
 }
 
-// `temperature` is the steepest token's.
+// `temperature` is the lowest of all tokens, which has the steepest slope.
 void scale_gradients(const Call& call, int64_t vocab, float temperature, Tokens* tokens) {
   LossOptions o = call.options;
   o.temperature = temperature;
@@ -197,7 +197,7 @@ void scale_gradients(const Call& call, int64_t vocab, float temperature, Tokens*
   }
 }
 
-// The rules of "Arguments" for a temperature.
+// The rules of "Arguments" (docs/semantics.md) for a temperature.
 bool may_be_number(const LogitMap& map, float temperature) {
   const auto normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
   const double scale = std::fabs(static_cast<double>(map.scale)), t = temperature;
@@ -205,7 +205,7 @@ bool may_be_number(const LogitMap& map, float temperature) {
   return !(map.softcap > 0) || (normal(map.softcap / t) && normal(t / map.softcap));
 }
 
-// Returns the least temperature of a token, or that of the options.
+// Returns the lowest temperature of all tokens, or that of the options.
 float read_temperatures(const TensorView& view, const LossOptions& options, const Tokens& tokens,
                         const TensorView& fault, Temperatures* read) {
   read->view = view;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens of a call, as every CPU op with a target prepares them: which count, their compacted
-// order, what the mean divides by, and each row's upstream gradient.
+// The tokens of a call, for every CPU op with a target: which count, their compacted order, the
+// divisor of the mean, and each row's upstream gradient.
 #pragma once
 
 #include <algorithm>
@@ -10,10 +10,10 @@
 
 namespace logitless::cpu {
 
-// Arrays of a workspace begin at multiples of 64 bytes.
+// Arrays in the workspace start at multiples of 64 bytes.
 constexpr uint64_t padded(uint64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// For vector views of f32, with any stride.
+// Access to vectors of f32 with any stride.
 inline float f32_at(const TensorView& v, int64_t i) { return v.as<const float>()[i * v.stride[0]]; }
 inline void write_f32(const TensorView& v, int64_t i, float value) {
   v.as<float>()[i * v.stride[0]] = value;
@@ -23,53 +23,53 @@ inline int64_t int_at(const TensorView& v, int64_t i) {
                                : v.as<const int32_t>()[i * v.stride[0]];
 }
 
-// A head's temperatures, where each token has its own.
+// A head's temperatures per token.
 struct Temperatures {
-  TensorView view{};    // [N]  absent: the options' number
-  bool is_bad = false;  // some token has a temperature that is not allowed
+  TensorView view{};    // [N]  absent: options.temperature
+  bool is_bad = false;  // some token's temperature is invalid
 };
 
-// Arrays in the workspace, [N] long, of which the first `valid` entries are used. Backward leaves
-// out tokens without a gradient, after the normalizer has counted them.
+// Arrays in the workspace, [N] long, whose first `valid` entries are used. Backward leaves out
+// tokens without a gradient after counting them in the normalizer.
 struct Tokens {
   int64_t total = 0;       // N
   int64_t valid = 0;       // tokens that count, and in Backward are active
   int64_t* row = nullptr;  // [valid]  their indices, ascending
-  // [valid]  a column in the views; -1 if another shard has it or there is no target
+  // [valid] a column of the views; -1 if it is in another shard or there is no target
   int64_t* target = nullptr;
   float* target_weight = nullptr;  // [valid]  c_t
   float* token_weight = nullptr;   // [valid]  a_i
   // [valid]  g_i / gradient_scale, only in ops with gradients
   float* upstream = nullptr;
-  int64_t* place = nullptr;  // [valid]  the index among those that count, only with places()
+  int64_t* place = nullptr;  // [valid]  index among tokens that count; only with places()
   LossConstants constants{};
   float gradient_scale = 1;      // GradientScale::scale
-  float inv_gradient_scale = 1;  // 0 where gradient_scale is 0
+  float inv_gradient_scale = 1;  // 0 if gradient_scale is 0
   float loss_scale = 1;          // 1 / normalizer for mean, 1 for sum
-  double normalizer = 1;         // what the mean divides by
+  double normalizer = 1;         // the divisor of the mean
   Temperatures temperature{}, teacher_temperature{};
   bool empty_mean = false;  // the reduction is mean and the normalizer exactly 0
 };
 
-// Returns a token's map, NaN throughout where its temperature is not allowed; `map` is the call's.
+// Returns a token's map; all NaN if its temperature is invalid. `map` is the call's.
 LogitMap map_of(const LogitMap& map, const Temperatures& temperature, int64_t row);
 inline LogitMap map_of(const LogitMap& map, const Tokens& tokens, int64_t k) {
   return tokens.temperature.view ? map_of(map, tokens.temperature, tokens.row[k]) : map;
 }
 
-// Backward finds a token's kept state by its place.
+// Whether Backward finds a token's kept state by Tokens::place.
 inline bool places(const Call& call) { return !call.forward && call.kept; }
 // Bytes of workspace for N tokens, a multiple of 64.
 uint64_t tokens_bytes(int64_t tokens, bool with_places = false);
 
 // Reads targets, weights, temperatures and upstream gradients of any loss call. With out_of_range =
-// error, fails with target_out_of_range before anything is written. `vocab` is the view's V. A
-// temperature that is not allowed sets the call's `fault`.
+// error, fails with target_out_of_range before anything is written. `vocab` is V of the views. An
+// invalid temperature sets the call's `fault`.
 Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tokens);
 
-// Writes the loss (none: per token, 0 where ignored; sum, mean: reduced in a fixed order) and the
-// statistics, from the compacted rows' states [valid] and `rare` [valid], null where none is asked
-// for. Also writes what ignored tokens get.
+// Writes the loss (none: per token, 0 if ignored; sum, mean: reduced in a fixed order) and the
+// statistics, from the compacted rows' states [valid] and `rare` [valid], null if none is asked
+// for. Writes the values of tokens that do not count too.
 void write_tokens(const Call& call, const Tokens& tokens, const RowState* states,
                   const RareStatistics* rare);
 
@@ -89,12 +89,12 @@ void for_each_other(const Tokens& tokens, const F& f) {
   }
 }
 
-// The first compacted index whose token is `row` or later.
+// Returns the first compacted index whose token is `row` or later.
 inline int64_t first_at_or_after(const Tokens& tokens, int64_t row) {
   return std::lower_bound(tokens.row, tokens.row + tokens.valid, row) - tokens.row;
 }
 
-// The coefficients of compacted token k's dz, relative to gradient_scale, from its finished state.
+// The coefficients of dz of compacted token k, relative to gradient_scale, from its finished state.
 inline RowGradient token_gradient(const Call& call, const Tokens& tokens, int64_t k,
                                   const RowState& state) {
   float grad_lse = 0, grad_target_logit = 0, grad_entropy = 0;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr float least = -std::numeric_limits<float>::infinity();
 
-// A list as a row of its view.
+// Row i of a list's view.
 ChosenPlaces row(int64_t i) { return {i, 1, 0}; }
 
 void write_entry(const Call& call, int64_t i, int64_t r, const Listed& entry) {
@@ -45,7 +45,7 @@ void TopLists::push(int64_t n, const Listed& entry) const {
 
 void TopLists::add(int64_t n, const float* z, int64_t width, int64_t id) const {
   const auto lowest = [&] { return count_[n] == most_ ? entry_[n * most_].logit : least; };
-  // A NaN is not found; its row is written without order.
+  // find_at_least skips NaN; a row with NaN is written without order.
   for (int64_t j = find_at_least(z, 0, width, lowest()); j < width;
        j = find_at_least(z, j + 1, width, lowest())) {
     push(n, {z[j], id + j});

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The largest logits of a chunk's tokens ("Top-k" of docs/semantics.md), of the columns that one
-// thread has seen. A list is a heap whose first entry is the last in order, so that most logits are
-// refused by one comparison.
+// thread has seen. A list is a heap whose first entry comes last in order, so that most logits are
+// rejected by one comparison.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ class TopLists {
   static uint64_t bytes(int64_t tokens, int64_t count) {
     return padded(tokens * sizeof(int64_t)) + padded(tokens * count * sizeof(Listed));
   }
-  // `memory` has room for `tokens`.
+  // `memory` has room for the lists of `tokens` tokens.
   TopLists(const Call& call, int64_t tokens, char* memory)
       : most_(call.listed()),
         count_(reinterpret_cast<int64_t*>(memory)),
@@ -25,9 +25,9 @@ class TopLists {
   void clear(int64_t tokens) const;
   // Adds the logits z [width] of the chunk's n-th token, of the columns from `id` on.
   void add(int64_t n, const float* z, int64_t width, int64_t id) const;
-  // Adds what another thread has found.
+  // Adds the logits that another thread has found.
   void add(int64_t n, const TopLists& other) const;
-  // Writes the list of the n-th token, in order, to row i; the list is destroyed.
+  // Writes the list of the n-th token, in order, to row i, and destroys the list.
   void write(const Call& call, int64_t n, int64_t i) const;
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA backend: finds the device, makes it current for the call, and calls the op.
+// The CUDA backend: finds the device, makes it current, and runs the op.
 #include "src/backend.h"
 
 #include <cstdio>
@@ -15,7 +15,7 @@
 namespace logitless {
 namespace {
 
-// Finds the op's device, and checks that the engine which the environment names serves it.
+// Finds the op's device, and checks that the engine named by LOGITLESS_CUDA_KERNELS serves it.
 Status find_device(const Execution& execution, const cuda::DeviceInfo** device) {
   const Status status = cuda::find_device(execution.device.index, device);
   return status.ok() ? cuda::check_named_engine(**device) : status;

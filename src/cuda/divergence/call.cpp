@@ -10,13 +10,13 @@
 namespace logitless::cuda {
 namespace {
 
-// A bound of a row's |dz| before the label's term. For reverse_kl p |d - mean| has none, but
+// A bound of a row's |dz| before the label's term. reverse_kl has no bound, but p |d - mean|
 // exceeds this many nats only where q is too small for f32.
 float most_dz(DivergenceKind kind) { return kind == DivergenceKind::reverse_kl ? 512 : 2; }
-// What |dz| usually stays below.
+// dz| is usually below this.
 float usual_dz(DivergenceKind kind) { return kind == DivergenceKind::reverse_kl ? 64 : 1; }
 
-// f16 dz are stored times a power of two, so that small ones keep their bits.
+// dz of f16 is stored times a power of two, so that small values keep their bits.
 float lift_of(const DivergenceOptions& o) {
   const DivergenceKind kind = effective_kind(o);
   const float usual = kind == DivergenceKind::reverse_kl ? 64 : 1024;
@@ -60,14 +60,14 @@ void add_gradients(const Call& call, LinearCall* head) {
                                           out.stride[1] == 1 && serves_product(out));
 }
 
-// Equal heads get logits of equal bits only if both use the same product.
+// Equal heads get logits of equal bits only if both use the same kind of product.
 void copy_both_or_none(DivergenceCall* made) {
   LinearShape &s = made->student.shape, &t = made->teacher.shape;
   if (s.hidden != t.hidden) return;
   s.copies_weight = t.copies_weight = s.copies_weight || t.copies_weight;
 }
 
-// An engine sums raw logits, so there must be no bias or softcap, and the scale must keep the
+// An engine sums raw logits, so there must be no bias or softcap, and the scale must preserve the
 // order.
 bool may_store(const LinearCall& head, const LossOptions& options, const Tensor& weight) {
   const LinearShape& s = head.shape;
@@ -76,8 +76,8 @@ bool may_store(const LinearCall& head, const LossOptions& options, const Tensor&
          options.logit_scale > 0;
 }
 
-// Whether the products can read the caller's own rows, if every token counts: whole 16 bytes a row,
-// no gaps, and no padding rows behind the last.
+// Whether the products can read the caller's own rows if every token counts: whole multiples of 16
+// bytes, without gaps, and without padding rows after the last.
 bool reads_rows(const Tensor& input, const LinearShape& s) {
   const bool memory = input.stride[1] == 1 && input.stride[0] == s.hidden &&
                       s.hidden * size_of(s.dtype) % most_alignment == 0;
@@ -91,13 +91,13 @@ void add_kept(const Call& call, DivergenceCall* made) {
   made->kept_rows = call.kept_rows;
   made->keeps = call.kept && call.forward;
   made->from_kept = call.kept && !call.forward;
-  // In f16, reverse_kl divides each kept row by its own number, because its dz has no bound.
+  // In f16, reverse_kl divides each kept row by its own factor, because its dz has no bound.
   const bool divides = is_half && effective_kind(call.divergence) == DivergenceKind::reverse_kl;
   made->alike = !in.per_row_upstream && !in.token_weight && !in.makes_maps && !divides;
   if (call.kept && is_half) made->lift = lift_of(call.divergence);
   if (!is_half) return;
   if (made->from_kept) {
-    in.beyond = 8191;  // no row's factor is above 1
+    in.beyond = 8191;  // row factors are at most 1
   } else {
     in.lift = lift_of(call.divergence);
     in.beyond = usual_dz(effective_kind(call.divergence)) - 1 + call.divergence.label_weight;
@@ -147,7 +147,7 @@ DivergenceCall make_divergence(const Call& call) {
   if (!call.forward) return made;
   made.loss = call.loss;
   made.statistics = {call.entropy, call.teacher_entropy, call.acceptance, call.logprob};
-  // Written as statistics of other names that are also 0 there.
+  // Outputs that are also 0 for tokens that do not count, passed under other outputs' names.
   made.others = {call.loss,
                  {.lse = call.teacher_entropy,
                   .target_logit = call.acceptance,

@@ -2,14 +2,14 @@
 // What a column adds to a divergence and its gradient: docs/semantics.md, "Divergences of two
 // heads".
 //
-// With d = log p - log q the summands are not negative, and their sum is the divergence because p
-// and q each sum to 1. Errors of d that a row has in common then cancel in the first order:
+// With d = log p - log q the summands below are not negative, and their sum is the divergence
+// because p and q each sum to 1. An error of d that a whole row shares cancels to first order:
 //   forward_kl  q (e^d - 1 - d) = (p - q) - q d        reverse_kl  p d - (p - q)
 //   jsd         -(beta q L + (1 - beta) p l)           skew_kl     (1 - beta) (p - q) - q L
 //   l = log(m/p)                                       L = log(m/q)
-// dz_j = scale p_j (f_j - sum_k p_k f_k) for all kinds but forward_kl, whose dz_j is p_j - q_j.
-// A pass over the rows of both heads is bound by instructions, not by memory: these functions take
-// as few as their error, a few 2^-24 of the result, allows.
+// dz_j = scale p_j (f_j - sum_k p_k f_k) for all kinds but forward_kl, whose dz_j is p_j - q_j. A
+// pass over the rows of both heads is limited by instructions, not by memory, so these functions
+// take as few as an error of a few 2^-24 of the result allows.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -17,14 +17,14 @@
 
 namespace logitless::cuda {
 
-// A column of both heads. d is NaN for two logits of -inf, whose p and q are 0, and in a row that
-// is all NaN (DzRow): results then need only be finite.
+// A column of both heads. d is NaN if both logits are -inf (p and q are 0), and in a row of NaN
+// (DzRow); results then only need to be finite.
 struct TwoHeads {
   float p, q;
   float d;  // log p - log q
 };
 
-// (exp(-x) - 1) / -x for x in [0, 1], to 4 2^-24 relative.
+// (exp(-x) - 1) / -x for x in [0, 1], with a relative error of 4 2^-24.
 __device__ inline float expm1_ratio(float x) {
   float y = 0x1.db9c8ap-11f;
   y = fmaf(y, -x, 0x1.005dfap-7f);
@@ -33,15 +33,15 @@ __device__ inline float expm1_ratio(float x) {
   y = fmaf(y, -x, 0x1.fffe94p-2f);
   return fmaf(y, -x, 1.0f);
 }
-// x where c >= 0, else y, for a NaN too. In assembly, because the compiler would branch around the
-// longer side.
+// x if c >= 0, else y; y for NaN. In assembly, because the compiler would branch around the longer
+// side.
 __device__ inline float choose(float c, float x, float y) {
   float chosen;
   asm("slct.f32.f32 %0, %1, %2, %3;" : "=f"(chosen) : "f"(x), "f"(y), "f"(c));
   return chosen;
 }
 
-// p - q, without cancellation where they are close.
+// p - q, without cancellation if they are close.
 __device__ inline float difference(const TwoHeads& c) {
   const float x = fabsf(c.d);
   return choose(1 - x, fmaxf(c.p, c.q) * (c.d * expm1_ratio(x)), c.p - c.q);
@@ -55,18 +55,18 @@ struct Ratio {
   }
 };
 
-// log u. `rest` = u - 1 is the more exact number where u is near 1.
+// log u. `rest` = u - 1 is more accurate where u is near 1.
 __device__ inline float log_of_sum(float u, float rest) {
   const float s = __fdividef(rest, 2 + rest), v = s * s;
   float y = 0x1.208bcap-3f;
   y = fmaf(y, v, 0x1.1e510cp-3f);
   y = fmaf(y, v, 0x1.99dae6p-3f);
   y = fmaf(y, v, 0x1.5554e0p-2f);
-  // rest is in [-1/2, 1] where its distance from 1/4 is at most 3/4
+  // true for rest in [-1/2, 1]
   return choose(0.75f - fabsf(rest - 0.25f), 2 * fmaf(y * v, s, s), log2_fast(u) * ln2);
 }
 
-// What a column adds, from numbers that are computed once.
+// A column's terms, from values that are computed once.
 template <DivergenceKind kKind>
 struct ColumnTerms;
 
@@ -105,7 +105,7 @@ struct ColumnTerms<DivergenceKind::jsd> {
     const Ratio r(c.d);
     const bool above = c.d > 0;
     const float part = above ? beta : 1 - beta, rest = above ? 1 - beta : beta;
-    // log m relative to the greater of p and q, and to the lesser.
+    // log m relative to the greater of p and q, and relative to the lesser.
     const float greater = log_of_sum(fmaf(part, r.e, rest), part * r.s);
     float lesser = greater + r.size;
     if (beta != 0.5f) {  // the two may cancel

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// LinearDivergence ops on CUDA devices: cuBLASLt makes the products, but on Hopper our own kernel
-// makes those of the logits; kernels over rows make what lies between them
+// LinearDivergence ops on CUDA devices. cuBLASLt computes the products, except that on Hopper our
+// own kernel computes the logits. Row kernels compute everything between the products
 // (docs/kernels/divergence.md).
 #pragma once
 
@@ -9,13 +9,13 @@
 
 namespace logitless::cuda {
 
-// How the gradients are made.
+// How the gradients are computed.
 enum class DivergenceWay : int32_t {
   none,    // no gradients; a Forward may keep dz
   whole,   // dz of all tokens before either product: four products
   chunks,  // dz of a chunk of tokens at a time, grad_weight summed in f32: four products
-  // The states of all tokens with dz of the first columns, then dz of some other columns at a time:
-  // four products, and two for the columns whose logits are made again.
+  // The states of all tokens together with dz of the first columns, then dz of groups of other
+  // columns: four products, and two more for the columns whose logits are computed again.
   columns,
   from_kept,  // dz that a Forward kept: two products
 };
@@ -26,7 +26,7 @@ struct DivergencePlan {
   int64_t chunk = 0;    // tokens whose logits are in memory at a time
   int64_t columns = 0;  // columns whose dz is in memory at a time, if not all
   int64_t stored = 0;   // columns whose dz is made together with the states
-  // Columns of one sum, where the device's engine makes the logits; else 0.
+  // Columns per partial sum if the device's engine computes the logits; else 0.
   int64_t sum_columns = 0;
   uint64_t bytes = 0;
   double seconds = 0;  // predicted

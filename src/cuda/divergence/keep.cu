@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Backward from dz that a Forward kept by token. Each row has a factor: 0 where the token has no
-// gradient, NaN where its dz was not kept. In f16 the copied dz takes as much of the factor as its
+// Backward from dz that Forward kept by token. Each row has a factor: 0 if the token has no
+// gradient, NaN if its dz was not kept. In f16 dz is copied times as much of the factor as its
 // range allows.
 #include "src/cuda/divergence/kernels.h"
 #include "src/cuda/linear/linear.cuh"
@@ -19,7 +19,7 @@ __device__ float common_factor(const KeptFactors& a) {
   return s.gradient_scale * own / a.lift;
 }
 
-// The factor of token i, which has a gradient.
+// The factor of token i, which is active.
 __device__ float own_factor(const KeptFactors& a, int64_t i) {
   const KeptRow row = reinterpret_cast<const KeptRow*>(a.kept_rows)[i];
   const bool is_ours = row.layout == a.layout && row.columns == static_cast<float>(a.vocab);
@@ -35,7 +35,8 @@ __device__ float own_factor(const KeptFactors& a, int64_t i) {
 __global__ void __launch_bounds__(threads) factors_kernel(const __grid_constant__ KeptFactors a) {
   const int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x;
   if (i >= a.tokens.total) return;
-  // A row's own factor takes an infinite or NaN common one, because 0 times it would not be 0.
+  // If the common factor is infinite or NaN, it becomes part of the rows' own factors, because 0
+  // times it would not be 0.
   const float common = common_factor(a);
   const bool moves = !isfinite(common);
   if (i == 0) {
@@ -53,10 +54,11 @@ __global__ void __launch_bounds__(threads) factors_kernel(const __grid_constant_
   a.factors[i] = {a.scales != nullptr && v != 0 ? 1.0f : v, 0, 0, 0};
 }
 
-// For f16: where a factor is above 1, a row's dz is up to 32768; so all factors are divided by the
-// power of two that makes the largest 1, and the call's factor is multiplied by it. Rows with far
-// smaller factors keep their bits as f16 allows: dz is divided by at most 64, the power that it was
-// stored with, and the rest divides the input and grad_input's sums. One block takes all rows.
+// For f16. A row's dz is up to 32768, so a factor above 1 could overflow: all factors are divided
+// by the power of two that makes the largest 1, and the call's factor is multiplied by it. Rows
+// with far smaller factors keep as many bits as f16 allows: dz is divided by at most 64, the power
+// that it was stored with, and the rest divides the input and grad_input's sums. One block handles
+// all rows.
 constexpr int fit_threads = 1024;
 __global__ void __launch_bounds__(fit_threads) fit_kernel(const __grid_constant__ KeptFactors a) {
   float most = 1;
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(fit_threads) fit_kernel(const __grid_constant_
   }
 }
 
-// A warp takes a row.
+// Each warp handles a row.
 template <class T>
 __global__ void __launch_bounds__(threads)
     gather_kernel(TensorView input, const RowFactors* factors, int64_t rows, int64_t pitch, T* to) {
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// A thread takes 16 bytes. `from` is finite behind its columns too.
+// Each thread copies 16 bytes. `from` is finite after its last column too.
 template <class T>
 __global__ void __launch_bounds__(threads)
     scale_kernel(Panel from, const float* scales, int64_t tokens, Panel to) {

@@ -7,17 +7,17 @@
 
 namespace logitless::cuda {
 
-// states.cu: both heads' states of a chunk's rows, `states` [N] compacted, from the sums of stored
-// logits.
+// states.cu: both heads' states of a chunk's rows, `states` [N] by compacted index, from the sums
+// of stored logits.
 void divergence_states(const Chunk& chunk, const Partials& student, const Partials& teacher,
                        DivergenceState* states, Stream* stream);
-// whole_rows.cu: from whole rows the outputs, the states if asked for, and dz if there is a panel,
-// of `launched` rows: those behind the chunk's become 0.
+// whole_rows.cu: reads whole rows and writes the outputs, the states if asked for, and dz if there
+// is a panel, of `launched` rows; rows after the chunk's become 0.
 void divergence_rows(DivergenceRows rows, DivergenceKind kind, int64_t launched,
                      const DeviceInfo& device, Stream* stream);
-// Writes the states [N] of rows that are given them, without reading their logits.
+// Writes the states [N] of rows whose states are given, without reading their logits.
 void divergence_given_states(const DivergenceRows& rows, Stream* stream);
-// some_columns.cu: dz of some columns, with the states known.
+// some_columns.cu: dz of some columns, with known states.
 void divergence_block(const DivergenceRows& rows, DivergenceKind kind, int64_t launched,
                       Stream* stream);
 
@@ -25,16 +25,16 @@ void divergence_block(const DivergenceRows& rows, DivergenceKind kind, int64_t l
 struct KeptFactors {
   TokenInput in;
   Tokens tokens;           // compacted
-  Tokens ordered;          // each token in its own place; all count, some with factor 0
-  RowFactors* factors;     // [N]  of grad_weight's input and grad_input's sums
-  float* scales;           // [N]  of dz where it is copied, else null
+  Tokens ordered;          // all tokens, in their own order; some with factor 0
+  RowFactors* factors;     // [N]  for grad_weight's input and grad_input's sums
+  float* scales;           // [N]  for dz if it is copied, else null
   const float* kept_rows;  // [N, 8]
   float layout, slope, lift;
   int64_t vocab;
   bool alike;  // all tokens with a gradient share one factor, so that factors are 0 or 1
 };
 void kept_factors(const KeptFactors& arguments, Stream* stream);
-// Copies rows of input times their factors, in the tokens' own order, with zero rows behind them.
+// Copies rows of input times their factors, in the tokens' own order, followed by zero rows.
 void gather_scaled(const TensorView& input, const RowFactors* factors, int64_t rows, int64_t pitch,
                    char* to, Stream* stream);
 // Copies rows of a panel times `scales`.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ways to make a divergence in a number of bytes, and the time each takes.
+// The plans for a divergence in a number of bytes, and the predicted time of each.
 #include "src/cuda/divergence/plan.h"
 
 #include <algorithm>
@@ -13,14 +13,16 @@
 namespace logitless::cuda {
 namespace {
 
-// Logits of more tokens at a time speed up no product; a product's tiles have 256 rows.
+// Logits of more tokens at a time do not speed up a product, whose tiles have 256 rows.
 constexpr std::array<int64_t, 8> chunk_sizes{2048, 1536, 1024, 768, 512, 256, 128, 64};
-// Each chunk of whole rows for the states reads both weights.
+// Smaller chunks, for plans that only compute states from whole rows; each chunk reads both
+// weights.
 constexpr std::array<int64_t, 4> state_chunks{128, 192, 256, 512};
-// The columns whose dz is made with the states are a multiple of 1 / stored_parts of all.
+// The number of columns whose dz is made together with the states is a multiple of V /
+// stored_parts.
 constexpr int64_t stored_parts = 24;
-// Rows of a tile in engines that store logits. The tiles should be nearly full, and the vocabulary
-// wide enough for several.
+// Rows of a tile in engines that store logits. Storing pays if tiles are nearly full and the
+// vocabulary has several.
 constexpr int64_t stored_rows = 512;
 bool is_worth_storing(int64_t chunk, int64_t vocab) {
   return vocab >= 4096 && chunk > 0 && 8 * chunk >= 7 * round_up(chunk, stored_rows);
@@ -33,11 +35,11 @@ int64_t input_rows(const DivergenceCall& call, const DivergencePlan& p) {
   return all ? whole_rows(call.student.shape.tokens) : p.chunk;
 }
 
-// Elements of a head's whole rows of logits.
+// Elements of a head's logits, for whole rows.
 int64_t row_logits(const DivergenceCall& call, const DivergencePlan& p) {
   const bool known = p.way == DivergenceWay::columns && call.shard.given;
   if (p.way == DivergenceWay::from_kept || known) return 0;
-  // If dz takes their place, a product reads rows behind the last token too.
+  // If dz overwrites them, a product reads rows after the last token too.
   const int64_t tokens = call.student.shape.tokens;
   const int64_t rows = p.way == DivergenceWay::none ? std::min(p.chunk, tokens) : p.chunk;
   return rows * panel_pitch(call.student.shape.vocab);
@@ -70,7 +72,7 @@ LogitsOfHeads place_logits(const DivergenceCall& call, int64_t logits, Arena* ar
   return both;
 }
 
-// The sums of stored logits, which grad_input's sums later overwrite.
+// Places the sums of stored logits, which grad_input's sums later overwrite.
 void place_sums(const DivergenceCall& call, const DivergencePlan& p, Arena* arena,
                 DivergenceMemory* m) {
   const int64_t rows = std::min(p.chunk, call.student.shape.tokens);
@@ -83,7 +85,7 @@ void place_sums(const DivergenceCall& call, const DivergencePlan& p, Arena* aren
   }
 }
 
-// What a gather of `rows` rows writes.
+// Places the memory that a gather of `rows` rows writes.
 void place_input(const LinearShape& s, int64_t rows, Arena* arena, DivergenceHead* head) {
   if (!s.kernels.reads_input) {
     head->m.input = arena->take<char>(rows * head->plan.hidden_pitch * size_of(s.dtype));
@@ -133,15 +135,15 @@ void place_factors(const DivergenceCall& call, Arena* arena, DivergenceMemory* m
   m->student.m.tokens = m->ordered;
 }
 
-// Arrays that are dead before the gradients are made share memory with the gradients' arrays:
-// grad_input's sums and all tokens' input if dz of all tokens is there, else the logits of some
-// columns and their dz. Returns the student with the input that the gradients' products read.
+// Arrays that are no longer used when the gradients are computed share memory with the gradients'
+// arrays: grad_input's sums and all tokens' input if dz of all tokens is stored, else the logits of
+// some columns and their dz. Returns the student with the input that the gradients' products read.
 DivergenceHead place_stages(const DivergenceCall& call, const DivergencePlan& p, Arena* to,
                             DivergenceMemory* memory) {
   const LinearShape& s = call.student.shape;
   Arena& arena = *to;
   DivergenceMemory& m = *memory;
-  const bool in_place = s.dtype == DType::f32;  // the logits are not needed again
+  const bool in_place = s.dtype == DType::f32;  // dz overwrites the logits
   const auto take_dz = [&](int64_t elements) {
     return elements > 0 ? arena.take<char>(elements * size_of(s.dtype)) : nullptr;
   };
@@ -265,7 +267,8 @@ class DivergencePrice {
     return call_.makes_teacher() ? 8
                                  : 4.0 + static_cast<double>(size_of(call_.teacher_logits.dtype));
   }
-  // Both heads' logits. Half of writing them and of reading the weight is not hidden by arithmetic.
+  // Computing both heads' logits. Half of the time to write them and to read the weight is not
+  // hidden by arithmetic.
   double logits(int64_t rows, int64_t columns) const {
     const bool stores = p_.sum_columns > 0;
     const double rounds = stores ? rounds_of(rows, columns) : 1;
@@ -275,15 +278,15 @@ class DivergencePrice {
     };
     return head(s_) + (call_.makes_teacher() ? head(call_.teacher.shape) : 0);
   }
-  // The time of both heads' tiles in whole rounds of the device's teams, relative to tiles without
-  // waste.
+  // The time of both heads' tiles in whole rounds of the device's teams, divided by the time
+  // without idle teams.
   double rounds_of(int64_t rows, int64_t columns) const {
     const auto teams = static_cast<int64_t>(speed_.multiprocessors / 2);
     const int64_t tiles = 2 * divide_up(rows, stored_rows) * divide_up(columns, p_.sum_columns);
     const double all = static_cast<double>(divide_up(tiles, teams) * teams * stored_rows);
     return all * static_cast<double>(p_.sum_columns) / (2 * static_cast<double>(rows * columns));
   }
-  // The passes over rows of logits: their bytes; mixtures take longer, for arithmetic.
+  // The passes over rows of logits: limited by bytes, or by arithmetic for mixtures.
   double passes(int64_t rows) const {
     const bool makes_dz =
         p_.way == DivergenceWay::whole || p_.way == DivergenceWay::chunks || call_.keeps;
@@ -317,7 +320,7 @@ int64_t chunk_of(int64_t tokens, int64_t most) {
   return std::min(most, whole_rows(std::max<int64_t>(tokens, 1)));
 }
 
-// Tokens whose whole rows of logits fit where a block's logits and dz will be.
+// Tokens whose whole rows of logits fit into the memory of a block's logits and dz.
 int64_t chunk_in_block(const DivergenceCall& call, int64_t columns) {
   const LinearShape& s = call.student.shape;
   const int64_t logits = call.makes_teacher() ? 8 : 4;
@@ -360,7 +363,7 @@ void each_plan(const DivergenceCall& call, const DeviceInfo& device, F&& conside
     };
     const int64_t least = chunk_in_block(call, width);
     by_chunk(least);
-    if (call.shard.given) continue;  // nothing is made of whole rows
+    if (call.shard.given) continue;  // nothing needs whole rows
     for (const int64_t most : state_chunks) {
       if (most > least) by_chunk(most);
     }
@@ -402,12 +405,12 @@ DivergencePlan quickest_plan(const DivergenceCall& call, uint64_t bytes, const D
 
 DivergencePlan recommended_plan(const DivergenceCall& call, uint64_t minimum,
                                 const DeviceInfo& device) {
-  // dz of all tokens in 16 bits if a product reads it, and 1.2 GiB.
+  // The recommended limit: 16-bit dz of all tokens if a product reads it, plus 1.2 GiB.
   const LinearShape& s = call.student.shape;
   const uint64_t dz = call.gradients() ? 2 * static_cast<uint64_t>(s.tokens) * s.vocab : 0;
   const uint64_t most = std::max(dz + (uint64_t{1229} << 20), minimum);
   const double best = quickest_plan(call, most, device).seconds;
-  // A smaller plan may take 1 % longer.
+  // Takes the smallest plan that is at most 1 % slower.
   DivergencePlan least;
   each_plan(call, device, [&](const DivergencePlan& p) {
     if (p.bytes > most || p.seconds > 1.01 * best) return;

@@ -14,7 +14,7 @@
 
 namespace logitless::cuda {
 
-// How both heads' logits become z. `none` and `scale` are for logits that were made here.
+// How both heads' logits become z. `none` and `scale` are only for computed logits.
 enum class HeadMaps { none, scale, any };
 
 // One head's row.
@@ -22,7 +22,7 @@ template <HeadMaps kMaps>
 struct HeadRow {
   static constexpr bool is_made = kMaps != HeadMaps::any;
   const HeadLogits& head;
-  const float* made;  // null where the caller gives the logits
+  const float* made;  // null if the caller gives the logits
   int64_t token, first;
   int columns;
   MapFactors map;
