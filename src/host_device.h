@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Marks a function that kernels call too; other compilers than nvcc read nothing there.
+// Marks a function that kernels call too; empty for compilers other than nvcc.
 #pragma once
 
 #ifdef __CUDACC__

@@ -7,7 +7,7 @@
 namespace logitless {
 namespace {
 
-// Goes up when the layout of KeptRow or of any backend's `kept` changes.
+// Increased when the layout of KeptRow or of any backend's `kept` changes.
 constexpr uint64_t kept_version = 1;
 
 // FNV-1a over 64 bits at a time.
@@ -50,7 +50,7 @@ Kept kept_in(const Call& call, uint64_t bytes) {
   return kept;
 }
 
-// The key leaves out the reduction, its normalizer and empty_mean: they only shape the loss.
+// The key leaves out the reduction, its normalizer and empty_mean: they only affect the loss.
 uint64_t kept_key(const Call& call, int64_t columns) {
   const LossOptions& o = call.options;
   Hash hash;

@@ -3,7 +3,7 @@
 //   kept       [blocks, rows, 64]  blocks of 64 columns of the vocabulary, from its first; rows is
 //                                  the number of tokens rounded up to a multiple of 64
 //   kept_rows  [N, 8]              each token's state
-// Each backend divides the bytes of `kept` as it likes.
+// Each backend has its own layout of the bytes of `kept`.
 #pragma once
 
 #include "src/call.h"
@@ -13,38 +13,38 @@ namespace logitless {
 
 // Columns of a block; rows are rounded up to a multiple of it.
 inline constexpr int64_t kept_block = 64;
-inline constexpr int64_t kept_row_width = 8;  // floats per token
-// In blocks; a part of the vocabulary is kept in whole groups.
+inline constexpr int64_t kept_row_width = 8;  // floats per row of kept_rows
+// In blocks: if not all of the vocabulary is kept, whole groups are.
 inline constexpr int64_t kept_group = 3;
 inline constexpr uint64_t kept_alignment = 16;  // bytes
-// Also the alignment of an offset in a WebGPU buffer.
+// Also the alignment of an offset into a WebGPU buffer.
 inline constexpr uint64_t kept_binding = 256;
 
-// A token's row of kept_rows. What has no name here is 0.
+// A token's row of kept_rows; the words without a name are 0.
 struct KeptRow {
-  float reference;     // m; of a shard its own, as log_sum is
+  float reference;     // m; like log_sum, of the shard alone
   float log_sum;       // log sum_j exp(z_j - m)
-  float target_logit;  // z_t, or what E is relative to
+  float target_logit;  // z_t, or the anchor that E is relative to
   float rest;          // 1 - p_t
   float overwritten;   // not 0: Backward has overwritten the row's E
-  float layout;        // the engine whose layout the bytes of `kept` have
-  float columns;       // the number kept, at most those that there is room for
+  float layout;        // identifies the layout of `kept`
+  float columns;       // the number of columns kept
   float unused;
 };
 static_assert(sizeof(KeptRow) == kept_row_width * sizeof(float));
 
-// A shard's lse exceeds that of the whole vocabulary by rounding alone, at most by this.
+// A shard's lse may exceed that of the whole vocabulary only by rounding, at most by this.
 inline constexpr float kept_tolerance = 1e-3f;
 
 inline int64_t kept_rows_of(int64_t tokens) { return round_up(tokens, kept_block); }
-// Returns how many columns the op's `kept` has room for, or 0 without one.
+// Returns how many columns the op's `kept` has room for; 0 without `kept`.
 inline int64_t kept_columns(const Call& call) {
   if (!call.kept || call.tokens() <= 0) return 0;
   const int64_t blocks = call.kept.shape[0] / kept_rows_of(call.tokens());
   return blocks * kept_block < call.vocab() ? blocks * kept_block : call.vocab();
 }
 
-// Returns what a Forward keeps in `bytes`, whatever tensors the call has.
+// Returns what a Forward keeps in `bytes`, whichever tensors the call has.
 Kept kept_in(const Call& call, uint64_t bytes);
 // Distinguishes Forwards whose state differs: a hash of shape, device and options.
 uint64_t kept_key(const Call& call, int64_t columns);

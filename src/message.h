@@ -9,7 +9,7 @@
 
 namespace logitless {
 
-// printf prints the sign of a NaN, which means nothing to a reader.
+// printf prints the sign of a NaN, which is meaningless.
 inline double unsigned_nan(double value) { return value == value ? value : __builtin_nan(""); }
 
 [[gnu::format(printf, 2, 3)]] inline Status error(StatusCode code, const char* format, ...) {

@@ -21,7 +21,7 @@ uint64_t window(const Footprint& f, uint64_t period) {
   return std::min(width, period);
 }
 
-// Whether the two take disjoint bytes of every period, as column slices of one buffer do.
+// Whether the two occupy disjoint bytes of every period, as column slices of one buffer do.
 bool disjoint_modulo(const Footprint& a, const Footprint& b, uint64_t period) {
   const uint64_t ahead = (b.address % period + period - a.address % period) % period;
   return window(a, period) <= ahead && ahead + window(b, period) <= period;
@@ -64,7 +64,7 @@ bool meet_at(Row one, Row other, int64_t c) {
   return j + t * k <= one.last && l + s * k <= other.last;
 }
 
-// Returns the dimension with fewer steps, whose rows are walked one by one.
+// Returns the dimension with fewer steps, along which rows are compared one by one.
 size_t outer(const Footprint& f) { return f.last[0] <= f.last[1] ? 0 : 1; }
 
 constexpr uint64_t most_rows = uint64_t{1} << 14, most_bytes = uint64_t{1} << 31;
@@ -93,7 +93,7 @@ bool share_bytes(const Footprint& a, const Footprint& b) {
   return false;
 }
 
-// A dimension of stride 0 repeats one element, so it is given a single one.
+// A dimension of stride 0 repeats one element, so its size becomes 1.
 Footprint without_repetition(Footprint f) {
   for (size_t d = 0; d < 2; ++d) {
     if (f.stride[d] == 0) f.last[d] = 0;

@@ -17,8 +17,8 @@ struct Footprint {
   bool operator==(const Footprint&) const = default;
 };
 
-// Whether the two share a byte. May say true of disjoint large interleaved views whose strides have
-// no common divisor that separates them.
+// Whether the two share a byte. May return true for disjoint large interleaved views whose strides
+// have no common divisor that separates them.
 bool may_overlap(const Footprint& a, const Footprint& b);
 
 }  // namespace logitless

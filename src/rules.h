@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the rules of validate*.cpp share: names of values, sizes of views, and the rules themselves.
+// Shared by the rules of validate*.cpp: names of values, sizes of views, and declarations of the
+// rules.
 #pragma once
 
 #include <cstdio>
@@ -42,7 +43,7 @@ inline Text shape_text(int32_t rank, int64_t first, int64_t second) {
 
 inline Text shape_text(const TensorView& v) { return shape_text(v.rank, v.shape[0], v.shape[1]); }
 
-// A WebGPU buffer is a handle, no address.
+// A WebGPU buffer is a handle, not an address.
 inline bool has_addresses(const Call& call) {
   return call.rows().device.type != DeviceType::webgpu;
 }
@@ -54,8 +55,8 @@ inline int64_t elements(const TensorView& v) {
   return count;
 }
 
-// Counts the bytes from the first element to the end of the last; false where these and the offset
-// exceed int64.
+// Computes the bytes from the first element to the end of the last; returns false if they and the
+// offset exceed int64.
 inline bool extent(const TensorView& v, int64_t* bytes) {
   int64_t last = 0;
   *bytes = 0;

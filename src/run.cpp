@@ -43,7 +43,7 @@ bool keeps(DeviceType type, DType dtype, const LossOptions& options) {
       return cuda_keeps(dtype, options);
 #endif
 #ifdef LOGITLESS_WITH_WEBGPU
-    case DeviceType::webgpu:  // from the logits everything is made
+    case DeviceType::webgpu:  // everything is computed from the logits
       return true;
 #endif
     default:
@@ -92,7 +92,7 @@ Status PlannedCall::create(const Call& call, uint64_t bytes) {
     Tensor& tensor = tensor_at(call_, field);
     if (!tensor) continue;
     given_[count_++] = &field;
-    // Of an unknown address nothing is assumed.
+    // Nothing is assumed about an unknown address.
     if (tensor.alignment == 0) tensor.alignment = static_cast<uint32_t>(size_of(tensor.dtype));
   }
   std::sort(given_.begin(), given_.begin() + static_cast<int64_t>(count_),
@@ -112,7 +112,7 @@ Status PlannedCall::create(const Call& call, uint64_t bytes) {
   return backend_->decide(call_, bytes_, &decided_);
 }
 
-// Gives the tensors of `call` their addresses, which must be aligned as the plan assumes.
+// Sets the addresses of `call`'s tensors, which must be aligned as the plan assumes.
 Status PlannedCall::place(std::span<void* const> addresses, Call* call) const {
   if (addresses.size() != count_) {
     return error(StatusCode::invalid_argument,
@@ -125,7 +125,7 @@ Status PlannedCall::place(std::span<void* const> addresses, Call* call) const {
     tensor.data = addresses[i];
     const uint32_t found = alignment_of(tensor),
                    least = static_cast<uint32_t>(size_of(tensor.dtype));
-    // An address that is no multiple of the element's size gets a status of its own, later.
+    // An address that is no multiple of the element's size gets another status, later.
     if (!has_addresses(*call) || elements(tensor) == 0 || found < least ||
         found >= tensor.alignment) {
       continue;
@@ -157,7 +157,7 @@ Status PlannedCall::run(std::span<void* const> addresses, const Workspace& works
   if (!status.ok()) return status;
   WorkspaceSize needed = size();
   if (!has_addresses(call)) {
-    // Tensors that share a buffer may need copies, for which the plan's bytes may not be enough.
+    // Tensors that share a buffer may need copies, for which the plan's bytes may not suffice.
     WorkspaceSize own;
     status = backend_->workspace(call, bytes_, &own);
     needed.minimum = std::max(needed.minimum, own.minimum);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules of docs/semantics.md that look at an op alone, in one table in the order in which they
-// are checked. Those in this file say how fields go together; validate_data.cpp looks at data
+// The rules of docs/semantics.md that need only the op, in one table in the order in which they are
+// checked. The rules of this file say which fields go together; validate_data.cpp checks data
 // pointers.
 #include "src/validate.h"
 
@@ -53,7 +53,7 @@ Status check_required(const Call& call) {
   return {};
 }
 
-// ForwardBackward's loss is optional: its gradients are the point.
+// ForwardBackward's loss is optional, since its gradients may be all that is wanted.
 Status check_outputs(const Call& call) {
   if (call.linear && call.gradients && !call["grad_input"] && !call["grad_weight"] &&
       !call["grad_bias"]) {
@@ -83,7 +83,7 @@ Status check_companions(const Call& call) {
   return {};
 }
 
-// Chosen columns take ids and the tensor that is written or read at them.
+// Chosen columns need both ids and the tensor that is read or written at them.
 Status check_chosen(const Call& call) {
   const char* at = call.forward ? "logits_at" : "grad_logits_at";
   const bool ids = static_cast<bool>(call["ids"]);
@@ -95,7 +95,7 @@ Status check_chosen(const Call& call) {
                ids ? "ids" : at, ids ? at : "ids");
 }
 
-// Lists of largest logits take values and ids, and in Combine those of the shards too.
+// Top-k needs both values and ids, and in Combine those of the shards too.
 Status check_listed(const Call& call) {
   const char* first = "top_logits";
   for (const char* name : {"top_ids", "shard_top_logits", "shard_top_ids"}) {
@@ -112,7 +112,7 @@ Status check_listed(const Call& call) {
                "top_logits is given beside kept; allowed: one of them");
 }
 
-// With only_chosen nothing that depends on the softmax may be asked for.
+// With only_chosen nothing that depends on the softmax may be given.
 Status check_only_chosen(const Call& call) {
   if (!call.only_chosen) return {};
   if (!call.grad_logits_at) {
@@ -149,7 +149,7 @@ Text key_text(uint64_t key) {
 
 }  // namespace
 
-// kept and kept_rows go together; Backward needs further tensors beside them.
+// kept and kept_rows go together; Backward needs further tensors with them.
 Status check_kept(const Call& call) {
   const bool kept = static_cast<bool>(call["kept"]);
   if (kept != static_cast<bool>(call["kept_rows"])) {
@@ -225,9 +225,9 @@ Status check_chosen_count(const Call& call) {
                static_cast<long long>(most_chosen));
 }
 
-// The list defines k.
+// The lists define k.
 Status check_listed_count(const Call& call) {
-  const int64_t columns = call.vocab_total();  // without any there is no token
+  const int64_t columns = call.vocab_total();  // 0 only if there is no token
   const int64_t most = columns > 0 ? std::min(columns, most_listed) : most_listed;
   if (!call.top_logits || (call.listed() >= 1 && call.listed() <= most)) return {};
   return error(StatusCode::wrong_shape,
@@ -313,8 +313,7 @@ Status check_products(const Call& call) {
                static_cast<long long>(d));
 }
 
-// Asked in this order; a rule may rely on those above it.
-// clang-format off
+// Checked in this order; a rule may rely on those above it.
 constexpr Status (*kRules[])(const Call&) = {
     check_execution,
     check_tensor_enums,

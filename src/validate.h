@@ -11,17 +11,18 @@ namespace logitless {
 Status unknown_device(int32_t type);
 Status unknown_op(int32_t kind);
 
-// Checks the device type alone; the backend says whether it has that index.
+// Checks only the device type; the backend checks the index.
 Status validate(const Execution& execution);
 
-// Checks what `workspace` and `run` both ask of an op. Does not look at data pointers.
+// Checks what `workspace` and `run` both require of an op. Does not check data pointers.
 Status validate(const Call& call);
 
-// Checks what kept_size asks of an op: a linear Forward, valid except for outputs that it may not
-// have yet.
+// Checks what kept_size requires of an op: a linear Forward, valid except for outputs that may
+// still be missing.
 Status validate_keeping(const Call& call);
 
-// Checks what only `run` asks: data pointers, alignment, overlaps, the workspace's size and place.
+// Checks what only `run` requires: data pointers, alignment, overlaps, the workspace's size and
+// address.
 Status validate_data(const Call& call, const Workspace& workspace, const WorkspaceSize& size);
 
 }  // namespace logitless

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules of docs/semantics.md about memory: NULL, alignment, overlap, the workspace. They look
-// at addresses on the host and on CUDA; WebGPU has handles.
+// The rules of docs/semantics.md about memory: NULL, alignment, overlap, the workspace. Addresses
+// exist on the host and on CUDA; WebGPU has handles.
 #include <array>
 
 #include "src/kept.h"
@@ -92,7 +92,7 @@ Status check_workspace(const Call& call, const Workspace& w, const WorkspaceSize
   return {};
 }
 
-// In place is allowed element for element only: the same addresses in the same dtype.
+// In place is allowed only element for element: the same addresses in the same dtype.
 bool in_place(const Field& out, const Field& in) {
   return in.name == "logits" && (out.name == "grad_logits" || out.name == "probabilities") &&
          out.view->dtype == in.view->dtype && footprint(*out.view) == footprint(*in.view);

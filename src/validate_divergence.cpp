@@ -10,14 +10,14 @@
 namespace logitless {
 namespace {
 
-// Below it, a p/q that f32 cannot hold would matter.
+// Below this, a ratio p/q that f32 cannot hold would matter.
 constexpr float least_beta = 0x1p-90f;
 
 bool reads_beta(DivergenceKind kind) {
   return kind == DivergenceKind::jsd || kind == DivergenceKind::skew_kl;
 }
 
-// A divergence does not use these options of a loss.
+// Options of a loss that a divergence does not use.
 Status check_unused_options(const Call& call) {
   const LossOptions& o = call.options;
   for (const auto& [name, value] :
@@ -51,7 +51,7 @@ Status check_divergence_options(const Call& call) {
   return status.ok() ? check_unused_options(call) : status;
 }
 
-// The teacher is a head, or logits, or beside kept state nothing.
+// The teacher is a head, or logits, or, with kept state, absent.
 Status check_teacher(const Call& call) {
   if (!call.diverges) return {};
   const bool input = static_cast<bool>(call.teacher_input);
@@ -153,7 +153,7 @@ Status check_states_of_backward(const Call& call) {
 
 }  // namespace
 
-// On shards, Forward and Backward pass each other the rows' states and sums.
+// The rows' states and sums, which Forward and Backward exchange between shards.
 Status check_divergence_states(const Call& call) {
   if (!call.diverges) return {};
   if (!call.forward) return check_states_of_backward(call);

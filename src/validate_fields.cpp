@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules that hold for every field by itself, in one table: rank, shape, dtype, device, strides.
+// Rules for every single field, in one table: rank, shape, dtype, device, strides.
 #include <array>
 #include <numeric>
 
@@ -11,7 +11,7 @@
 namespace logitless {
 namespace {
 
-enum DTypes : uint32_t {  // a bit each
+enum DTypes : uint32_t {  // one bit each
   kF32 = 1u << LOGITLESS_F32,
   kFloats = kF32 | 1u << LOGITLESS_F16 | 1u << LOGITLESS_BF16,
   kI32 = 1u << LOGITLESS_I32,
@@ -26,7 +26,7 @@ enum class Shape {
   token,                 // [N]
   vocab,                 // [V]
   vocab_total,           // [V], or [vocab_total] on a shard
-  reduced,               // [N] where the reduction is none, else [] or [1]
+  reduced,               // [N] if the reduction is none, else [] or [1]
   scalar,                // [] or [1]
   one,                   // [1]
   kept,                  // [blocks * N to 64, 64]
@@ -34,7 +34,7 @@ enum class Shape {
   shard_token,           // [P, N]
   teacher_hidden,        // [N, Dt]
   vocab_teacher_hidden,  // [V, Dt]
-  token_chosen,          // [N, K], or [M] beside id_offsets
+  token_chosen,          // [N, K], or [M] with id_offsets
   token_ends,            // [N + 1]
   token_listed,          // [N, k]
   shard_listed,          // [P, N k]
@@ -95,7 +95,7 @@ constexpr FieldRule kFieldRules[] = {
     {"shard_target_logit", Shape::shard_token, kF32, "f32"},
 };
 
-// Statistics, and what Combine makes them of, are in a table of their own.
+// Statistics, and Combine's inputs for them, have their own table.
 FieldRule rule_of(const Field& field) {
   const bool shards = field.name.starts_with("shard_");
   for (const Statistic& statistic : kStatistics) {
@@ -120,7 +120,7 @@ Status for_each_given(const Call& call, Check&& check) {
   return {};
 }
 
-// Two elements share an address where di s = dj t for |di| < a, |dj| < b, not both zero; the least
+// Two elements share an address if di s = dj t for |di| < a, |dj| < b, not both zero; the smallest
 // such pair is t/g, s/g with g = gcd(s, t).
 bool overlaps_itself(const TensorView& v) {
   if (elements(v) <= 1) return false;
@@ -129,7 +129,7 @@ bool overlaps_itself(const TensorView& v) {
   return g == 0 || (t / g < v.shape[0] && s / g < v.shape[1]);
 }
 
-// kept has blocks of 64 columns: all of the vocabulary's, or whole groups of them.
+// kept has blocks of 64 columns: all of the vocabulary, or whole groups of them.
 Status check_kept_shape(const Call& call, const TensorView& view) {
   const int64_t rows = kept_rows_of(call.tokens()), all = divide_up(call.vocab(), kept_block);
   const int64_t blocks = rows > 0 ? view.shape[0] / rows : 0;
@@ -159,7 +159,7 @@ Status wrong_width(const TensorView& weight, int64_t hidden) {
                shape_text(weight).text, d);
 }
 
-// Vocabularies padded to different sizes are first noticed here.
+// Vocabularies padded to different sizes are first detected here.
 Status wrong_teacher_vocab(const TensorView& weight, int64_t vocab) {
   const long long own = vocab, its = weight.shape[0];
   return error(StatusCode::wrong_shape,
@@ -216,7 +216,7 @@ Status check_tensor_enums(const Call& call) {
   });
 }
 
-// The reference runs on host memory: its tensors are on cpu.
+// The reference runs on host memory, so its tensors are on the CPU.
 Status check_devices(const Call& call) {
   Device device = call.execution.device;
   if (device.type == DeviceType::reference) device.type = DeviceType::cpu;

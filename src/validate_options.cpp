@@ -32,9 +32,10 @@ struct RangeRule {
   float LossOptions::* value;
   bool (*ok)(float);
   const char* allowed;
-  bool of_map = false;  // also checked in a teacher's options
+  bool of_map = false;  // also applies to a teacher's options
 };
-// Divisors must be normal: a device may flush a subnormal to zero, and its inverse overflows.
+// Divisors must be normal numbers: a device may flush a subnormal to zero, and its inverse
+// overflows.
 constexpr RangeRule kRanges[] = {
     {"label_smoothing", &LossOptions::label_smoothing, [](float x) { return x >= 0 && x <= 1; },
      "0 to 1"},
@@ -59,11 +60,11 @@ Status check_range(const char* prefix, const RangeRule& rule, const LossOptions&
 }
 
 // The factors of z = softcap / temperature tanh(logit_scale / softcap raw) and of its slope must
-// fit f32, on every backend; the tanh is often computed from exp of twice its argument.
+// fit in f32 on every backend; tanh is often computed from exp of twice its argument.
 struct FactorRule {
   const char* name;
   double (*value)(const LossOptions&);
-  bool capped;  // a factor only with a softcap
+  bool capped;  // only with a softcap
 };
 constexpr FactorRule kFactors[] = {
     {"logit_scale / temperature",
@@ -121,7 +122,7 @@ Status check_teacher_map(const LossOptions& options) {
   return check_factors("of the teacher, ", options);
 }
 
-// A call has one temperature in its options, or a tensor of one per token, which stays on the
+// A call has one temperature in its options, or a tensor with one per token, which stays on the
 // device.
 Status check_temperature(const Call& call) {
   if (!call.temperature || call.options.temperature == 1) return {};
@@ -153,7 +154,7 @@ Status check_normalizer(const Call& call) {
   return {};
 }
 
-// Combine needs every output's counterpart of the shards, and V for the loss.
+// Combine needs the shards' counterpart of every output, and V for the loss.
 Status check_combine(const Call& call) {
   if (!call.combines) return {};
   if (call.options.vocab_total < 1) {
@@ -185,7 +186,7 @@ Status check_combine(const Call& call) {
 Status check_shard_range(const Call& call) {
   if (!call.loss_op) return {};
   const int64_t start = call.options.vocab_start, total = call.options.vocab_total;
-  const int64_t vocab = call.combines ? 0 : call.vocab();  // Combine takes any shard's options
+  const int64_t vocab = call.combines ? 0 : call.vocab();  // Combine accepts any shard's options
   if (total < 0 || (total > 0 && total < vocab)) {
     return error(StatusCode::invalid_argument,
                  "vocab_total is %lld; allowed: 0 (whole) or >= V = %lld",
@@ -201,7 +202,8 @@ Status check_shard_range(const Call& call) {
   return {};
 }
 
-// A shard alone knows no row's loss: Forward gives partial statistics, Backward takes global ones.
+// A shard alone does not know a row's loss: Forward writes partial statistics, Backward reads
+// global ones.
 Status check_shard_fields(const Call& call) {
   if (!call.shard()) {
     if (!call["anchor"]) return {};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The map from raw to z, and its slope under a softcap, with a tanh to an ulp or two.
+// The map from raw to z, and its slope with a softcap; tanh is accurate to an ulp or two.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -7,7 +7,7 @@
 
 namespace logitless::cuda {
 
-// tanh(y / 2) for y in [0, 40], by exp - 1 in two parts; a NaN stays.
+// tanh(y / 2) for y in [0, 40], by exp - 1 in two parts; NaN stays NaN.
 __device__ inline float tanh_of_half(float y) {
   const float magic = 12582912.0f;  // 1.5 2^23: adding it rounds to an integer
   const float n = fmaf(y, 0x1.715476p0f, magic) - magic;
@@ -18,7 +18,7 @@ __device__ inline float tanh_of_half(float y) {
   const float q = fmaf(fmaf(0x1.6a2434p-10f, r2, c23), r2, c01);
   const float scale = __int_as_float((static_cast<int>(n) + 127) << 23);
   const float s = fmaf(r2, q, r);          // exp r - 1
-  const float s_low = fmaf(r2, q, r - s);  // what s lost
+  const float s_low = fmaf(r2, q, r - s);  // the rounding error of s
   const float whole = scale - 1.0f;
   const float e = fmaf(scale, s, whole);
   const float e_low = fmaf(scale, s_low, fmaf(scale, s, whole - e));
@@ -33,8 +33,8 @@ __device__ inline float tanh_of_half(float y) {
 __device__ inline float map_raw(const MapFactors& f, float raw) {
   if (!f.capped) return f.identity ? raw : raw * f.slope;
   float size = fabsf(raw);
-  // fminf would drop a NaN. t is set too, because for a tiny scale the limit's own tanh may be
-  // below 1, but what is above the limit is infinite.
+  // fminf would drop NaN. t is set too: with a tiny scale the limit's own tanh may be below 1, but
+  // whatever exceeds the limit is infinite.
   const bool is_one = size > f.limit;
   size = is_one ? f.limit : size;
   const float y = fmaf(size, f.inward, size * f.inward_low);
@@ -43,8 +43,8 @@ __device__ inline float map_raw(const MapFactors& f, float raw) {
   return signbit(raw) ? -z : z;
 }
 
-// d(draw) / dz beyond the constant slope: 1 - t^2 for t = z / cap, from 1 - |t|, which is z's
-// distance from the cap: exact where t is near 1, while t itself has been rounded three times.
+// d(draw) / dz beyond the constant slope: 1 - t^2 for t = z / cap, from 1 - |t|, the distance of z
+// from the cap. It is exact where t is near 1, while t itself has been rounded three times.
 __device__ inline float cap_slope(const MapFactors& f, float z) {
   if (!f.capped) return 1.0f;
   const float low = f.outward < 0.0f ? -f.outward_low : f.outward_low;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The families of ops on CUDA, called with the device found and current. An engine
+// The families of ops on CUDA. The device has been found and is current. An engine
 // (linear/engine.h) runs the linear ones.
 #pragma once
 
@@ -27,10 +27,10 @@ Status linear_workspace(const Call&, const DeviceInfo&, uint64_t given, Workspac
 Status only_chosen_workspace(const Call&, WorkspaceSize*);
 Status run_only_chosen(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// Loads every kernel and the matrix library on this device, so that no later call does.
+// Loads every kernel and cuBLASLt on this device, so that no later call does.
 Status warmup(const DeviceInfo&);
 
-// Describes the matrix library for `info`: its version, or why it is absent.
+// Describes cuBLASLt for `info`: its version, or why it is absent.
 Status describe_matrix_library(char* text, size_t bytes);
 
 }  // namespace logitless::cuda

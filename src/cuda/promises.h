@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What holds on a CUDA device, for `info` to say: the oldest driver, whether a token's bits depend
-// on its batch, and how near to the row's maximum its row_reference is.
+// Properties of a CUDA device that `info` reports: the oldest driver, whether a token's bits depend
+// on its batch, and whether row_reference is the row's maximum.
 #pragma once
 
 #include "src/cuda/linear/engines.h"
@@ -8,14 +8,14 @@
 
 namespace logitless::cuda {
 
-// CUDA's version as cudart counts it; any driver of the same major version serves. Before 12.4's
-// driver warmup loads less, before 12.3's launches are not early.
+// CUDA's version as cudart encodes it; any driver of the same major version works. With drivers
+// before 12.4 warmup loads less; before 12.3 there are no early launches.
 inline constexpr int driver_floor = CUDART_VERSION / 1000 * 1000;
 
-// In ops of given logits a token's loss and statistics never depend on its batch. In the linear ops
-// they do if cuBLASLt makes the logits, which it so far does for f32 on every device.
+// In ops on given logits a token's loss and statistics never depend on its batch. In linear ops
+// they do if cuBLASLt computes the logits, as it does for f32 on every device.
 inline bool linear_ops_are_batch_invariant(const DeviceInfo&) { return false; }
-// For linear ops of 16-bit inputs, whose logits an engine's own kernel makes.
+// For linear ops with 16-bit inputs, whose logits an engine's own kernel may compute.
 inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
   return engine_for(device).is_batch_invariant();
 }
@@ -26,7 +26,7 @@ inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
 inline bool reference_is_maximum(const DeviceInfo& device, DType inputs) {
   LinearShape shape;
   shape.dtype = inputs;
-  shape.copies_weight = true;  // so that the weight's layout decides nothing
+  shape.copies_weight = true;  // so that the weight's layout does not matter
   return engine_for(engines(), {}, shape, device).finds_maximum(shape);
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// values *= factor in place, 16 bytes a thread and step, with the ends apart. Every thread reads
-// the factor first and returns if it is 1, so that the common case costs one launch and no traffic.
+// values *= factor in place, 16 bytes per thread and step, and the ends separately. Every thread
+// reads the factor first and returns if it is 1, so that the common case costs one launch and no
+// memory traffic.
 #include "src/cuda/scale.h"
 
 #include "src/backend.h"
@@ -68,7 +69,7 @@ void scale(std::span<const TensorView> values, const TensorView& factor, const D
     const int64_t blocks = (count / width + threads) / threads;
     if (blocks > wanted) wanted = blocks;
   }
-  // Enough to fill the device, and few enough to be skipped quickly.
+  // Enough blocks to fill the device, and few enough to exit quickly.
   const int64_t most = int64_t{device.multiprocessors} * 8;
   stream->launch("scale", scale_kernel, static_cast<unsigned>(wanted < most ? wanted : most),
                  threads, a);

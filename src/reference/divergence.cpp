@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divergences from their definitions, in double, and how far f32 arithmetic may be from them. With
-// d = log p - log q, a column's part of D has the derivative `slope` to d with one of p and q held;
-// an error of d that all columns share cancels, because D is summed of terms whose derivatives
-// cancel too.
+// Divergences from their definitions, in double, and bounds of the error of f32 arithmetic. With d
+// = log p - log q, `slope` is the derivative of a column's part of D with respect to d, with p or q
+// fixed; an error of d that all columns share cancels, because the terms' derivatives sum to 0.
 #include "src/reference/divergence.h"
 
 #include <algorithm>
@@ -19,7 +18,7 @@ constexpr double nan_value = std::numeric_limits<double>::quiet_NaN();
 // One column of both heads.
 struct Column {
   double p, q, m;
-  bool may_count = false;  // beside a -inf logit, near the least normal f32: may be left out
+  bool may_count = false;  // near the least normal f32, and the other logit is -inf
   double d;                // log p - log q
   double log_p_m = 0;      // log(p / m), where p > 0
   double log_q_m = 0;      // log(q / m), where q > 0
@@ -32,7 +31,7 @@ double relative_error(const Row& row, size_t j) {
   return row.logit_error[j] + row.lse_error + 4 * u32 * (3 + std::fabs(row.z[j] - row.reference));
 }
 
-// Beside a -inf logit a probability below the least normal f32 counts as 0.
+// If the other head's logit is -inf, a probability below the least normal f32 counts as 0.
 void leave_out_tiny(double log_of_greater, Column* c) {
   if (!std::isinf(c->d)) return;
   const double own_error = std::max(c->p_relative, c->q_relative);  // an infinite logit has none
@@ -54,25 +53,25 @@ Column column_of(double beta, const Row& student, const Row& teacher, size_t j) 
   leave_out_tiny(std::max(student.log_probability[j], teacher.log_probability[j]), &c);
   c.m = (1 - beta) * c.p + beta * c.q;
   if (c.p > 0) c.log_p_m = -std::log1p(beta * std::expm1(-c.d));
-  // Where p is small beside q, expm1 has rounded away what a small beta adds.
+  // If p is small relative to q, expm1 has rounded away what a small beta adds.
   if (c.q > 0 && beta < 1) {
     c.log_q_m = c.d < -1 ? -std::log(beta + (1 - beta) * std::exp(c.d))
                          : -std::log1p((1 - beta) * std::expm1(c.d));
   }
-  // Where one is negligible beside the other, e^d exceeds a double.
+  // If one is negligible relative to the other, e^d exceeds a double.
   if (c.p > 0 && !std::isfinite(c.log_p_m)) c.log_p_m = c.d - std::log(beta);
   if (c.q > 0 && !std::isfinite(c.log_q_m)) c.log_q_m = -c.d - std::log(1 - beta);
   return c;
 }
 
-// What a column adds to D, the size that its rounding is relative to, and its derivative. No value
-// is negative: (c.p - c.q), which adds up to 0 over the whole vocabulary, is included for that.
+// What a column adds to D, the size to which its rounding is relative, and its derivative. No value
+// is negative, because it includes p - q, which sums to 0 over the whole vocabulary.
 struct Part {
   double value, rounded, slope;
 };
-// What is made of d grows with e^d, and so does its error, up to where it means nothing.
+// Values computed from d grow with e^d, and so does their error, up to where they mean nothing.
 double grown(double error) { return error * std::exp(std::min(2 * error, 20.0)); }
-// Beside a subnormal p or q, m may be 0.
+// With a subnormal p or q, m may be 0.
 double share(double p, double m) { return m == 0 ? 0 : p / m; }
 // p log(p/q), where 0 log 0 is 0.
 double information(double p, double log_ratio) { return p == 0 ? 0 : p * log_ratio; }
@@ -126,7 +125,7 @@ Estimate slope_of(DivergenceKind kind, double beta, const Column& c) {
   return {};
 }
 
-// At these ends of beta the mixture is one of the two heads.
+// At these ends of beta the mixture is one of the two heads, so the kind is another one.
 DivergenceKind kind_of(const DivergenceOptions& o) {
   const bool mixes = o.kind == DivergenceKind::jsd || o.kind == DivergenceKind::skew_kl;
   if (mixes && o.beta == 0) return DivergenceKind::forward_kl;
@@ -146,8 +145,8 @@ std::vector<Estimate> forward_dz(const std::vector<Column>& columns) {
   return dz;
 }
 
-// dz of the kinds other than forward_kl, and sum_k p_k f_k over these columns, which is what is
-// subtracted if slope_mean is null.
+// dz of the kinds other than forward_kl, and sum_k p_k f_k over these columns, which is subtracted
+// if slope_mean is null.
 std::vector<Estimate> centered_dz(DivergenceKind kind, double beta, const Row& student,
                                   const std::vector<Column>& columns, const double* slope_mean,
                                   Estimate* slope_sum) {
@@ -230,7 +229,7 @@ DivergenceRow divergence_row(const DivergenceOptions& options, const Row& studen
     row.divergence.value += part.value;
     row.acceptance.value += std::min(c.p, c.q);
     if (student.logit_error.empty()) continue;
-    // The summands are not negative; this is their largest size.
+    // The summands are not negative; this is their largest magnitude.
     const double term = part.slope * std::min(1.0, std::fabs(c.d)) + part.rounded;
     const double relative = c.p_relative + c.q_relative;
     const double far = std::isfinite(c.d) ? std::fabs(c.d) : 0;

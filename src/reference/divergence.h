@@ -7,7 +7,7 @@
 
 namespace logitless::reference {
 
-// The teacher as an op of its own, for make_row.
+// The teacher as a separate op, for make_row.
 struct TeacherHead {
   explicit TeacherHead(const Call& call);
   Row row(const Token& token, int64_t i, const BoundModel& model, bool with_bounds) const;
@@ -18,13 +18,13 @@ struct TeacherHead {
   std::vector<double> weight_, bias_;  // [V, Dt] [V]
 };
 
-// D and what its gradient is made of, over the columns of the views.
+// D and the terms of its gradient, over the columns of the views.
 struct DivergenceRow {
   Estimate divergence, acceptance, slope_sum;
   std::vector<Estimate> dz;  // [V]  of D alone
-  bool undecided = false;    // an edge case: infinite or not
+  bool undecided = false;    // an edge case: may or may not be infinite
 };
-// `slope_mean` is the whole vocabulary's, as the rows' states then are.
+// `slope_mean` is that of the whole vocabulary, as are the rows' states if it is given.
 DivergenceRow divergence_row(const DivergenceOptions& options, const Row& student,
                              const Row& teacher, const double* slope_mean);
 

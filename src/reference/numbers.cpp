@@ -8,8 +8,8 @@
 namespace logitless::reference {
 namespace {
 
-// A binary format of 16 bits: sign, exponent, `mantissa_bits` of fraction. `min_exponent` is that
-// of the least normal number.
+// A binary format of 16 bits: sign, exponent, `mantissa_bits` bits of fraction. `min_exponent` is
+// that of the smallest normal number.
 struct Format {
   int mantissa_bits;
   int min_exponent;
@@ -88,7 +88,7 @@ void store(const TensorView& view, int64_t index, double value) {
   }
 }
 
-// In row-major order, with the element's index in memory.
+// In row-major order; f gets each element's offset in memory.
 template <class F>
 void for_each_element(const TensorView& view, F&& f) {
   const int64_t rows = view.rank >= 1 ? view.shape[0] : 1;

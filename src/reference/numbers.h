@@ -22,10 +22,10 @@ std::vector<double> read_row(const TensorView& matrix, int64_t row);
 std::vector<int64_t> read_indices(const TensorView& view);
 void write(const std::vector<double>& values, const TensorView& view);
 
-// Relative, for the dtype's normal numbers.
+// Relative, for normal numbers of the dtype.
 double unit_roundoff(DType dtype);
-// The magnitude below which values of the dtype may be lost: f32 and bf16 below the least normal
-// may be flushed to 0; f16 rounds to its subnormals everywhere.
+// The magnitude below which values of the dtype may be lost: f32 and bf16 may be flushed to 0 below
+// the smallest normal number; f16 always rounds to its subnormals.
 double least(DType dtype);
 // A bound of one rounding's error.
 double rounding_error(DType dtype, double value);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops, written from docs/semantics.md: a token at a time, its row of logits, its loss and
-// statistics, and what it adds to grad_input, grad_weight and grad_bias. In double, with plain
-// loops and O(V) memory beside the outputs.
+// The ops, written from docs/semantics.md, a token at a time: its row of logits, its loss and
+// statistics, and its contribution to grad_input, grad_weight and grad_bias. In double, with plain
+// loops and O(V) memory in addition to the outputs.
 #include "src/reference/reference.h"
 
 #include <algorithm>
@@ -20,10 +20,10 @@
 namespace logitless::reference {
 namespace {
 
-// A sum of rows of gradients: its value, and its bound before the last rounding.
+// A sum of gradient rows: its value, and its bound before the last rounding.
 struct Sum {
   std::vector<double> value, error;
-  std::vector<double> largest;  // the largest part that chosen columns have in a summand
+  std::vector<double> largest;  // the largest part of chosen columns in a summand
 
   void resize(int64_t count) {
     value.assign(count, 0.0);
@@ -79,7 +79,7 @@ class Evaluation {
   }
 
  private:
-  // Returns nullptr where the op does not ask for this output.
+  // Returns nullptr if the op does not ask for this output.
   Output* output(const char* name) {
     const auto found = result_.outputs.find(name);
     return found == result_.outputs.end() ? nullptr : &found->second;
@@ -92,7 +92,7 @@ class Evaluation {
     created.bound.assign(element_count(view), 0.0);
   }
 
-  // NaN and infinities must be met exactly.
+  // NaN and infinities must match exactly, so they have no bound.
   void set(Output* destination, int64_t index, Estimate estimate) {
     if (destination == nullptr) return;
     destination->value[index] = estimate.value;
@@ -111,7 +111,7 @@ class Evaluation {
   void evaluate_probabilities(const Token& token, int64_t i);
   void evaluate_shards(const Token& token, int64_t i);
   void evaluate_divergence(const Token& token, int64_t i);
-  // Whether the state is an input of a divergence's sums.
+  // Whether a divergence's state is an input, for the sums of a shard.
   bool is_given(std::string_view name) const {
     const bool state = name == "row_reference" || name == "row_log_sum";
     return state && call_.state_given();
@@ -257,8 +257,8 @@ void Evaluation::add_gradient(const RowGradient& gradient, int64_t i) {
   }
 }
 
-// grad_input = draw weight, grad_weight += draw^T input, grad_bias += draw. Beside gamma(K) M_j a
-// stored draw_j has these errors: its own, the roundings to a 16-bit input dtype, and what is too
+// grad_input = draw weight, grad_weight += draw^T input, grad_bias += draw. In addition to gamma(K)
+// M_j, a stored draw_j has these errors: its own, roundings to a 16-bit input dtype, and values too
 // small for that dtype.
 void Evaluation::add_linear_gradient(const RowGradient& gradient, int64_t i) {
   const int64_t columns = call_.vocab(), hidden = call_.input.shape[1];
@@ -304,8 +304,7 @@ void Evaluation::write_grad_input(int64_t i, int64_t summands) {
   }
 }
 
-// A sum of n summands has an error of gamma(n) of their magnitudes. n is known beforehand from
-// count_chosen.
+// A sum of n terms has an error of gamma(n) of their magnitudes; count_chosen has determined n.
 void Evaluation::add_only_chosen(const RowGradient& gradient, int64_t i) {
   const int64_t columns = call_.vocab(), hidden = call_.hidden();
   const std::vector<double> h = read_row(call_.input, i);  // [D]
@@ -375,14 +374,14 @@ void Evaluation::finish_sum(const char* name, const TensorView& view, Sum* sum) 
   for (size_t k = 0; k < sum->value.size(); ++k) {
     const int64_t summands = call_.only_chosen ? times_[k / width] : tokens_.active;
     if (call_.accumulate) {
-      // The old value is one more summand.
+      // The old value is one more term.
       sum->value[k] = summands == 0 ? old[k] : sum->value[k] + old[k];
       sum->error[k] += gamma(model_, summands) * std::fabs(old[k]);
     }
     const double each = tiny32 + u32 * sum->largest[k];
     set_rounded(output(name), view.dtype, k, sum->value[k],
                 sum->error[k] + static_cast<double>(summands) * each);
-    // Without a summand the result is 0, or the old contents, to the bit.
+    // Without a term the result is 0, or the old value, to the bit.
     if (summands == 0) output(name)->bound[k] = 0;
   }
 }

@@ -56,7 +56,7 @@ void form_probabilities(Row* row) {
   }
 }
 
-// B, and the errors of p and of the entropy, from logit_error.
+// B, and the errors of p and of the entropy, computed from logit_error.
 void bound_statistics(bool state_is_given, Row* row) {
   const size_t columns = row->z.size();
   double self_information = 0, p_error = 0, p_z = 0, entropy_error = 0;
@@ -84,14 +84,14 @@ void bound_statistics(bool state_is_given, Row* row) {
 // The bounds of logits: e_j = gamma(D) sum |h w| |logit_scale| / temperature + 3 u32 |z_j| + (D +
 // 1) 2^-126 max(1, |logit_scale| / temperature, softcap / temperature). For given logits `products`
 // is empty and D is 0. An infinite logit is exact, and so is an infinite product that a softcap
-// makes finite: no rounding makes or unmakes them.
+// makes finite.
 void bound_logits(const RowSource& source, const std::vector<double>& products, Row* row) {
   const LossOptions& options = source.call.options;
   const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / row->temperature;
   const int64_t hidden = products.empty() ? 0 : source.call.input.shape[1];
   const double cap = static_cast<double>(options.softcap) / row->temperature;
-  // What may be flushed below the least normal: every product, the logit itself and the tanh's
-  // argument.
+  // Values that may be flushed below the least normal number: every product, the logit itself and
+  // tanh's argument.
   const double flushed = static_cast<double>(hidden + 1) * tiny32 * std::max({1.0, steepest, cap});
   row->logit_error.assign(row->z.size(), 0.0);
   for (size_t j = 0; j < row->z.size(); ++j) {

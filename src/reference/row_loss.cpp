@@ -49,7 +49,7 @@ void add_loss(const Factors& f, double upstream, double c, bool is_target, const
   double sum = f.onehot * (p - (is_target ? 1 : 0));
   double magnitude = std::fabs(f.whole) * p + (is_target ? std::fabs(f.onehot) : 0);
   double slope = f.whole;
-  // f and k are kept apart, so that with a single class, p = 1, the gradient is exactly 0.
+  // f and k stay separate, so that with a single class, p = 1, the gradient is exactly 0.
   if (f.smoothing > 0) {
     sum += f.spread * p - f.smoothing * c;
     magnitude += f.smoothing * std::fabs(c);
@@ -87,7 +87,7 @@ void add_statistics(const Token& token, bool is_target, const Row& row, size_t j
               (p_error * (1 + std::fabs(information)) + p * (row.entropy_error + log_error));
 }
 
-// What the chosen columns add to dz of each column.
+// What chosen columns add to dz of each column.
 std::vector<Derivative> chosen_gradients(const Token& token, size_t columns) {
   std::vector<Derivative> sums(token.chosen.empty() ? 0 : columns);
   std::vector<int64_t> counts(sums.size());
@@ -140,7 +140,7 @@ Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, co
     loss.value += f.z_loss * row.lse * row.lse;
     loss.error += f.z_loss * (2 * std::fabs(row.lse) * row.lse_error + 3 * u32 * row.lse * row.lse);
   }
-  // A NaN in the row makes its loss NaN, even where every factor is 0.
+  // A NaN in the row makes its loss NaN, even if every factor is 0.
   if (std::isnan(row.lse)) loss.value = row.lse;
   return weighted(loss, token);
 }
@@ -166,7 +166,7 @@ Estimate combined_loss(const Call& call, const Tokens& tokens, const Token& toke
     loss.error +=
         f.z_loss * (2 * std::fabs(lse.value) * lse.error + 4 * u32 * lse.value * lse.value);
   }
-  // A NaN in the row makes its loss NaN, even where every factor is 0.
+  // A NaN in the row makes its loss NaN, even if every factor is 0.
   if (std::isnan(lse.value)) loss.value = lse.value;
   return weighted(loss, token);
 }
@@ -181,7 +181,7 @@ void RowGradient::set(const LossOptions& options, const Row& row, size_t j, cons
   if (options.softcap > 0) {
     const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / row.temperature;
     const double cap_error = row.temperature * row.logit_error[j] / options.softcap;
-    // Where terms cancel, dz may be far below its own error.
+    // If terms cancel, dz may be far below its own error.
     error[j] += (dz_magnitude + dz.error) *
                 (4 * u32 * steepest + 2 * std::fabs(row.saturation[j]) * slope * cap_error);
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each statistic of a token twice: from its row, with the bounds of f32 arithmetic, and from its
-// shards, with those of a fold in f64 and one rounding to f32.
+// Each statistic of a token in two ways: from its row, with bounds for f32 arithmetic, and from its
+// shards, with bounds for a fold in f64 and one rounding to f32.
 #include "src/reference/statistics.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-// What a sum in f64 may lose of its summands' magnitudes, whatever cancels.
+// The relative error of an f64 sum, in units of its terms' magnitudes, however they cancel.
 constexpr double kFolded = 0x1p-40;
 
 // A sum that is rounded to f32 once; `magnitude` is the sum of its summands' magnitudes.
@@ -22,7 +22,7 @@ Estimate rounded(double value, double magnitude) {
   return {value, 2 * u32 * std::fabs(value) + kFolded * magnitude + tiny32};
 }
 
-// Returns what each shard gave; empty if nothing.
+// Returns the shards' values of an input; empty if it was not given.
 const std::vector<double>& given(const WholeRow& whole, std::string_view name) {
   static const std::vector<double> nothing;
   const auto found = whole.given.find(name);
@@ -56,7 +56,7 @@ void add_probabilities(WholeRow* whole) {
     whole->places.push_back(s);
     references.push_back(reference[s]);
   }
-  if (whole->is_one()) {  // nothing is added up, so every number must be as given
+  if (whole->is_one()) {  // nothing is added, so every number must be as given
     whole->reference = reference[0];
     whole->log_sum = {log_sum[0], 0};
     return;
@@ -70,8 +70,8 @@ void add_probabilities(WholeRow* whole) {
   for (size_t k = 1; k < a.size(); ++k) {
     if (std::isnan(a[k]) || a[k] > a[leader]) leader = k;
   }
-  // The leader's probability is 1 minus what the others have, so that its logarithm is not 0
-  // however little that is.
+  // The largest shard's probability is 1 minus the others', so that its logarithm is not 0 however
+  // small that is.
   double others = 0;
   for (size_t k = 0; k < a.size(); ++k) others += k == leader ? 0 : std::exp(a[k] - a[leader]);
   const double log_total = std::log1p(others);
@@ -146,7 +146,7 @@ Index whole_argmax(const WholeRow& whole) {
     const auto named = static_cast<int64_t>(values[s]);
     return {named, {named}};
   }
-  // With a NaN, or nothing but -inf, any column may be named.
+  // With NaN, or only -inf, any column may be named.
   Index any{static_cast<int64_t>(values[0]), {}};
   for (const double x : values) any.accepted.push_back(static_cast<int64_t>(x));
   return any;
@@ -216,7 +216,7 @@ Estimate whole_logprob(const WholeRow& whole) {
   return {value, combined_lse(whole).error + 2 * u32 * (std::fabs(distance) + std::fabs(value))};
 }
 
-// Whether a column's logit is above the target's; and whether a rounded one must be, or may be.
+// Whether a column's logit is above the target's, and whether after rounding it must be, or may be.
 struct Above {
   bool is, surely, perhaps;
 };
@@ -299,7 +299,7 @@ Estimate whole_max_logprob(const WholeRow& whole) {
   return rounded(highest(all), magnitude);
 }
 
-// Columns that the rank may or may not count add an error of their own size.
+// Columns that the rank may or may not count add an error as large as themselves.
 Estimate mass_above(const RowOf& of) {
   const Row& row = of.row;
   if (std::isnan(row.log_sum)) return {kNan, 0};
@@ -352,7 +352,7 @@ Shards read_shards(const Call& call) {
 WholeRow combine(const Shards& shards, int64_t token) {
   WholeRow whole;
   for (const auto& [name, values] : shards.given) {
-    if (name.starts_with("shard_top")) continue;  // a list of each token, not a number
+    if (name.starts_with("shard_top")) continue;  // a list per token, not a number
     for (int64_t s = 0; s < shards.count; ++s) {
       whole.given[name].push_back(values[s * shards.tokens + token]);
     }

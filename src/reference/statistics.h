@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The statistics of a token, and what its shards' come to ("Statistics of a token", "Combine" and
-// "Accuracy" of docs/semantics.md).
+// The statistics of a token, from its row or from its shards ("Statistics of a token", "Combine"
+// and "Accuracy" of docs/semantics.md).
 #pragma once
 
 #include <map>
@@ -26,10 +26,10 @@ struct Shards {
 };
 Shards read_shards(const Call& call);
 
-// One token's shards, and what they come to.
+// One token's shards, and their combined values.
 struct WholeRow {
   std::map<std::string_view, std::vector<double>> given;  // [P] each
-  // The shards that have some probability, or may have, and its logarithm.
+  // The shards that have, or may have, some probability, and its logarithm.
   std::vector<size_t> places;
   std::vector<double> log_probability;
   double reference = 0, target_logit = 0;  // exact
@@ -38,7 +38,7 @@ struct WholeRow {
 };
 WholeRow combine(const Shards& shards, int64_t token);
 
-// `accepted`: what may be named in place of the value.
+// `accepted`: other values that may be returned.
 struct Index {
   int64_t value = -1;
   std::vector<int64_t> accepted;
@@ -57,13 +57,13 @@ struct Statistic {
   bool is_index() const { return of_row.index != nullptr; }
 };
 std::span<const Statistic> statistics();
-// z of a column of the views; -1 is a column that is not there.
+// z of a column of the views; -1 means a column that is not there.
 Estimate logit_at(const RowOf& of, int64_t column);
 Estimate row_reference(const RowOf& of);
 Estimate row_log_sum(const RowOf& of);
 Estimate logprob(const RowOf& of);
 
-// An entry of the list of a token's largest logits (top.cpp).
+// An entry of a token's top-k list (top.cpp).
 struct Listed {
   Estimate logit;
   Index id;

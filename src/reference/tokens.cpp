@@ -19,7 +19,7 @@ constexpr double u32 = 0x1p-24;
 
 Status read_targets(const Call& call, Tokens* tokens) {
   const LossOptions& options = call.options;
-  if (!call.target) {  // LinearDivergence has none where no label is asked for
+  if (!call.target) {  // optional for LinearDivergence
     tokens->token.assign(call.tokens(), {.counts = true});
     tokens->counted = call.tokens();
     return {};
@@ -46,7 +46,7 @@ Status read_targets(const Call& call, Tokens* tokens) {
   return {};
 }
 
-// Reads where each token's ids begin, and lastly where they end.
+// Reads where each token's ids start, and the end of the last.
 Status read_offsets(const Call& call, std::vector<int64_t>* offsets) {
   const int64_t tokens = call.tokens(), all = call.all_chosen();
   if (!call.lists()) {
@@ -144,7 +144,7 @@ std::vector<double> per_token(const TensorView& view, int64_t tokens, double abs
   return view ? read(view) : std::vector<double>(tokens, absent);
 }
 
-// "Arguments" of docs/semantics.md for an element of a tensor: NaN if it is not allowed.
+// The rule of "Arguments" (docs/semantics.md) for a temperature per token: NaN if it is invalid.
 double usable_temperature(const LossOptions& o, double temperature) {
   const auto normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
   const auto usable = [&](double x) { return x == 0 || normal(std::fabs(x)); };
@@ -155,7 +155,7 @@ double usable_temperature(const LossOptions& o, double temperature) {
   return serves ? temperature : std::numeric_limits<double>::quiet_NaN();
 }
 
-// False where every upstream gradient is exactly 0, unless it is multiplied by inf or NaN.
+// False if every upstream gradient is exactly 0, unless the 0 is multiplied by inf or NaN.
 bool is_active(const Call& call, double grad_loss, const Token& token) {
   if (call.forward) return true;
   const double product = grad_loss * token.token_weight;
@@ -166,7 +166,7 @@ bool is_active(const Call& call, double grad_loss, const Token& token) {
                      [](const Chosen& c) { return c.gradient != 0; });
 }
 
-// Reads what an earlier Forward has written; outputs are not read.
+// Reads what an earlier Forward has written.
 void read_saved(const Call& call, Tokens* tokens) {
   const auto n = static_cast<int64_t>(tokens->token.size());
   const auto set = [&](double Token::* member, const TensorView& view, bool reads) {

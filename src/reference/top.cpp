@@ -14,7 +14,7 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// A row that holds a NaN has no order: any column may be named.
+// A row with a NaN has no order: any column may be named.
 std::vector<Listed> without_order(int64_t count, int64_t vocab) {
   std::vector<Listed> list(static_cast<size_t>(count));
   for (int64_t r = 0; r < count; ++r) {
@@ -44,12 +44,12 @@ std::vector<Listed> largest_logits(const RowOf& of, int64_t count) {
   if (any_nan(z)) return without_order(count, of.call.vocab_total());
   std::vector<int64_t> order(z.size());
   std::iota(order.begin(), order.end(), int64_t{0});
-  // By the numbers written, which are f32.
+  // Ordered by the values written, which are f32.
   std::ranges::sort(order, [&](int64_t a, int64_t b) {
     const auto first = static_cast<float>(z[a]), second = static_cast<float>(z[b]);
     return first != second ? first > second : a < b;
   });
-  // Bounds of each computed logit; sorted, of the logit at each place.
+  // Bounds of each computed logit; sorted, they bound the logit at each position.
   std::vector<double> least, most;
   for (int64_t j = 0; j < std::ssize(z); ++j) {
     const double error = std::isfinite(z[j]) ? logit_at(of, j).error : 0;

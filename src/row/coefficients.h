@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers that a row's formulas are written in: those of a call's map and loss, and of a row's
-// dz. In a file of their own for kernels that are given them and compute none.
+// The coefficients of a row's formulas: of a call's map and loss, and of a row's dz. In their own
+// file for kernels that receive coefficients without computing them.
 #pragma once
 
 namespace logitless {
@@ -10,7 +10,7 @@ namespace logitless {
 struct MapFactors {
   float slope = 1;                     // scale / temperature
   float inward = 0, inward_low = 0;    // 2 |scale / softcap|
-  float limit = 0;                     // above this |raw|, tanh is 1
+  float limit = 0;                     // tanh is 1 if |raw| exceeds this
   float outward = 0, outward_low = 0;  // softcap / temperature with the sign of scale
   float backward = 0;                  // 1 / |outward|
   bool capped = false, identity = true;

@@ -10,7 +10,7 @@
 
 namespace logitless {
 
-// Returns the kind whose formulas serve at this beta.
+// Returns the kind whose formulas apply at this beta.
 LOGITLESS_HOST_DEVICE constexpr DivergenceKind effective_kind(const DivergenceOptions& o) {
   const bool mixes = o.kind == DivergenceKind::jsd || o.kind == DivergenceKind::skew_kl;
   if (mixes && o.beta == 0) return DivergenceKind::forward_kl;

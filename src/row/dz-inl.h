@@ -5,9 +5,9 @@
 // `own` is P p_j, and at the target P p_t - o, which gradient.h has in two forms that do not
 // cancel. P, s, o, h and H are those of RowGradient; h_p = h p_j and information = log p_j + H. A
 // term that is not asked for is not computed, because 0 times inf is NaN. c may be a function
-// without parameters, called only where it is needed: a kernel then loads no class weight in vain,
-// and ptxas spills registers where the load stands in front of the call. Minus subtracts a product.
-// No include guard: gradient.h includes this file, and src/cpu/row-inl.h once per instruction set,
+// without parameters, called only if it is needed: a kernel then loads no class weight for nothing,
+// and ptxas spills fewer registers than with a load before the call. Minus subtracts a product. No
+// include guard: gradient.h includes this file, and src/cpu/row-inl.h once per instruction set,
 // because a compiler inlines a function only into others of the same set.
 
 template <class T, class C>

@@ -2,7 +2,7 @@
 // The gradient of a row (docs/semantics.md) in f32, for every backend but the reference, which has
 // its own.
 //   dz_ij  = probability p_ij - smoothing c_j - onehot [j=t] - entropy p_ij (log p_ij + H)
-// Here are the factor common to a call's gradients, the coefficients of dz, and dz itself
+// This file has the factor common to a call's gradients, the coefficients of dz, and dz itself
 // (dz-inl.h).
 #pragma once
 
@@ -17,14 +17,13 @@
 
 namespace logitless {
 
-// A power of two, or grad_loss / normalizer, that every row's dz leaves out and that multiplies the
-// f32 sums before their one rounding, so that a 16-bit dz neither underflows nor overflows. For sum
-// and mean it is grad_loss / normalizer; for none, and where statistics have gradients, a power of
-// two that bounds max |g_i|. Token and class weights move it by a power of two when they leave
-// f16's range.
+// A common factor of all gradients: dz leaves it out, and it multiplies the f32 sums before they
+// are rounded, so that a 16-bit dz neither underflows nor overflows. For sum and mean it is
+// grad_loss / normalizer; for none, and if statistics have gradients, it is a power of two that
+// bounds max |g_i|. Token and class weights beyond f16's range change it by a power of two.
 struct GradientScale {
-  float scale = 0, inverse = 0;  // 0 where scale is 0
-  float upstream = 0;            // g_i / scale, where that is the same for every row
+  float scale = 0, inverse = 0;  // inverse is 0 if scale is 0
+  float upstream = 0;            // g_i / scale, if it is the same for all rows
 };
 
 // What gradient_scale() needs: the largest finite magnitudes over the tokens that count.
@@ -35,8 +34,8 @@ struct GradientSizes {
   bool of_statistics = false;  // some statistic has a gradient, and statistic is the largest
   double statistic = 0;
   double weight = 0;  // |a_i| ((1 - eps) |c_t| + (eps/V) sum_j c_j)
-  // A dz of f16 is stored times this, so that small ones keep their bits: the largest usual dz
-  // comes to 64 of 65504.
+  // dz of f16 is stored times this, so that small values keep their bits: the largest usual dz
+  // becomes 64, of 65504.
   float lift = 1;
 };
 
@@ -50,13 +49,13 @@ LOGITLESS_HOST_DEVICE inline double power_of_two_above(double x) {
   return std::ldexp(1.0, exponent < -126 ? -126 : exponent > 126 ? 126 : exponent);
 }
 
-// With a single class and no z-loss the loss is 0 whatever the logit, and the gradient exactly 0.
+// With a single class and no z-loss the loss is 0 for any logit, and the gradient exactly 0.
 LOGITLESS_HOST_DEVICE inline float upstream_of_row(const LossOptions& o, int64_t whole, float g) {
   const bool flat = o.input_kind == InputKind::logits && whole == 1 && o.z_loss == 0;
   return flat && std::isfinite(g) ? 0 : g;
 }
 
-// `grad_loss` is the one upstream gradient of sum and mean, else 1.
+// `grad_loss` is the single upstream gradient for sum and mean, else 1.
 LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, int64_t whole,
                                                           float grad_loss, double normalizer,
                                                           const GradientSizes& sizes) {
@@ -67,8 +66,8 @@ LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, 
   }
   const double steepest = std::fabs(static_cast<double>(o.logit_scale)) / o.temperature;
   const double magnitude = sizes.weight * steepest;
-  // Weights and the map's slope can take a dz this far beyond f16's range, which ends at 65504, or
-  // below it; the lift is divided out. z-loss adds up to 2 |lse| times its weight.
+  // Weights and the map's slope may take dz beyond f16's range, which ends at 65504, or below it;
+  // the lift is divided out. z-loss adds up to 2 |lse| times its weight.
   const double most = sizes.lift == 1 ? 8192 : std::fmin(8192.0, 32768 / (1 + 2048.0 * o.z_loss));
   double weights = 1 / static_cast<double>(sizes.lift);
   if (magnitude > most * weights) {
@@ -81,12 +80,11 @@ LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, 
   if (apart) {
     double g = sizes.upstream;
     if (!sizes.per_row && sizes.valid > 0 && std::isfinite(common)) g = std::fabs(common);
-    // The statistics' gradients are multiplied by the map's slope as well, which `magnitude`
-    // includes.
+    // The statistics' gradients are also multiplied by the map's slope, which `magnitude` includes.
     const double slope = std::fmax(1.0, steepest * sizes.lift / 1024);
     scale = power_of_two_above(std::fmax(g * weights, sizes.statistic * slope / sizes.lift));
   }
-  if (sizes.valid == 0) scale = 0;  // NaN of an empty mean must not reach sums over no token
+  if (sizes.valid == 0) scale = 0;  // an empty mean's NaN must not reach empty sums
   const float inverse = scale == 0 ? 0 : static_cast<float>(1 / scale);
   const float upstream =
       apart ? static_cast<float>(common) * inverse : static_cast<float>(1 / weights);
@@ -118,7 +116,7 @@ LOGITLESS_HOST_DEVICE inline RowGradient scaled(RowGradient g, float factor) {
   return g;
 }
 
-// x - y z: in one rounding, as dz_of subtracts, or with the product rounded first.
+// x - y z: in one rounding, as dz_of subtracts, or with a rounded product.
 struct Fused {
   LOGITLESS_HOST_DEVICE float operator()(float x, float y, float z) const { return fmaf(-y, z, x); }
 };
@@ -130,14 +128,14 @@ struct Rounded {
 };
 #include "src/row/dz-inl.h"
 
-// Returns P p - o at the target from p and rest = 1 - p: no cancellation where p is near 1, and P
-// is not added where p is small.
+// Returns P p - o at the target from p and rest = 1 - p, without cancellation where p is near 1,
+// and without adding P where p is small.
 LOGITLESS_HOST_DEVICE inline float target_draw(float probability, float onehot, float p,
                                                float rest) {
   return p < 0.5f ? fmaf(probability, p, -onehot) : fmaf(-probability, rest, probability - onehot);
 }
 
-// Returns dz of the target in double from p - 1, which expm1 gives:
+// Returns dz of the target in double from p - 1 = expm1(log p):
 //   P p - o = o (p - 1) + (P - o) p cancels neither near p = 1 nor where p is tiny.
 LOGITLESS_HOST_DEVICE inline double dz_of_target(const RowGradient& g, double p, double p_minus_1,
                                                  double information, double c) {

@@ -29,12 +29,13 @@ LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowSta
                                             float target_weight, float token_weight) {
   const float lse = s.lse();
   const float onehot = (1 - k.smoothing) * target_weight;
-  // 0 times the inf of a masked target is 0; a NaN of the row stays.
+  // 0 times the inf of a masked target is 0; a NaN of the row stays NaN.
   float loss = onehot == 0 ? 0 * lse : onehot * ((s.reference - s.target_logit) + s.log_sum);
   if (k.smoothing > 0)
     loss += k.smoothing_per_class * (k.class_weight_sum * lse - s.weighted_logit_sum);
   loss *= token_weight;
-  // The weight comes before the square, which may overflow: a token of weight 0 has no loss.
+  // The weight is multiplied before the square, which may overflow: a token of weight 0 has no
+  // loss.
   if (k.z_loss > 0) loss += token_weight * k.z_loss * lse * lse;
   return loss;
 }

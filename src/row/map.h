@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The map from raw to z, and its factors in f32, computed once a call on the host.
+// The map from raw to z, and its factors in f32, computed once per call on the host.
 #pragma once
 
 #include <cfloat>
@@ -37,14 +37,14 @@ inline MapFactors map_factors(const LogitMap& map) {
   f.inward = static_cast<float>(inward);
   f.inward_low = static_cast<float>(inward - f.inward);
   // With a tiny scale 21 / inward is beyond f32. The limit is then the largest finite number, which
-  // only infinity passes, although tanh there may be below 1. Scale 0 has no limit: 0 times an
-  // infinite logit is NaN.
+  // only infinity exceeds, although tanh may be below 1 there. A scale of 0 has no limit: 0 times
+  // an infinite logit is NaN.
   f.limit =
       map.scale == 0 ? HUGE_VALF : static_cast<float>(std::fmin(21 / inward, double{FLT_MAX}));
   f.outward = static_cast<float>(outward);
   f.outward_low = static_cast<float>(outward - f.outward);
-  // The inverse of `outward` as rounded, so that its product with a z at the cap is within rounding
-  // of 1.
+  // The inverse of the rounded `outward`, so that its product with a z at the cap is within
+  // rounding of 1.
   f.backward = static_cast<float>(1 / std::fabs(static_cast<double>(f.outward)));
   return f;
 }

@@ -15,18 +15,18 @@
 
 namespace logitless {
 
-// One token's state on a shard, or on the shards so far; 0 where not given.
+// One token's state on a shard, or on all shards so far; 0 if not given.
 struct ShardState {
   float reference = 0;     // m
-  float target_logit = 0;  // -inf where another shard has it
+  float target_logit = 0;  // -inf if in another shard
   double log_sum = 0;      // log s
   double entropy = 0, sum_p_squared = 0;
   double weighted_logit_sum = 0, mean_logit = 0, max_logprob = 0;
   int64_t argmax = -1;
 };
 
-// Returns the state of `first` and of the columns behind it, `second`, together. A shard without
-// probability adds nothing, even where the rest of its state is NaN.
+// Returns the combined state of `first` and of `second`, whose columns follow. A shard without
+// probability adds nothing, even if the rest of its state is NaN.
 LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const ShardState& second) {
   const double nothing = -INFINITY;
   const auto reference_of = [](const ShardState& s) {
@@ -35,16 +35,16 @@ LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const Shar
   const float m1 = reference_of(first), m2 = reference_of(second);
   const bool first_leads = m1 >= m2;
   ShardState all;
-  all.reference = first_leads || m1 != m1 ? m1 : m2;  // a NaN stays
+  all.reference = first_leads || m1 != m1 ? m1 : m2;  // NaN stays NaN
   const auto log_of = [&](float m, const ShardState& s) {
     return m == -INFINITY ? nothing : (static_cast<double>(m) - all.reference) + s.log_sum;
   };
   const double a1 = log_of(m1, first), a2 = log_of(m2, second);
-  // With a NaN neither is greater, and the difference carries it.
+  // With a NaN neither is greater, and the difference is NaN.
   const bool more = a1 >= a2;
   const double apart = more ? a2 - a1 : a1 - a2, e = std::exp(apart), rest = std::log1p(e);
   all.log_sum = (more ? a1 : a2) + rest;
-  // The greater probability is 1 / (1 + e), the other e times that; r is the log of each.
+  // The greater probability is 1 / (1 + e), the other is e times that; r is the logarithm of each.
   const double most = 1 / (1 + e), least = e * most;
   const double p1 = more ? most : least, r1 = more ? -rest : apart - rest;
   const double p2 = more ? least : most, r2 = more ? apart - rest : -rest;
@@ -66,8 +66,8 @@ LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const Shar
   return all;
 }
 
-// Folds the shards that state_of(s) reads, the next one while the one before is folded. P = 1 is
-// returned unchanged.
+// Folds the shards that state_of(s) reads, reading the next one while one is folded. A single shard
+// is returned unchanged.
 template <class StateOf>
 LOGITLESS_HOST_DEVICE inline ShardState fold_shards(int64_t shards, const StateOf& state_of) {
   ShardState all = state_of(0), next = shards > 1 ? state_of(1) : all;
@@ -109,7 +109,7 @@ LOGITLESS_HOST_DEVICE inline ShardState shard_state(const ShardViews& v, const N
   return s;
 }
 
-// Rounds to the f32 of Row, which has the members of RowStatistics.
+// Rounds to the f32 members of Row, which are named like those of RowStatistics.
 template <class Row>
 LOGITLESS_HOST_DEVICE inline Row rounded(const ShardState& all) {
   Row row;

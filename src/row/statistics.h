@@ -18,16 +18,16 @@ using TensorOfCall = Tensor Call::*;
 using ViewOfStatistics = TensorView TokenStatistics::*;
 
 struct Statistic {
-  std::string_view name;  // of a string literal, so it ends with a NUL
+  std::string_view name;  // a string literal, so NUL-terminated
   TensorOfCall tensor;
   ViewOfStatistics view;
   SumSet needs;
-  // One of the two is set. An ignored token has the number 0, the index -1.
+  // One of the two is set. An ignored token gets the number 0 or the index -1.
   float (*number)(const RowStatistics&);
   int64_t (*index)(const RowStatistics&);
-  // The input that Combine folds; empty where what every call gives is enough.
+  // The input that Combine folds; empty if the inputs of every Combine suffice.
   std::string_view of_shards = "";
-  bool of_whole_rows = false;  // neither a shard nor Combine has it
+  bool of_whole_rows = false;  // not available for shards or Combine
 };
 
 inline constexpr Statistic kStatistics[] = {
@@ -51,7 +51,7 @@ inline constexpr Statistic kStatistics[] = {
     {"weighted_logit_sum", &Call::weighted_logit_sum, &TokenStatistics::weighted_logit_sum,
      SumKind::weighted, [](auto& s) { return s.weighted_logit_sum; }, nullptr,
      "shard_weighted_logit_sum"},
-    // A target on another shard has no probability here, whatever the row holds.
+    // A target in another shard has no probability here, whatever the row holds.
     {"logprob", &Call::logprob, &TokenStatistics::logprob, SumKind::exponentials,
      [](auto& s) { return s.target_elsewhere ? -INFINITY : s.logprob(); }, nullptr},
     {"rank", &Call::rank, &TokenStatistics::rank, SumKind::above, nullptr,
@@ -70,8 +70,8 @@ inline constexpr Statistic kStatistics[] = {
      [](auto& s) { return s.mass_above > 1 ? 1 : s.mass_above; }, nullptr, "", true},
 };
 
-// Calls f(constant, place in kStatistics) for each, so that the functions of the table are inlined
-// into a loop over tokens.
+// Calls f(constant, index in kStatistics) for each, so that the table's functions are inlined into
+// a loop over tokens.
 template <class F>
 LOGITLESS_HOST_DEVICE constexpr void with_each_statistic(const F& f) {
   [&]<size_t... I>(std::index_sequence<I...>) {

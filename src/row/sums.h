@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a row sums over its columns: always its maximum m and the sum of exp(z - m). Every further
-// sum is a struct of its number and of how the numbers of two parts of a row merge:
+// A row's sums over its columns: always its maximum m and the sum of exp(z - m). Every further sum
+// is a struct with its value and a function that merges the values of two parts of a row:
 //   Weighted  sum_j c_j z_j                    Logits   sum_j z_j
 //   Shifted   sum_j exp(z_j - m) (z_j - m)     Squares  sum_j exp(z_j - m)^2
 //   Argmax    the lowest column of m           Above    the columns above the target's logit
 //   Mass      sum_j exp(z_j - m) of these columns
-// Where `maximum` is not wanted, m need only be near the row's maximum. How the columns of one part
-// are added up is up to each backend.
+// If `maximum` is not wanted, m need only be near the row's maximum. Each backend adds the columns
+// of a part in its own way.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ class SumSet {
 };
 constexpr SumSet operator|(SumKind a, SumKind b) { return SumSet(a) | b; }
 
-// Narrow for a block of columns, wide for a row.
+// Narrow types for a block of columns, wide ones for a row.
 struct Narrow {
   using Real = float;
   using Index = int32_t;
@@ -56,20 +56,20 @@ struct Wide {
   using Index = int64_t;
 };
 
-// Moves the sums of a part to the row's new maximum.
+// Makes the sums of a part relative to the row's new maximum.
 struct Rebase {
   double shift = 0;   // the part's maximum minus the new one
   double factor = 1;  // exp(shift)
   double sum = 0;     // the part's sum of exp(z - m), m its own maximum
 };
 
-// Two parts of a row to merge: the first is all columns so far, the second the block behind them.
+// Two parts of a row to merge: all columns so far, and the next block.
 struct Meeting {
   Rebase first{}, second{};
-  // False where a part's exponentials count no longer: the second has none, or the first has a NaN.
+  // False if a part's exponentials no longer matter: the second has none, or the first has a NaN.
   bool exponentials = true;
   bool second_leads = false;  // its maximum is greater
-  int64_t first_column = 0;   // of the second
+  int64_t first_column = 0;   // of the second part
 };
 
 template <class N>
@@ -90,7 +90,7 @@ struct Shifted {
   }
 };
 
-// -1 in a row without columns yet.
+// -1 in a row without columns so far.
 template <class N>
 struct Argmax {
   static constexpr SumKind kind = SumKind::argmax;
@@ -144,7 +144,7 @@ struct Sums : S<N>... {
   }
 };
 
-// Only calls that ask for rare sums give them memory.
+// Only calls that ask for rare sums have memory for them.
 template <class N>
 using UsualSums = Sums<N, Weighted, Shifted, Argmax>;
 template <class N>

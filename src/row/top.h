@@ -29,7 +29,7 @@ LOGITLESS_HOST_DEVICE inline int64_t place_among_shards(int64_t shards, int64_t 
   int64_t place = r;
   for (int64_t other = 0; other < shards; ++other) {
     if (other == s) continue;
-    int64_t first = 0, end = count;  // the first entry that does not come before is in [first, end]
+    int64_t first = 0, end = count;  // bisection: the answer is in [first, end]
     while (first < end) {
       const int64_t middle = (first + end) / 2;
       const bool before = comes_before(entry_of(other, middle), own);

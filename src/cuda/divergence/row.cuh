@@ -47,7 +47,7 @@ struct HeadRow {
   }
   // z of one column.
   __device__ float operator()(int j) const { return mapped(one(j), first + j); }
-  // Loads raw logits of columns j to j + 3, arbitrary behind the last column.
+  // Loads raw logits of columns j to j + 3; those after the last column are arbitrary.
   __device__ float4 raw(int j) const {
     if (is_made || made != nullptr) return *reinterpret_cast<const float4*>(made + j);
     float x[4] = {};
@@ -71,16 +71,16 @@ struct HeadRow {
   }
 };
 
-// Products read dz up to a multiple of 8 columns; the columns behind the last become 0.
+// Products read dz up to a multiple of 8 columns; columns after the last become 0.
 __device__ inline int whole_eights(int columns) { return (columns + 7) / 8 * 8; }
 
-// A block's share of a row: its rank in the cluster, and the number of blocks.
+// A block's share of a row: the block's rank in the cluster, and the number of blocks.
 struct RowShare {
   int rank, blocks;
 };
 
 constexpr int pair_threads = 256;
-// The depth of a thread's ring in shared memory, in loads of four columns.
+// The depth of a thread's ring buffer in shared memory, in loads of four columns.
 constexpr int row_steps = 4;
 // [heads, row_steps, threads]
 constexpr int head_ring = row_steps * pair_threads;
@@ -94,8 +94,8 @@ struct RowPair {
   __device__ RowPair(const DivergenceRows& a, int row, int64_t token, RowShare share)
       : student(a, a.student, row, token), teacher(a, a.teacher, row, token), share(share) {}
 
-  // Calls use(j, z, z') with this thread's columns before `end`: from the first or, with kBack,
-  // from the last, which the pass before left in the cache.
+  // Calls use(j, z, z') for this thread's columns before `end`: in ascending order or, if kBack,
+  // descending, because the pass before left the last columns in the cache.
   template <bool kBack, class F>
   __device__ void for_columns(int end, F&& use) const {
     const int threads = static_cast<int>(blockDim.x), all = threads * share.blocks * 4;
@@ -116,7 +116,7 @@ struct RowPair {
     float z[4], t[4];
     student.map_four(z_raw, j, z);
     teacher.map_four(t_raw, j, t);
-    if (j + 4 > student.columns) {  // -inf behind the last column
+    if (j + 4 > student.columns) {  // -inf after the last column
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (j + i >= student.columns) z[i] = t[i] = -infinity();
@@ -142,15 +142,15 @@ struct RowPair {
     for (; left > 0; --left, j += step) {
       copies_wait<row_steps - 1>();
       with_columns(j, at[0], at[head_ring], use);
-      fetch(at, row_steps);  // `use` is done with them
+      fetch(at, row_steps);  // `use` has finished with this slot
       at = at == own + head_ring - pair_threads ? own : at + pair_threads;
     }
     wait_for_copies();
   }
 };
 
-// x y in [0, 1], and 0 below 2^-126: beside a -inf logit that counts as 0. Saturated at 1, because
-// the state may be of logits that another product rounded differently; the exponential of large
+// x y in [0, 1], and 0 below 2^-126, which counts as 0 beside a -inf logit. Clamped to 1: the state
+// may come from logits that another product rounded differently, and the exponential of large
 // logits may then overflow.
 __device__ inline float probability(float x, float y) {
   float product;
@@ -175,20 +175,20 @@ __device__ inline DivergenceState given_state(const DivergenceOfShard& shard, in
   s.mean = isfinite(mean) ? mean : nan_value();
   return s;
 }
-// log p of a logit, at most 0: two products may round it above.
+// log p of a logit, at most 0: two products may round the logit above lse.
 __device__ inline float log_of(float z, float reference, float log_sum) {
   const float x = (z - reference) - log_sum;
   return x > 0 ? 0.0f : x;
 }
 
-// What the columns of a row's dz share.
+// Values that all columns of a row's dz share.
 struct DzRow {
-  char* to;      // null: the row has none
-  float factor;  // the upstream gradient, the token's weight and the slope; or the lift
-  int target;    // as a column of the launch, or outside
+  char* to;      // null: the row has no dz
+  float factor;  // upstream gradient x token weight x slope; or the lift
+  int target;    // relative to the launch's columns; may be outside
 };
 
-// Where the dz of a chunk's row is; kept rows are by token.
+// Where the dz of a chunk's row is stored; kept rows are indexed by token.
 __device__ inline char* dz_row(const DivergenceRows& a, int row) {
   int64_t at = row;
   if (a.dz.kept_rows != nullptr) {
@@ -211,7 +211,7 @@ __device__ DzRow make_dz_row(const DivergenceRows& a, int row, const HeadRow<kMa
   }
   return made;
 }
-// Makes dz NaN where either head's row has no state.
+// Makes dz NaN if either head's row has no state.
 __device__ inline DzRow with_state(DzRow row, const DivergenceState& state) {
   row.factor += 0 * state.apart;
   return row;
@@ -262,7 +262,7 @@ __device__ inline void clear_dz(const DivergenceRows& a, char* row, RowShare sha
   for (; j < end; j += threads * share.blocks * 4) put_four(a.dz.dtype, zeros, row, j, &check);
 }
 
-// Makes and stores dz of four columns; at the target p - 1 is from expm1.
+// Computes and stores dz of four columns; at the target p - 1 is computed by expm1.
 template <DivergenceKind kKind, HeadMaps kMaps>
 __device__ void put_dz(const DivergenceRows& a, const DzRow& row, const HeadRow<kMaps>& student,
                        int j, const float (&z)[4], const ColumnTerms<kKind> (&c)[4],
@@ -283,14 +283,14 @@ __device__ void put_dz(const DivergenceRows& a, const DzRow& row, const HeadRow<
     if constexpr (kMaps == HeadMaps::any) dz[i] *= cap_slope(student.map, z[i]);
     dz[i] *= row.factor;
   }
-  if (j + 4 > a.columns) {  // nothing else keeps a row's NaN out of the padding
+  if (j + 4 > a.columns) {  // padding must be 0 even in a row of NaN
 #pragma unroll
     for (int i = 0; i < 4; ++i) dz[i] = j + i < a.columns ? dz[i] : 0.0f;
   }
   put_four(a.dz.dtype, dz, row.to, j, check);
 }
 
-// Calls f(maps) with the cheapest HeadMaps that serves both heads, as a constant.
+// Calls f(maps) with the cheapest HeadMaps that serves both heads, as a compile-time constant.
 template <class F>
 void with_maps(const DivergenceRows& rows, F&& f) {
   const auto of = [](const HeadLogits& head) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a plan of a divergence (docs/kernels/divergence.md). The host never waits and never learns
+// Runs a plan of a divergence (docs/kernels/divergence.md). The host never waits, and does not know
 // how many tokens count.
 #include <algorithm>
 
@@ -43,12 +43,12 @@ class DivergenceRun {
   }
   Chunk all() const { return chunk_of(0, tokens()); }
 
-  // Calls use(work) with what the products and the shared kernels take of a head and a chunk.
+  // Calls use(work) with a head and a chunk in the form that the products and shared kernels take.
   template <class F>
   void with_head(const LinearCall& call, DivergenceHead head, const Chunk& chunk, F&& use) const {
     head.plan.extra_rows = whole_rows(chunk.rows) - chunk.rows;
     if (call.shape.kernels.reads_input) {
-      // Only products read it, and they do not write there.
+      // Products read through this pointer and never write.
       const int64_t row = gathers_all() ? 0 : chunk.first;
       head.m.input = static_cast<char*>(call.input.data) + call.input.byte_offset +
                      row * call.shape.hidden * element();
@@ -81,7 +81,7 @@ class DivergenceRun {
     with_teacher(all(), copy);
   }
 
-  // Whether the inputs of all tokens are gathered at once, rather than a chunk's.
+  // Whether the inputs of all tokens are gathered at once rather than per chunk.
   bool gathers_all() const { return p_.way == DivergenceWay::columns; }
   static void gather(LinearWork work) {
     LinearMemory memory = work.m;
@@ -120,7 +120,7 @@ class DivergenceRun {
     gradients_by_columns();
   }
 
-  // Some columns of every row, at most `most`, and where their logits go.
+  // Some columns of every row, at most `most` per call, and the destination of their logits.
   struct Columns {
     int64_t first, columns, most;
     LogitsOfHeads to;
@@ -151,9 +151,9 @@ class DivergenceRun {
     with_teacher(chunk, multiply(c.to.teacher));
   }
 
-  // Whether an engine's sums make the states; a shard may be given them.
+  // Whether the states come from an engine's sums; a shard may have been given its states.
   bool makes_states() const { return p_.sum_columns > 0 && !call_.shard.given; }
-  // logits() with the device's engine. With sums, also makes the states of whole rows.
+  // logits() by the device's engine. If `makes_sums`, also the states of whole rows.
   void store(const Chunk& chunk, const Columns& c, bool makes_sums) {
     const auto by = [&](float* to, const Partials& sums) {
       return [&, to](const LinearWork& work) {
@@ -170,7 +170,7 @@ class DivergenceRun {
     if (makes_sums) divergence_states(chunk, m_.sums, m_.teacher_sums, m_.states, stream_);
   }
 
-  // What the kernels of the rows take.
+  // The arguments of the row kernels.
   DivergenceRows rows_call(const Chunk& chunk, const Columns& c) const {
     const LinearCall &s = call_.student, &t = call_.teacher;
     DivergenceRows rows{.in = s.in,
@@ -196,7 +196,7 @@ class DivergenceRun {
     return rows;
   }
 
-  // Makes the outputs of a chunk's tokens, and what its gradients are made of.
+  // Writes the outputs of a chunk's tokens, and the states or dz for its gradients.
   void rows_of(const Chunk& chunk) {
     if (makes_states()) {
       store(chunk, all_columns(), true);
@@ -232,7 +232,7 @@ class DivergenceRun {
             .columns = static_cast<int32_t>(panel.columns),
             .dtype = shape().dtype};
   }
-  // dz made of whole rows, in the workspace.
+  // dz of whole rows, in the workspace.
   Panel rows_panel() const {
     const int64_t columns = p_.way == DivergenceWay::columns ? p_.stored : vocab();
     return {m_.dz, panel_pitch(columns), 0, columns, false};
@@ -284,8 +284,8 @@ class DivergenceRun {
     }
   }
 
-  // Makes the gradients of a panel. `adds`: to those of the chunks before. `last`: it has the last
-  // columns, so that grad_input is written from its sums.
+  // Computes the gradients of a panel. `adds`: added to those of earlier chunks. `last`: the panel
+  // has the last columns, so grad_input is written from its sums.
   void gradients(const Chunk& chunk, const Panel& dz, bool adds, bool last) {
     const bool factors = m_.student.m.factors != nullptr;
     with_head(call_.student, m_.ready, chunk, [&](const LinearWork& work) {

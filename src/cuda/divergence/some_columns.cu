@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// dz of some columns of every row, with the rows' states known: four columns a thread.
+// dz of some columns of every row, with known row states; four columns per thread.
 #include "src/cuda/divergence/kernels.h"
 #include "src/cuda/divergence/row.cuh"
 #include "src/rounding.h"

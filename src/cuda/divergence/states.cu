@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Both heads' states of each row, from the sums that an engine made with the logits.
+// Both heads' states of each row, from the sums that an engine computed with the logits.
 #include "src/cuda/divergence/kernels.h"
 #include "src/cuda/divergence/state.cuh"
 #include "src/cuda/linear/chunk.cuh"
@@ -33,8 +33,8 @@ __device__ PartialSum sum_of(const Partials& p, int64_t row) {
   return all;
 }
 
-// The reference is lse rounded to f32, so that a likely column has a small exponent. It stays the
-// maximum where logits are so large that lse rounds to it.
+// The reference is lse rounded to f32, so that a likely column has a small exponent. For logits so
+// large that this rounds to the maximum, it is the maximum.
 __device__ HeadState state_of(const PartialSum& row) {
   const double log_sum = log(static_cast<double>(row.sum));
   HeadState s{row.reference, static_cast<float>(log_sum), 0};
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(threads)
   const int row = static_cast<int>(blockIdx.x * (threads / 32) + threadIdx.x / 32);
   if (row >= chunk.rows || !is_valid(chunk, row)) return;
   const PartialSum of_student = sum_of(student, row), of_teacher = sum_of(teacher, row);
-  // Lanes 0 and 1 take a head each.
+  // Lanes 0 and 1 compute one head each.
   const HeadState own = state_of(threadIdx.x % 2 == 0 ? of_student : of_teacher);
   const auto of_lane = [](float x, int lane) { return __shfl_sync(whole_warp, x, lane); };
   DivergenceState s{.reference = of_lane(own.reference, 0),

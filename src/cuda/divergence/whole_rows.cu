@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A row of both heads' logits is read two or three times:
-//   1  m = max z and s = sum exp(z - m) of each head, a thread's own as it goes, then over threads
+//   1  m = max z and s = sum exp(z - m) of each head, per thread in one loop, then over threads
 //   2  the divergence, the mean that dz subtracts, the statistics
 //   3  dz; together with 2 for forward_kl, which subtracts no mean
-// The first pass is left out where the states are known. Where there are clusters, the blocks of
-// one share a row: then so few rows are in flight that half of what a later pass reads is still in
-// the L2 cache.
+// The first pass is left out if the states are known. On devices with clusters, the blocks of a
+// cluster share a row: then so few rows are in flight that half of what a later pass reads is still
+// in the L2 cache.
 #include <cfloat>
 
 #include "src/cuda/divergence/kernels.h"
@@ -20,19 +20,19 @@ constexpr int most_warps = pair_threads / 32, most_blocks = 8;
 template <DivergenceKind kKind, bool kDz>
 constexpr bool makes_dz_together = kDz && kKind == DivergenceKind::forward_kl;
 
-// The warps of a row, of one block or of a cluster, exchange kCount numbers through this, once.
+// Lets the warps of a row, in one block or in a cluster, exchange kCount numbers once.
 template <int kCount>
 struct Exchange {
   uint64_t barrier;
   float inbox[most_blocks * most_warps][kCount];
 
   __device__ static int warps() { return static_cast<int>(blockDim.x) / 32; }
-  // One thread of each block calls this before the cluster's barrier.
+  // Called by one thread of each block before the cluster's barrier.
   __device__ void open(int blocks) {
     init_expecting(&barrier, blocks * warps() * kCount * static_cast<int>(sizeof(float)));
   }
-  // Every thread calls this with its warp's numbers, and then use(numbers) with those of some
-  // warps: number `lane`, lane + 32 and so on.
+  // Called by every thread with its warp's numbers. Calls use(numbers) with those of warps `lane`,
+  // lane + 32 and so on.
   template <class F>
   __device__ void all(const float (&own)[kCount], RowShare share, F&& use) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -56,11 +56,11 @@ struct Exchange {
   }
 };
 
-// A thread's maximum, and its sum relative to that.
+// A thread's maximum, and its sum relative to the maximum.
 struct RunningSum {
-  float maximum = -FLT_MAX, sum = 0;  // finite, so that it can be subtracted from an infinity
+  float maximum = -FLT_MAX, sum = 0;  // finite, so that infinity - maximum is no NaN
 
-  // The greatest so far. fmaxf drops a NaN, which the sum keeps.
+  // The maximum including these. fmaxf drops NaN, which the sum keeps.
   __device__ float most(const float (&z)[4]) const {
     return fmaxf(fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3])), maximum);
   }
@@ -87,7 +87,7 @@ struct RunningSum {
   }
 };
 
-// What pass 2 sums over the columns.
+// The sums over the columns of pass 2.
 struct RowSums {
   static constexpr int count = 5;
   float value = 0, mean = 0, entropy = 0, teacher_entropy = 0, overlap = 0;
@@ -108,7 +108,7 @@ __device__ void add_columns(const DivergenceRows& a, const DivergenceState& s, c
   if constexpr (kKind != DivergenceKind::forward_kl) {
     sums->mean += sum_of_four([&](int i) { return c[i].c.p * c[i].slope(); });
   }
-  // Kept dz of reverse_kl is divided by a power of two that depends on the divergence.
+  // Kept dz of reverse_kl is divided by a power of two that depends on the row's divergence.
   const bool divides = kKind == DivergenceKind::reverse_kl && a.dz.kept_rows != nullptr;
   if (!a.has_outputs && !divides) return;
   sums->value += sum_of_four([&](int i) { return fmaxf(c[i].value(), 0.0f); });
@@ -133,7 +133,7 @@ __device__ void put_of_shard(const DivergenceOfShard& shard, int64_t i, const Di
   put(shard.divergence_sum, i, sums.value + guard);
   put(shard.slope_sum, i, (isfinite(sums.mean) ? sums.mean : nan_value()) + guard);
   if (shard.given) return;
-  // The running maximum starts from a finite number and drops NaN; log_sum tells both cases.
+  // The running maximum starts at a finite number and drops NaN; log_sum reveals both.
   const auto reference = [](float m, float log_sum) {
     const bool lost = log_sum == -infinity() || (log_sum != log_sum && m < infinity());
     return lost ? log_sum : m;
@@ -144,12 +144,12 @@ __device__ void put_of_shard(const DivergenceOfShard& shard, int64_t i, const Di
   put(shard.states.teacher_row_log_sum, i, s.teacher_log_sum);
 }
 
-// One thread writes a token's outputs.
+// Called by one thread per token to write its outputs.
 __device__ void put_outputs(const DivergenceRows& a, int64_t k, const DivergenceState& s,
                             const RowSums& sums, float target_logit) {
   const Tokens& tokens = a.chunk.tokens;
   const int64_t i = tokens.row[k];
-  // NaN where either head's row has no state.
+  // NaN if either head's row has no state.
   const float guard = 0 * s.apart;
   const float logprob = (target_logit - s.reference) - s.log_sum;
   if (a.losses != nullptr || present(a.loss)) {
@@ -166,8 +166,8 @@ __device__ void put_outputs(const DivergenceRows& a, int64_t k, const Divergence
   put_of_shard(a.shard, i, s, sums, target_logit, guard);
 }
 
-// The power of two that divides a row's dz kept in f16: |dz| of reverse_kl is at most 2 (D + 2),
-// and the label's term adds its weight.
+// The power of two that divides a row of dz kept in f16. |dz| of reverse_kl is at most 2 (D + 2),
+// where D is the row's divergence; the label's term adds its weight.
 __device__ float divisor_of_row(const DivergenceRows& a, float divergence) {
   if (a.dz.dtype != DType::f16) return 1;
   const float of_most = (2 * (divergence + 2) + a.label_weight) * (a.dz.lift / 32768);
@@ -198,7 +198,7 @@ __device__ DivergenceState state_of(const RowPair<kMaps>& row, int columns, Exch
   RunningSum student, teacher;
   row.template for_columns<false>(columns, [&](int, const float(&z)[4], const float(&t)[4]) {
     const float most = student.most(z), most_of_teacher = teacher.most(t);
-    if (most > student.maximum || most_of_teacher > teacher.maximum) {  // rare after the first
+    if (most > student.maximum || most_of_teacher > teacher.maximum) {  // rare after a few columns
       student.raise(most);
       teacher.raise(most_of_teacher);
     }
@@ -215,7 +215,7 @@ __device__ DivergenceState state_of(const RowPair<kMaps>& row, int columns, Exch
   });
   student.join_lanes();
   teacher.join_lanes();
-  // A row of -inf has a sum of 0, and becomes NaN.
+  // A row of -inf has a sum of 0, and its state becomes NaN.
   DivergenceState s{.reference = student.maximum,
                     .log_sum = logf(student.sum),
                     .teacher_reference = teacher.maximum,
@@ -241,7 +241,7 @@ __device__ RowSums row_total(const RowSums& own, RowShare share,
   return {all[0], all[1], all[2], all[3], all[4]};
 }
 
-// Marks a row whose dz is kept; one that is not finite becomes zeros.
+// Marks a row whose dz is kept; a row that is not finite becomes zeros.
 __device__ void finish_kept_row(const DivergenceRows& a, int64_t k, const DivergenceState& s,
                                 const DzRow& dz, float divisor, bool finite, RowShare share,
                                 Exchange<1>* exchange) {
@@ -277,13 +277,13 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   }
   const RowPair<kMaps> pair(a, row, a.chunk.tokens.row[k], share);
   if (kDz && threadIdx.x == 32) dz_of_row = make_dz_row(a, row, pair.student);
-  // Read before dz takes the place of the logits.
+  // Read before dz overwrites the logits.
   if (threadIdx.x == 0) {
-    const int64_t target = a.has_target ? a.chunk.tokens.target[k] : -1;  // -1: on another shard
+    const int64_t target = a.has_target ? a.chunk.tokens.target[k] : -1;  // -1: in another shard
     target_logit = target >= 0 ? pair.student(target) : a.has_target ? -infinity() : 0.0f;
   }
   if (share.blocks > 1) cluster_wait();
-  __syncthreads();  // for dz_of_row
+  __syncthreads();  // before dz_of_row reads it
   DivergenceState state = a.shard.given  ? given_state(a.shard, a.chunk.tokens.row[k])
                           : a.has_states ? a.states[k]
                                          : state_of(pair, a.columns, &exchange.states);
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
     });
   }
   const RowSums sums = row_total(own, share, &exchange.sums);
-  // With an infinite mean every column's gradient is NaN.
+  // If the mean is infinite, every column's gradient is NaN.
   if (!a.shard.given) state.mean = isfinite(sums.mean) ? sums.mean : nan_value();
   if (threadIdx.x == 0 && share.rank == 0) {
     if (a.has_outputs) put_outputs(a, k, state, sums, target_logit);
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   finish_kept_row(a, k, state, dz, divisor, finite, share, &exchange.finite);
 }
 
-// A cluster's threads have at least eight columns each.
+// In a cluster each thread has at least eight columns.
 int threads_of(int32_t columns) { return columns >= 8192 ? pair_threads : 128; }
 int blocks_of(int32_t columns) {
   int blocks = 1;

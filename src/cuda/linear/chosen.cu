@@ -12,7 +12,7 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int threads = 256, warps = threads / 32;
-constexpr int columns_per_block = 64;  // columns of a token whose logits a block makes at a time
+constexpr int columns_per_block = 64;  // columns per block of threads, of one token
 
 __device__ bool counts(const TokenInput& in, int64_t i) {
   return kind_of_target(in, target_of(in, i)) == TokenKind::counts;
@@ -21,13 +21,13 @@ __device__ MapFactors map_of(const LinearCall& call, const Tokens& t, int64_t i)
   return t.map == nullptr ? call.map : with_token(call.map, t.map[i]);
 }
 
-// Lists may leave places to no token.
+// Invalid lists leave some places without a token.
 __global__ void __launch_bounds__(threads) fill_kernel(TensorView logits, int64_t places) {
   const int64_t p = int64_t{blockIdx.x} * threads + threadIdx.x;
   if (p < places) *address<float>(logits, p) = nan_value();
 }
 
-// A block takes some of a token's columns, its warps one each in turn.
+// A block handles some of a token's columns; its warps compute one logit each in turn.
 template <class T>
 __global__ void __launch_bounds__(threads)
     logits_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Tokens tokens,
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// A warp sums the magnitudes of a token's gradients, also of other shards' columns. A gradient that
-// is not finite adds next to nothing, but makes the token active.
+// A warp sums the magnitudes of a token's gradients, including those of other shards' columns. A
+// gradient that is not finite adds almost nothing, but makes the token active.
 __global__ void __launch_bounds__(threads)
     sizes_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ IdLists lists,
                  float* sizes) {
@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(threads)
 }
 
 // A block adds up a token's gradients of equal columns, in the order of k, at the first of them,
-// and makes its logit. The others are marked by inverting their column: negative, and the column
-// can still be read. Gradients come out as a panel's elements do: without the common factor, times
-// the map's slope.
+// and computes its logit. The other places are marked by inverting the column: negative, but still
+// readable. Gradients are in the form of a panel's elements: without the common factor, times the
+// map's slope.
 constexpr int no_column = INT_MIN;
 __device__ int unmarked(int column) { return column < 0 ? ~column : column; }
 template <class T>
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(threads)
   const int64_t i = blockIdx.x;
   const int all = lists.count[i];
   const TokenKind kind = kind_of_token(call.in, tokens.inactive, i, target_of(call.in, i));
-  if (kind != TokenKind::counts) return;  // nobody reads its row
+  if (kind != TokenKind::counts) return;  // its row is never read
   int32_t* const columns = to.column + lists.first[i];
   const auto gradient = [&](int k) {
     return *element_of<const float>(lists, call.grad_logits_at, i, k);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(threads)
   const MapFactors map = map_of(call, tokens, i);
   const float factor = tokens.scalars->inv_gradient_scale;
   for (int k = threadIdx.x / 32; k < all; k += warps) {
-    // A lane looks at every 32nd place; one lane makes the sum, so that its order is that of k.
+    // A lane examines every 32nd place; a single lane adds, so that the order is that of k.
     const int column = columns[k], lane = threadIdx.x % 32;
     if (column < 0) continue;  // only this warp marks it
     int before = 0, more = 0;
@@ -139,7 +139,7 @@ __device__ float dz_of_column(const LinearCall& call, const MapFactors& map, con
          cap_slope(map, z);
 }
 
-// A panel's elements of chosen columns are computed anew, so that dz is rounded once.
+// A panel's elements at chosen columns are computed again, so that dz is rounded once.
 template <class E>
 __global__ void __launch_bounds__(threads)
     add_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Chunk chunk,
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// The mean number of columns of a token.
+// The mean number of chosen columns per token.
 int64_t mean_columns(const LinearMemory& m, int64_t tokens) {
   return divide_up(m.lists.places, std::max<int64_t>(tokens, 1));
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp's dot product of two rows, in one order for rows of any layout: a column's logit has the
-// same bits whether or not it is a target's.
+// A warp's dot product of two rows, in the same order for every layout: a column's logit has the
+// same bits whether or not it is the target's.
 #pragma once
 
 #include "src/cuda/linear/linear.cuh"
@@ -14,10 +14,10 @@ __device__ void add_products(const Pack<T>& x, const Pack<T>& w, float* sum) {
   for (int n = 0; n < Pack<T>::width; ++n) *sum = fmaf(to_f32(x.x[n]), to_f32(w.x[n]), *sum);
 }
 
-// A lane's part of x . w, 16 bytes in turn. Copies x unless `to` is null.
+// A lane's part of x . w, 16 bytes at a time. Copies x unless `to` is null.
 template <class T>
 __device__ float dot_packs(const Pack<T>* x, const Pack<T>* w, int packs, Pack<T>* to, int lane) {
-  // The loads of a few steps come before the first store: the compiler moves no load past a store.
+  // Several loads come before the first store, because the compiler moves no load past a store.
   constexpr int many = 4;
   float sum = 0;
   for (int j = lane; j < packs; j += many * 32) {
@@ -35,7 +35,7 @@ __device__ float dot_packs(const Pack<T>* x, const Pack<T>* w, int packs, Pack<T
   }
   return sum;
 }
-// dot_packs, in the same order, for rows of any layout; writes zeros behind them up to `pitch`.
+// dot_packs in the same order for rows of any layout. Writes zeros after the row up to `pitch`.
 template <class T>
 __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int64_t pitch, T* to,
                               int lane) {
@@ -49,7 +49,7 @@ __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int6
   return sum;
 }
 
-// A warp makes z of a column, with the bits that gather.cu gives a target's.
+// A warp computes z of a column, with the bits that gather.cu gives a target's.
 template <class T>
 __device__ float logit_of(const TensorView& inputs, const TensorView& weights,
                           const TensorView& biases, const MapFactors& map, int64_t i, int column,

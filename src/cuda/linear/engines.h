@@ -12,8 +12,8 @@ std::span<const Engine* const> engines();
 // For tests, while no call is running: replaces the library's list, or restores it with an empty
 // one.
 void replace_engines(std::span<const Engine* const> replacement);
-// Returns invalid_argument where LOGITLESS_CUDA_KERNELS names no engine that serves this device.
-// Every op asks before it looks for its engine.
+// Returns invalid_argument if LOGITLESS_CUDA_KERNELS names no engine that serves this device. Every
+// op checks this before it chooses its engine.
 Status check_named_engine(const DeviceInfo& device);
 // Returns the best engine that serves any call on this device, or this op. The list must end with
 // one that serves every op. If LOGITLESS_CUDA_KERNELS names an engine, only it and the last one are
@@ -22,7 +22,7 @@ const Engine& engine_for(const DeviceInfo& device);
 const Engine& engine_for(std::span<const Engine* const> engines, const Call& op,
                          const LinearShape& shape, const DeviceInfo& device);
 
-// An op with its engine, and what its kernels need to know of it.
+// An op, its engine, and the properties of the call that its kernels need.
 struct EngineCall {
   const Engine* engine;
   LinearCall call;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The f32 sums of the gradients become the caller's: times the common factor, and rounded once.
+// Writes the caller's gradients from their f32 sums: times the common factor, rounded once.
 #include "src/cuda/linear/linear.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-// grad_input_i = scale (v_k sum_k - s_k class_row), or scale sum_k where the sums are of dz. If
+// grad_input_i = scale (v_k sum_k - s_k class_row), or scale sum_k if the sums are of dz. If
 // `clears`, rows whose token does not count become 0.
 template <class T>
 __global__ void __launch_bounds__(256)
@@ -22,16 +22,16 @@ __global__ void __launch_bounds__(256)
   const float v = factors != nullptr ? factors[row].scale : 1.0f;
   const float s = class_row != nullptr ? factors[row].smoothing : 0.0f;
   for (int64_t d = threadIdx.x; d < out.shape[1]; d += 256) {
-    // A row without a gradient stays 0 even where its sum, of another row's E, overflows.
+    // A row without a gradient stays 0 even if its sum, of E, overflows.
     float x = v == 0 ? 0.0f : v * sums[blockIdx.x * pitch + d];
     if (s != 0) x = fmaf(-s, class_row[d], x);
     *address<T>(out, i, d) = from_f32<T>(scale * x);
   }
 }
 
-// Sums c_j weight_j over one slab of the first `count` rows of the weight. A warp takes a row, a
-// lane 16 bytes of it, and several rows at a time, so that their loads are in flight together; the
-// warps' sums are then added in order.
+// Sums c_j weight_j over a slab of the first `count` rows of the weight. Each warp reads a row, 16
+// bytes per lane, and several rows at a time, so that their loads overlap; the warps' sums are then
+// added in order.
 template <class T>
 __global__ void __launch_bounds__(256)
     class_slabs(LinearCall call, int64_t count, int64_t pitch, float* slabs) {
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(256)
   if (!isfinite(x)) atomicOr(&scalars->weight_is_infinite, 1);
 }
 
-// Sums each column over a slab of rows: 64 columns, 8 a thread, by 32 rows of threads, each 4 rows
-// at a time. Zeros follow the last column up to a multiple of 8, so that every load is whole.
+// Sums each column over a slab of rows: 64 columns, 8 per thread, by 32 rows of threads, each 4
+// rows at a time. Zeros follow the last column up to a multiple of 8, so that every load is whole.
 template <class E>
 __global__ void __launch_bounds__(256)
     bias_slabs_kernel(Chunk chunk, const RowFactors* factors, Panel panel, int slab_count,
@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(256)
   slabs[slab * panel.columns + j] = parts.sum();
 }
 
-// Every block computes smoothed = sum_k s_k of the chunk for itself, in one order, so that none
-// waits for another.
+// Every block computes smoothed = sum_k s_k of the chunk itself, in the same order, so that no
+// block waits for another.
 __global__ void __launch_bounds__(256)
     bias_sum_kernel(LinearCall call, Chunk chunk, const RowFactors* factors, Panel panel,
                     const float* slabs, int count, bool first, float* bias) {
@@ -232,7 +232,7 @@ void write_lent_sums(const LinearWork& work) {
   const int64_t pitch = plan.hidden_pitch;
   const auto write = [&](int64_t first, int64_t rows) {
     const float* sums = call.grad_weight.as<const float>() + first * pitch;
-    if (first == 0) {  // the first sums are where the rows that they become will be
+    if (first == 0) {  // the rows to write overlap the first sums
       stream->copy(m.stored, sums, rows * pitch * 4);
       sums = reinterpret_cast<const float*>(m.stored);
     }

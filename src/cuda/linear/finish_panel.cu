@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes the rows of E that the forward pass could not, after their factors (rows.cu) are known.
-// Their list is on the device, and mostly empty. One product makes the logits of 128 such rows and
-// 128 columns, on tensor cores for 16-bit elements; a second step makes E_j = draw_j / v of each,
-// smoothing included, from the finished state. A row's bits do not depend on the other rows of the
-// list.
+// Computes the rows of E that the forward pass could not, once rows.cu has their factors. The list
+// of these rows is on the device, and usually empty. A product computes the logits of 128 such rows
+// and 128 columns, on tensor cores for 16-bit elements; then E_j = draw_j / v of each, smoothing
+// included, from the finished state. A row's bits do not depend on the list's other rows.
 #include <algorithm>
 
 #include "src/cuda/linear/linear.cuh"
@@ -13,11 +12,11 @@
 namespace logitless::cuda {
 namespace {
 
-constexpr int edge = 128, threads = 256;  // of a block's tile of logits
+constexpr int edge = 128, threads = 256;  // of a thread block's tile of logits
 constexpr unsigned blocks_a_multiprocessor = 2;
 
-// One step of both operands along the hidden axis, eight packs a row; a ninth shifts the rows'
-// banks.
+// One step of both operands along the hidden axis, eight packs per row; a ninth pack of padding
+// avoids bank conflicts.
 template <class E>
 struct Operands {
   static constexpr int packs = 8, step = packs * Pack<E>::width;
@@ -30,7 +29,7 @@ union Shared {
   float logits[half][logits_pitch];  // half of the tile at a time
 };
 
-// A thread's part of the tile's logits.
+// A thread's part of the tile's logits, in registers.
 template <class E>
 struct Logits;
 
@@ -84,7 +83,7 @@ struct Logits<E> {
       }
     }
   }
-  // Writes this thread's rows, if they are in the half of the tile that begins at `first`.
+  // Writes this thread's rows if they are in the half of the tile that starts at `first`.
   __device__ void store(int first, float (&logits)[half][logits_pitch]) const {
     if (first_row() / half * half != first) return;
     const int lane = threadIdx.x % 32, row = first_row() - first + lane / 4;
@@ -98,7 +97,7 @@ struct Logits<E> {
   }
 };
 
-// f32: a thread has eight rows and eight columns, 16 apart; each sum is one chain along the hidden
+// f32: a thread has eight rows and eight columns, 16 apart; each sum is a chain along the hidden
 // axis.
 template <>
 struct Logits<float> {
@@ -143,14 +142,14 @@ struct PanelArguments {
   Panel panel;
 };
 
-// Whether columns other than the target's have a gradient, or are NaN. Otherwise (a gradient of
-// target_logit alone) their logits are not needed.
+// Whether columns other than the target's have a gradient or are NaN. If not (only target_logit has
+// a gradient), their logits are not needed.
 __device__ inline bool asks_columns(const RowGradient& g) {
   return g.probability != 0 || g.smoothing != 0 || g.entropy != 0 ||
          !isfinite(g.reference + g.log_sum);
 }
 
-// Multiplies 128 rows of the list, from number `first` on, by 128 columns of the panel.
+// Multiplies 128 rows of the list, from its entry `first` on, by 128 columns of the panel.
 template <class E>
 __device__ void multiply(const PanelArguments& a, int count, int first, int64_t first_column,
                          Operands<E>* operands, Logits<E>* logits) {
@@ -174,7 +173,7 @@ __device__ void multiply(const PanelArguments& a, int count, int first, int64_t 
   }
 }
 
-// E of a row, from its logit before the map.
+// E of a row, from its raw logit.
 __device__ inline float remade(const PanelArguments& a, int row, int64_t column, float raw) {
   const LinearCall& call = a.call;
   const RowGradient& g = a.gradients[row];
@@ -182,10 +181,9 @@ __device__ inline float remade(const PanelArguments& a, int row, int64_t column,
   if (!asks_columns(g)) raw = 0;
   if (present(call.bias)) raw += load(call.bias, column);
   const MapFactors map = map_of_token(call.map, a.chunk.tokens, a.chunk.first + row);
-  // The target's logit is known.
+  // The target's logit is already known.
   const float z = is_target ? a.target_logit[row] : map_raw(map, raw);
-  // At |z| of 1e20 this product and the forward's differ by more than any exponent holds: log p
-  // could be positive.
+  // At |z| of 1e20 this product and the forward's may differ so much that log p would be positive.
   float log_p = (z - g.reference) - g.log_sum;
   log_p = log_p > 0 ? 0.0f : log_p;
   const float p = exp_any(log_p);
@@ -199,7 +197,7 @@ __device__ inline float remade(const PanelArguments& a, int row, int64_t column,
   return v == 0 ? 0.0f : draw / v;
 }
 
-// Makes a tile of the panel: 128 rows of the list by 128 columns.
+// Computes a tile of the panel: 128 rows of the list by 128 columns.
 template <class E>
 __device__ void make_tile(const PanelArguments& a, int count, int first, int64_t first_column,
                           Shared<E>* shared) {
@@ -226,8 +224,8 @@ __device__ void make_tile(const PanelArguments& a, int count, int first, int64_t
   __syncthreads();
 }
 
-// First writes the target's column of E, where rows.cu did not. Then makes the listed rows again;
-// ends at once if there are none.
+// First writes the target's column of E, where rows.cu did not. Then computes the listed rows
+// again; returns at once if there are none.
 template <class E>
 __global__ void __launch_bounds__(threads, blocks_a_multiprocessor)
     panel_kernel(const __grid_constant__ PanelArguments a, bool targets) {
@@ -242,7 +240,7 @@ __global__ void __launch_bounds__(threads, blocks_a_multiprocessor)
   const int count = a.again[0];
   if (count == 0) return;
   __shared__ Shared<E> shared;
-  // So that blocks that run at once share columns of the weight.
+  // Blocks that run at the same time share columns of the weight.
   const int64_t across = (count + edge - 1) / edge;
   const int64_t tiles = (a.panel.columns + edge - 1) / edge * across;
 #pragma unroll 1
@@ -255,7 +253,7 @@ __global__ void __launch_bounds__(threads, blocks_a_multiprocessor)
 
 void finish_panel(const LinearWork& work, const Panel& panel, bool targets) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  // At most as many blocks as run at once, because mostly each finds the list empty.
+  // At most as many blocks as can run at once, because usually every block finds the list empty.
   const unsigned most = static_cast<unsigned>(device.multiprocessors) * blocks_a_multiprocessor;
   const unsigned tiles = blocks_for(panel.columns, edge) * blocks_for(chunk.rows, edge);
   const LaunchShape shape{

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// dz from kept E, row by row, where no factor of a row turns E into dz.
+// dz from kept E, row by row, for gradients that are not E times a factor of the row.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/logit_map.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-// dz from kept E where entropy has a gradient:
+// dz from kept E, for gradients of entropy and of chosen columns, and for codes of f16:
 //   log p_j = (z_t - m) - log s + log E_j    dz_j = P p_j - s c_j - h p_j (log p_j + H)
-// 32 rows of 8 threads take 16 bytes each, several of their columns in turn, so that a row's
-// numbers are loaded once. A row that does not count becomes 0.
+// A block has 32 rows of 8 threads with 16 bytes each, which handle several groups of columns in
+// turn, so that a row's coefficients are loaded once. A row that does not count becomes 0.
 constexpr int formed_rows = 32, formed_lanes = 8, formed_groups = 4;
 
-// What a row's dz is made of: its coefficients, and the target's own dz.
+// A row's coefficients of dz, and the target's own dz.
 struct FormedRow {
   RowGradient gradient;
   float log_target = 0, target_p = 0, target_gradient = 0;
@@ -25,7 +25,7 @@ struct Probability {
 __device__ inline Probability find_probability(const FormedRow& row, float e) {
   return {row.target_p * e, row.log_target + logf(e)};
 }
-// E is rounded to 8 bits, so that the approximation of its log loses nothing.
+// E has 8 significant bits, so an approximate log of it loses nothing.
 __device__ inline Probability find_probability(const FormedRow& row, __nv_bfloat16 e) {
   const float x = __bfloat162float(e);
   return {row.target_p * x, row.log_target + __logf(x)};
@@ -33,7 +33,7 @@ __device__ inline Probability find_probability(const FormedRow& row, __nv_bfloat
 __device__ inline Probability find_probability(const FormedRow& row, __half code) {
   const uint32_t bits = __half_as_ushort(code);
   const float log_p = fmaf(decode_log(bits), ln2, row.log_target);
-  // The product is NaN in a row of NaN, as it must be.
+  // The product is NaN in a row of NaN.
   return {bits == 0 ? 0.0f * row.log_target : exp2_fast(log_p * log2e), log_p};
 }
 
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
   const int row = blockIdx.x * formed_rows + threadIdx.x / formed_lanes;
   const int64_t start = block_of_second_axis() * (formed_groups * formed_lanes * width) +
                         threadIdx.x % formed_lanes * width;
-  // Products read whole blocks of a panel in blocks, and so rows and columns behind the last.
+  // Products read whole blocks of a panel in blocks, including rows and columns after the last.
   const int64_t rows = to.blocks ? to.pitch : chunk.rows;
   const int64_t columns = to.blocks ? (to.columns + 63) / 64 * 64 : to.columns;
   const int valid = valid_rows(chunk);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the products read: the valid tokens' rows of input, compacted and padded to 16 bytes, and
-// from the same read z of each token's target by one dot product; and a copy of the weight where a
-// product cannot read its layout.
+// Prepares what the products read: the rows of input of tokens that count, compacted and padded to
+// 16 bytes, and, from the same load, z of each token's target by a dot product; and a copy of the
+// weight if a product cannot read its layout.
 #include "src/cuda/linear/dot.cuh"
 #include "src/cuda/logit_map.cuh"
 #include "src/cuda/runtime/early.cuh"
@@ -23,18 +23,18 @@ struct GatherArguments {
   MapFactors map;
   Chunk chunk;
   int64_t pitch;
-  int64_t rows;  // with the padding rows behind the chunk, which become 0
+  int64_t rows;  // includes padding rows after the chunk, which become 0
   bool clears;
-  bool beside;  // the kernel in front may still run; waited for last
-  // Every token counts: the products read the caller's rows, and nothing is copied.
+  bool beside;  // may overlap the previous kernel; waits for it last
+  // If every token counts, the products read the caller's rows and nothing is copied.
   bool reads_input;
   float* target_logit;
-  float* slope;            // null where all tokens share one map
-  int32_t* again;          // null where no gradient is asked for
+  float* slope;            // null if all tokens share one map
+  int32_t* again;          // null if no gradient is asked for
   int32_t* rows_finished;  // set to 0 here, at the start of a chunk
 };
 
-// z of row k's target, whose slope it stores. Not inlined: every row would pay for its registers.
+// z of row k's target; stores its slope. Not inlined: its registers would slow down every row.
 __device__ __noinline__ float map_by_token(const GatherArguments& a, int64_t k, float raw) {
   const Tokens& tokens = a.chunk.tokens;
   const TokenMap& map = tokens.map[tokens.row[a.chunk.first + k]];
@@ -43,7 +43,7 @@ __device__ __noinline__ float map_by_token(const GatherArguments& a, int64_t k, 
 }
 
 // One warp per row k of the compacted chunk. It copies the row's input to `to`, or writes zeros if
-// the row is not valid; a null `to` means no copy. It also makes the target's logit,
+// the row is not valid; a null `to` means no copy. It also computes the target's logit,
 //   z_t = map(input_k . weight_t + bias_t), summed in f32 in a fixed order.
 // If another shard has the target, z_t is the row's anchor, or -inf if there is none.
 template <class T>
@@ -61,7 +61,7 @@ __device__ void gather_row(const GatherArguments& a, T* to) {
   if (a.reads_input && tokens.scalars->valid == tokens.total) to = nullptr;
   if (to != nullptr) to += k * a.pitch;
   if (k >= a.chunk.rows || !is_valid(a.chunk, static_cast<int>(k))) {
-    // Other rows' kernels read this one too, so it must be a number.
+    // Kernels of other rows read this element too, so it must not be NaN.
     if (lane == 0 && k < a.chunk.rows) a.target_logit[k] = 0;
     for (int64_t j = lane * width; to != nullptr && j < a.pitch; j += 32 * width) {
       *reinterpret_cast<Pack<T>*>(to + j) = Pack<T>{};
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(threads, 3)
   if (a.beside) wait_for_kernel_before();
 }
 
-// A warp copies a row of the weight, from row `first` on, or writes zeros behind the last one.
+// Each warp copies a row of the weight, from row `first` on, or writes zeros after the last one.
 template <class T>
 __global__ void __launch_bounds__(threads)
     copy_rows(TensorView from, int64_t first, int64_t rows, int64_t pitch, T* to) {

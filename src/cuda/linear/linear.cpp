@@ -71,7 +71,7 @@ LinearMemory place_in(Arena* arena, const Engine& engine, const LinearShape& s,
   const bool stores = p.stored_columns > 0 && s.kept_columns == 0;
   take(stores, &m.stored, rows * stored_pitch(p.stored_columns) * element);
   engine.place(Lifetime::call, s, p, arena, &m);
-  // The arrays of the forward pass come first; those of the gradients take the same memory.
+  // The forward pass's arrays are placed first; those of the gradients reuse their memory.
   const uint64_t start = arena->used();
   if (s.forward) {
     m.partials = place_partials(arena, s, p);
@@ -80,7 +80,7 @@ LinearMemory place_in(Arena* arena, const Engine& engine, const LinearShape& s,
   const uint64_t forward_end = arena->used();
   arena->back_to(start);
   if (remakes_dz && stores) {
-    m.remade = m.stored;  // E is used up when columns are made again
+    m.remade = m.stored;  // E is no longer used when columns are computed again
   } else {
     take(p.remade_columns > 0, &m.remade, rows * p.remade_columns * element);
   }
@@ -134,7 +134,7 @@ Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const Linear
             1};
   }
   const TensorView& w = call.weight;
-  // cuBLASLt checks even the stride of a single row or column: it is made to look like a matrix's.
+  // cuBLASLt checks the stride even of a single row or column, so it is set to a valid one.
   const bool along = w.stride[1] == 1 || call.shape.hidden == 1;
   return {w.as<char>() + column * w.stride[0] * size_of(w.dtype), w.stride[0],
           along ? 1 : w.stride[1]};

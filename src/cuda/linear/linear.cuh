@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For the kernels between the products: rows of a matrix as packs, and sums over slabs.
+// Helpers of the kernels between the products: rows of a matrix as packs, and sums over slabs.
 #pragma once
 
 #include "src/cuda/linear/chunk.cuh"
@@ -13,7 +13,7 @@ __device__ inline int64_t block_of_second_axis() {
   return int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
 }
 
-// Adds up sums of 64 columns from 32 rows of 8 threads with 8 columns each, in the rows' order.
+// Adds the sums of 64 columns from 32 rows of 8 threads with 8 columns each, in the rows' order.
 struct ColumnParts {
   static constexpr int parts = 32;
   float part[parts][64];
@@ -30,7 +30,7 @@ struct ColumnParts {
   }
 };
 
-// Calls f(T{}) with the type of E and of the scaled input, which is never f16.
+// Calls f(T{}) with the type of E and of the scaled input, which is bf16 for f16 inputs.
 template <class F>
 void with_stored(DType dtype, F&& f) {
   if (dtype == DType::f32) {
@@ -40,7 +40,7 @@ void with_stored(DType dtype, F&& f) {
   }
 }
 
-// Reads a row of `count` elements, 16 bytes at a time, with zeros behind the last one.
+// Reads a row of `count` elements, 16 bytes at a time, as if zeros followed the last one.
 template <class T>
 struct RowReader {
   const T* data;

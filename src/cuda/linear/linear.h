@@ -17,22 +17,22 @@ namespace logitless::cuda {
 
 // What the caller keeps from Forward to Backward (src/kept.h); nothing if `rows` is null.
 struct KeptState {
-  // E of the first `columns`, as the engine lays out a panel of them.
+  // E of the first `columns`, in the engine's layout of a panel.
   char* data = nullptr;
   float* rows = nullptr;  // [N, 8]
   int64_t columns = 0;
-  float layout = 0;       // number of the engine's layout, by which Backward recognizes it
-  bool consumes = false;  // this Backward may overwrite it: no other follows
+  float layout = 0;       // KeptRow::layout of the engine, which Backward checks
+  bool consumes = false;  // this Backward may overwrite E: it is the last
 };
 
-// All that kernels may need to know of a call.
+// Everything that kernels may need to know of a call.
 struct LinearCall {
   TokenInput in;
   TensorView input, weight, bias;
   TensorView grad_input, grad_weight, grad_bias;
   TensorView row_reference, row_log_sum, entropy;  // given to Backward
-  // [N]  of a shard: what E of a row is relative to if its target is elsewhere. Backward finds it
-  // in kept_rows.
+  // [N] of a shard: what a row's E is relative to if its target is in another shard. Backward reads
+  // it from kept_rows.
   TensorView anchor;
   TokenOutputs outputs;
   LinearShape shape;
@@ -46,26 +46,26 @@ struct LinearCall {
   bool plain() const { return map.identity && !in.makes_maps && !bias; }
 };
 
-// In the workspace, or in an output's memory until the output is written.
+// Arrays in the workspace, or in an output's memory until the output is written.
 struct LinearMemory {
   Tokens tokens;
-  Tokens compacted;         // as they were before `arranges`
-  float* losses = nullptr;  // [N]  compacted; where the losses are reduced, else null
-  // [1]  counts the blocks of finish_rows that are done with the chunk
+  Tokens compacted;         // in their order before trade_rows
+  float* losses = nullptr;  // [N]  compacted, if losses are reduced; else null
+  // [1] the number of finish_rows' blocks that have finished the chunk
   int32_t* rows_finished = nullptr;
-  char* library = nullptr;  // working memory of the matrix library
-  // [V, hidden_pitch]  where a product cannot read the caller's, else null
+  char* library = nullptr;  // cuBLASLt's workspace
+  // [V, hidden_pitch] if a product cannot read the caller's weight, else null
   char* weight = nullptr;
   char* weight_tail = nullptr;  // [8, hidden_pitch]  the last V % 8 rows, then zeros
   // [token_chunk + extra_rows, hidden_pitch]  compacted; may be in grad_input's memory
   char* input = nullptr;
   // the input times v; may be `input`, or in grad_weight's memory
   char* scaled = nullptr;
-  // [V + a tile's columns]  the bias in f32, which tiled kernels read in whole tiles
+  // [V + a tile's columns] the bias in f32; tiled kernels read whole tiles
   float* bias_row = nullptr;
   float* class_weights = nullptr;  // [V + a tile's columns]  c_j, likewise
   float* target_logit = nullptr;   // [token_chunk]
-  // [token_chunk]  the slope of raw -> z, where each token has its own
+  // [token_chunk] the slope of raw -> z, if each token has its own
   float* slope = nullptr;
   Partials partials;
   UnitShares units;
@@ -75,17 +75,17 @@ struct LinearMemory {
   IdLists lists;
   ChosenGradients chosen;
   float* chosen_sizes = nullptr;  // [N]
-  // [1 + token_chunk]  the number of rows to be made again, then these rows
+  // [1 + token_chunk] the number of rows to compute again, then these rows
   int32_t* again = nullptr;
-  float* logits = nullptr;    // [block_rows, block_columns]
-  float* slots = nullptr;     // [slots, slot_size]  sums of slices of tiles
-  float* row_sums = nullptr;  // [sum_rows, hidden_pitch]  sums of grad_input, where E is whole
-  char* stored = nullptr;     // [panel_rows, stored_pitch]  E
-  char* remade = nullptr;     // [panel_rows, remade_columns]  E or dz; may be `stored`
+  float* logits = nullptr;          // [block_rows, block_columns]
+  float* slots = nullptr;           // [slots, slot_size]  partial sums of sliced tiles
+  float* row_sums = nullptr;        // [sum_rows, hidden_pitch]  sums of grad_input, if E is whole
+  char* stored = nullptr;           // [panel_rows, stored_pitch]  E
+  char* remade = nullptr;           // [panel_rows, remade_columns]  E or dz; may be `stored`
   float* grad_input_sum = nullptr;  // [token_chunk, hidden_pitch]
-  // [V - lent_sum_rows, hidden_pitch]  of the last rows; those of the first are in grad_weight
+  // [V - lent_sum_rows, hidden_pitch] sums of the last rows; grad_weight's memory has the first
   float* grad_weight_sum = nullptr;
-  // [8, hidden_pitch]  of the last V % 8 rows of grad_weight
+  // [8, hidden_pitch] sums of the last V % 8 rows of grad_weight
   float* weight_tail_sum = nullptr;
   float* bias_sum = nullptr;      // [V]
   float* bias_slabs = nullptr;    // [slabs, columns at a time]
@@ -94,7 +94,7 @@ struct LinearMemory {
   float* slabs = nullptr;         // [slabs, hidden_pitch]
 };
 
-// What every step is launched with: the call, its plan and memory, and the step's chunk.
+// The arguments of every step: the call, its plan and memory, and the step's chunk.
 struct LinearWork {
   const LinearCall& call;
   const LinearPlan& plan;
@@ -109,9 +109,9 @@ inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; 
 inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
   return p.panel_rows * stored_pitch(p.stored_columns) * size_of(s.dtype) / (4 * p.hidden_pitch);
 }
-// Calls use(first, rows) with the pieces in which lent sums become rows of grad_weight in the same
-// memory. The first piece leaves grad_weight by way of E's memory; each later one may be twice as
-// large, into the place of the rows before it.
+// Calls use(first, rows) for the pieces in which lent sums are rounded to rows of grad_weight in
+// the same memory. The first piece is moved to E's memory before; each later one may be twice as
+// large and overwrites the earlier sums.
 template <class F>
 void for_lent_pieces(int64_t lent, int64_t in_place_of_e, F&& use) {
   for (int64_t done = 0; done < lent;) {
@@ -120,28 +120,28 @@ void for_lent_pieces(int64_t lent, int64_t in_place_of_e, F&& use) {
     done += rows;
   }
 }
-// Columns of dz that are summed at a time for grad_bias.
+// Columns of dz summed at a time for grad_bias.
 constexpr int64_t bias_columns = 16384;
 constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows = 256;
 
-// How long an array lives: through the call, or while a chunk's logits or its gradients are made.
-// Arrays of the latter two share memory.
+// How long an array lives: during the call, or while a chunk's logits or its gradients are
+// computed. Arrays of the latter two share memory.
 enum class Lifetime { call, forward, gradients };
 class Engine;
-// The bytes of workspace of a plan's arrays, and where each is.
+// The bytes of workspace that a plan's arrays take, and where each array is.
 uint64_t bytes_of(const Engine& engine, const LinearShape& shape, const LinearPlan& plan);
 LinearMemory place(const Engine& engine, const LinearCall& call, const LinearPlan& plan,
                    char* workspace);
 
-// Takes bias_slabs for `columns` columns of a panel at a time.
+// Places bias_slabs for `columns` columns of a panel at a time.
 inline void place_bias_slabs(const LinearShape& s, const LinearPlan& p, int64_t columns,
                              Arena* arena, LinearMemory* m) {
   if (!s.grad_bias) return;
   m->bias_slabs = arena->take<float>(divide_up(p.panel_rows, bias_slab_rows) * columns);
 }
 
-// Chosen columns (chosen.cu), in this order: their logits; the sizes of each token's gradients,
-// before it is known which tokens have one; what is added to dz; and its addition to a finished
+// Steps of chosen columns (chosen.cu), in this order: compute their logits; sum the size of each
+// token's gradients, to find the active tokens; compute what is added to dz; add it to a finished
 // panel.
 void chosen_logits(const LinearCall& call, const LinearMemory& m, Stream* stream);
 void chosen_sizes(const LinearCall& call, const LinearMemory& m, Stream* stream);
@@ -151,55 +151,54 @@ void add_chosen(const LinearWork& work, const Panel& panel);
 // gather.cu
 void copy_weight(const LinearWork& work);
 void copy_weight_tail(const LinearWork& work);
-// Gathers the chunk's rows of input and the targets' logits. If `clears`, rows of grad_input whose
-// token does not count become 0. If `beside`, the kernel in front may still be running, since it
-// touches nothing of this one's; it must have started early itself.
+// Gathers the chunk's rows of input and computes the targets' logits. If `clears`, rows of
+// grad_input whose token does not count become 0. If `beside`, the previous kernel may still be
+// running: it shares no memory with this one, but must itself have been launched early.
 void gather_input(const LinearWork& work, bool clears, bool beside);
-// Writes the bias and the class weights in f32, with `padding` zeros behind them.
+// Writes the bias and the class weights in f32, followed by `padding` zeros.
 void column_terms(const LinearWork& work, int64_t padding);
 
-// Rows and columns are counted in 32 bits on the device; offsets are not.
+// Returns an error if rows or columns exceed 32 bits, in which kernels count them; offsets have 64.
 Status check_linear_extents(std::initializer_list<int64_t> extents);
 
-// The weight from row `column` on, as a product reads it.
+// The weight from row `column` on, as an operand of a product.
 Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                     int64_t column);
 
-// rows.cu: from the partial sums or the state that Backward was given, the outputs of the chunk's
-// tokens, after the last chunk the loss of all, the gradients' factors (`with_factors`: those of
-// E's rows), and if `scales` the input times v. With factors it also writes the target's column of
-// E, where `kept` has it.
+// rows.cu: from the partial sums, or the state given to Backward, computes the outputs of the
+// chunk's tokens, after the last chunk the reduced loss, the gradients' factors (`with_factors`: of
+// E's rows) and, if `scales`, the input times v. With factors it also writes the target's column of
+// E, if `kept` has it.
 void finish_rows(const LinearWork& work, bool with_factors, const std::array<Panel, 2>& kept,
                  bool scales);
 
-// Writes the targets' logits, where nothing else is asked for.
+// Writes the targets' logits, if nothing else is asked for.
 void write_targets(const LinearWork& work);
 
-// finish_panel.cu: E of the rows beyond the exponent's range and, if E is made after finish_rows, E
-// of the target's column.
+// finish_panel.cu: E of the rows beyond the exponent's range and, if E is computed after
+// finish_rows, E of the target's column.
 void finish_panel(const LinearWork& work, const Panel& panel, bool targets);
-// Under smoothing: the input times v, and behind it the rows that make the smoothing's term.
+// With smoothing: the input times v, followed by the rows that make the smoothing's term.
 void scale_input(const LinearWork& work);
-// If `fills`, brings rows of kept E to where arrange_tokens has brought their tokens, else back:
-// each trades places with the row of a token without a gradient. Products may read rows behind
-// these, up to a multiple of `whole`, which are made finite.
+// Moves rows of kept E, as arrange_tokens moved their tokens (`fills`), or back: each row is
+// swapped with the row of a token without a gradient. Products may read the following rows too, up
+// to a multiple of `whole`; these are made finite.
 void trade_rows(const LinearWork& work, const Panel& panel, bool fills, int whole);
-// form_panel.cu: dz from the panel's kept E, where entropy has a gradient; `to` may be `from`. Rows
-// that do not count become 0, up to a multiple of `whole` rows, or all of them if that is 0.
+// form_panel.cu: dz from the panel's kept E; `to` may be `from`. Rows that do not count become 0,
+// up to a multiple of `whole` rows, or all of them if `whole` is 0.
 void form_panel(const LinearWork& work, const Panel& from, const Panel& to, int whole);
 
 // finish.cu
 void class_row(const LinearWork& work);
-// Writes rows [row, row + rows) of the chunk from their f32 sums, which are of E if `scaled`. If
-// `clears`, rows whose token does not count become 0.
+// Writes the chunk's rows [row, row + rows) of grad_input from their f32 sums, which are of E if
+// `scaled`. If `clears`, rows whose token does not count become 0.
 void write_grad_input(const LinearWork& work, const float* sums, int64_t row, int64_t rows,
                       bool scaled, bool clears);
 void add_to_bias(const LinearWork& work, const Panel& panel, bool scaled, bool first);
-// Adds the sums in bias_slabs; the panel is E if there are `factors`, else dz.
+// Adds the sums in bias_slabs to bias_sum; the panel is E if there are `factors`, else dz.
 void add_slabs_to_bias(const LinearWork& work, const Panel& panel, const RowFactors* factors,
                        bool first);
-// Calls use(panel) with parts of a panel in blocks, as many columns each as bias_slabs has room
-// for.
+// Calls use(panel) for parts of a panel in blocks, with as many columns as bias_slabs has room for.
 template <class F>
 void for_bias_columns(DType dtype, const Panel& panel, F&& use) {
   for (int64_t j = 0; j < panel.columns; j += bias_columns) {
@@ -214,7 +213,7 @@ void write_grad_weight(const LinearWork& work, const float* sums, int64_t row, i
 // Writes the first rows of grad_weight, whose sums are in its own memory.
 void write_lent_sums(const LinearWork& work);
 void write_grad_bias(const LinearWork& work);
-// The gradients of a call without tokens: zeros, or nothing when accumulating.
+// The gradients of a call without tokens: zeros, or unchanged if accumulating.
 void clear_grad_weight(const LinearWork& work);
 
 }  // namespace logitless::cuda

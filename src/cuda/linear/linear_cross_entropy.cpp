@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decides how CUDA runs a linear op: which engine, in which plan, and where in the workspace. The
-// work is enqueued; the host never waits and never learns how many tokens are valid.
+// Decides how CUDA runs a linear op: the engine, the plan, and the places in the workspace. The
+// work is enqueued; the host never waits, and does not know how many tokens count.
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -19,22 +19,22 @@ void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
   call->kept.columns = columns;
   LinearShape& s = call->shape;
   if (!cuda_keeps(s.dtype, op.options)) return;
-  // f16 keeps codes, of which only dz can be made. And E makes no gradient of the entropy or of
-  // chosen columns, which may exist where E's factor is 0.
+  // f16 keeps codes, from which only dz can be computed. E times a factor cannot give the gradients
+  // of entropy or of chosen columns, which may exist where the factor is 0.
   const bool forms = op.grad_entropy || op.grad_logits_at || s.dtype == DType::f16;
-  if (op.grad_entropy && call->map.capped) return;  // E includes the slope, and log p is lost
+  if (op.grad_entropy && call->map.capped) return;  // E includes the slope, so log p is not known
   s.kept_columns = columns;
   if (columns > 0) s.kernels.kept = forms && s.gradients() ? Origin::dz_by_rows : Origin::e;
 }
 
 void keep_codes(LinearCall* call) {
   LinearShape& s = call->shape;
-  // The code of a logit is too coarse for the softcap's slope near the cap.
+  // Near a softcap's limit, the code of a logit is too coarse for the slope.
   if (call->map.capped) s.kernels.kept = Origin::again_dz;
   if (s.can_keep() && s.gradients()) s.kernels.kept = Origin::dz_by_rows;
 }
 
-// One sum serves both weighted_logit_sum and mean_logit where every class weighs 1.
+// If all class weights are 1, one sum serves both weighted_logit_sum and mean_logit.
 static SumSet sums_of(const Call& call) {
   const SumSet sums = call.sums().without(SumKind::exponentials);
   if (call.vocab_weight || !sums.has(SumKind::logits)) return sums;
@@ -100,7 +100,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
     s.grad_weight = static_cast<bool>(call.grad_weight);
     s.grad_bias = static_cast<bool>(call.grad_bias);
     s.grad_weight_f32 = call.grad_weight.dtype == DType::f32;
-    // The matrix library writes rows, in f32 or the inputs' own dtype.
+    // cuBLASLt writes contiguous rows, in f32 or the inputs' dtype.
     const TensorView& out = call.grad_weight;
     s.kernels.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
                                             out.stride[1] == 1 && serves_product(out));
@@ -126,8 +126,8 @@ TensorView rows_from(TensorView view, int64_t first) {
   return view;
 }
 
-// The op that writes the rows of grad_weight (and all of grad_bias) which the first pass leaves: a
-// Backward of the columns behind the first ones, as of a shard.
+// The op that writes those rows of grad_weight (and all of grad_bias) that the first pass does not:
+// a Backward of the columns after the first ones, as of a shard.
 Call second_op(const Call& op, const Call& state, int64_t first_rows) {
   LinearCrossEntropyBackward second{
       .input = op.input,
@@ -149,7 +149,7 @@ Call second_op(const Call& op, const Call& state, int64_t first_rows) {
   return {second, op.execution};
 }
 
-// Two passes, which run one after the other in the memory behind the rows' states.
+// Two passes, one after the other, in the workspace that the rows' states leave.
 LinearPasses two_passes(const LinearDecisions& decided, const LinearShape& shape, const Call& op,
                         char* workspace, const DeviceInfo& device) {
   const int64_t first_rows = decided.plan.first_rows;
@@ -157,7 +157,7 @@ LinearPasses two_passes(const LinearDecisions& decided, const LinearShape& shape
   Call first = op;
   const auto keep = [&](Tensor* state) {
     float* values = states.take<float>(shape.tokens);
-    if (*state) return;  // the caller's output serves
+    if (*state) return;  // the caller's output holds the state
     *state = TensorView{.data = values,
                         .dtype = DType::f32,
                         .device = op.input.device,
@@ -168,7 +168,7 @@ LinearPasses two_passes(const LinearDecisions& decided, const LinearShape& shape
   keep(&first.row_reference);
   keep(&first.row_log_sum);
   const Call second = second_op(op, first, first_rows);
-  // grad_weight stays: its memory may hold panels while it is not written
+  // grad_weight stays set: its memory may hold panels until it is written
   first.grad_bias = {};
   const auto pass = [&](LinearCall call, const LinearShape& planned,
                         const LinearPlan& plan) -> LinearPass {
@@ -195,8 +195,8 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, uint64_t giv
         {call.input.shape[0], call.weight.shape[0], call.weight.shape[1], call.all_chosen()});
   }
   if (!status.ok()) return status;
-  // The best engine may not be able to use an alignment that is not known yet, so the sizes must do
-  // for either engine.
+  // Without addresses the best engine may turn out unable to use their alignment, so the sizes must
+  // suffice for the other engine too.
   Call asked = call;
   std::array<Tensor*, 3> unknown;
   size_t count = 0;
@@ -237,7 +237,7 @@ LinearDecisions decide_linear(const Call& op, uint64_t bytes, const DeviceInfo& 
 
 LinearPasses linear_passes(const Call& op, const LinearDecisions& decided,
                            const Workspace& workspace, const DeviceInfo& device) {
-  // The environment may name another engine by now.
+  // Uses the decided engine: the environment may have changed since.
   const LinearCall call = make_call({&decided.engine, 1}, op, device).call;
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
   if (decided.plan.kind == PlanKind::two_passes) {
@@ -248,8 +248,8 @@ LinearPasses linear_passes(const Call& op, const LinearDecisions& decided,
 
 }  // namespace logitless::cuda
 
-// f16 keeps codes of logits, which are too coarse for a softcap's slope near the cap. In other
-// dtypes E includes the slope, but smoothing's term needs the slope of each element as well.
+// f16 keeps codes of logits, which are too coarse for a softcap's slope near its limit. In other
+// dtypes E includes the slope, but smoothing's term needs each element's slope alone.
 bool logitless::cuda_keeps(DType dtype, const LossOptions& options) {
   return options.softcap == 0 || (dtype != DType::f16 && options.label_smoothing == 0);
 }

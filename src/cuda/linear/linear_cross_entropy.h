@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A linear op is decided once (which engine runs it, in which plan) and can then run many times.
+// The engine and plan of a linear op are decided once; the op can then run many times.
 #pragma once
 
 #include <array>
@@ -19,11 +19,11 @@ struct LinearPasses {
   int count = 0;
   std::array<LinearPass, 2> pass{};
 };
-// What is decided of a linear op for a number of bytes: the engine, and the plan of each pass.
+// The decisions about a linear op for a number of bytes: the engine, and the plan of each pass.
 struct LinearDecisions {
   const Engine* engine = nullptr;
   LinearPlan plan;
-  std::array<LinearPlan, 2> pass{};  // where `plan` has two passes
+  std::array<LinearPlan, 2> pass{};  // if `plan` has two passes
 };
 LinearDecisions decide_linear(const Call& call, uint64_t bytes, const DeviceInfo& device);
 LinearPasses linear_passes(const Call& call, const LinearDecisions& decided,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a plan: launches what each step asks for.
+// Runs a plan: launches the kernels of each step.
 #pragma once
 
 #include "src/cuda/linear/linear.h"
@@ -7,7 +7,7 @@
 
 namespace logitless::cuda {
 
-// Runs the steps that all engines run alike; an engine adds its products.
+// Runs the steps that all engines share; an engine adds its products.
 class LinearRun : public StepVisitor {
  public:
   LinearRun(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
@@ -72,7 +72,7 @@ class LinearRun : public StepVisitor {
   virtual void run(const Step& step) = 0;
   // Where these columns of E or dz are.
   virtual Panel panel_of(const PanelPlace& at) const = 0;
-  // A product reads a panel's rows in whole multiples of this, or with 0 only the rows that exist.
+  // Products read a panel's rows up to a multiple of this; 0 means only the rows that exist.
   virtual int whole_rows() const { return 0; }
 
   // Where kept E of these columns is.
@@ -80,11 +80,11 @@ class LinearRun : public StepVisitor {
     at.lent = false, at.kept = true;
     return panel_of(at);
   }
-  // What grad_weight multiplies E, or dz, with.
+  // The rows by which E, or dz, is multiplied for grad_weight.
   const char* factor_rows(bool of_e) const { return of_e ? work_.m.scaled : work_.m.input; }
   bool lends_input() const { return cuda::lends_input(work_.call.shape, work_.plan); }
   bool sums_grad_weight() const { return cuda::sums_grad_weight(work_.call.shape, work_.plan); }
-  // grad_input's sums: of some rows at a time where E is whole, else the chunk's.
+  // grad_input's sums: of some rows at a time if E is whole, else of the chunk.
   float* input_sums() const {
     return work_.plan.sum_rows > 0 ? work_.m.row_sums : work_.m.grad_input_sum;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finds the lists of chosen columns, and sorts their places by column: a radix sort from the lowest
 // digit, whose passes count the digits of blocks of places, sum the counts and move the places. Not
-// cub's: it launches by itself, past runtime/api.h, and no recorded device runs it.
+// CUB's: it launches by itself, not through runtime/api.h, so tests could not record it.
 #include "src/cuda/linear/lists.cuh"
 
 #include <utility>
@@ -13,7 +13,7 @@ constexpr int scan_threads = 1024, sort_threads = 256, sort_warps = sort_threads
 constexpr int digit_bits = 8, digits = 1 << digit_bits;
 constexpr int places_of_warp = 512, places_of_block = sort_warps * places_of_warp;
 
-// An exclusive scan over the block's threads with `combine`, starting with *carry, which becomes
+// An exclusive scan over the block's threads with `combine`, starting from *carry, which becomes
 // the total.
 template <class T, class Combine>
 __device__ T scan_before(T x, T* carry, Combine&& combine) {
@@ -31,13 +31,13 @@ __device__ T scan_before(T x, T* carry, Combine&& combine) {
     if (w == warp) before = all;
     all = combine(all, warps[w]);
   }
-  __syncthreads();  // everyone is done with `warps` by then
+  __syncthreads();  // `warps` is free after this
   *carry = all;
   return lane == 0 ? before : combine(before, left);
 }
 
-// One block goes through the offsets. A list is valid if no earlier offset is beyond its first, so
-// that valid lists share no place.
+// One block checks all offsets. A list is valid if no earlier offset is beyond its start, so that
+// valid lists share no place.
 __global__ void __launch_bounds__(scan_threads)
     lists_kernel(const __grid_constant__ IdLists lists, int tokens, TensorView fault) {
   const bool rows = !present(lists.offsets);
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(sort_threads)
   }
 }
 
-// One block turns each count into the number of places before it: of smaller digits, and of the
-// same digit in earlier blocks.
+// One block turns each count into the number of places that come before: those with smaller digits,
+// and those with the same digit in earlier blocks.
 __global__ void __launch_bounds__(scan_threads) sum_kernel(int32_t* counts, int64_t size) {
   constexpr int each = 8;
   int carry = 0;
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(scan_threads) sum_kernel(int32_t* counts, int6
   }
 }
 
-// Moves a block's places. A warp has consecutive places, 32 at a time; those of one digit follow
-// those moved before them.
+// Moves a block's places. A warp has consecutive places, 32 at a time; places of one digit keep
+// their order.
 __global__ void __launch_bounds__(sort_threads)
     move_kernel(const int32_t* column, const int32_t* place, int places, int shift,
                 const int32_t* counts, int32_t* to_column, int32_t* to_place) {

@@ -7,7 +7,7 @@
 
 namespace logitless::cuda {
 
-// The k-th element of token i in a view that goes with the ids.
+// The k-th element of token i in a view that has the layout of the ids.
 template <class T>
 __device__ inline T* element_of(const IdLists& lists, const TensorView& view, int64_t i,
                                 int64_t k) {
@@ -19,9 +19,9 @@ __device__ inline int64_t id_of(const IdLists& lists, int64_t i, int64_t k) {
 }
 
 struct ChosenColumn {
-  int column;       // in the views, or -1
+  int column;       // of the views, or -1
   bool is_outside;  // the id is an error
-  bool is_given;    // some shard has it
+  bool is_given;    // not absent; some shard has the column
 };
 __device__ inline ChosenColumn column_of(const TokenInput& in, int64_t id) {
   if (id >= 0 && id < in.whole()) return {column_of_target(in, id), false, true};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chosen columns are in rows or in lists of any length; kernels see both alike, as places: those of
-// token i are [first_i, first_i + count_i).
+// Chosen columns come in rows of K or in lists of any length. Kernels treat both as places: token i
+// has places [first_i, first_i + count_i).
 #pragma once
 
 #include "src/cuda/runtime/runtime.h"
@@ -9,7 +9,7 @@ namespace logitless::cuda {
 
 struct IdLists {
   TensorView ids;            // [N, K], or [M]
-  TensorView offsets;        // [N + 1]  absent where ids are rows
+  TensorView offsets;        // [N + 1]  absent if ids are rows
   int64_t places = 0;        // N K, or M
   int32_t* first = nullptr;  // [N]
   int32_t* count = nullptr;  // [N]  0 for a list with invalid offsets
@@ -22,8 +22,8 @@ IdLists place_lists(Arena* arena, const TensorView& ids, const TensorView& offse
 // Finds each token's places. Invalid offsets set `fault`.
 void find_lists(const IdLists& lists, int64_t tokens, const TensorView& fault, Stream* stream);
 
-// Sorts places by column, stably. `column` and `place` are the input; the sort alternates between
-// the two pairs of arrays, and returns with the sorted ones first.
+// Sorts places by column, stably. `column` and `place` are the input. The sort alternates between
+// the two pairs of arrays, and returns with the sorted pair first.
 struct SortedPlaces {
   int32_t *column = nullptr, *place = nullptr;              // [places]
   int32_t *other_column = nullptr, *other_place = nullptr;  // [places]

@@ -4,11 +4,11 @@
 //   grad_input_i = sum_k a_ik W[ids_ik]
 //   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over the places (i, k)
 //   with id j, in order
-// A warp for each token makes its places' columns and factors; blocks gather rows of the weight for
-// grad_input. For the rest the places are sorted by column. A column of more than piece_places
-// places is cut into pieces of that many, which blocks of their own add up; a row of grad_weight is
-// then the sum of its pieces, in order. Time is bound by memory: a row of D elements per place,
-// twice, and grad_weight once.
+// One warp per token computes its places' columns and factors; blocks gather rows of the weight for
+// grad_input. For grad_weight and grad_bias the places are sorted by column. A column with more
+// than piece_places places is cut into pieces of that size, each added up by its own block; a row
+// of grad_weight is then the sum of its pieces, in order. Time is limited by memory: a row of D
+// elements per place, twice, and grad_weight once.
 #include "src/cuda/linear/dot.cuh"
 #include "src/cuda/linear/lists.cuh"
 #include "src/cuda/ops.h"
@@ -19,10 +19,10 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int threads = 256, warps = threads / 32;
-constexpr int many = 8;  // rows in flight
-// One id in 8192 rows is 16 pieces; each piece may take a row of sums.
+constexpr int many = 8;  // rows loaded at a time
+// An id that all of 8192 tokens choose makes 16 pieces; each piece may need a row of sums.
 constexpr int piece_places = 512;
-// Columns whose places a block of grad_weight reads together.
+// Columns whose places a block of grad_weight's kernel reads together.
 constexpr int columns_of_block = 8;
 
 struct OnlyChosen {
@@ -41,7 +41,7 @@ struct OnlyChosen {
 
 __device__ int vocab_of(const OnlyChosen& c) { return static_cast<int>(c.in.vocab); }
 
-// Places in no list have the column V, which is none.
+// Places in no list get the column V, which does not exist.
 __global__ void __launch_bounds__(threads)
     fill_kernel(SortedPlaces sorted, int64_t places, int none) {
   const int64_t p = int64_t{blockIdx.x} * threads + threadIdx.x;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(threads)
   sorted.place[p] = static_cast<int32_t>(p);
 }
 
-// A warp finds whether a token has a gradient; if so it makes its places' columns and factors.
+// A warp checks whether a token has a gradient; if so, it computes its places' columns and factors.
 template <class T>
 __global__ void __launch_bounds__(threads)
     factors_kernel(const __grid_constant__ OnlyChosen c, int32_t* columns) {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// Adds factor_n times row_n of a matrix, `count` of them from shared memory in order, to a thread's
+// Adds factor_n times row_n of a matrix, for `count` rows in shared memory in order, to a thread's
 // columns of a sum; negative rows are skipped.
 template <class T>
 __device__ void add_rows(const TensorView& matrix, const int* row, const float* factor, int count,
@@ -124,7 +124,7 @@ __device__ void add_rows(const TensorView& matrix, const int* row, const float* 
   }
 }
 
-// Writes a thread's columns of a row of a gradient, or `adds` them.
+// Writes a thread's columns of a gradient's row, or, if `adds`, adds to them.
 template <int kWidth>
 __device__ void write_row(const TensorView& to, int64_t row, int64_t d, float (&x)[kWidth],
                           bool adds) {
@@ -157,7 +157,7 @@ __device__ void write_row(const TensorView& to, int64_t row, int64_t d, float (&
   });
 }
 
-// A block makes a slice of a token's row of grad_input.
+// A block computes a slice of a token's row of grad_input.
 template <class T>
 __global__ void __launch_bounds__(threads)
     input_kernel(const __grid_constant__ OnlyChosen c, const int32_t* columns) {
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(threads)
   write_row(c.grad_input, i, d, sum, false);
 }
 
-// Finds by bisection each column's first place.
+// Finds each column's first place by bisection.
 __global__ void __launch_bounds__(threads)
     begin_kernel(const int32_t* column, int places, int vocab, int32_t* begin) {
   const int64_t j = int64_t{blockIdx.x} * threads + threadIdx.x;
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(threads)
 }
 
 // Sums sorted places [begin, end) for a thread's columns. The block has read places from `base` to
-// `last`, which serve the columns after this one too.
+// `last`, which the following columns use too.
 struct PlacesRead {
   int row[threads];
   float factor[threads];
@@ -230,8 +230,8 @@ __device__ void sum_places(const OnlyChosen& c, const int32_t* place, int begin,
   }
 }
 
-// The sorted places form bins of piece_places. In a bin at most one long column begins, and at most
-// one continues: their pieces there are 2 bin and 2 bin + 1.
+// The sorted places form bins of piece_places. In each bin at most one long column starts, and at
+// most one continues: their pieces there are 2 bin and 2 bin + 1.
 struct Piece {
   int first, count;
 };
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(threads)
   for (int e = 0; e < width; ++e) c.pieces[blockIdx.x * c.pitch + d + e] = sum[e];
 }
 
-// A block makes a slice of some rows of grad_weight, whose places follow each other.
+// A block computes a slice of some rows of grad_weight, whose places are consecutive.
 template <class T>
 __global__ void __launch_bounds__(threads)
     weight_kernel(const __grid_constant__ OnlyChosen c, const int32_t* place) {
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// A warp sums a column's factors, a lane every 32nd.
+// A warp sums a column's factors; each lane takes every 32nd.
 __global__ void __launch_bounds__(threads)
     bias_kernel(const __grid_constant__ OnlyChosen c, const int32_t* place) {
   const int64_t j = int64_t{blockIdx.x} * warps + threadIdx.x / 32;

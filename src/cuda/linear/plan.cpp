@@ -24,17 +24,17 @@ void settle(const LinearShape& s, LinearPlan* p) {
             : kept < s.vocab ? PlanKind::mixed
             : p->chunks > 1  ? PlanKind::chunks
                              : PlanKind::whole;
-  // grad_weight's own memory, half as many bytes, takes the f32 sums of half its rows; at least one
-  // row must be able to leave it by way of E's memory.
+  // grad_weight's own memory, with half as many bytes, takes the f32 sums of half its rows. At
+  // least one row must fit in E's memory when the sums are rounded.
   const bool lends_sum = sums_grad_weight(s, *p) && p->kind == PlanKind::chunks &&
                          s.kernels.lends_grad_weight && rows_in_place_of_e(s, *p) > 0;
   p->lent_sum_rows = lends_sum ? std::min(s.vocab / 2, s.rows_of_weight()) : 0;
-  // With part of E in grad_weight's memory, one product makes grad_input of all columns before
-  // anything of grad_weight is written.
+  // If a part of E is in grad_weight's memory, one product computes grad_input of all columns
+  // before anything of grad_weight is written.
   p->input_first &= p->lent_columns > 0 && kept == s.vocab && s.kernels.direct_grad_input;
   p->sum_rows = 0;
   if (s.grad_input && !sums_grad_input(s, *p) && !s.kernels.direct_grad_input) {
-    // On the CUDA cores a product of half the rows leaves a tenth of the multiprocessors idle.
+    // On the CUDA cores a product of half as many rows would idle a tenth of the multiprocessors.
     const int64_t sums = p->block_rows * p->block_columns * (s.on_cuda_cores ? 2 : 1);
     p->sum_rows = std::clamp<int64_t>(sums / p->hidden_pitch / 128 * 128,
                                       std::min<int64_t>(p->token_chunk, 128), p->token_chunk);
@@ -42,7 +42,7 @@ void settle(const LinearShape& s, LinearPlan* p) {
 }
 
 void set_block(const LinearShape& s, int64_t bytes, LinearPlan* p) {
-  // A row's list is read and sorted once per block, so a block has many columns of few rows.
+  // A row's list is read and sorted once per block, so blocks have many columns and few rows.
   const int64_t most_block_rows = s.listed > 0 ? 1024 : 8192;
   p->block_rows = std::min({p->token_chunk, most_block_rows,
                             std::max<int64_t>(bytes / (4 * segment_columns) / 128 * 128, 128)});
@@ -58,7 +58,7 @@ LinearShape first_pass(const LinearShape& shape, int64_t first_rows) {
   return s;
 }
 
-// The second pass is a Backward on a shard of the vocabulary, with the rows' states given.
+// The second pass is a Backward on a shard of the vocabulary, with given row states.
 LinearShape second_pass(const LinearShape& shape, int64_t first_rows) {
   LinearShape s = shape;
   s.vocab -= first_rows;

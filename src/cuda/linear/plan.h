@@ -6,12 +6,12 @@
 //   whole       E = exp(z - z_target) of every token and column is kept: three products
 //   chunks      E of one chunk of tokens at a time: three products, grad_weight summed in f32, half
 //               of the sums in its own memory
-//   mixed       E of a share of the vocabulary is kept, the rest made again: three and a part
-//   frugal      nothing kept; dz made again with the lse known: four products
+//   mixed       E of a share of the vocabulary is kept, the rest computed again: 3 to 4 products
+//   frugal      nothing kept; dz from logits computed again with the lse known: four products
 //   two_passes  E of one chunk of tokens at a time, for grad_input and the first rows of
-//               grad_weight; then dz of the other columns for theirs: three and a half products
-// Rows of grad_weight that no product has written yet are memory too: tiled kernels keep E or dz of
-// earlier columns there (tiled/panels.h).
+//               grad_weight; then dz of the other columns for the other rows: 3.5 products
+// Tiled kernels also keep E or dz of earlier columns in the rows of grad_weight that are not yet
+// written (tiled/panels.h).
 #pragma once
 
 #include <cstddef>
@@ -28,63 +28,63 @@ namespace logitless::cuda {
 enum class PlanKind { loss_only, whole, chunks, mixed, frugal, two_passes };
 const char* name_of(PlanKind kind);
 
-// How dz of a column is made. The engine chooses one way for the columns whose E is kept and one
-// for the others.
+// How dz of a column is computed. The engine chooses one way for the columns whose E is kept and
+// one for the others.
 enum class Origin {
-  e,             // products multiply E, whose rows have factors; it never becomes dz
+  e,             // products multiply E, and each row has a factor; dz is never stored
   dz_in_place,   // a kernel of the engine turns E into dz in place, and sums grad_bias with it
-  dz_by_rows,    // form_panel turns E into dz in place
-  dz_in_panels,  // form_panel makes dz of the caller's E in the workspace, a panel at a time
-  again_dz,      // logits are made again, and become dz
-  again_e,       // logits are made again, and become E
+  dz_by_rows,    // form_panel overwrites E with dz
+  dz_in_panels,  // form_panel computes dz from the caller's E, a panel at a time
+  again_dz,      // logits are computed again and become dz
+  again_e,       // logits are computed again and become E
 };
-// Whether a product takes E, rather than dz.
+// Whether products multiply E rather than dz.
 constexpr bool is_e(Origin o) { return o == Origin::e || o == Origin::again_e; }
-// Whether E of a pass over the logits is kept.
+// Whether E is kept from the pass over the logits.
 constexpr bool is_kept(Origin o) { return o < Origin::again_dz; }
-// Whether what is kept becomes dz before the products.
+// Whether kept E becomes dz before the products.
 constexpr bool forms_dz(Origin o) { return is_kept(o) && o != Origin::e; }
-// Whether form_panel makes dz, and rows beyond the range of E are made again as dz.
+// Whether form_panel computes dz; rows beyond the range of E are then computed again as dz.
 constexpr bool is_by_rows(Origin o) { return o == Origin::dz_by_rows || o == Origin::dz_in_panels; }
 
-// What an engine's kernels can do for a call, which decides what plans there are.
+// What an engine's kernels can do for a call, on which the plans depend.
 struct Kernels {
-  // What becomes of kept E; again_dz where E does not serve, as in a Backward without state.
+  // How kept E is used; again_dz if E cannot be used, as in a Backward without state.
   Origin kept = Origin::e;
-  // How the other columns are made again where products multiply kept E; elsewhere again_dz.
+  // How the columns that are not kept are computed if products multiply kept E; else again_dz.
   Origin others = Origin::again_e;
   bool direct_grad_weight = true;  // a product can write the output itself
-  bool direct_grad_input = false;  // a product can write grad_input itself, where E is whole
-  bool lends_grad_input = false;   // the output's memory holds the compacted input till the end
-  bool lends_grad_weight = false;  // the output's later rows hold E or dz of earlier columns
-  bool plain = false;              // kernels for calls without options serve it
+  bool direct_grad_input = false;  // a product can write grad_input itself, if E is whole
+  bool lends_grad_input = false;   // grad_input's memory can hold the compacted input
+  bool lends_grad_weight = false;  // grad_weight's later rows can hold E or dz
+  bool plain = false;              // kernels for calls without options serve this call
   bool reads_input = false;        // the products read the caller's own rows, if every token counts
-  bool takes_eights = false;       // products take the last V % 8 columns alone
+  bool takes_eights = false;       // the last V % 8 columns are products of their own
   bool operator==(const Kernels&) const = default;
 };
 
-// What a call asks; `maps`, `bias`, `class_weights`, `kept_columns` and `kernels` are the engine's
-// answers.
+// Properties of a call. The engine sets `maps`, `bias`, `class_weights`, `kept_columns` and
+// `kernels`.
 struct LinearShape {
   int64_t tokens = 0, vocab = 0, hidden = 0;
   DType dtype = DType::bf16;
-  SumSet sums{};        // of a row, beside its exponentials
-  bool forward = true;  // compute lse; false only where Backward is given the row state
+  SumSet sums{};        // of a row, other than of exponentials
+  bool forward = true;  // compute lse; false if Backward is given the row state
   bool grad_input = false, grad_weight = false, grad_bias = false;
   bool copies_weight = false;    // a product cannot read the weight's rows in place
   bool grad_weight_f32 = false;  // a product can add to an f32 grad_weight in place
-  bool on_cuda_cores = false;    // for cuBLASLt's products: f32 without TF32
+  bool on_cuda_cores = false;    // cuBLASLt's f32 products without TF32
   bool smoothing = false;
   bool maps = false;  // each token has its own map: TokenMap
-  // In Backward some tokens may have no gradient, and are left out.
+  // Some tokens may have no gradient and are left out (only in Backward).
   bool screens_gradients = false;
-  bool bias = false, class_weights = false;  // read by a product's own kernel
+  bool bias = false, class_weights = false;  // read by the engine's kernels
   bool targets_only = false;                 // only the targets' logits are asked for
   bool chooses = false;                      // tokens have chosen columns
-  int64_t chosen = 0;                        // chosen columns of all tokens that have gradients of
-                                             // their own
-  int64_t listed = 0;                        // length of a token's list of largest logits
-  int64_t weight_rows = 0;  // rows of grad_weight that are made, from the first; 0: all
+  int64_t chosen = 0;                        // chosen columns with gradients of their own, of
+                                             // all tokens
+  int64_t listed = 0;                        // k of top-k
+  int64_t weight_rows = 0;                   // the first rows of grad_weight are computed; 0: all
   // columns of E in the caller's memory, written by Forward and read by Backward
   int64_t kept_columns = 0;
   Kernels kernels{};
@@ -105,7 +105,7 @@ struct DeviceSpeed {
   bool operator==(const DeviceSpeed&) const = default;
 };
 
-// The part of a plan that an engine decides for itself, in its own type.
+// The part of a plan that only its engine knows, in the engine's own type.
 class EnginePart {
  public:
   template <class T>
@@ -126,29 +126,29 @@ class EnginePart {
 struct LinearPlan {
   PlanKind kind = PlanKind::loss_only;
   int64_t token_chunk = 0, chunks = 0;
-  int64_t block_rows = 0, block_columns = 0;  // of the f32 logits in memory at a time
-  int64_t sum_rows = 0;        // rows of grad_input summed in f32 at a time, where E is whole
-  int64_t stored_columns = 0;  // columns of E in the workspace, per chunk
-  int64_t lent_columns = 0;    // columns of E behind these in grad_weight's memory
-  // One product makes grad_input of all columns before a row of grad_weight is written, because E
-  // is there. Before `settle`: whether it may.
+  int64_t block_rows = 0, block_columns = 0;  // a block of f32 logits
+  int64_t sum_rows = 0;        // rows of grad_input summed in f32 at a time, if E is whole
+  int64_t stored_columns = 0;  // columns of E of a chunk in the workspace, or in `kept`
+  int64_t lent_columns = 0;    // the next columns of E, in grad_weight's memory
+  // Whether one product computes grad_input of all columns before a row of grad_weight is written,
+  // which it can if all of E is kept. Before `settle`: whether it may.
   bool input_first = true;
-  // Columns of E or dz made at a time, if not all are stored.
+  // Columns of E or dz computed at a time, if not all are stored.
   int64_t remade_columns = 0;
   int64_t lent_sum_rows = 0;  // rows of grad_weight's f32 sums in its own memory
   int64_t hidden_pitch = 0;   // D rounded up to 16 bytes, a row's pitch
   int64_t segments = 0;       // partial sums of a row
-  bool copies_input = true;   // the input is copied to compacted rows, if not all tokens count
+  bool copies_input = true;   // if not all tokens count, the input is compacted
   int64_t panel_rows = 0;     // rows of a panel
-  int64_t extra_rows = 0;     // of these, the rows behind the chunk's tokens
-  int64_t first_rows = 0;     // two passes: rows of grad_weight that the first makes
+  int64_t extra_rows = 0;     // those of them after the chunk's tokens
+  int64_t first_rows = 0;     // two passes: rows of grad_weight that the first writes
   uint64_t bytes = 0;
   double seconds = 0;  // predicted
   EnginePart own{};
 };
 
-// The last columns that products take alone, and the rows of grad_weight, of which products on the
-// CUDA cores take any number.
+// The last columns, which are products of their own, and the rows of grad_weight, of which products
+// on the CUDA cores write any number.
 inline int64_t tail_columns(const LinearShape& s) {
   return s.kernels.takes_eights ? s.vocab % 8 : 0;
 }
@@ -158,18 +158,18 @@ inline int64_t tail_rows(const LinearShape& s) {
 
 // Columns of E in memory when the gradients begin.
 inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }
-// Whether rows of kept E are moved so that the tokens with a gradient come first; only a Backward
-// knows which tokens those are.
+// Whether rows of kept E are moved so that tokens with a gradient come first. Only Backward knows
+// which tokens those are.
 inline bool arranges(const LinearShape& s) { return s.kept_columns > 0 && !s.forward; }
-// Whether products take E times each row's factor, so that it need not become dz first.
+// Whether products multiply E and apply each row's factor, so that dz need not be computed first.
 inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
   return s.gradients() && kept_columns(p) > 0 && s.kernels.kept == Origin::e;
 }
-// Whether the smoothing's term is made apart: it is no part of E.
+// Whether the smoothing's term is computed separately, because it is no part of E.
 inline bool smooths_e(const LinearShape& s, const LinearPlan& p) {
   return s.smoothing && multiplies_e(s, p);
 }
-// Whether the scaled input has memory of its own, because the input is read again after it.
+// Whether the scaled input has its own memory, because the input is read again later.
 inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
   return s.grad_weight && kept_columns(p) < s.vocab && multiplies_e(s, p);
 }
@@ -177,24 +177,24 @@ inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
 inline bool sums_grad_weight(const LinearShape& s, const LinearPlan& p) {
   return s.grad_weight && (!s.kernels.direct_grad_weight || (p.chunks > 1 && !s.grad_weight_f32));
 }
-// Whether grad_input is summed in f32, [token_chunk, D], over panels.
+// Whether grad_input is summed in f32, [token_chunk, D], over several panels.
 inline bool sums_grad_input(const LinearShape& s, const LinearPlan& p) {
   return s.grad_input && p.stored_columns < s.vocab && !p.input_first;
 }
-// Whether the compacted rows are in grad_input's memory till the end: with a single chunk nothing
-// of grad_input is written before the last product has read the input. Saving less than a megabyte
-// is not worth the launch that clears what was lent.
+// Whether the compacted input stays in grad_input's memory: with a single chunk nothing of
+// grad_input is written before the last product has read the input. To save less than a megabyte is
+// not worth the launch that clears this memory.
 inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
   return s.kernels.lends_grad_input && p.chunks == 1 && !p.input_first &&
          p.token_chunk * p.hidden_pitch * size_of(s.dtype) > 1 << 20;
 }
 
-// Columns of a block of logits in one partial sum.
+// Columns per partial sum of a block of logits.
 inline constexpr int64_t segment_columns = 1024;
 
-// The calls of a plan of two passes, which run in the memory behind the rows' states (row_reference
-// and row_log_sum). The first makes the loss, grad_input and the first rows of grad_weight; the
-// second makes the other rows from the states.
+// The calls of a plan of two passes, in the memory that the rows' states leave (row_reference and
+// row_log_sum). The first pass computes the loss, grad_input and the first rows of grad_weight; the
+// second computes the other rows from the states.
 LinearShape first_pass(const LinearShape& shape, int64_t first_rows);
 LinearShape second_pass(const LinearShape& shape, int64_t first_rows);
 uint64_t state_bytes(const LinearShape& shape);

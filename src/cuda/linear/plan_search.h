@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For the planners of every engine: an engine enumerates plans, and these functions settle what
-// follows from one.
+// Helpers of every engine's planner: an engine enumerates plans, and these functions complete them.
 #pragma once
 
 #include <algorithm>
@@ -9,19 +8,19 @@
 
 namespace logitless::cuda {
 
-// Fills in what follows from the chunk and from the stored and remade columns, except the bytes and
-// the time.
+// Completes a plan, except for its bytes and time, from its chunk and its stored and remade
+// columns.
 void settle(const LinearShape& shape, LinearPlan* plan);
 // Chooses the rows and columns of a block of f32 logits of `bytes`.
 void set_block(const LinearShape& shape, int64_t bytes, LinearPlan* plan);
 
-// Widths of panels of columns that are made again, in an engine's own unit.
+// Widths of panels of columns that are computed again, in an engine's own unit.
 inline constexpr int64_t panel_widths[] = {66, 33, 24, 20, 16, 12, 10, 8, 7, 6, 5, 4, 2, 1};
 
-// Returns the plan with the largest share of E that fits into `bytes`. Tries columns in whole
-// steps, downward from a little more than may fit, because other arrays may shrink or grow with the
-// share, or no longer fit in grad_weight's memory. finish(columns) makes the whole plan. Returns a
-// plan without bytes if none fits.
+// Returns the plan with the largest share of E that fits into `bytes`. Tries numbers of columns in
+// whole steps, downward from a little more than may fit, because other arrays grow or shrink with
+// the share, or no longer fit into grad_weight's memory. finish(columns) completes a plan. Returns
+// a plan without bytes if none fits.
 template <class F>
 LinearPlan largest_share(const LinearShape& s, uint64_t bytes, int64_t least, int64_t step,
                          int64_t column_bytes, F&& finish) {

@@ -31,7 +31,7 @@ class Price final : public Estimate {
   const LinearPlan& p_;
   const DeviceSpeed& speed_;
   int depth_ = 0;
-  double sums_[4] = {};  // of the call's steps, a chunk's and a panel's
+  double sums_[4] = {};  // by depth of repetition: the call's steps, a chunk's, a panel's
 };
 
 }  // namespace
@@ -41,7 +41,7 @@ double predicted_time(const Engine& engine, const LinearShape& shape, const Line
   LinearShape some = shape;
   some.tokens = std::max<int64_t>(shape.tokens, 1);
   const Price price(engine, some, plan, speed);
-  // seconds are rounded to this, so that two plans of the same steps tie
+  // seconds are rounded to this, so that plans with the same steps tie
   constexpr double unit = 1e-14;
   return std::round((price.seconds() + 30 * speed.launch) / unit) * unit;
 }
@@ -53,8 +53,8 @@ double shared_step_time(const LinearShape& s, const LinearPlan& p, const DeviceS
   };
   switch (step.kind) {
     case StepKind::tokens:
-      // The caller's rows must be copied one by one if not all tokens count, which takes half as
-      // long again.
+      // If not all tokens count, the caller's rows are copied one by one, which takes 1.5 times as
+      // long.
       return p.copies_input ? 0 : 1e-6;
     case StepKind::copy_weight:
       return outputs() * 2 * static_cast<double>(size_of(s.dtype)) / speed.memory;

@@ -7,8 +7,8 @@
 
 namespace logitless::cuda {
 
-// The sums of a row a segment at a time, or for plain logits on Hopper a unit at a time, whoever
-// has added the unit's tiles.
+// A row's sums, one segment at a time, or for plain logits on Hopper one unit at a time, whether or
+// not the unit's tiles have been added already.
 class RowSegments {
  public:
   // `tiles` and `teams`: UnitShares.
@@ -22,7 +22,7 @@ class RowSegments {
     count_ = (tiles + unit_tiles - 1) / unit_tiles;
   }
   __device__ int count() const { return count_; }
-  // Segment b as it is in memory, but a unit may have to be added up first.
+  // Segment b as it is in memory, except that a unit may have to be added up first.
   __device__ PartialSum operator()(int b) const {
     if (p_.unit_width == 0) return in_place(b);
     PartialSum unit[1];
@@ -30,9 +30,8 @@ class RowSegments {
     return unit[0];
   }
 
-  // Adds up units b, b + 32, ... of segments that are tiles, and nothing behind the last one. A
-  // loop, because short code is fetched quickly, and what the first tile brings to the L1 cache
-  // serves the others.
+  // Adds up units b, b + 32, ... of segments that are tiles, up to the last. A loop, because short
+  // code is fetched quickly, and what the first tile brings into the L1 cache serves the others.
   template <int kUnits>
   __device__ void of_tiles(int b, PartialSum (&unit)[kUnits]) const {
     PartialSum next[kUnits];
@@ -57,7 +56,7 @@ class RowSegments {
     }
   }
 
-  // Where segments are units, those before the first single one are in memory as such.
+  // If segments are units, the units before the first single tile are in memory.
   __device__ int first_single() const { return units_.first_single(row_ / unit_rows); }
   __device__ PartialSum in_place(int b) const { return {p_.maximum[base_ + b], p_.sum[base_ + b]}; }
   __device__ PartialSum single(int b) const {

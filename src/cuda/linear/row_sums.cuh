@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's state from its partial sums. Segments l, l + 32, ... are added by lane l of 32, then the
-// tree over the lanes adds these; the order depends on the vocabulary alone, however many lanes do
-// it.
+// A row's state from its partial sums. Segments l, l + 32, ... are added by lane l of 32, then a
+// tree over the lanes adds these sums. The order depends only on the vocabulary, however many lanes
+// there are.
 //   m = max m_b   S = sum s_b exp(m_b - m)   T = sum exp(m_b - m) (t_b + (m_b - m) s_b)
 #pragma once
 
@@ -9,17 +9,17 @@
 
 namespace logitless::cuda {
 
-// What is known of a row before its sums.
+// What is known of a row before its sums are added.
 struct RowToken {
-  int64_t i;   // the token's number
-  int target;  // a column, or negative if another shard has it
+  int64_t i;   // the token's index
+  int target;  // a column, or negative if in another shard
   float target_weight, token_weight;
   float target_logit;
 };
 
 struct RowTotals {
   float others =
-      // max m_b without the target's column, unless a segment has that for an anchor
+      // max m_b without the target's column, unless a segment has the anchor in its place
       -INFINITY;
   float maximum = 0;  // with the target's column; the sums are relative to it
   float sum = 0, shifted = 0, weighted = 0, logits = 0, squared = 0, mass = 0;
@@ -29,20 +29,20 @@ struct RowTotals {
 __device__ inline float maximum_with_target(float others, const RowToken& token) {
   const float z = token.target_logit;
   if (token.target < 0) return others;
-  // A NaN if any logit is: the row has no maximum.
+  // NaN if any logit is NaN: the row has no maximum.
   return z != z ? nan_value() : fmaxf(others, z);
 }
 
-// A segment of -inf alone adds 0; its NaN, if it has one, stays.
+// A segment of -inf adds 0; if its sum is NaN, it stays NaN.
 __device__ inline float lift_of(float own, float maximum) {
   return own == -infinity() ? 1.0f : exp_nonpositive(own - maximum);
 }
 
-// A warp adds up a row. With kPlain only the sums.
+// A warp adds up a row. If kPlain, only sum and maximum.
 template <bool kPlain>
 __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegments& segments,
                                         int64_t base, const RowToken& token, int lane) {
-  constexpr int held = 2;  // segments that a lane holds
+  constexpr int held = 2;  // segments per lane held in registers
   PartialSum own[held];
   const int count = segments.count();
   if (partials.unit_width == 1) {
@@ -93,7 +93,7 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   if (partials.logits != nullptr) all.logits = warp_sum(all.logits);
   if (partials.squared != nullptr) all.squared = warp_sum(all.squared);
   if (partials.above != nullptr) all.above = warp_sum(all.above);
-  if (partials.mass_rows != 0) {  // a loop of its own takes no register from the others
+  if (partials.mass_rows != 0) {  // a separate loop, to save registers
 #pragma unroll 1
     for (int b = lane; b < count; b += 32) {
       const float lift = lift_of(partials.maximum[base + b], all.maximum);
@@ -105,8 +105,8 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   return all;
 }
 
-// kLanes lanes of a warp add up units (units.h), each in the place of 32 / kLanes lanes: with
-// several rows side by side a warp does most of its work once for all of them.
+// kLanes lanes of a warp add up units (units.h), each in place of 32 / kLanes lanes. With several
+// rows side by side, a warp does most of its work for all of them at once.
 template <int kLanes>
 __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowToken& token,
                                          int lane) {
@@ -120,7 +120,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
       own[i] = b < whole ? segments.in_place(b) : PartialSum{};
     }
   };
-  // Single units are the last: they are few, and a lane mostly has at most one.
+  // Single tiles come last: they are few, and a lane usually has at most one.
   const int first_single = whole + ((lane - whole) & (kLanes - 1));
   PartialSum single;
   RowTotals all;
@@ -147,7 +147,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
   for (int i = 0; i < each; ++i) sum[i] = 0;
 #pragma unroll 1
   for (int first = 0; first <= last; first += 32) {
-    if (last > 0) load(first);  // with one group only, the registers still have it
+    if (last > 0) load(first);  // a single group is still in registers
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       sum[i] = fmaf(own[i].sum, lift_of(own[i].reference, all.maximum), sum[i]);
@@ -162,7 +162,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
       if (b / kLanes % each == i) sum[i] = fmaf(single.sum, lift, sum[i]);
     }
   }
-  // The tree over 32 lanes, by fewer lanes.
+  // The tree over 32 lanes, computed by fewer lanes.
 #pragma unroll
   for (int n = each / 2; n > 0; n /= 2) {
 #pragma unroll
@@ -176,9 +176,9 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
   return all;
 }
 
-// Changes a row's sums from an anchor to near its maximum: the total is t 2^k with t in [1, 2), and
-// k ln 2 goes to the reference. What that rounds off goes to log t, so that the loss, most of which
-// is log 2^k, is as exact as its own rounding.
+// Changes a row's sums from an anchor to a reference near its maximum: the total is t 2^k with t in
+// [1, 2), and k ln 2 moves to the reference. The rounding error of that moves to log t, so that the
+// loss, most of which is log 2^k, stays as accurate as its own rounding.
 __device__ inline void come_near(float total, RowState* state) {
   constexpr float ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;  // k ln2_high is exact
   if (!(total > 0 && total < infinity()) || (total >= 1 && total < 2)) return;
@@ -197,7 +197,7 @@ __device__ inline RowStatistics state_of_totals(const Partials& partials, RowTot
                                                 float* rest) {
   const bool here = token.target >= 0;
   const float z = token.target_logit;
-  // The sum has a NaN that the maxima have missed.
+  // The sum has a NaN that the maxima missed.
   if (r.sum != r.sum && r.maximum != infinity()) r.maximum = nan_value();
   const float distance = z - r.maximum;
   const float at_target = here ? exp_nonpositive(distance) : 0.0f;
@@ -207,7 +207,7 @@ __device__ inline RowStatistics state_of_totals(const Partials& partials, RowTot
   state.log_sum = here && z == r.maximum ? log1pf(r.sum) : logf(total);
   if (partials.anchored) come_near(total, &state);
   if (r.maximum != r.maximum || r.maximum == infinity()) state.log_sum = nan_value();
-  // If every column is -inf no probability is defined, unless a shard's other columns may have
+  // If every column is -inf, no probability is defined, unless a shard's other columns may have
   // some.
   if (r.maximum == -infinity() && (here || vocab_is_whole)) state.log_sum = nan_value();
   state.target_logit = z;
@@ -216,7 +216,7 @@ __device__ inline RowStatistics state_of_totals(const Partials& partials, RowTot
   const float c = here ? token.target_weight : 0.0f;
   if (partials.weighted != nullptr && c != 0) r.weighted = fmaf(c, z, r.weighted);
   state.weighted_logit_sum = r.weighted;
-  state.mean_logit = r.weighted;  // still times the columns, which the caller divides by
+  state.mean_logit = r.weighted;  // the sum; the caller divides it by V
   if (partials.logits != nullptr) state.mean_logit = here ? r.logits + z : r.logits;
   if (partials.squared != nullptr) {
     const float p = at_target / total;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the partial sums of a row its state, and from the state the factors of its gradient.
+// Computes a row's state from its partial sums, and the factors of its gradient from the state.
 #include <type_traits>
 
 #include "src/cuda/linear/linear.cuh"
@@ -15,8 +15,8 @@ constexpr int threads = 256, unit_lanes = 4;
 
 __device__ bool find_row(const Chunk& chunk, int k) { return k < chunk.rows && is_valid(chunk, k); }
 
-// Every block of a launch runs the kernel's code once, so that fetching code and parameters takes
-// most of the time: calls without options have kernels and parameters of their own.
+// Each block runs this code once, so most of the time goes into fetching code and parameters. Calls
+// without options therefore have their own kernels with fewer parameters.
 struct TokenValues {  // the caller's [N] f32
   float* data = nullptr;
   int64_t stride = 0;
@@ -26,28 +26,28 @@ struct TokenValues {  // the caller's [N] f32
 };
 struct PlainRows {
   Chunk chunk;
-  Partials partials;     // null maximum: Backward was given the state
+  Partials partials;     // maximum is null if Backward was given the state
   int32_t tiles, teams;  // UnitShares
   const float* target_logit;
-  float* losses;  // [N]  compacted, to be reduced; null: each loss goes to the caller
+  float* losses;  // [N]  compacted, to be reduced; null: written per token
   TokenValues loss, reference, log_sum, logprob;
   Reduction reduction;
   EmptyMean empty_mean;
   bool vocab_is_whole;
   bool last;  // the last chunk, after which the losses are reduced
   int32_t* finished;
-  // Null without gradients; target_gradient also where it is not needed, factors where E is not
+  // Null without gradients. target_gradient is also null if it is not needed, factors if E is not
   // used.
   RowGradient* gradients;
   float* target_gradient;
   RowFactors* factors;
   int32_t* again;
-  std::array<Panel, 2> kept;  // E, whose target columns are written
-  // The input times v goes to `scaled`; null: not made here.
+  std::array<Panel, 2> kept;  // panels of E, whose target columns are written here
+  // `scaled` receives the input times v; null: another kernel writes it.
   const char* input;
   char* scaled;
   int64_t pitch;
-  int32_t behind;      // rows behind the chunk's that are cleared with it
+  int32_t behind;      // rows after the chunk's, also cleared
   int32_t unused = 0;  // GCC 12 does not initialize the padding, and tests compare whole launches
 };
 struct OptionRows : PlainRows {
@@ -56,7 +56,8 @@ struct OptionRows : PlainRows {
 template <bool kPlain>
 using RowsArguments = std::conditional_t<kPlain, PlainRows, OptionRows>;
 
-// Whether the call asks only for a row's loss, state and gradients, and has no options but weights.
+// Whether the call asks only for a row's loss, state and gradients, without options other than
+// weights.
 bool is_plain(const LinearCall& call) {
   const TokenInput& in = call.in;
   bool asks = false;
@@ -71,7 +72,7 @@ bool is_plain(const LinearCall& call) {
          !call.entropy && !in.per_row_upstream && !in.statistics_gradients;
 }
 
-// Loads a token before it is known whether the row counts; if not, the result is not used.
+// Loads a token before it is known whether the row counts; if it does not, the result is not used.
 __device__ RowToken load_token(const PlainRows& a, int row) {
   const Tokens& t = a.chunk.tokens;
   const int64_t k = a.chunk.first + row;
@@ -98,7 +99,7 @@ __device__ bool is_shard(const LinearCall& call) {
   return call.in.options.vocab_total > call.shape.vocab;
 }
 
-// Whether what a Forward kept can belong to this state. A shard is given the state of the whole
+// Whether a Forward's kept row can belong to this state. A shard is given the state of the whole
 // vocabulary, whose lse is at least the shard's own, up to rounding.
 __device__ bool is_kept_of(const LinearCall& call, const KeptRow& kept, const RowState& state) {
   if (!is_shard(call)) {
@@ -107,8 +108,8 @@ __device__ bool is_kept_of(const LinearCall& call, const KeptRow& kept, const Ro
   return !((kept.reference - state.reference) + (kept.log_sum - state.log_sum) > kept_tolerance);
 }
 
-// Loads 1 - p_t from what the caller kept of the row, and whether its E was overwritten. If what
-// was kept is not of this row's state, the state becomes NaN and the fault word is set.
+// Loads 1 - p_t from the kept row, and whether its E was overwritten. If the kept row does not
+// belong to this state, the state becomes NaN and the fault word is set.
 __device__ void load_kept(const LinearCall& call, const RowToken& token, RowState* state,
                           float* rest, bool* overwritten) {
   KeptRow* row = kept_row(call.kept, token.i);
@@ -124,7 +125,7 @@ __device__ void load_kept(const LinearCall& call, const RowToken& token, RowStat
   if (present(call.in.fault)) atomicOr(address<int>(call.in.fault), 2);
 }
 
-// Consumes the state of a token without a gradient too, so that no other Backward finds it.
+// Consumes the state even of a token without a gradient, so that no other Backward uses it.
 __device__ void use_up(const LinearCall& call, int64_t token) {
   if (call.kept.rows == nullptr || call.shape.forward || !call.kept.consumes) return;
   if (kind_of_target(call.in, load_int(call.in.target, token)) != TokenKind::counts) return;
@@ -163,7 +164,7 @@ __device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowTo
   }
 }
 
-// E = exp(z - z_t) serves a loss up to this many nats; beyond, the row is made again.
+// E = exp(z - z_t) is usable for a loss up to this many nats; beyond, the row is computed again.
 constexpr float most_nats = 60;
 
 __device__ MapFactors map_of_row(const OptionRows& a, int row) {
@@ -181,13 +182,13 @@ __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, int row, cons
     RowGradient g = scaled(
         token_gradient(a.call.in, scalars, token.i, token.target_weight, token.token_weight, state),
         map_of_row(a, row).slope);
-    // The caller's entropy may be anything where its term has no gradient.
+    // The caller's entropy may be anything if its term has no gradient.
     if (g.entropy == 0) g.entropy_value = 0;
     return g;
   }
 }
 
-// dz of the target, where dz is made of logits.
+// dz of the target, if dz is computed from logits.
 template <bool kPlain>
 __device__ float gradient_of_target(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                     const RowGradient& g) {
@@ -225,15 +226,16 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     if (a.call.shape.dtype == DType::f16) most = most_code_nats;
   }
   const bool far = state.reference - z > most || fabsf(z) >= most_anchor;
-  // f32, or the scaled input's 16 bits, would lose such a factor, which a tiny token weight makes;
-  // and E of the target, 1 - o / v, would leave its range, since o is up to 2^14.
+  // A tiny token weight makes a factor that f32, or the scaled input's 16 bits, would lose. And E
+  // of the target, 1 - o / v, would leave its range, since o is up to 2^14.
   const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
-  // With an infinite weight the smoothing's term cannot be made apart: 0 inf is not -s c inf.
+  // With an infinite weight the smoothing's term cannot be computed separately: 0 inf is not -s c
+  // inf.
   const bool infinite = a.chunk.tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;
   if constexpr (!kPlain) {
     if (forms_dz(
-            a.call.shape.kernels.kept)) {  // dz itself is formed of the kept E that is in range
-      // An infinite weight makes every column infinite, also one whose E is kept as 0.
+            a.call.shape.kernels.kept)) {  // form_panel computes dz from kept E that is in range
+      // An infinite weight makes every column infinite, even one whose E was kept as 0.
       const bool again = far || overwritten || probability == infinity();
       if (again) a.again[1 + atomicAdd(a.again, 1)] = row;
       a.factors[row] = {1, 0, 0, again};
@@ -241,7 +243,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     }
   }
   if constexpr (!kPlain) {
-    // A NaN is passed on here: comparisons with it are false, and a zero factor may hide it.
+    // Passes NaN on: comparisons with NaN are false, and a factor of 0 could hide it.
     if (onehot != onehot || probability != probability) {
       a.factors[row] = {nan_value(), 0, 0, 0};
       return nan_value();
@@ -251,7 +253,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     f.scale = fmaxf(onehot, probability);
     f.smoothing = 0;
     f.again = 1;
-    // The order does not matter: a row is made without regard to the others.
+    // The order of the list does not matter: each row is computed independently.
     a.again[1 + atomicAdd(a.again, 1)] = row;
     if constexpr (!kPlain) {
       if (a.call.kept.rows != nullptr) kept_row(a.call.kept, token.i)->overwritten = 1;
@@ -271,7 +273,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   return f.scale;
 }
 
-// A lane's part of a row of the compacted input, which becomes the row times v.
+// A lane's part of a row of the compacted input, which is multiplied by v.
 template <class E>
 struct ScaledRow {
   static constexpr int width = Pack<E>::width, many = 4, step = many * 32 * width;
@@ -319,8 +321,7 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
     summed = a.partials.maximum != nullptr;
     if (!summed) wait_for_kernel_before();
   }
-  // What the forward's products did not make is there already: they began after all before them had
-  // ended.
+  // The token was written by kernels that ended before the forward's products began.
   RowToken token{};
   if (row < a.chunk.rows) token = load_token(a, row);
   const bool valid = find_row(a.chunk, row), scales = a.scaled != nullptr && exists;
@@ -364,7 +365,7 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
     a.gradients[row] = RowGradient{};
     if (a.factors != nullptr) a.factors[row] = RowFactors{0, 0, 0, 0};
   }
-  // A row of no token is 0: it was gathered as such.
+  // A row without a token is already 0, from the gather.
   if (!scales || (!valid && scaled.from == scaled.to)) return;
 #pragma unroll 1
   for (int64_t j = first; j < a.pitch; j += ScaledRow<E>::step) {
@@ -397,7 +398,7 @@ __global__ void __launch_bounds__(threads)
   reduce_if_last(a);
 }
 
-// Makes the loss alone, from units, with kLanes lanes a row.
+// Computes only the loss, from units, with kLanes lanes per row.
 template <bool kPlain, int kLanes>
 __global__ void __launch_bounds__(threads)
     units_kernel(const __grid_constant__ RowsArguments<kPlain> a) {
@@ -405,7 +406,7 @@ __global__ void __launch_bounds__(threads)
   const int lane = threadIdx.x % kLanes;
   const int first = row - threadIdx.x % 32 / kLanes;  // the warp's first row
   const int valid = valid_rows(a.chunk);
-  // A row that exists: the warp's shuffles need all its lanes.
+  // Uses a row that exists: the warp's shuffles need all its lanes.
   const int some = max(min(row, valid - 1), 0);
   const RowToken token = load_token(a, some);
   wait_for_kernel_before();
@@ -487,7 +488,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
   with_plain(plain, call, [&](const auto& arguments, auto is_plain) {
     constexpr bool kPlain = is_plain();
     if (m.partials.unit_width > 1) {
-      // With few tokens most units are single tiles, which a warp reads at once.
+      // With few tokens most units are single tiles, all of which a warp reads at once.
       constexpr int64_t few_tokens = 256;
       const auto with_lanes = [&](auto lanes) {
         shape.blocks = blocks_for(chunk.rows, threads / lanes());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Under smoothing the input is scaled after the rows' factors are known, as its term is made of
-// them too.
+// With smoothing the input is scaled after all rows' factors are known, because its term needs them
+// too.
 #include "src/cuda/linear/linear.cuh"
 
 namespace logitless::cuda {
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(256)
 }
 
 // Writes v_k input_k for each row k of the chunk, then two more rows: -sum_k s_k input_k rounded to
-// E, and what the rounding lost. Their product with the class weights is label smoothing's part of
-// grad_weight; a single row of 16 bits would lose too much of it. Rows behind these are zero.
+// E's dtype, and the rounding error. Their product with the class weights is label smoothing's part
+// of grad_weight; a single 16-bit row would lose too much of it. The rows after these are zero.
 template <class E>
 __global__ void __launch_bounds__(128)
     scale_kernel(Chunk chunk, const RowFactors* factors, const E* input, int64_t pitch,

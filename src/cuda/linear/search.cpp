@@ -9,8 +9,8 @@
 namespace logitless::cuda {
 namespace {
 
-// Returns the plan of the fewest bytes, and of equals the quickest. The time is computed only to
-// break ties, since it takes longer than the rest.
+// Returns the plan with the fewest bytes, and among equals the fastest. The time is computed only
+// to break ties, since it takes longer than the rest.
 LinearPlan smallest_of(const Engine& engine, const LinearShape& s, const DeviceSpeed& speed) {
   LinearPlan least;
   const auto timed = [&](LinearPlan p) {
@@ -30,8 +30,8 @@ LinearPlan smallest_of(const Engine& engine, const LinearShape& s, const DeviceS
   return least.bytes == 0 ? least : engine.in_passes(s, speed, 0, 0, timed(least));
 }
 
-// Returns the quickest plan of `least.bytes` to `bytes`, and of equals the smallest. A plan below
-// the minimum would do without what the minimum was made for.
+// Returns the fastest plan of `least.bytes` to `bytes`, and among equals the smallest. A plan below
+// the minimum would lack what the minimum provides.
 LinearPlan quickest_of(const Engine& engine, const LinearShape& s, const DeviceSpeed& speed,
                        const LinearPlan& least, uint64_t bytes) {
   if (bytes < least.bytes) return least;
@@ -66,7 +66,7 @@ std::vector<Planned> passes(const Asked& asked, uint64_t bytes) {
 
 Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
              uint64_t bytes) {
-  // Each thread remembers its last few answers: planning takes longer than enqueuing a small call.
+  // Each thread caches its last few answers: planning takes longer than enqueuing a small call.
   struct Answer {
     const Engine* engine = nullptr;
     LinearShape shape;
@@ -93,8 +93,8 @@ Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& 
   return answer.found;
 }
 
-// Returns the quickest plan in `bytes` that is also chosen, or ties with the choice, for a caller
-// who brings exactly the plan's own bytes.
+// Returns the fastest plan in `bytes` that is also chosen, or ties with the choice, if a caller
+// brings exactly that plan's bytes.
 LinearPlan Asked::settled(uint64_t bytes) const {
   LinearPlan best = plan(bytes);
   for (int tries = 0; tries < 4; ++tries) {
@@ -119,7 +119,7 @@ LinearPlan Asked::recommended() const {
   const LinearPlan small = settled(quarter);
   if (whole <= quarter) return small;
   const LinearPlan large = settled(whole);
-  // 3 % of the model's time were about 5 % on a device, over 12 heads.
+  // 3 % of the model's time were about 5 % on a GPU, over 12 heads.
   return small.seconds > 1.03 * large.seconds ? large : small;
 }
 

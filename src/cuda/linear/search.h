@@ -9,20 +9,20 @@
 
 namespace logitless::cuda {
 
-// Whether `p` is quicker than `best`, or as quick and smaller.
+// Whether `p` is faster than `best`, or as fast and smaller.
 inline bool is_better(const LinearPlan& p, const LinearPlan& best) {
   return p.seconds < best.seconds || (p.seconds == best.seconds && p.bytes < best.bytes);
 }
-// `least`: the plan of the fewest bytes. `best`: the one predicted to be the quickest in `bytes`,
-// or `least` if none fits.
+// `least`: the plan with the fewest bytes. `best`: the plan predicted to be fastest in `bytes`, or
+// `least` if none fits.
 struct Found {
   LinearPlan least, best;
 };
-// Remembers the last few answers: planning takes longer than enqueuing a small call.
+// Caches the last few answers: planning takes longer than enqueuing a small call.
 Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
              uint64_t bytes);
 
-// A question about the plans of a linear op on a device.
+// Plans a linear op on a device.
 struct Asked {
   const Engine& engine;
   LinearShape shape;
@@ -35,16 +35,16 @@ struct Asked {
   // and the f32 sums of grad_input.
   LinearPlan recommended() const;
 };
-// A call whose plan is chosen. A plan of two passes runs as two such calls, in the memory behind
-// the rows' states.
+// A call with its plan. A plan of two passes is two such calls, in the memory that the rows' states
+// leave.
 struct Planned {
   const Engine& engine;
   LinearShape shape;
   LinearPlan plan;
 };
 std::vector<Planned> passes(const Asked& asked, uint64_t bytes);
-// The plans of two passes, of which the first makes `first_rows` rows of grad_weight. Unlike
-// `passes` it allocates nothing.
+// The two plans of a plan in two passes, the first of which writes `first_rows` rows of
+// grad_weight. Unlike `passes` it allocates nothing.
 std::array<LinearPlan, 2> plans_of_passes(const Asked& asked, int64_t first_rows, uint64_t bytes);
 
 inline Asked asked_of(const Call& call, const DeviceInfo& device) {

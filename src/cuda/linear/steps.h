@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan as the steps it takes. Engine::for_steps enumerates them in order, without allocating; its
-// visitors run them (linear_run.h), price them (plan_time.h), count what they need, or print them
-// (logitless plan --steps).
+// The steps of a plan. Engine::for_steps enumerates them in order, without allocating; visitors run
+// them (linear_run.h), predict their time (plan_time.h), or print them (logitless plan --steps).
 #pragma once
 
 #include <algorithm>
@@ -12,34 +11,34 @@
 namespace logitless::cuda {
 
 enum class StepKind {
-  // Once a call, before the first chunk.
+  // Once per call, before the first chunk.
   tokens,        // find which tokens count
-  copy_weight,   // to rows that a product can read
+  copy_weight,   // copy the weight to rows that a product can read
   column_terms,  // the bias and the class weights in f32
   class_row,     // sum_j c_j weight_j of the columns whose E is multiplied
-  weight_tail,   // copy the weight's last V % 8 rows, with zeros behind them
-  trade_rows,    // bring rows of kept E that have a gradient to the front
-  // Once a chunk of tokens.
-  gather,   // compact the chunk's rows of input and make the logits of their targets
-  targets,  // write the logits of the targets, where nothing else is asked for
-  logits,   // partial sums of each row over the panel's columns, and E where it is kept
-  states,   // from the sums the outputs, the gradients' factors and input times v (scales)
-  // E of rows beyond the exponent's range, and what is behind the panel's rows.
+  weight_tail,   // copy the weight's last V % 8 rows, followed by zeros
+  trade_rows,    // move rows of kept E that have a gradient to the front
+  // Once per chunk of tokens.
+  gather,   // compact the chunk's rows of input and compute the target logits
+  targets,  // write the target logits, if nothing else is asked for
+  logits,   // partial sums of each row over the panel's columns, and E if kept
+  states,   // from the sums: outputs, gradients' factors, input times v (scales)
+  // E of rows beyond the exponent's range, and the padding rows after the panel's.
   finish_panel,
-  form_dz,           // dz in the place of E, and its part of grad_bias unless by rows
+  form_dz,           // dz in place of E, and its part of grad_bias unless by rows
   scale_input,       // input times v, and the rows that make the smoothing's term of E
-  remake,            // E or dz of the panel, from logits made again
+  remake,            // E or dz of the panel, from logits computed again
   form_panel,        // dz of the panel, from kept E
   copy_panel,        // E from grad_weight's memory to the workspace
   grad_input,        // panel . weight
   grad_weight,       // panel^T . input
-  both_gradients,    // both in one launch
+  both_gradients,    // both products in one launch
   grad_bias,         // sums of the panel's columns
-  write_grad_input,  // from its sums
-  // Once a call, after the last chunk.
-  trade_back,         // bring the rows of kept E back to where they were
+  write_grad_input,  // grad_input from its sums
+  // Once per call, after the last chunk.
+  trade_back,         // move the rows of kept E back
   no_tokens,          // the loss of no tokens, and gradients of 0
-  write_grad_weight,  // from its sums
+  write_grad_weight,  // grad_weight from its sums
   write_grad_bias,
 };
 const char* name_of(StepKind kind);
@@ -53,8 +52,8 @@ struct PanelPlace {
   int64_t first = 0, columns = 0;
   Origin origin = Origin::again_dz;
   bool lent = false;  // in grad_weight's memory
-  bool kept = false;  // in the caller's memory, beside other columns
-  // Copied from there to the workspace for the product that makes its rows.
+  bool kept = false;  // in the caller's `kept`
+  // Copied from grad_weight's memory to the workspace, for the product that writes its rows.
   bool copied = false;
   int64_t end() const { return first + columns; }
 };
@@ -63,13 +62,13 @@ struct Step {
   StepKind kind;
   PanelPlace panel = {};
   int64_t lent_behind = 0;  // columns after the panel's in grad_weight's memory
-  Range rows = {};          // counted in the chunk
-  bool to_sums = false;     // a product's result goes to sums in f32; else to the gradient itself
-  bool adds = false;        // a product's result is added to what is there
+  Range rows = {};          // within the chunk
+  bool to_sums = false;     // a product writes sums in f32, else the gradient itself
+  bool adds = false;        // a product's result is added to existing sums
   bool scales = false;
-  Range tokens = {};  // the chunk's, counted in the compacted ones
+  Range tokens = {};  // the chunk's, by compacted index
   int64_t columns() const { return panel.columns + lent_behind; }
-  // Whether a product is of E, whose rows have factors; else it is of dz.
+  // Whether a product is of E, whose rows have factors, rather than of dz.
   bool of_e() const { return is_e(panel.origin); }
   PanelPlace behind() const {
     return {.first = panel.end(), .columns = lent_behind, .origin = panel.origin, .lent = true};
@@ -80,15 +79,15 @@ class StepVisitor {
  public:
   virtual ~StepVisitor() = default;
   virtual void visit(const Step& step) = 0;
-  // `count` alike steps follow; returns how many of them to enumerate.
+  // `count` equal steps follow; returns how many of them to enumerate.
   virtual int64_t begin_repeat(int64_t count) { return count; }
   virtual void end_repeat(int64_t) {}
-  // The number of differing parts of E in grad_weight's memory to enumerate; each further one is
-  // enumerated as if it were copied.
+  // How many different parts of E in grad_weight's memory to enumerate; the remaining parts are
+  // enumerated as if they were copied.
   virtual int64_t most_parts() const { return INT64_MAX; }
 };
 
-// Calls body(i) for each of `count` alike steps that the visitor wants.
+// Calls body(i) for each of `count` equal steps that the visitor wants.
 template <class F>
 void repeat(StepVisitor* visitor, int64_t count, F&& body) {
   if (count <= 0) return;
@@ -96,7 +95,7 @@ void repeat(StepVisitor* visitor, int64_t count, F&& body) {
   for (int64_t i = 0; i < wanted; ++i) body(i);
   visitor->end_repeat(count);
 }
-// Calls body(range) for the pieces of [0, total): the whole ones and the rest.
+// Calls body(range) for the pieces of [0, total): the whole pieces and the remainder.
 template <class F>
 void repeat_pieces(StepVisitor* visitor, int64_t total, int64_t piece, F&& body) {
   const int64_t whole = total / piece, left = total % piece;
@@ -104,8 +103,7 @@ void repeat_pieces(StepVisitor* visitor, int64_t total, int64_t piece, F&& body)
   repeat(visitor, left > 0, [&](int64_t) { body(Range{whole * piece, left}); });
 }
 
-// Enumerates the steps that all engines begin with, share and end with; an engine's class adds
-// those between.
+// Enumerates the steps that all engines share; an engine's class adds those between.
 class CallSteps {
  public:
   CallSteps(const LinearShape& shape, const LinearPlan& plan, StepVisitor* visitor)
@@ -120,10 +118,10 @@ class CallSteps {
  protected:
   // The partial sums of the chunk's rows, and E of the columns that are kept.
   virtual void logits() = 0;
-  // The chunk's gradients, from E or from logits that are made again.
+  // The chunk's gradients, from E or from logits computed again.
   virtual void gradients() = 0;
 
-  // All columns in the caller's memory.
+  // All columns that are in the caller's memory.
   PanelPlace callers() const {
     return {.columns = s_.kept_columns, .origin = s_.kernels.kept, .kept = true};
   }
@@ -133,17 +131,17 @@ class CallSteps {
   PanelPlace lent() const {
     return {.first = p_.stored_columns, .columns = p_.lent_columns, .origin = kept_, .lent = true};
   }
-  // The number of columns, from the first, whose dz is formed of the caller's E.
+  // The number of columns, from the first, whose dz is computed from the caller's E.
   int64_t formed_columns() const {
     return s_.kernels.kept == Origin::dz_in_panels ? s_.kept_columns : 0;
   }
-  // Makes the panel of columns that are not stored.
+  // Computes the panel of columns that are not stored.
   void make(PanelPlace* panel);
   void visit(Step&& step);
   void scale_input();
   void grad_weight(const PanelPlace& panel);
   void grad_bias(const PanelPlace& panel);
-  // grad_input of some rows at a time, from E of every column, through sums of those rows.
+  // grad_input of some rows at a time, from E of all columns, through sums of those rows.
   void grad_input_by_rows();
   // Writes rows from sums of panels of this origin.
   void write_grad_input(const Range& rows, Origin origin);
@@ -151,7 +149,7 @@ class CallSteps {
   const LinearShape& s_;
   const LinearPlan& p_;
   StepVisitor* visitor_;
-  const Origin kept_, others_;  // of what is kept, and of what is made again
+  const Origin kept_, others_;  // of kept columns, and of those computed again
   Range tokens_;
 
  private:

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Brings rows of kept E whose tokens have a gradient to the front, and back.
+// Moves rows of kept E whose tokens have a gradient to the front, and back.
 #include "src/cuda/linear/linear.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-// Exchanges rows of kept E: that of the token at `place` with the one at k, which has no gradient.
-// Threads form rows of 8 lanes, each with 16 bytes of several columns in turn. If every token has a
-// gradient all rows are in their places already.
+// Swaps rows of kept E: that of the token at `place` with that at k, which has no gradient. Rows of
+// 8 lanes each, 16 bytes per lane, handle several columns in turn. If every token has a gradient,
+// all rows are in place already.
 constexpr int traded_rows = 32, traded_lanes = 8, traded_groups = 8;
 
 template <class E>
@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(traded_rows* traded_lanes) trade_kernel(Tokens
   }
 }
 
-// Products read some rows behind those that they multiply, so values there that are not finite
-// become 0. Their rows are made again whenever they have a gradient (most_nats in rows.cu), or have
-// a factor of NaN.
+// Products read some rows after those that they multiply, so values there that are not finite
+// become 0. Such rows are computed again whenever they have a gradient (most_nats in rows.cu), or
+// have a factor of NaN.
 template <class E>
 __global__ void __launch_bounds__(256) calm_kernel(Tokens t, Panel panel, int32_t rows, int whole) {
   const int valid = t.scalars->valid, counted = t.scalars->counted;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Without gradients the forward's tiles of 512 rows may be divided in units: 8 tiles of the same
-// rows, one after the other in one cluster, which leaves one sum a row and its reference in memory.
-// What would leave clusters idle, the units of the last round and the tiles behind a row's last
-// whole unit, is done a tile at a time; these single tiles' sums are apart, and the rows' kernel
-// makes units of them. A unit's tiles are combined in the same order either way (units.cuh), so
-// that neither the schedule nor the batch changes a bit.
+// Without gradients the forward's tiles of 512 rows may be grouped into units: 8 tiles of the same
+// rows, computed one after the other by one cluster, which stores one sum per row and its
+// reference. The units of the last round and the tiles after a row's last whole unit would leave
+// clusters idle, so they are done a tile at a time; these single tiles have separate sums, which
+// finish_rows combines into units. A unit's tiles are combined in the same order either way
+// (units.cuh), so that neither the schedule nor the batch changes a bit.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@
 namespace logitless::cuda {
 
 constexpr int unit_rows = 512, unit_tiles = 8;
-// Row clusters whose units run beside each other.
+// Row clusters whose units run side by side.
 constexpr int unit_group = 4;
 
-// Tiles [tile, end) of a row cluster. `single` is the number among the single tiles, or -1 for a
+// Tiles [tile, end) of a row cluster. `single` is the index among the single tiles, or -1 for a
 // unit.
 struct UnitItem {
   int row_cluster, tile, end, single;
@@ -25,10 +25,10 @@ struct UnitItem {
 
 struct Units {
   int row_clusters, column_tiles;
-  int width;  // tiles of a unit; 1: every tile is one, and none is single
-  // A row cluster has `full` units with all their tiles, and `over` tiles behind them.
+  int width;  // tiles per unit; 1: every tile is a unit, none is single
+  // A row cluster has `full` complete units, and `over` tiles after them.
   int full, over;
-  // Of the full units `whole` are done as such, `rest` a tile at a time in the last round.
+  // `whole` of the full units are done as units, `rest` of them a tile at a time in the last round.
   int whole, rest;
   int items;
 
@@ -45,10 +45,10 @@ struct Units {
   }
   LOGITLESS_HOST_DEVICE int singles() const { return rest * width + row_clusters * over; }
 
-  // The units of a row cluster.
+  // The number of units of a row cluster.
   LOGITLESS_HOST_DEVICE int columns() const { return full + (over > 0); }
 
-  // Returns the n-th full unit: rows run fastest in groups, then the columns.
+  // Returns the n-th full unit: rows vary fastest, in groups, then the columns.
   LOGITLESS_HOST_DEVICE UnitItem unit(int n) const {
     const int group = n / (unit_group * full), first = group * unit_group;
     const int rows = row_clusters - first < unit_group ? row_clusters - first : unit_group;
@@ -71,13 +71,13 @@ struct Units {
     const int behind = s - rest * width, tile = full * width + behind / row_clusters;
     return {row_clusters - 1 - behind % row_clusters, tile, tile + 1, s};
   }
-  // The number of a unit's j-th tile among the single ones; negative if the unit is done as such.
+  // The index of a unit's j-th tile among the single tiles; negative if the unit is done as a unit.
   LOGITLESS_HOST_DEVICE int single(int row_cluster, int unit, int j) const {
     if (unit >= full) return rest * width + (j + 1) * row_clusters - 1 - row_cluster;
     const int n = number(row_cluster, unit) - whole;
     return n < 0 ? -1 : (j + 1) * rest - 1 - n;
   }
-  // The first unit of a row cluster that is done tile by tile, as are all behind it.
+  // The first unit of a row cluster that is done tile by tile, as are all after it.
   LOGITLESS_HOST_DEVICE int first_single(int row_cluster) const {
     const int first = row_cluster / unit_group * unit_group;
     const int rows = row_clusters - first < unit_group ? row_clusters - first : unit_group;
@@ -87,8 +87,8 @@ struct Units {
   }
 };
 
-// The most single tiles for any number of row clusters up to this one: the number of tokens that
-// count is not known on the host.
+// The most single tiles for any number of row clusters up to this one: the host does not know how
+// many tokens count.
 inline int most_singles(int row_clusters, int column_tiles, int clusters) {
   int most = 0;
   for (int rows = row_clusters; rows > 0 && rows > row_clusters - clusters; --rows) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cross-entropy on given logits or probabilities [N, V]: tokens are prepared on the device, one
-// launch makes states and gradient rows, and the rest is per token.
+// Cross-entropy on given logits or probabilities [N, V]: tokens are compacted on the device, one
+// launch computes states and gradient rows, and the rest is per token.
 #include "src/cuda/ops.h"
 #include "src/cuda/rows/logit_rows.h"
 
@@ -9,7 +9,7 @@ namespace {
 
 struct Layout {
   Tokens tokens;
-  float* losses = nullptr;  // [N]  where the loss is reduced, else null
+  float* losses = nullptr;  // [N]  if the loss is reduced, else null
   uint64_t bytes = 0;
 };
 

@@ -24,7 +24,7 @@ bool launch_of(const RowsCall& call, const DeviceInfo& device, Stream* stream) {
                   plan_rows(call.logits.shape[1], sizeof(T), device.shared_bytes_per_block, hopper),
                   map_factors(logit_map(options))};
   const auto blocks = static_cast<unsigned>(call.logits.shape[0] * a.plan.cluster);
-  // With the state given, each block works on its own.
+  // If the state is given, each block works alone.
   const int cluster = call.row_reference ? 1 : a.plan.cluster;
   const Columns columns = columns_of(call, a.map);
   const auto kernel = columns == Columns::plain     ? rows_kernel<T, Columns::plain>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The row kernel, logits [N, V] -> statistics [N], losses [N], output [N, V]:
 //   m_i = max_j z_ij   log s_i = log sum_j exp(z_ij - m_i)   output_ij = draw_ij, or p_ij
-// A cluster of blocks takes a row, each block a slice of its columns, copied to shared memory by
+// A cluster of blocks handles a row, each block a slice of its columns, copied to shared memory in
 // 16-byte words. Blocks exchange their maximum and sum through distributed shared memory; the
-// output is made from the tile in shared memory.
+// output is computed from the tile in shared memory.
 #pragma once
 
 #include "src/cuda/logit_map.cuh"
@@ -22,14 +22,14 @@ struct RowsArguments {
   MapFactors map;
 };
 
-// What a row needs of its token.
+// A token's values that its row needs.
 struct RowTarget {
-  int target = -1;  // a column, or -1 if another shard has it
+  int target = -1;  // a column, or -1 if in another shard
   float target_weight = 1, token_weight = 1;
 };
 
-// Starts to copy the call's scalars, which the kernel in front may still be making; they are there
-// after finish_tile.
+// Starts to copy the call's scalars, which the previous kernel may still be writing. They can be
+// read after finish_tile.
 __device__ inline void start_scalars(const TokenScalars* from, TokenScalars* to) {
   static_assert(sizeof(TokenScalars) % word_bytes == 0);
   constexpr int words = sizeof(TokenScalars) / word_bytes;
@@ -40,7 +40,7 @@ __device__ inline void start_scalars(const TokenScalars* from, TokenScalars* to)
             reinterpret_cast<const char*>(from) + n * word_bytes);
 }
 
-// The coefficients of row i without the factors of the map; for a softmax such that the output is p
+// The coefficients of row i without the factors of the map. For a softmax they make the output p
 // itself.
 __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
                                               const RowTarget& token, const TokenScalars& scalars,
@@ -52,12 +52,12 @@ __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
     g.probability = 1;
     return g;
   }
-  // Nothing is summed over these gradients, so the common factor goes in at once.
+  // These gradients are not summed, so the common factor is applied at once.
   return scaled(token_gradient(call.in, scalars, i, token.target_weight, token.token_weight, state),
                 scalars.gradient_scale);
 }
 
-// draw at the target, onehot included.
+// draw at the target, including the one-hot term.
 __device__ inline float target_gradient(const MapFactors& map, const RowGradient& g, float z,
                                         float class_weight) {
   const float log_p = (z - g.reference) - g.log_sum;
@@ -66,17 +66,17 @@ __device__ inline float target_gradient(const MapFactors& map, const RowGradient
   return static_cast<float>(dz * (double{map.slope} * cap_slope(map, z)));
 }
 
-// p_j = lost 2^(z_j log2 e - by), where `by` is the rounded (m + log s) log2 e and `lost` what its
-// rounding loses, the same for the whole row. An element takes one multiply-add, whose rounding is
-// of a smaller number. Where m is too large for `lost` to be near 1, m is subtracted first, as for
-// the sums: the largest term must be exactly 1.
+// p_j = lost 2^(z_j log2 e - by), where `by` is (m + log s) log2 e, rounded, and `lost` makes up
+// for that rounding; both are the same for the whole row. Each element needs one multiply-add,
+// whose rounding error is that of a smaller number. If m is too large for `lost` to be near 1, m is
+// subtracted first, as in the sums: the largest term must be exactly 1.
 struct Probability {
   float m, log_sum, by = 0, lost = 1;
   bool near;
   __device__ Probability(float m, float log_sum)
       : m(m), log_sum(log_sum), near(fabsf(m) < 0x1p20f && fabsf(log_sum) < 0x1p20f) {
     if (!near) return;
-    // Both products and their sum, with what each rounding loses.
+    // Both products and their sum, with the rounding error of each.
     const float x = m * log2_e, y = log_sum * log2_e;
     by = x + y;
     const float y_seen = by - x;
@@ -112,7 +112,7 @@ struct GradientColumn {
   }
 };
 
-// A block's columns.
+// The columns of a block.
 struct Slice {
   int64_t begin, end;
   int tile, tiles;
@@ -143,7 +143,7 @@ __device__ decltype(auto) map_of_row(const RowsArguments& a, int64_t i) {
   }
 }
 
-// Writes the row's output; `loaded` is the tile that is in shared memory.
+// Writes the row's output; `loaded` is the tile that is in shared memory already.
 template <class T, Columns kColumns>
 __device__ void write_output(const RowsArguments& a, const MapFactors& map, const RowState& state,
                              const Slice& slice, int64_t i, const RowTarget& token,
@@ -154,11 +154,11 @@ __device__ void write_output(const RowsArguments& a, const MapFactors& map, cons
   for (int index = 0; index < slice.tiles; ++index) {
     const int64_t column = slice.column(index);
     if (index != loaded) {
-      __syncthreads();  // nobody reads the last tile any longer
+      __syncthreads();  // until no thread reads the previous tile
       tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile_memory());
       loaded = index;
     }
-    // Every warp computes this for itself, which is cheaper than a barrier.
+    // Every warp computes this itself, which is cheaper than a barrier.
     const RowGradient g = gradient_of_row(call, i, token, scalars, state);
     const Probability p(g.reference, g.log_sum);
     const auto write = [&]<bool kNear>() {
@@ -168,8 +168,8 @@ __device__ void write_output(const RowsArguments& a, const MapFactors& map, cons
                                         g.probability * slope * p.lost, g.smoothing * slope,
                                         g.entropy * slope, g.entropy_value});
     };
-    // The thread that writes the target's column with the others writes it once more, from a value
-    // that its warp has found by then.
+    // The thread that has written the target's column among the others overwrites it with a value
+    // that its warp has computed by then.
     const int t = static_cast<int>(threadIdx.x), target = token.target;
     const bool here = target >= column && target < column + tile.n;
     const int writer =
@@ -189,7 +189,7 @@ __device__ void write_output(const RowsArguments& a, const MapFactors& map, cons
   }
 }
 
-// For one thread of the row.
+// Called by one thread of the row.
 __device__ inline void write_state(const RowsCall& call, int64_t i, const RowTarget& token,
                                    const TokenScalars& scalars, const RowStatistics& state) {
   if (present(call.outputs.loss)) {
@@ -199,7 +199,7 @@ __device__ inline void write_state(const RowsCall& call, int64_t i, const RowTar
   put_state(call.in, call.outputs.statistics, i, token.target, state);
 }
 
-// How the blocks of a row exchange their partials: each writes its own into every block's table.
+// Exchanges the partial sums of a row's blocks: each block writes its own into every block's table.
 struct Exchange {
   CommonPartial table[most_row_blocks];  // by the block's rank
   uint64_t arrivals;                     // an mbarrier that counts the bytes of `table`
@@ -208,8 +208,8 @@ static_assert(sizeof(CommonPartial) == 32);
 template <Columns kColumns>
 constexpr int exchanged_bytes = sizeof(CommonPartial) + (kColumns == Columns::more ? 4 : 0);
 
-// Combines the blocks' partials to the row's; every thread of every block calls it. start_exchange
-// and cluster_wait must precede, so that every block's mbarrier counts.
+// Combines the blocks' partial sums into the row's; called by every thread of every block.
+// start_exchange and cluster_wait must precede, so that every block's mbarrier is initialized.
 template <Columns kColumns>
 __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int cluster,
                                             SumSet wants, Exchange* exchange) {
@@ -232,7 +232,7 @@ __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int
   }
   __syncwarp();
   wait_for_bytes(&exchange->arrivals);
-  // Every partial is here and no more will come, so this block may end.
+  // All partial sums have arrived and no more will come, so this block may exit.
   RowPartial of_lane;
   if (lane < cluster) {
     static_cast<CommonPartial&>(of_lane) = exchange->table[lane];
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
   if (call.scalars != nullptr) {
     const int64_t target = load_int(call.in.target, i);
     if (kind_of_token(call.in, call.inactive, i, target) !=
-        TokenKind::counts) {  // the answer is the same in the whole cluster
+        TokenKind::counts) {  // the same in the whole cluster
       if (present(call.output)) clear_columns(call.output, i, slice.begin, slice.end);
       wait_for_kernel_before();
       return;
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
     for (int index = 0; index < slice.tiles; ++index) {
       const int64_t column = slice.column(index);
       if (index != loaded) {
-        __syncthreads();  // nobody reads the last tile any longer
+        __syncthreads();  // until no thread reads the previous tile
         tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile_memory());
         loaded = index;
       }
@@ -311,14 +311,14 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
       partial = index == 0 ? next : combine_two<kColumns>(partial, next, a.call.wants);
     }
     if (exchanges) {
-      cluster_wait();  // by now every block has started
+      cluster_wait();  // until every block has started
       partial = combine_blocks<kColumns>(partial, rank, cluster, a.call.wants, &exchange);
     }
     state = finish_row<kColumns>(partial, a.call.wants);
     if (kColumns == Columns::more && a.call.wants.has(SumKind::logits))
       state.mean_logit /= static_cast<float>(call.in.whole());
     state.target_logit = at_target;
-    // The block that has the target writes the row's state.
+    // The block that has the target's column writes the row's state.
     const bool tells =
         token.target < 0 ? rank == 0 : token.target >= slice.begin && token.target < slice.end;
     if (call.scalars != nullptr && tells && threadIdx.x == blockDim.x - 1) {

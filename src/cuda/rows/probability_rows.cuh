@@ -2,7 +2,7 @@
 // Cross-entropy on given probabilities p [N, V], with one block for each token that counts:
 //   q_j = onehot [j=t] + (eps/V) c_j      loss = -a sum_j q_j log(p_j + floor)
 //   draw_j = -g a q_j / (p_j + floor)
-// Sums are in double. Only label smoothing reads more than the target's column.
+// Sums are in double. Without label smoothing only the target's column is read.
 #pragma once
 
 #include "src/cuda/tokens/tokens.cuh"

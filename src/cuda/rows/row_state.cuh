@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's state from its columns, in an order that depends on the plan alone: per thread in four
+// A row's state from its columns, in an order that depends only on the plan: per thread in four
 // chains, then over the lanes, the warps, the tiles and the blocks.
 #pragma once
 
@@ -11,23 +11,23 @@ namespace logitless::cuda {
 
 // Sums of some columns, relative to their own maximum m.
 struct CommonPartial {
-  float maximum = -INFINITY;  // a NaN does not count
-  float sum = 0;              // sum exp(z - m), and NaN where a logit is
+  float maximum = -INFINITY;  // ignores NaN
+  float sum = 0;              // sum exp(z - m); NaN if a logit is
   float shifted = 0;          // sum exp(z - m) (z - m)
   float weighted = 0;         // sum c z
   float logits = 0;           // sum z
   float squared = 0;          // sum exp(z - m)^2
   int above = 0;              // the number of columns above the target
-  int argmax = -1;  // the lowest column of the maximum, counted in the row, not in the tile
+  int argmax = -1;            // the lowest column of the maximum, within the row
 };
-// Only in kernels of Columns::more, which exchange it separately.
+// Used only by kernels of Columns::more, which exchange `mass` separately.
 struct RowPartial : CommonPartial {
   float mass = 0;  // sum exp(z - m) of the columns that `above` counts
 };
 
-// What kernels need of a column. `plain`: the maximum, the sum and P p alone; `options`: all
-// options; `more`, which takes more registers: also the rank, sums of squares and of logits, and
-// rows with their own maps.
+// What kernels compute of a column. `plain`: only the maximum, the sum and P p; `options`: all
+// options; `more`, which needs more registers: also the rank, sums of squares and of logits, and
+// maps per row.
 enum class Columns { plain, options, more };
 
 constexpr int most_warps = 8;
@@ -39,27 +39,27 @@ struct WarpResults {
 
 constexpr int no_index = 0x7FFFFFFF;
 constexpr float log2_e = 0x1.715476p0f, log2_e_low = 0x1.4ae0cp-26f;
-// exp(x) for any x, with two roundings before the one instruction. Its relative error is below
+// exp(x) for any x, with two roundings before a single instruction. Its relative error is below
 // 2^-24 (2.3 |x| + 4), which docs/semantics.md allows where |x| is at most |log p| + log s. Below
 // 2^-126 it is 0.
 __device__ inline float exp_of_row(float x) { return exp2_fast(x * log2_e); }
 
-// What the sums are relative to: 0 where the maximum is infinite. A row of -inf then sums to 0, one
-// with +inf to +inf, and either to NaN where a logit is NaN.
+// The reference of the sums: the maximum, or 0 if that is infinite. A row of -inf then sums to 0,
+// one with +inf to +inf, and either to NaN if a logit is NaN.
 __device__ inline float shift_of(float maximum) {
   return fabsf(maximum) == infinity() ? 0.0f : maximum;
 }
 
-// Sums over the lanes; unused ones must be neutral. Every lane gets the sums.
+// Sums over the lanes; unused lanes must be neutral. Every lane gets the sums.
 template <Columns kColumns>
 __device__ inline RowPartial combine_lanes(const RowPartial& own, SumSet wants) {
   RowPartial all;
   all.maximum = warp_max(own.maximum);
-  // The sums become relative to the common maximum. A lane whose maximum is -inf has only a NaN to
-  // pass on.
+  // Makes the sums relative to the common maximum. A lane whose maximum is -inf can only contribute
+  // NaN.
   float by = own.maximum - all.maximum;
   if (own.maximum == all.maximum || own.maximum == -infinity()) by = 0;
-  by = fmaxf(by, -100.0f);  // exp is 0 there, and 0 times `by` must be too
+  by = fmaxf(by, -100.0f);  // exp is 0 there, and 0 times `by` must be 0
   const float factor = exp_nonpositive(by);
   all.sum = warp_sum(own.sum * factor);
   if (wants.has(SumKind::shifted)) all.shifted = warp_sum((own.shifted + own.sum * by) * factor);
@@ -102,7 +102,7 @@ struct TargetColumn {
 };
 __device__ inline float sum_of(const float (&x)[4]) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
-// Adds the terms of one unit of columns to chain c.
+// Adds the terms of one 32-bit unit of columns to chain c.
 template <class T, Columns kColumns>
 __device__ void add_unit(const float* raw, int column, int n, float shift, const MapFactors& map,
                          const TensorView& class_weight, int64_t first, SumSet wants,
@@ -117,7 +117,7 @@ __device__ void add_unit(const float* raw, int column, int n, float shift, const
       const float z = map_raw(map, raw[h]);
       const float x = z - shift;
       e[h] = j < n ? exp_of_row(x) : 0.0f;
-      // 0 log 0 is 0: x must be finite where exp is 0.
+      // 0 log 0 is 0, so x must be finite where exp is 0.
       if (wants.has(SumKind::shifted)) t[h] = e[h] * (x < least_exponent ? least_exponent : x);
       if (wants.has(SumKind::shifted) && j >= n) t[h] = 0;
       if (wants.has(SumKind::weighted) && j < n) {
@@ -173,7 +173,7 @@ __device__ ThreadSums thread_sums(const Tile<T>& tile, bool odd, float shift, co
   return s;
 }
 
-// The partial of a whole tile, which every thread gets; two barriers.
+// The partial sums of a whole tile, which every thread gets; uses two barriers.
 template <class T, Columns kColumns>
 __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
                                    const TensorView& class_weight, int64_t first, int column,
@@ -240,7 +240,7 @@ __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
   return all;
 }
 
-// Combines two partials, the first with the earlier columns; every lane of the warp calls it.
+// Combines two partial sums, the first of earlier columns; called by every lane of the warp.
 template <Columns kColumns>
 __device__ inline RowPartial combine_two(const RowPartial& first, const RowPartial& second,
                                          SumSet wants) {
@@ -255,7 +255,7 @@ __device__ inline RowStatistics finish_row(const RowPartial& row, SumSet wants) 
   state.log_sum = fabsf(row.maximum) == infinity() ? nan_value() : logf(row.sum);
   if (wants.has(SumKind::shifted)) state.entropy = state.log_sum - row.shifted / row.sum;
   state.weighted_logit_sum = row.weighted;
-  state.mean_logit = row.logits;  // still times the columns, which the caller divides by
+  state.mean_logit = row.logits;  // the sum; the caller divides it by V
   if (wants.has(SumKind::squares)) state.sum_p_squared = row.squared / row.sum / row.sum;
   if (wants.has(SumKind::above)) state.rank = row.above;
   if constexpr (kColumns == Columns::more) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tile of a row in shared memory: n columns of T, at the same distance from a multiple of 128
 // bytes as in global memory. So 16-byte words are copied whole whatever the row's address, and each
-// sector of a line goes into one of shared memory, without which copies take up to a quarter
-// longer. Only the row's own bytes are read. On both sides -inf fills the last 16-byte word.
+// sector of a line is copied to a single sector of shared memory; otherwise copies take up to a
+// quarter longer. Only the row's own bytes are read. On both sides -inf fills the last 16-byte
+// word.
 #pragma once
 
 #include "src/cuda/runtime/copies.cuh"
@@ -21,7 +22,7 @@ inline constexpr int per_unit = 4 / static_cast<int>(sizeof(T));
 template <class T>
 inline constexpr int per_word = word_bytes / static_cast<int>(sizeof(T));
 
-// The maximum element by element; a NaN does not count.
+// The maximum element by element; ignores NaN.
 template <class T>
 __device__ uint32_t unit_max(uint32_t a, uint32_t b) {
   if constexpr (sizeof(T) == 4) {
@@ -37,9 +38,7 @@ __device__ uint32_t unit_max(uint32_t a, uint32_t b) {
   }
 }
 
-// The tile.
-
-// Spelled out, because the compiler splits a store into four.
+// Written in assembly, because the compiler splits the store into four.
 __device__ inline void store_word(void* global, const uint32_t (&bits)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(bits[0]), "r"(bits[1]),
                "r"(bits[2]), "r"(bits[3])
@@ -66,9 +65,9 @@ struct Tile {
   }
 };
 
-// Starts to copy columns [column, column + n) of row i, which may be read after finish_tile. If the
-// memory was read, a barrier must precede. `memory` is a multiple of 128, and there are at least 8
-// threads.
+// Starts to copy columns [column, column + n) of row i, which can be read after finish_tile. If the
+// memory has been read before, a barrier must precede. `memory` is a multiple of 128, and there are
+// at least 8 threads.
 template <class T>
 __device__ Tile<T> start_tile(const TensorView& view, int64_t i, int64_t column, int n,
                               unsigned char* memory) {
@@ -114,7 +113,7 @@ __device__ Tile<T> load_tile(const TensorView& view, int64_t i, int64_t column, 
   return tile;
 }
 
-// The maximum of this thread's part of the tile; every column is in one thread's.
+// The maximum of this thread's part of the tile; each column belongs to one thread.
 template <class T>
 __device__ float thread_max(const Tile<T>& tile) {
   const uint4* words = reinterpret_cast<const uint4*>(tile.memory);
@@ -128,10 +127,10 @@ __device__ float thread_max(const Tile<T>& tile) {
   }
   float x[2] = {-infinity(), -infinity()};
   unpack<T>(best, x);
-  return fmaxf(fmaxf(x[0], -infinity()), x[1]);  // two NaN give NaN, of which the first is dropped
+  return fmaxf(fmaxf(x[0], -infinity()), x[1]);  // -inf replaces a NaN in x[0]
 }
 
-// Loads the columns of one unit of 32 bits: u * per_unit and, for 16 bits, the next. `odd`: they do
+// Loads the columns of one 32-bit unit: u * per_unit and, for 16 bits, the next one. `odd`: they do
 // not start at a multiple of 4 bytes.
 template <class T>
 __device__ void load_unit(const Tile<T>& tile, int u, bool odd, float* x) {
@@ -150,7 +149,7 @@ template <class T>
 __device__ inline bool writes_words(const Tile<T>& tile, const TensorView& output, const T* to) {
   return output.dtype == dtype_of<T> && output.stride[1] == 1 && phase_of(to) == tile.phase;
 }
-// The thread that writes column j there.
+// The thread that writes column j.
 template <class T>
 __device__ inline int writer_of(const Tile<T>& tile, const TensorView& output, int64_t i,
                                 int64_t column, int j) {
@@ -162,8 +161,8 @@ __device__ inline int writer_of(const Tile<T>& tile, const TensorView& output, i
   return j < tail ? (j - head) / per_word<T> % threads : head + (j - tail);
 }
 
-// Sets output[i, column + j] = value(x_j, j) for the tile's columns. No value needs another, so
-// columns go to threads as suits the memory. kUnroll 16-byte words are in flight.
+// Sets output[i, column + j] = value(x_j, j) for the tile's columns. Values are independent, so
+// columns are assigned to threads as suits the memory. kUnroll 16-byte words are in flight.
 template <int kUnroll, class T, class Value>
 __device__ void write_tile(const Tile<T>& tile, const TensorView& output, int64_t i, int64_t column,
                            Value&& value) {
@@ -193,7 +192,7 @@ __device__ void write_tile(const Tile<T>& tile, const TensorView& output, int64_
     }
     store_word(to + j, bits);
   }
-  const int rest = head + (tile.n - tail);  // less than two words
+  const int rest = head + (tile.n - tail);  // less than two 16-byte words
   if (t < rest) {
     const int j = t < head ? t : tail + (t - head);
     to[j] = from_f32<T>(value(to_f32(x[j]), j));
@@ -205,7 +204,7 @@ __device__ inline void clear_columns(const TensorView& view, int64_t i, int64_t 
                                      int64_t end) {
   const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int size = view.dtype == DType::f32 ? 4 : 2;
-  int64_t head = end - begin, words = 0;  // elements go one by one before the words of 16 bytes
+  int64_t head = end - begin, words = 0;  // single elements before the 16-byte words
   if (view.stride[1] == 1) {
     const int phase = size == 4 ? phase_of(address<float>(view, i, begin))
                                 : phase_of(address<__half>(view, i, begin));

@@ -5,8 +5,9 @@
 namespace logitless::cuda {
 namespace {
 
-constexpr int64_t column_multiple = 64;  // so that every tile of a row has the row's alignment
-// Shared memory beside the tile: the kernel's own variables, and what the driver takes of a block.
+constexpr int64_t column_multiple = 64;  // keeps the row's alignment in every tile
+// Shared memory beside the tile: the kernel's own variables, and what the driver reserves per
+// block.
 constexpr int64_t own_bytes = 1024, driver_bytes = 1024;
 constexpr int blocks_per_multiprocessor = 3;  // one loads while another computes or writes
 
@@ -32,8 +33,9 @@ RowsPlan plan_rows(int64_t columns, int64_t element_bytes, int64_t shared_bytes_
     plan.tiles = static_cast<int>(divide_up(slice, fitting));
   }
   plan.tile = static_cast<int>(whole_columns(divide_up(slice, plan.tiles)));
-  // Beyond 256 every warp's share of the row's own work (reductions, the state) costs more than it
-  // hides: 62-76 % of a copy with 512, 73-81 % with 256 (docs/kernels/cuda-rows.md).
+  // With more than 256 threads, each warp's share of the work per row (reductions, the state) costs
+  // more than it hides: 62-76 % of a copy's speed with 512, 73-81 % with 256
+  // (docs/kernels/cuda-rows.md).
   constexpr int most_threads = 256;
   while (plan.threads < most_threads && plan.threads * 16 < plan.tile) plan.threads *= 2;
   plan.shared_bytes = plan.tile * element_bytes + rows_margin;

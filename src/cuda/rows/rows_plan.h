@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How CUDA divides rows of given logits: pure host arithmetic, tested without a GPU.
+// How CUDA divides rows of given logits; host arithmetic, tested without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@ constexpr int most_row_threads = 256;  // of a block
 constexpr int most_row_blocks = 8;     // of a cluster, on every device of sm_90 and later
 constexpr int rows_margin = 144;       // bytes of shared memory around a tile
 
-// A row is shared by a cluster of `cluster` blocks of `threads` threads. A block takes `tiles`
-// consecutive tiles of `tile` columns; a single one stays in shared memory, so that the row is read
-// once. The bits of a row depend on nothing else.
+// A row is shared by a cluster of `cluster` blocks of `threads` threads. Each block handles `tiles`
+// consecutive tiles of `tile` columns; a single tile stays in shared memory, so that the row is
+// read once. The bits of a row depend on nothing else.
 struct RowsPlan {
   int cluster = 1;  // a power of two
   int threads = 32;
@@ -20,7 +20,7 @@ struct RowsPlan {
   int tiles = 1;
   int64_t shared_bytes = 0;  // dynamic
 };
-// A block may ask for at most shared_bytes_per_block; `clusters`: the device has them.
+// `shared_bytes_per_block` is the most that a block may ask for; `clusters`: the device has them.
 RowsPlan plan_rows(int64_t columns, int64_t element_bytes, int64_t shared_bytes_per_block,
                    bool clusters);
 

@@ -11,7 +11,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, const void* kernel, void** 
   return cudaLaunchKernelExC(config, kernel, values);
 }
 
-// The runtime has templates of some names, so the member's type says which is meant.
+// Some of these functions are overloaded by templates, so the member's type selects the overload.
 constexpr Api machine{.driver_version = cudaDriverGetVersion,
                       .device_count = cudaGetDeviceCount,
                       .device_properties = cudaGetDeviceProperties,

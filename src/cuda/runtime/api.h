@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// All that this backend calls of the CUDA runtime, the driver and cuBLASLt, as a table of
-// functions. A test puts another in its place, to stand for a machine that it does not have
-// (tests/cuda/recorded.h). The driver's and cuBLASLt's functions come through `symbol`.
+// Everything that this backend calls of the CUDA runtime, the driver and cuBLASLt, as a table of
+// functions. Tests replace it to simulate other machines (tests/cuda/recorded.h). The driver's and
+// cuBLASLt's functions are found through `symbol`.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace logitless::cuda {
 
-// What CUDA does not tell of a kernel's parameters, for a test that records them: the bytes of
-// each, and a function that clears its padding. Nothing else reads it.
+// For tests that record launches, since CUDA does not reveal it: the bytes of a kernel's parameter,
+// and a function that clears its padding. Not used otherwise.
 struct Parameter {
   size_t bytes;
   void (*clear_padding)(void* value);
@@ -35,15 +35,15 @@ struct Api {
   int (*close)(void* library);
 };
 
-// Read by `api` and written by replace_api, nothing else.
+// Read only by `api` and written only by replace_api.
 extern const Api* current_api;
 inline const Api& api() { return *current_api; }
 
-// For tests, while no call is running: takes another table, or by nullptr the machine's own. What
-// was learned through the previous one is forgotten.
+// For tests, while no call is running: installs another table, or with nullptr the real one. Cached
+// answers of the previous table are dropped.
 void replace_api(const Api* replacement);
 
-// One for each file that remembers an answer.
+// Each drops one file's cached answers.
 void forget_devices();
 void forget_driver();
 void forget_matrix_library();

@@ -29,7 +29,7 @@ struct Choice {
 };
 
 constexpr int most_devices = 64;
-// The library, loaded until the process ends, with the answers it gave.
+// cuBLASLt, loaded until the process ends, and its cached answers.
 struct Library {
   lt::Functions call{};
   std::mutex mutex;
@@ -68,7 +68,7 @@ const char* find_functions(void* library, lt::Functions* f) {
   return missing;
 }
 
-// A copy that the process already uses comes first: two copies would cost half a gigabyte.
+// Prefers a copy that the process already uses: two copies would cost half a gigabyte.
 Status load_library(Library* loaded) {
   Status status =
       error(StatusCode::backend_unavailable,
@@ -147,15 +147,15 @@ class Descriptors {
     if (ok_) expect(call_.description_set(description, attribute, &value, sizeof(value)));
   }
   void layout(lt::Layout* l, int type, int64_t rows, int64_t columns, int64_t stride) {
-    // A matrix of one column may have any stride; the library demands at least its rows.
+    // A matrix of one column may have any stride; cuBLASLt requires at least its rows.
     if (ok_) expect(call_.layout_create(l, type, rows, columns, std::max(stride, rows)));
   }
   const lt::Functions& call_;
   bool ok_ = true;
 };
 
-// The alignment of an address and a stride, up to the 16 bytes that a kernel moves at a time: calls
-// whose tensors are aligned alike up to there take the same algorithm, and give the same bits.
+// The alignment of an address and a stride, up to 16 bytes: calls whose tensors are aligned alike
+// up to there take the same algorithm, and give the same bits.
 uint32_t alignment_of(const void* data, int64_t stride, DType dtype) {
   const uint64_t bits =
       reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(stride * size_of(dtype)) | 16;
@@ -183,12 +183,12 @@ Key key_of(const Product& p, int device) {
           alignment_of(p.c, p.c_stride, p.out)};
 }
 
-// The kernels that the library proposes, in its order of preference.
+// The kernels that cuBLASLt proposes, in its order of preference.
 struct Proposals {
   static constexpr int most = 8;
   lt::HeuristicResult results[most];
   int found = 0;
-  bool ok;  // the library has answered, even if it knows none
+  bool ok;  // cuBLASLt has answered, even if with no kernel
 
   Proposals(const lt::Functions& call, lt::Handle handle, const Descriptors& d, const Key& key,
             uint32_t reductions, int64_t workspace_bytes) {
@@ -220,7 +220,7 @@ int32_t attribute_of(const lt::Functions& call, const lt::Algorithm& algorithm, 
   return code == lt::success ? value : otherwise;
 }
 
-// Tiles of 256 x 128 or 128 x 256 that the busiest multiprocessor makes; 0 for another tile.
+// The number of tiles of 256 x 128 or 128 x 256 on the busiest multiprocessor; 0 for other tiles.
 int64_t large_rounds(const Product& p, int32_t tile, int multiprocessors) {
   const auto rounds = [&](int64_t columns, int64_t rows) {
     return divide_up(divide_up(p.columns, columns) * divide_up(p.rows, rows), multiprocessors);
@@ -229,9 +229,9 @@ int64_t large_rounds(const Product& p, int32_t tile, int multiprocessors) {
   return tile == lt::tile_256x128 ? rounds(256, 128) : 0;
 }
 
-// Chooses among proposals that do not split the depth. In f32 the library prefers tiles of 256 x
-// 128 where those of 128 x 128, in at most twice as many rounds, take 7 % less time while rounds
-// are few (docs/kernels/cuda.md).
+// Chooses among proposals that do not split the depth. In f32 cuBLASLt prefers tiles of 256 x 128,
+// but those of 128 x 128, in at most twice as many rounds, take 7 % less time if there are few
+// rounds (docs/kernels/cuda.md).
 const lt::Algorithm* choose_unsplit(const lt::Functions& call, const Proposals& proposals,
                                     const Product& p, int multiprocessors) {
   const lt::Algorithm* best = nullptr;
@@ -262,7 +262,7 @@ Status ask_heuristic(const lt::Functions& call, lt::Handle handle, const Product
                  static_cast<long long>(p.depth), static_cast<long long>(p.columns));
   };
   if (p.parts_bytes > 0) {
-    // The library considers splitting if it may use this many bytes, whatever it then takes.
+    // cuBLASLt considers splitting if it may use this many bytes, however many it then uses.
     constexpr int64_t thinks_from = int64_t{32} << 20;
     const Proposals proposals(call, handle, d, key, lt::reduction_in_compute_type, thinks_from);
     if (!proposals.ok) return failed();
@@ -282,8 +282,8 @@ Status ask_heuristic(const lt::Functions& call, lt::Handle handle, const Product
   return failed();
 }
 
-// The library's choice for the largest product of its kind, remembered, because asking takes longer
-// than launching.
+// cuBLASLt's choice for the largest product of its kind, cached because asking takes longer than
+// launching.
 Status choose(Library* library, lt::Handle handle, const Product& largest, const DeviceInfo& device,
               lt::Algorithm* algorithm) {
   const Key key = key_of(largest, device.index);
@@ -301,7 +301,7 @@ Status choose(Library* library, lt::Handle handle, const Product& largest, const
   return status;
 }
 
-// Takes the algorithm of the largest product, if it serves this one too.
+// Takes the algorithm of the largest product if it can run this product too.
 Status choose_for(const Product& p, const Descriptors& d, Library* library, lt::Handle handle,
                   const DeviceInfo& device, lt::Algorithm* algorithm) {
   Product largest = p;
@@ -374,7 +374,7 @@ Status describe_matrix_library(char* text, size_t bytes) {
     return status;
   }
   const int version = static_cast<int>(library->call.version());
-  // Since 13 the version 13.1.0 is 130100; before that 12.9.5 was 120905.
+  // Since version 13, 13.1.0 is encoded as 130100; before, 12.9.5 was 120905.
   std::snprintf(text, bytes, "cuBLASLt %d.%d.%d", version / 10000, version / 100 % 100,
                 version % 100);
   return {};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a block of a cluster writes into another's shared memory, and the other learns without a
-// fence that all has arrived. Before sm_90 a cluster is one block and none of this is called.
+// How a block of a cluster writes into another block's shared memory, and how that block knows,
+// without a fence, that everything has arrived. Before sm_90 a cluster is one block, and none of
+// this is called.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +10,8 @@
 
 namespace logitless::cuda {
 
-// All threads of all blocks of the cluster arrive once and then wait once. What precedes arriving
-// is not made visible by it, except an mbarrier initialized through init_expecting.
+// All threads of all blocks of the cluster arrive once and then wait once. Arriving does not make
+// earlier writes visible, except an mbarrier initialized through init_expecting.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -22,7 +23,7 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
-// For one thread: `barrier`, in shared memory, completes when `bytes` have been sent to it.
+// Called by one thread: `barrier`, in shared memory, completes when `bytes` have been sent to it.
 __device__ inline void init_expecting(uint64_t* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies to shared memory that the thread does not wait for (cp.async of PTX).
+// Asynchronous copies to shared memory (cp.async of PTX).
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -14,7 +14,7 @@ __device__ inline void copy_word(void* shared, const void* global) {
 }
 // Ends a group of copies, which may be empty.
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for all groups of this thread but its last kLeft.
+// Waits for all groups of this thread except the last kLeft.
 template <int kLeft>
 __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");

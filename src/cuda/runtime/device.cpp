@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The devices of this process. Each answers for itself: one that is too old, or does not answer,
-// says so when it is asked for and hinders no other. Without a driver the library works, and says
-// why CUDA does not.
+// The devices of this process. Each is checked alone: a device that is too old, or does not answer,
+// reports it when it is used and does not affect others. Without a driver the library works, and
+// says why CUDA is not available.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -17,7 +17,7 @@ struct Machine {
   std::unique_ptr<Remembered<DeviceInfo>[]> devices;
 };
 
-// Never destroyed: what the process does at its end may still call.
+// Never destroyed: the process may still make calls while it exits.
 Remembered<Machine>& remembered_machine() {
   static auto& machine = *new Remembered<Machine>;
   return machine;
@@ -39,7 +39,7 @@ Status ask_driver(Machine* machine) {
   }
   if (code == cudaSuccess) code = api().device_count(&count);
   if (code != cudaSuccess) {
-    (void)api().take_error();  // the error is ours, and the caller must not find it
+    (void)api().take_error();  // clears our own error: the caller must not see it
     return error(StatusCode::backend_unavailable,
                  "cuda: %s (the driver is for CUDA %d.%d; needed: %d.%d or newer)",
                  cudaGetErrorString(code), driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,

@@ -24,7 +24,7 @@ Remembered<Loaded>& remembered_driver() {
 }
 
 Status load(Loaded* loaded) {
-  // The runtime has loaded it, so it stays until the process ends.
+  // The runtime has loaded it, so it stays loaded until the process ends.
   void* library = api().open("libcuda.so.1", RTLD_NOW);
   if (library == nullptr) {
     return Status(StatusCode::backend_unavailable, "cuda: libcuda.so.1 was not found");
@@ -53,8 +53,8 @@ Status load(Loaded* loaded) {
 
 Status find_loaded(Loaded** loaded) { return remembered_driver().get(loaded, load); }
 
-// The attribute is only ever raised: another thread may be about to launch the same kernel with
-// more.
+// Never lowers the attribute: another thread may be about to launch the same kernel with a larger
+// value.
 CUresult raise(const Driver& driver, CUfunction function, CUfunction_attribute attribute,
                int least) {
   int now = 0;
@@ -63,13 +63,13 @@ CUresult raise(const Driver& driver, CUfunction function, CUfunction_attribute a
                                               : driver.set_attribute(function, attribute, least);
 }
 
-// The id of the current context, which no other context ever gets; 0 if unknown.
+// The id of the current context, never reused for another one; 0 if unknown.
 unsigned long long current_context(const Driver& driver) {
   unsigned long long id = 0;
   return driver.context_id(nullptr, &id) == CUDA_SUCCESS ? id : 0;
 }
 
-// What this thread has allowed, remembered because asking costs a third of a launch.
+// What this thread has allowed, cached because asking costs a third of a launch.
 struct Allowed {
   const void* kernel = nullptr;
   unsigned long long context = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked of the driver itself: the runtime's calls for it take away an error that the caller
-// has yet to ask for (cudaFuncSetAttribute does, cudaGetDriverEntryPoint may).
+// Functions called in the driver itself, because the runtime's equivalents would clear an error
+// that the caller has not read yet (cudaFuncSetAttribute does, cudaGetDriverEntryPoint may).
 #pragma once
 
 #include <cuda.h>
@@ -10,12 +10,12 @@
 namespace logitless::cuda {
 
 struct Driver {
-  // In every driver that this library serves with.
+  // In every driver that this library supports.
   decltype(&cuFuncGetAttribute) get_attribute;
   decltype(&cuFuncSetAttribute) set_attribute;
   decltype(&cuCtxGetId) context_id;
   decltype(&cuTensorMapEncodeTiled) encode_tiled;
-  // In drivers for CUDA 12.4 and newer, else nullptr.
+  // In drivers for CUDA 12.4 and later, else nullptr.
   decltype(&cuFuncGetModule) module_of;
   decltype(&cuModuleGetFunctionCount) count_functions;
   decltype(&cuModuleEnumerateFunctions) enumerate_functions;
@@ -28,11 +28,11 @@ Status find_driver(const Driver** driver);
 // Returns nullptr if the driver has no function of that name.
 void* find_driver_function(const char* name);
 
-// True also where there is no driver to ask.
+// Also returns true if there is no driver to ask.
 bool has_context();
 
-// Lets the current device launch the kernel with that much dynamic shared memory, which is taken
-// from the L1 cache.
+// Allows the current device to launch the kernel with this much dynamic shared memory, which is
+// taken from the L1 cache.
 Status allow_shared_memory(const void* kernel, int bytes);
 
 }  // namespace logitless::cuda

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list through which `warmup` finds the .cu files of this library: each adds a kernel of its
-// own, by which the driver knows the file's module and all kernels in it. Any file that launches
-// something is in the list by itself.
+// The list through which `warmup` finds the .cu files of this library: each file adds an empty
+// kernel, from which the driver finds the file's module and all kernels in it. Every file that
+// launches a kernel is added automatically.
 #pragma once
 
 namespace logitless::cuda {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Remembers a value that was found. Failures are not remembered: a driver that was not ready or a
+// Caches a value once it is found. Failures are not cached: a driver that was not ready or a
 // library that was not loaded may be there the next time.
 #pragma once
 
@@ -14,8 +14,8 @@ namespace logitless::cuda {
 template <class T>
 class Remembered {
  public:
-  // Sets *value to what find(T*) finds, or found in an earlier call; or returns why there is
-  // nothing yet. The value keeps its address until the process ends.
+  // Sets *value to what find(T*) finds, or found in an earlier call; or returns why it failed. The
+  // value keeps its address until the process ends.
   template <class Find>
   Status get(T** value, Find&& find) {
     *value = found_.load(std::memory_order_acquire);
@@ -33,7 +33,7 @@ class Remembered {
     found_.store(&own, std::memory_order_release);
     return {};
   }
-  // Only while nobody uses the value.
+  // Call only while the value is not in use.
   void forget() {
     found_ = nullptr;
     memory_.reset();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA runtime for the rest of the backend: errors are statuses, launches report their own
-// error and no older one, and the caller's current device is restored.
+// Wraps the CUDA runtime for the backend: errors become statuses, launches report only their own
+// errors, and the caller's current device is restored.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,43 +19,43 @@ namespace logitless::cuda {
 
 inline Status cuda_error(const char* what, cudaError_t code) {
   if (code == cudaSuccess) return {};
-  (void)api().take_error();  // the error is ours, and the caller must not find it
+  (void)api().take_error();  // clears our own error: the caller must not see it
   return error(StatusCode::device_error, "cuda: %s failed: %s (%s)", what, cudaGetErrorString(code),
                cudaGetErrorName(code));
 }
 
-// The engine of the linear ops that every device has (linear/engine.h).
+// The engine of linear ops for every device (linear/engine.h).
 inline constexpr char kernels_of_every_device[] = "portable";
 
-// What the planner and the launches need to know of a device; read once a process.
+// What planners and launches need to know of a device; read once per process.
 struct DeviceInfo {
   int index = 0;
   int major = 0, minor = 0;
   int multiprocessors = 0;
-  int64_t shared_bytes_per_block = 0;  // the most of a block, on request
+  int64_t shared_bytes_per_block = 0;  // the most that a block can ask for
   char name[64] = {};
-  // the engine in LOGITLESS_CUDA_KERNELS; empty: the best one
+  // the engine named by LOGITLESS_CUDA_KERNELS; empty: the best one
   char kernels[24] = {};
-  // Launches may be early (early.cuh), also in a graph: drivers of CUDA 12.3 and later.
+  // Whether launches may be early (early.cuh), also in a graph: drivers for CUDA 12.3 and later.
   bool launches_early = false;
-  // Whether kernels may use what is new in sm_90. Not if the engine of every device is named, so
-  // that a newer device can run what sm_80 does (tests, bug reports).
+  // Whether kernels may use features new in sm_90. Not if the portable engine is named, so that a
+  // newer device can run what sm_80 runs (tests, bug reports).
   bool has_clusters() const {
     return major >= 9 && std::strcmp(kernels, kernels_of_every_device) != 0;
   }
 };
 
-// Returns backend_unavailable without a driver, with one too old or without a device.
+// Returns backend_unavailable if there is no driver, a driver that is too old, or no device.
 Status count_devices(int* count);
 // Returns wrong_device if there is no such index, and backend_unavailable if that device is too old
-// or does not answer, which says nothing of the others.
+// or does not answer, which does not affect other devices.
 Status find_device(int index, const DeviceInfo** info);
-// Finds the first device that serves, or says why device 0 does not.
+// Finds the first device that works, or returns why device 0 does not.
 Status find_first_device(const DeviceInfo** info);
 
-// Makes the device current while it lives, then the one before. The thread also gets a context: one
-// that has not called CUDA yet (autograd's, say) has a current device but no context, without which
-// the driver makes no tensor map.
+// Makes the device current while it lives, and restores the previous one. Also gives the thread a
+// context: one that has not called CUDA yet (autograd's, say) has a current device but no context,
+// without which the driver creates no tensor map.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int index) {
@@ -86,7 +86,7 @@ struct LaunchShape {
   int threads = 0;
   size_t shared_bytes = 0;
   int cluster = 1;  // blocks along x
-  // early.cuh; only for code compiled for sm_90, with launches_early
+  // launched early (early.cuh); only for code compiled for sm_90, if launches_early
   bool early = false;
 };
 
@@ -102,8 +102,8 @@ class Stream {
     if (status_.ok()) status_ = status;
   }
 
-  // Calls `enqueue`, which uses this stream, twice. The first call launches nothing and asks for
-  // everything that can be refused, so that a refused call has written nothing; the second
+  // Calls `enqueue`, which uses this stream, twice. The first call launches nothing but does
+  // everything that can be refused, so that a refused call has written nothing; the second call
   // launches.
   template <class F>
   void prepare_and_run(F&& enqueue) {
@@ -115,8 +115,8 @@ class Stream {
   }
   bool preparing() const { return preparing_; }
 
-  // Returns what `ask` returns, which may fail this stream. What was asked while preparing is not
-  // asked again: the answers are kept, in their order.
+  // Returns what `ask` returns, which may fail this stream. Questions asked while preparing are not
+  // asked again: their answers are stored in order.
   template <class T, class Ask>
   T answer(Ask&& ask) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(answers_[0]));
@@ -175,15 +175,15 @@ class Stream {
   Status status_;
   bool preparing_ = false;
   int next_answer_ = 0, answers_made_ = 0;
-  unsigned char answers_[most_answers][128];  // of a tensor map at most
+  unsigned char answers_[most_answers][128];  // the largest is a tensor map
 };
 
-// Whether the code of `kernel` that runs on the current device has clusters and early launches,
-// which are new in sm_90; PTX of an older architecture has not.
+// Whether the compiled code of `kernel` for the current device has clusters and early launches,
+// which are new in sm_90; PTX of an older architecture has neither.
 bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device, Stream* stream);
 
-// A grid of x blocks by y of another axis, of which the grid's y holds 65535 and z the rest.
-// block_of_second_axis (linear.cuh) gives a block's number, which may be behind the last one.
+// A grid of x blocks by y of another axis, of which the grid's y takes up to 65535 and z the rest.
+// block_of_second_axis (linear.cuh) returns a block's index, which may be past the end.
 inline dim3 two_axes(unsigned x, int64_t y) {
   const int64_t planes = (y + 65534) / 65535;
   return {x, static_cast<unsigned>(planes == 0 ? 0 : (y + planes - 1) / planes),
@@ -194,7 +194,7 @@ inline unsigned blocks_for(int64_t items, int64_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);
 }
 
-// Hands out consecutive ranges of a workspace, each at a multiple of 256 bytes. Without a base it
+// Allocates consecutive ranges of a workspace, each at a multiple of 256 bytes. Without a base it
 // only counts.
 class Arena {
  public:
@@ -207,7 +207,8 @@ class Arena {
     return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + start);
   }
   uint64_t used() const { return used_; }
-  // Starts again at `start`, for arrays that live when the ranges since then are dead.
+  // back_to() continues at `start`, for arrays used after the ranges since then; at_least() keeps
+  // the larger end.
   void back_to(uint64_t start) { used_ = start; }
   void at_least(uint64_t end) { used_ = used_ < end ? end : used_; }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Asks the driver for the modules of this library's .cu files and loads every function in them. A
-// driver older than CUDA 12.4's cannot enumerate functions: only the modules are loaded.
+// Asks the driver for the modules of this library's .cu files and loads every function in them.
+// Drivers before CUDA 12.4 cannot enumerate functions: then only the modules are loaded.
 #include "src/cuda/runtime/warmup.h"
 
 #include <memory>
@@ -64,8 +64,7 @@ Status load_kernels(LoadedKernels* loaded) {
 Status warmup(const DeviceInfo& device) {
   LoadedKernels loaded;
   const Status status = load_kernels(&loaded);
-  // Ops of given logits need no cuBLASLt, so its absence is no error here; the linear ops report
-  // it.
+  // Ops on given logits need no cuBLASLt, so its absence is no error here; linear ops report it.
   if (!status.ok() || !find_matrix_library().ok()) return status;
   return warmup_matrix_library(device);
 }

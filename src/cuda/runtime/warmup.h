@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads all kernels at once, before anything is in a hurry. Otherwise each is loaded at its first
-// launch, which may wait for the device.
+// Loads all kernels at once, ahead of time. Otherwise each is loaded at its first launch, which may
+// wait for the device.
 #pragma once
 
 #include "src/cuda/runtime/runtime.h"
@@ -12,8 +12,8 @@ struct LoadedKernels {
   int kernels = 0;
 };
 
-// Loads the kernels of every .cu file on the current device. With a driver older than CUDA 12.4's
-// it loads the files and counts no kernel: each is loaded at its first launch.
+// Loads the kernels of every .cu file on the current device. With a driver before CUDA 12.4 it
+// loads only the files and counts no kernels: each is loaded at its first launch.
 Status load_kernels(LoadedKernels* loaded);
 
 }  // namespace logitless::cuda

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op Combine, in three launches: tokens are prepared as for any loss; a thread folds the shards
-// of one token, which are N apart, so that a warp reads each of them at once; the losses are
-// reduced.
+// The op Combine, in three launches: tokens are compacted as for any loss; each thread folds the
+// shards of one token, which are N elements apart, so that a warp's reads are contiguous; the
+// losses are reduced.
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/tokens.cuh"
@@ -10,8 +10,8 @@
 namespace logitless::cuda {
 namespace {
 
-// The folds take long and share nothing: small blocks spread a few thousand tokens over every
-// multiprocessor.
+// Folding takes long and shares nothing: small blocks spread a few thousand tokens over all
+// multiprocessors.
 constexpr int threads = 64;
 constexpr int64_t most_tokens = (int64_t{1} << 31) - 1;  // kernels count tokens in 32 bits
 
@@ -20,7 +20,7 @@ struct CombineArguments {
   TokenOutputs out;
   ShardViews shards;  // each [P, N]
   const TokenScalars* scalars;
-  float* losses;  // [N]  null where each token has its own
+  float* losses;  // [N]  null if each token's loss is an output
 };
 
 __device__ float shard_value(const TensorView& v, int64_t shard, int64_t i) {
@@ -41,8 +41,8 @@ __device__ RowStatistics fold_token(const CombineArguments& a, int64_t i) {
       }));
 }
 
-// Before the wait, only what the kernel in front, which prepares the tokens, does not write may be
-// read.
+// Before the wait it may only read what the previous kernel, which compacts the tokens, does not
+// write.
 __global__ void __launch_bounds__(threads)
     combine_kernel(const __grid_constant__ CombineArguments a) {
   const int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(threads)
   wait_for_kernel_before();
   let_next_start();
   if (!counts) return;
-  constexpr int here = 0;  // the whole vocabulary has every target
+  constexpr int here = 0;  // every target is in the whole vocabulary
   put_state(a.in, a.out.statistics, i, here, row);
   if (present(a.out.loss)) {
     *loss_of(a.losses, a.out.loss, i) = token_loss(*a.scalars, here, c, weight, row);
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(threads)
 
 struct Layout {
   Tokens tokens;
-  float* losses = nullptr;  // [N]  where the loss is reduced, else null
+  float* losses = nullptr;  // [N]  if the loss is reduced, else null
   uint64_t bytes = 0;
 };
 
@@ -82,8 +82,8 @@ Layout layout_of(const Call& call, void* memory) {
   return layout;
 }
 
-// Without a temperature, which the shards' states include, and without vocab_start: the shards
-// are the whole vocabulary.
+// No temperature: the shards' states include it. No vocab_start: together the shards are the whole
+// vocabulary.
 TokenInput input_of(const Call& call) {
   TokenInput in = token_input(call);
   in.options.vocab_start = int64_t{0};
@@ -92,7 +92,7 @@ TokenInput input_of(const Call& call) {
   return in;
 }
 
-// Returns whether what follows may be launched early.
+// Returns whether the next kernel may be launched early.
 bool launch_combine(const Call& call, const TokenInput& in, const Layout& layout,
                     const DeviceInfo& device, Stream* stream) {
   CombineArguments a{};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers of a call's tokens: the normalizer, and the factors common to all gradients.
+// Values common to a call's tokens: the normalizer, and the factor of all gradients.
 #pragma once
 
 #include <cfloat>
@@ -30,7 +30,7 @@ __device__ inline LossConstants constants_of(const TokenInput& in, double class_
   return c;
 }
 
-// Makes all scalars from the sums over all tokens.
+// Computes all scalars from the sums over all tokens.
 __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock& all) {
   TokenScalars s{};
   s.one = 1;
@@ -42,7 +42,7 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
   s.constants = constants_of(in, all.class_weight_sum);
   if (!in.gradients) return s;
   LossOptions options = in.options;
-  // The coolest token's map is the steepest.
+  // The lowest temperature has the steepest map.
   if (present(in.temperature)) options.temperature = all.coolest;
   const GradientSizes sizes{.valid = all.valid,
                             .per_row = in.per_row_upstream,
@@ -60,7 +60,7 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
   return s;
 }
 
-// The rule of docs/semantics.md, "Arguments", for a temperature and what is made of it.
+// The rule of docs/semantics.md, "Arguments", for a temperature and the factors made from it.
 __device__ inline bool is_usable(const LossOptions& o, float temperature) {
   const auto is_normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
   const auto serves = [&](double x) { return x == 0 || is_normal(fabs(x)); };
@@ -69,7 +69,7 @@ __device__ inline bool is_usable(const LossOptions& o, float temperature) {
   return cap == 0 || (serves(cap / t) && serves(t / cap));
 }
 
-// As map_factors of src/row/map.h for the call's; sets `fault` if the temperature is not allowed.
+// Like map_factors of src/row/map.h, for a token's temperature; sets `fault` if it is invalid.
 __device__ inline TokenMap map_of_temperature(const TokenInput& in, float temperature) {
   const LossOptions& o = in.options;
   if (!is_usable(o, temperature)) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The layout of the tokens' arrays, host arithmetic that plans need too.
+// The layout of the tokens' arrays; host arithmetic that planners use too.
 #include "src/cuda/tokens/tokens.h"
 
 namespace logitless::cuda {

@@ -20,7 +20,7 @@ __device__ int64_t token_of(int b, int r) {
   return int64_t{b} * tokens_per_block + r * threads + threadIdx.x;
 }
 
-// The weights of the whole vocabulary; every block sums them for itself.
+// The sum of the whole vocabulary's class weights; every block computes it.
 __device__ double class_weight_sum(const TokenInput& in) {
   if (!(in.options.label_smoothing > 0) || !present(in.vocab_weight)) {
     return static_cast<double>(in.whole());
@@ -32,7 +32,7 @@ __device__ double class_weight_sum(const TokenInput& in) {
 
 __device__ float finite_size(float x) { return isfinite(x) ? fabsf(x) : 0.0f; }
 
-// Writes what a token that does not count gets.
+// Writes the outputs of a token that does not count.
 __device__ void put_other(const TokenInput& in, const TokenOutputs& out, int64_t i,
                           TokenKind kind) {
   const float value = kind == TokenKind::outside ? nan_value() : 0.0f;
@@ -52,7 +52,7 @@ __device__ TokenBlock warp_total(TokenBlock x) {
   x.normalizer = warp_sum(x.normalizer);
   return x;
 }
-// At most once in a kernel, as each call has shared memory of its own.
+// Call it at most once per kernel: each call site has its own shared memory.
 __device__ TokenBlock block_total(const TokenBlock& own) {
   __shared__ TokenBlock warps[threads / 32];
   static_assert(threads / 32 == 32);
@@ -62,7 +62,7 @@ __device__ TokenBlock block_total(const TokenBlock& own) {
   return warp_total(warps[threadIdx.x % 32]);
 }
 
-// The tokens of a thread, one a round.
+// A thread's tokens, one per round.
 struct OwnTokens {
   int64_t target[rounds];
   TokenKind kind[rounds];
@@ -126,7 +126,7 @@ __device__ bool is_inactive(const TokenInput& in, const Tokens& t, int block) {
   return is_inactive(in, t.inactive, int64_t{block} * threads + threadIdx.x);
 }
 
-// Whether every token that counts is weighed alike.
+// Whether all tokens that count have the same weight.
 __device__ bool weighs_alike(const TokenInput& in) {
   if (present(in.vocab_weight)) return false;
   if (in.gradients && present(in.temperature)) return false;
@@ -134,7 +134,7 @@ __device__ bool weighs_alike(const TokenInput& in) {
          !(present(in.token_weight) || in.per_row_upstream || in.statistics_gradients);
 }
 
-// Returns |a| w of a token, and raises the largest factors of what else is asked for.
+// Returns |a| w of a token, and updates the maxima of the gradients' other factors.
 __device__ void weigh(const TokenInput& in, const LossConstants& constants, int64_t i, float c,
                       const TokenMap* map, TokenBlock* own) {
   const float a = token_weight(in, i);
@@ -154,7 +154,7 @@ __device__ void weigh(const TokenInput& in, const LossConstants& constants, int6
   }
 }
 
-// A token whose target is outside counts in a mean; it has no class weight.
+// A token out of range counts in a mean, with no class weight.
 __device__ void finish_total(const TokenInput& in, TokenBlock* all) {
   if (!present(in.vocab_weight)) all->normalizer = all->counted + all->outside;
   if (threadIdx.x == 0 && all->outside > 0 && present(in.fault)) {
@@ -162,7 +162,7 @@ __device__ void finish_total(const TokenInput& in, TokenBlock* all) {
   }
 }
 
-// Sums what the tokens of blocks [first, end) give.
+// Sums over the tokens of blocks [first, end).
 __device__ TokenBlock classify(const TokenInput& in, const Tokens& t, int first, int end) {
   TokenBlock own{.coolest = FLT_MAX};
   own.class_weight_sum = class_weight_sum(in);
@@ -189,7 +189,7 @@ __device__ TokenBlock classify(const TokenInput& in, const Tokens& t, int first,
   return all;
 }
 
-// classify for all tokens, where they weigh alike.
+// classify for all tokens, if they have equal weights.
 __device__ TokenBlock count_alike(const TokenInput& in, const Tokens& t) {
   TokenBlock all{};
   int valid = 0, meant = 0, active = 0;
@@ -205,14 +205,14 @@ __device__ TokenBlock count_alike(const TokenInput& in, const Tokens& t) {
   all.valid = block_sum(active);
   all.class_weight_sum = static_cast<double>(in.whole());
   const LossConstants constants = constants_of(in, all.class_weight_sum);
-  // Any token will do, as they weigh alike.
+  // Any token will do, as all have the same weight.
   if (in.gradients && all.valid > 0) weigh(in, constants, 0, 1, nullptr, &all);
   finish_total(in, &all);
   return all;
 }
 
-// Sums all tokens. *before gets the number compacted in the blocks before b or, with kPlaces, the
-// number that count there.
+// Sums over all tokens. *before becomes the number of tokens compacted in the blocks before b or,
+// if kPlaces, of those that count there.
 template <bool kPlaces>
 __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) {
   *before = 0;
@@ -234,7 +234,7 @@ __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) 
   return block_total(all);
 }
 
-// Turns the counts of the rounds' warps, in the order of their tokens, into sums of those before.
+// Turns the counts of the rounds' warps, in the order of their tokens, into exclusive prefix sums.
 __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
   constexpr int each = rounds * threads / 32 / 32;
   __syncthreads();
@@ -258,13 +258,13 @@ __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
   __syncthreads();
 }
 
-// Writes token i, with k compacted before it, of `valid`.
+// Writes token i, which has k compacted tokens before it, of `valid`.
 __device__ void put_token(const TokenInput& in, const Tokens& t, int64_t i, int64_t target,
                           TokenKind kind, int64_t k, int valid) {
   const bool counts = kind == TokenKind::counts;
   const int64_t at = counts ? k : valid + (i - k);
   t.row[at] = static_cast<int32_t>(i);
-  // The other tokens get defaults, since they may be read before it is known how many count.
+  // Other tokens get defaults, since they may be read before the number of valid tokens is known.
   t.target[at] = counts ? column_of_target(in, target) : -1;
   t.target_weight[at] = counts ? target_weight(in, target) : 0.0f;
   t.token_weight[at] = counts ? token_weight(in, i) : 0.0f;
@@ -274,8 +274,8 @@ __device__ inline bool counts_at_all(TokenKind kind) {
   return kind == TokenKind::counts || kind == TokenKind::inactive;
 }
 
-// `before` is the number before block b. With kPlaces it counts tokens that count, and finds their
-// places; else those compacted, `valid` in all.
+// `before` is the number of tokens before block b: with kPlaces of those that count, whose places
+// are found; else of those compacted, `valid` in all.
 template <bool kPlaces>
 __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid, int before) {
   __shared__ int warps[rounds * warps_per_block];
@@ -294,7 +294,7 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid,
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
     const int64_t i = token_of(b, r);
-    // Computed again: keeping eight of them would take registers.
+    // Computed again: keeping eight ballots would take registers.
     const unsigned ballot = ballot_of(r);
     if (i >= t.total) continue;
     const int64_t k =
@@ -307,7 +307,7 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid,
   }
 }
 
-// Classifies and compacts `threads` tokens, block b, from all of them.
+// Classifies and compacts the tokens of block b, after counting all tokens.
 __device__ void count_and_compact(const TokenInput& in, const Tokens& t, const TokenOutputs& out,
                                   int b) {
   __shared__ int warps[warps_per_block], before_block[warps_per_block], valid[warps_per_block];
@@ -346,7 +346,7 @@ __device__ void count_and_compact(const TokenInput& in, const Tokens& t, const T
   if (!counts_at_all(kind)) put_other(in, out, i, kind);
 }
 
-// Whether every upstream gradient of the token in Backward is exactly 0. 0 times an infinity is a
+// Whether every upstream gradient of the token in Backward is exactly 0. A 0 times infinity is a
 // gradient, and so is a product that underflows.
 __device__ bool has_no_gradient(const TokenInput& in, int64_t i) {
   const int64_t at = in.options.reduction == Reduction::none ? i : 0;
@@ -358,7 +358,7 @@ __device__ bool has_no_gradient(const TokenInput& in, int64_t i) {
          (in.chosen_sizes == nullptr || in.chosen_sizes[i] == 0);
 }
 
-// A token's temperature, and whether it has a gradient, must be known before all are counted.
+// Runs before tokens are counted: finds each token's temperature and whether it has a gradient.
 __global__ void __launch_bounds__(256)
     screen_kernel(const __grid_constant__ TokenInput in, Tokens t) {
   const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
@@ -411,7 +411,8 @@ __global__ void __launch_bounds__(threads)
   compact<kPlaces>(in, t, b, all.valid, before);
 }
 
-// The first of `valid` compacted tokens, whose places ascend, with a place of at least p.
+// Finds, among `valid` compacted tokens with ascending places, the first with a place of at least
+// p.
 __device__ int first_from(const Tokens& t, int valid, int p) {
   int first = 0;
   for (int count = valid; count > 0;) {
@@ -425,8 +426,8 @@ __device__ int first_from(const Tokens& t, int valid, int p) {
   return first;
 }
 
-// There are as many places as compacted tokens. Place p goes to the token that has it; the j-th
-// place that no token has, to the j-th token whose own place is behind them.
+// There are as many places as compacted tokens. Place p goes to the token whose place it is; the
+// j-th place that is no token's goes to the j-th token whose own place is past the end.
 __global__ void __launch_bounds__(256) arrange_kernel(Tokens from, Tokens to) {
   const int64_t p = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (p >= from.total) return;

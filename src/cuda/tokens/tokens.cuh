@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels read of a token.
+// Device functions that read a token's values.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -21,13 +21,13 @@ __device__ inline TokenKind kind_of_target(const TokenInput& in, int64_t target)
 }
 
 // The target of token i. Without targets every token counts, as if its target were column 0, which
-// token_input does not let be ignored.
+// token_input ensures is not ignore_index.
 __device__ inline int64_t target_of(const TokenInput& in, int64_t i) {
   return present(in.target) ? load_int(in.target, i) : 0;
 }
 
-// Whether the token counts and has no gradient. Without `inactive` [N] all tokens have one or none
-// does.
+// Whether the token, which counts, has no gradient. Without `inactive` [N] all tokens have a
+// gradient or none does.
 __device__ inline bool is_inactive(const TokenInput& in, const uint8_t* inactive, int64_t i) {
   if (inactive != nullptr) return inactive[i] != 0;
   return in.skips_inactive && present(in.grad_loss) && load(in.grad_loss) == 0;
@@ -51,7 +51,7 @@ __device__ inline MapFactors map_of_token(const MapFactors& map, const Tokens& t
   return t.map == nullptr ? map : with_token(map, t.map[t.row[k]]);
 }
 
-// The target's column in the views, or -1 if another shard has it.
+// The target's column in the views, or -1 if it is in another shard.
 __device__ inline int column_of_target(const TokenInput& in, int64_t target) {
   const int64_t column = target - in.start();
   return column >= 0 && column < in.vocab ? static_cast<int>(column) : -1;
@@ -122,7 +122,7 @@ __device__ inline void put_state(const TokenInput& in, const TokenStatistics& ou
 
 __device__ inline float token_loss(const TokenScalars& scalars, int target, float target_weight,
                                    float token_weight, const RowState& s) {
-  // Negative: another shard has the target.
+  // Negative: the target is in another shard.
   const float weight = target < 0 ? 0 : target_weight;
   return row_loss(scalars.constants, s, weight, token_weight);
 }
@@ -132,9 +132,9 @@ __device__ inline float* loss_of(float* losses, const TensorView& loss, int64_t 
   return losses != nullptr ? losses + i : address<float>(loss, i);
 }
 
-// One block makes the sum or mean of the losses of the tokens that count: per thread in token
-// order, then over the threads, in an order of the positions among the valid tokens alone. With
-// kCompacted the losses are in that order too, else by token.
+// One block computes the sum or mean of the losses of tokens that count: per thread in token order,
+// then over the threads, in an order that depends only on the positions among the valid tokens.
+// With kCompacted the losses are in compacted order, else by token.
 template <int kThreads, bool kCompacted>
 __device__ void reduce_losses(Reduction reduction, EmptyMean empty_mean, const Tokens& t,
                               const float* losses, float* loss) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prepares the tokens of a call on the device: which count, their compacted order, what the mean
-// divides by, the factor common to all gradients. The host never learns the number of valid tokens:
-// every kernel that follows reads it from `scalars`. src/cpu/tokens.h has the same quantities.
+// Prepares the tokens of a call on the device: which count, their compacted order, the divisor of
+// the mean, and the factor common to all gradients. The host does not know the number of valid
+// tokens; later kernels read it from `scalars`. src/cpu/tokens.h has the same quantities.
 #pragma once
 
 #include "src/call.h"
@@ -10,7 +10,7 @@
 
 namespace logitless::cuda {
 
-// What an op says of its tokens; views that it does not have are absent.
+// An op's inputs per token; views that the op does not have are absent.
 struct TokenInput {
   TensorView target, token_weight, vocab_weight, normalizer, temperature, fault;
   TensorView grad_loss, grad_lse, grad_target_logit, grad_entropy;
@@ -22,12 +22,12 @@ struct TokenInput {
   bool skips_inactive = false;  // Backward leaves out tokens whose upstream gradients are all 0
   bool makes_maps = false;      // each token has a TokenMap
   const float* chosen_sizes = nullptr;  // [N]  the sum of |gradients| of its chosen columns
-  // A dz of f16 is stored times this, so that small ones keep their bits: the largest usual dz
-  // comes to 64 of 65504.
+  // dz of f16 is stored times this, so that small values keep their bits: the largest usual dz
+  // becomes 64, of 65504.
   float lift = 1;
-  // A dz may be 1 + beyond times as large as the token's weight says.
+  // dz may be 1 + beyond times as large as the token's weight suggests.
   float beyond = 0;
-  // Whether some tokens may have a gradient and others none.
+  // Whether some tokens may have a gradient while others have none.
   constexpr bool screens_gradients() const {
     return skips_inactive && (per_row_upstream || token_weight || statistics_gradients);
   }
@@ -38,28 +38,29 @@ struct TokenInput {
 inline int64_t token_blocks(int64_t tokens) {
   return tokens > one_launch_tokens ? blocks_for(tokens, tokens_per_block) : 1;
 }
-// `inactive` and `maps` as the input asks for them, `places` as the caller does.
+// Which arrays of Tokens are needed: `inactive` and `maps` depend on the input, `places` on the
+// caller.
 struct TokenArrays {
   bool inactive = false, maps = false, places = false;
 };
 Tokens place_tokens(Arena* arena, int64_t tokens, const TokenArrays& arrays);
-// Moves tokens to where kept E has their rows, if that is among the first ones; a token whose row
-// is behind them takes the place of one without a gradient. `from` and `to` share all but the
-// compacted arrays.
+// Moves tokens to the positions of their rows in kept E, if these are among the first ones; a token
+// whose row is past them takes the position of a token without a gradient. `from` and `to` share
+// all arrays except the compacted ones.
 void arrange_tokens(const Tokens& from, const Tokens& to, Stream* stream);
 
-// What the caller gets of each token: its loss (its own, or all reduced in a fixed order) and
+// The caller's outputs per token: the loss (per token, or reduced in a fixed order) and the
 // statistics.
 struct TokenOutputs {
   TensorView loss;
   TokenStatistics statistics;
 };
-// Lists of each token's largest logits, [N, k], or of shards, [P, N k].
+// Top-k lists, [N, k], or the shards' lists, [P, N k].
 struct TopLists {
   TensorView logits, ids;
   explicit operator bool() const { return static_cast<bool>(logits); }
 };
-// top.cu: empty lists for all tokens, and the merge of the shards' lists.
+// top.cu: writes empty lists for all tokens, or merges the shards' lists.
 void clear_lists(const TopLists& lists, Stream* stream);
 void combine_lists(const TokenInput& in, const TopLists& shards, const TopLists& to,
                    Stream* stream);
@@ -69,18 +70,18 @@ inline TokenOutputs token_outputs(const Call& call) {
   return {call.loss, call.statistics()};
 }
 
-// Finds which tokens have no gradient, and makes each token's map, where there are these arrays.
-// prepare_tokens begins with it; a second head has its own maps.
+// Finds which tokens have no gradient, and computes each token's map, if these arrays exist.
+// prepare_tokens calls it first; a second head has its own maps.
 void screen_tokens(const TokenInput& input, const Tokens& tokens, Stream* stream);
 
-// Enqueues the whole preparation: one launch for up to one_launch_tokens, else two. Also checks the
-// targets' range, which may set `fault`, and writes the outputs of tokens that do not count: 0, or
-// NaN for a target outside.
+// Enqueues everything: one launch for up to one_launch_tokens, else two. Also checks the targets'
+// range, which may set `fault`, and writes the outputs of tokens that do not count: 0, or NaN for a
+// target out of range.
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
                     Stream* stream);
 
-// Reduces `losses` [N] to the loss; does nothing if the loss is absent or each token has its own.
-// If `early`, the kernel in front lets it start (early.cuh).
+// Reduces `losses` [N] to the loss; does nothing if the loss is absent or per token. If `early`,
+// the previous kernel allows an early launch (early.cuh).
 void write_loss(const TokenInput& input, const Tokens& tokens, const float* losses,
                 const TensorView& loss, Stream* stream, bool early = false);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists of largest logits for which no logits are needed: empty ones, and those that the shards'
-// lists merge to. Each entry of a shard finds its rank by itself (src/row/top.h).
+// Top-k lists that need no logits: empty lists, and merged lists of shards. Each entry of a shard's
+// list finds its own rank (src/row/top.h).
 #include "src/cuda/tokens/tokens.cuh"
 #include "src/cuda/tokens/top.cuh"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How kernels divide a block of raw logits: a warp takes one row and one segment of 1024 columns, a
-// lane the columns 128 i + 4 lane + {0, 1, 2, 3}. Which thread adds which column depends on the
-// column alone.
+// How kernels divide a block of raw logits: a warp handles one row and one segment of 1024 columns,
+// a lane the columns 128 i + 4 lane + {0, 1, 2, 3}. Which thread adds a column depends only on the
+// column.
 #pragma once
 
 #include "src/cuda/linear/linear.cuh"
@@ -12,7 +12,7 @@ namespace logitless::cuda {
 constexpr int warps_per_block = 8, groups = segment_columns / 128;
 
 struct WarpTile {
-  int row;         // counted in the chunk
+  int row;         // within the chunk
   int64_t column;  // the segment's first column of the vocabulary
   int count;       // columns of the segment in the block
   const float* logits;
@@ -37,7 +37,7 @@ inline dim3 grid_of(const Block& block) {
   return {blocks_for(block.rows, warps_per_block), blocks_for(block.columns, segment_columns), 1};
 }
 
-// Loads four raw logits of the tile from `j` on; columns behind the last become -inf.
+// Loads four raw logits of the tile from `j` on; those after the last column become -inf.
 __device__ inline void load_raw(const WarpTile& tile, int j, float z[4]) {
   if (j + 3 < tile.count) {
     const float4 raw = *reinterpret_cast<const float4*>(tile.logits + j);
@@ -63,7 +63,7 @@ __device__ void load_four(const LinearCall& call, const MapFactors& map, const W
   if constexpr (!kPlain) map_four(call, map, tile, j, z);
 }
 
-// Stores four neighbours of a row of a panel; `to` is aligned to four elements.
+// Stores four consecutive elements of a panel's row; `to` is aligned to four elements.
 template <class T>
 __device__ void store_four(const float x[4], int count, T* to) {
   if (count >= 4) {
@@ -83,7 +83,7 @@ __device__ void store_four(const float x[4], int count, T* to) {
   }
 }
 
-// store_four for codes of E, from its logs.
+// store_four for codes of E, from the log2 of E.
 __device__ inline void store_codes(const float log2_e[4], int count, __half* to) {
   const uint32_t codes[2] = {encode_logs(log2_e[0], log2_e[1]), encode_logs(log2_e[2], log2_e[3])};
   if (count >= 4) {

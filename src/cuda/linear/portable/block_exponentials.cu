@@ -3,8 +3,8 @@
 // softcap's slope in the input's dtype, 0 at the target; for f16 inputs codes of E (numbers.cuh).
 // Reads the block, which is in L2, once.
 //   m = max_{j != t} z_j   s = sum_{j != t} exp(z_j - m)   E_j = exp(z_j - m) exp(m - z_t)
-// The target's z is the gather's, added when the row is finished, so that a single class has a loss
-// of exactly 0.
+// The target's z comes from gather.cu and is added when the row is finished, so that a single class
+// has a loss of exactly 0.
 #include <algorithm>
 #include <type_traits>
 
@@ -17,8 +17,8 @@ namespace {
 
 struct NoPanel {};
 
-// The sum of a segment's exponentials above the target's logit. Few calls ask for it: it reads the
-// logits once more, and so takes no register from the other sums.
+// The sum of a segment's exponentials above the target's logit. Few calls need it: it reads the
+// logits once more, so that it takes no register from the other sums.
 __device__ inline float sum_above(const LinearCall& call, const Chunk& chunk, const WarpTile& tile,
                                   int64_t target, float anchor, float maximum) {
   const MapFactors map = map_of_token(call.map, chunk.tokens, chunk.first + tile.row);
@@ -47,15 +47,15 @@ struct BlockRows {
 struct MappedRows : BlockRows {
   LinearCall call;
 };
-// Calls whose logits are mapped, or that ask for rare sums, have more parameters.
+// Calls with mapped logits or rare sums have more kernel parameters.
 template <bool kMapped>
 using RowsArguments = std::conditional_t<kMapped, MappedRows, BlockRows>;
 
-// A tile's logits, and what else the warp needs of the row, loaded before the tile's turn.
+// A tile's logits, and the row's values, loaded ahead of the tile's turn.
 struct Fetched {
   WarpTile tile;
   float z[groups][4];
-  int64_t target;  // counted in the tile
+  int64_t target;  // within the tile
   float anchor;
   bool valid;
 };
@@ -106,12 +106,12 @@ __device__ void process(const RowsArguments<kMapped>& a, Fetched& f) {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      maximum = fmaxf(maximum, f.z[g][i]);  // fmaxf drops a NaN, which the sum keeps
+      maximum = fmaxf(maximum, f.z[g][i]);  // fmaxf drops NaN, which the sum keeps
     }
   }
   maximum = warp_max(maximum);
 
-  // A whole segment of -inf adds 0; -inf - -inf would make it NaN.
+  // A segment of -inf alone adds 0; -inf - -inf would be NaN.
   const float reference = maximum == -infinity() ? 0.0f : maximum;
   const bool stores = kStores && tile.column < a.panel.first + a.panel.columns;
   const float lift = kStores && !kCodes ? exp_any(maximum - f.anchor) : 0.0f;
@@ -189,7 +189,7 @@ __device__ void process(const RowsArguments<kMapped>& a, Fetched& f) {
   }
 }
 
-// A row that does not count becomes zeros, because the products read it too.
+// A row that does not count becomes zeros, because products read it too.
 template <class E, bool kMapped>
 __device__ void clear(const RowsArguments<kMapped>& a, const Fetched& f) {
   if constexpr (!std::is_same_v<E, NoPanel>) {
@@ -201,7 +201,7 @@ __device__ void clear(const RowsArguments<kMapped>& a, const Fetched& f) {
   }
 }
 
-// Blocks take tiles in turn: the logits of a warp's next tile arrive while it works on this one.
+// Blocks take tiles in turn: a warp loads its next tile's logits while it works on this one.
 template <class E, Sums kSums, bool kMapped>
 __global__ void __launch_bounds__(256, 2)
     exponentials_kernel(const __grid_constant__ RowsArguments<kMapped> a) {

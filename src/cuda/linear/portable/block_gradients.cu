@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a block of raw logits, with the lse known: dz times the map's slope in the input's dtype. At
-// the target 1 - p_t is from expm1.
+// From a block of raw logits and the known lse: dz times the map's slope in the input's dtype. At
+// the target 1 - p_t is computed by expm1.
 //   draw_j = slope_j (P p_j - s c_j - o [j = t] - h p_j (log p_j + H))
 //   log p_j = (z_j - m) - log s
 #include "src/cuda/linear/portable/block.cuh"
@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(256)
       for (int i = 0; i < 4; ++i) {
         const bool is_target = j + i == target;
         if (is_target) z[i] = target_logit[tile.row];
-        // Two products round z differently, so that log p may come out above 0, at |z| of 1e20 by
-        // any amount.
+        // Two products round z differently, so log p may come out above 0; at |z| of 1e20 by any
+        // amount.
         float log_p = (z[i] - g.reference) - g.log_sum;
         log_p = log_p > 0 ? 0.0f : log_p;
         const float p = exp_any(log_p);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Merges a block of raw logits into its rows' lists of the k largest ("Top-k" of
-// docs/semantics.md), which are in the outputs from one block to the next. A block of threads takes
-// one row: logits above the list's last entry become candidates behind the list; when no more fit,
-// and at the end, both are sorted and the first k stay.
-//   key = the bits of z, in order, then those of ~column, so that the greater key comes first
-// No two keys are equal, so the list depends on the logits alone, in whatever order threads find
-// candidates.
+// docs/semantics.md), which stay in the outputs between blocks of logits. A thread block handles
+// one row: logits above the list's last entry become candidates, appended to the list; when no more
+// fit, and at the end, all are sorted and the first k stay.
+//   key = the bits of z, as an ordered integer, then those of ~column; greater keys come first
+// No two keys are equal, so the list depends on the logits alone, not on the order in which threads
+// find candidates.
 #include "src/cuda/linear/portable/block.cuh"
 #include "src/cuda/linear/portable/kernels.h"
 #include "src/cuda/tokens/top.cuh"
@@ -14,11 +14,11 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int threads = 256, columns_per_step = 4 * threads;
-constexpr int steps = 4;         // steps whose columns a thread loads before it looks at them
+constexpr int steps = 4;         // steps whose columns a thread loads at once
 constexpr int most_keys = 2048;  // of a list and its candidates
 static_assert(most_listed + columns_per_step <= most_keys);
 
-// No column has the key 0, which is less than any other.
+// No column has the key 0, which is smaller than all others.
 __device__ uint64_t key_of(float z, int column) {
   const uint32_t bits = __float_as_uint(z + 0.0f);  // -0 becomes 0
   const uint32_t ordered = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
@@ -30,7 +30,7 @@ __device__ float logit_of(uint64_t key) {
 }
 __device__ int column_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
 
-// Sorts `count` keys, the greatest first; there is room for the next power of two. All threads call
+// Sorts `count` keys in descending order; there is room for the next power of two. All threads call
 // it; it begins and ends with a barrier.
 __device__ void sort(uint64_t* keys, int count) {
   int whole = 2;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(threads)
     if (isnan(entry.logit)) has_nan = 1;
   }
   __syncthreads();
-  if (has_nan != 0) return;  // an earlier block has written that there is no order
+  if (has_nan != 0) return;  // an earlier block has marked the list as unordered
 
   const WarpTile tile{row, block.column, static_cast<int>(block.columns),
                       block.logits + blockIdx.x * block.pitch};
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         if (j + n >= tile.count) continue;
-        if (j + n == target) z[step][n] = target_logit[row];  // the logit that the loss is made of
+        if (j + n == target) z[step][n] = target_logit[row];  // the same bits as in the loss
         if (isnan(z[step][n])) has_nan = 1;
         const uint64_t key = key_of(z[step][n], static_cast<int>(block.column) + j + n);
         if (key <= last) continue;

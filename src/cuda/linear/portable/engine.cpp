@@ -8,11 +8,11 @@
 namespace logitless::cuda {
 namespace {
 
-// KeptRow::layout of a panel of rows with all columns, and some rows behind them
+// KeptRow::layout of a panel of rows with all columns, followed by some padding rows
 constexpr float kept_in_rows = 12;
 
-// Columns of E that the caller's memory has room for, with the rows behind the tokens' that
-// products read: all columns, or whole segments.
+// Columns of E that the caller's memory has room for, including the rows that products read after
+// the tokens': all columns, or whole segments.
 int64_t columns_in_rows(const Call& op, const LinearShape& s) {
   const int64_t columns = kept_columns(op), rows = s.tokens + rows_behind(s);
   const int64_t elements = kept_rows_of(s.tokens) * round_up(columns, kept_block);
@@ -26,7 +26,7 @@ void PortableEngine::describe(const Call& op, LinearCall* call, const DeviceInfo
   LinearShape& s = call->shape;
   call->kept.layout = kept_in_rows;
   s.kernels.takes_eights = true;
-  // Under a softcap every element of the smoothing's term has its own slope, so E does not serve.
+  // With a softcap every element of the smoothing's term has its own slope, so E cannot be used.
   if (s.smoothing && call->map.capped) {
     s.kernels.kept = Origin::again_dz;
     return;
@@ -52,7 +52,7 @@ DeviceSpeed PortableEngine::speed(const DeviceInfo& device) const {
   DeviceSpeed speed;
   speed.multiprocessors = device.multiprocessors;
   const double share = device.multiprocessors / 132.0;
-  if (device.major != 9) {  // assumed, not measured: half of an H200's speed a multiprocessor
+  if (device.major != 9) {  // assumed: half of an H200's speed per multiprocessor
     speed.products *= share / 2;
     speed.memory *= share / 2;
   }

@@ -31,8 +31,8 @@ class PortableEngine final : public Engine {
 };
 
 // The time of a matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
-// multiprocessors, or the time to move its operands and result. With `sums` the result is f32 and
-// read too. cuBLASLt splits the depth, where it may, if a tenth of the multiprocessors would idle.
+// multiprocessors, or the time to move operands and result. If `sums`, the result is f32 and read
+// too. If `may_split`, cuBLASLt splits the depth when a tenth of the multiprocessors would idle.
 double product_time(const LinearShape& shape, const DeviceSpeed& speed, int64_t rows,
                     int64_t columns, int64_t depth, bool sums, bool may_split = false);
 
@@ -40,14 +40,13 @@ double product_time(const LinearShape& shape, const DeviceSpeed& speed, int64_t 
 inline int64_t block_bytes(const LinearPlan& p) {
   return p.block_rows * p.block_columns * static_cast<int64_t>(sizeof(float));
 }
-// Whether the block of logits, idle while grad_input is made, serves for the parts of a split
-// depth: only if it is larger than the library's own memory.
+// Whether the block of logits, unused while grad_input is computed, holds the parts of a split
+// depth: only if it is larger than cuBLASLt's workspace.
 inline bool lends_block(const LinearShape& s, const LinearPlan& p) {
   return s.on_cuda_cores && block_bytes(p) > matrix_library_bytes;
 }
 
-// Rows that follow the tokens' rows of kept E: the smoothing's two, and zeros up to a multiple of
-// 8.
+// Rows after the tokens' rows of kept E: two for the smoothing, and zeros up to a multiple of 8.
 inline int64_t rows_behind(const LinearShape& s) {
   return round_up(s.tokens + (s.smoothing ? 2 : 0), 8) - s.tokens;
 }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows and columns behind a panel's that products read.
+// Writes the padding rows and columns after a panel's own, which products read too.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/portable/kernels.h"
 
 namespace logitless::cuda {
 namespace {
 
-// Writes the columns of E for these rows: c_j twice if the smoothing's term is made apart, else
-// zeros.
+// Writes the columns of E for these rows: c_j twice if the smoothing's term is computed separately,
+// else zeros.
 template <class E>
 __global__ void __launch_bounds__(256)
     extra_rows_kernel(LinearCall call, int32_t row, int32_t count, bool smooths, Panel panel) {
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(256)
   for (int r = 0; r < count; ++r) to[r * panel.pitch] = from_f32<E>(r < 2 ? c : 0.0f);
 }
 
-// Writes zeros behind the last columns of the vocabulary, up to a multiple of 8.
+// Writes zeros after the last columns of the vocabulary, up to a multiple of 8.
 template <class E>
 __global__ void __launch_bounds__(256) extra_columns_kernel(int32_t rows, Panel panel) {
   const int64_t row = int64_t{blockIdx.x} * 256 + threadIdx.x;

@@ -6,8 +6,8 @@
 
 namespace logitless::cuda {
 
-// block_exponentials.cu: partial sums (if wanted) and E (if there is a panel). May start early if
-// exponentials_start_early (early.cuh).
+// block_exponentials.cu: partial sums (if wanted) and E (if there is a panel). May be launched
+// early if exponentials_start_early (early.cuh).
 bool exponentials_start_early(const DeviceInfo& device, Stream* stream);
 void exponentials(const LinearWork& work, const Block& block, bool partial_sums, const Panel& panel,
                   bool early);
@@ -16,8 +16,8 @@ void list_block(const LinearWork& work, const Block& block);
 // block_gradients.cu: dz times the map's slope, from finished states.
 void block_gradients(const LinearWork& work, const Block& block, const Panel& panel);
 
-// extra_rows.cu: behind the panel's rows the class weights for the smoothing's term of E, and
-// zeros; behind its columns zeros up to a multiple of 8.
+// extra_rows.cu: after the panel's rows, the class weights for the smoothing's term of E, and
+// zeros; after its columns, zeros up to a multiple of 8.
 void write_extra_rows(const LinearWork& work, const Panel& panel);
 
 }  // namespace logitless::cuda

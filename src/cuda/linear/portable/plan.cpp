@@ -11,25 +11,25 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int64_t least_chunk = 128;
-// Room behind a chunk's rows: two for the smoothing's own term, and zeros up to the next multiple
-// of 8.
+// The most rows after a chunk's rows: two for the smoothing's term, and zeros up to the next
+// multiple of 8.
 constexpr int64_t extra_rows = 16;
-// Bounds of a block of logits, in bytes. Larger blocks save launches that wait for each other, 6 us
-// a pair; much smaller ones would stay in the L2 cache, which saves less than their launches take
+// Bounds of a block of logits, in bytes. Larger blocks save pairs of dependent launches, 6 us each.
+// Much smaller ones would stay in the L2 cache, which saves less time than their launches take
 // (docs/experiments/2026-11-portable-blocks.md).
 constexpr int64_t most_block = int64_t{128} << 20, least_block = int64_t{1} << 20;
 
 // Whether the depth of grad_input's product of `rows` rows can be split: the block of logits must
-// hold the parts' sums, each of a result's size. Where logits are made too, their pass decides the
-// size of the block.
+// hold the parts' sums, each as large as the result. If logits are computed too, their pass decides
+// the size of the block.
 bool has_room_for_parts(const LinearShape& s, const LinearPlan& p, int64_t rows) {
   const bool whole = p.stored_columns == s.vocab || s.kernels.kept == Origin::dz_in_panels;
   return s.kept_columns == s.vocab && whole && lends_block(s, p) &&
          rows * p.hidden_pitch <= p.block_rows * p.block_columns;
 }
 
-// The time of the product that makes the logits of `rows` tokens and `columns`, and of the pass
-// over them.
+// The time of the product that computes the logits of `rows` tokens and `columns` columns, and of
+// the pass over them.
 double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
                  int64_t columns, bool stores) {
   const double element = static_cast<double>(size_of(s.dtype));
@@ -46,7 +46,7 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   });
 }
 
-// Settles the rest of a plan except its time.
+// Completes a plan, except for its time.
 LinearPlan finish(const LinearShape& s, LinearPlan p) {
   settle(s, &p);
   p.bytes = bytes_of(PortableEngine(), s, p);
@@ -70,8 +70,8 @@ LinearPlan chunked(const LinearShape& s, int64_t most) {
   return p;
 }
 
-// Considers the plans of a chunk and block in which columns are made again, by the width of their
-// panels.
+// Considers the plans of this chunk and block in which columns are computed again, by the width of
+// their panels.
 template <class F>
 void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider) {
   for (const int64_t width : panel_widths) {
@@ -91,7 +91,7 @@ void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider
 }
 
 // Considers the plans with E of all tokens in the caller's memory, for products of a single chunk,
-// or written there a chunk at a time.
+// or written a chunk at a time.
 void each_of_kept(const LinearShape& s, LinearPlan p,
                   const std::function<void(const LinearPlan&)>& consider) {
   add_rows(rows_behind(s), &p);

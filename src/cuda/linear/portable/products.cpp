@@ -32,8 +32,8 @@ void HeadProducts::logits(const Logits& block) const {
   p.most_columns = block.most_columns;
   const int64_t tail = work_.call.shape.on_cuda_cores ? 0 : p.columns % 8;
   if (tail > 0 && p.columns > 8) {
-    // Tensor cores have only slow kernels for such a number of columns: the last 8 are a product of
-    // their own, and some columns are made twice.
+    // Tensor cores have only slow kernels for such a number of columns: the last 8 columns are
+    // another product, and some columns are computed twice.
     Product last = p;
     last.columns = 8;
     last.b.data = weight_rows(work_.call, work_.plan, work_.m, block.column + p.columns - 8).data;
@@ -44,8 +44,8 @@ void HeadProducts::logits(const Logits& block) const {
   multiply(&p, one(), false);
 }
 
-// The last columns of a vocabulary that is no multiple of 8 are a product of their own, padded with
-// zeros: a depth of 50257 takes cuBLASLt's kernels a hundred times as long.
+// If the vocabulary is no multiple of 8, its last columns are another product, padded with zeros:
+// with a depth of 50257, cuBLASLt's kernels are a hundred times slower.
 void HeadProducts::grad_input(const Panel& panel, int64_t row, int64_t rows, float* sums,
                               bool add) const {
   const int64_t element = size_of(work_.call.shape.dtype);
@@ -76,15 +76,15 @@ void HeadProducts::grad_input(const Panel& panel, int64_t row, int64_t rows, flo
   multiply(&p, one(), add);
 }
 
-// If the vocabulary is no multiple of 8, the last rows of 16 bits or TF32 go through a sum of 8:
-// tensor cores read whole 16 bytes. On the CUDA cores such 8 rows would take 2 % of the call.
+// If the vocabulary is no multiple of 8, the last rows of 16 bits or TF32 go through a sum of 8
+// rows: tensor cores read whole 16 bytes. On the CUDA cores such 8 rows would take 2 % of the call.
 void HeadProducts::grad_weight(const Panel& panel, const char* factor_rows, bool adds) const {
   const int64_t tail = work_.call.shape.on_cuda_cores ? 0 : panel.columns % 8;
   const int64_t pitch = work_.plan.hidden_pitch;
   Product p;
   p.in = work_.call.shape.dtype;
   p.rows = panel.columns - tail;
-  // A multiple of 8, since zeros are behind the rows of both operands.
+  // A multiple of 8, since zeros follow the rows of both operands.
   p.depth = (work_.chunk.rows + (work_.m.smoothed_row != nullptr ? 2 : 0) + 7) / 8 * 8;
   p.columns = pitch;
   p.a = {panel.data, 1, panel.pitch};

@@ -10,8 +10,9 @@ class HeadProducts {
  public:
   explicit HeadProducts(const LinearWork& work) : work_(work) {}
 
-  // Raw logits of rows [row, row + rows) of the chunk and columns [column, column + columns),
-  // written to `to`, `pitch` apart. The largest product of the call has most_rows and most_columns.
+  // Raw logits of the chunk's rows [row, row + rows) and columns [column, column + columns),
+  // written to `to` with rows `pitch` apart. The largest product of the call has most_rows and
+  // most_columns.
   struct Logits {
     int64_t row = 0, rows = 0, column = 0, columns = 0;
     int64_t most_rows = 0, most_columns = 0;
@@ -22,15 +23,15 @@ class HeadProducts {
 
   // sums [rows, hidden_pitch] (+)= panel rows . weight rows.
   void grad_input(const Panel& panel, int64_t row, int64_t rows, float* sums, bool add) const;
-  // Makes rows of grad_weight from panel columns and `factor_rows`: the input times v for E, the
+  // Computes rows of grad_weight from panel columns and `factor_rows`: the input times v for E, the
   // input for dz.
   void grad_weight(const Panel& panel, const char* factor_rows, bool adds) const;
 
  private:
   const float* zero() const { return &work_.m.tokens.scalars->zero; }
   const float* one() const { return &work_.m.tokens.scalars->one; }
-  // The depth of the logits product and the columns of the others, including the zeros behind D
-  // where both operands have them.
+  // The depth of the logits product and the columns of the others, including zeros after D if both
+  // operands have them.
   int64_t depth() const;
   void multiply(Product* p, const float* alpha, bool add) const;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the linear ops on every GPU: cuBLASLt's products, and between them a pass over one block of
+// Runs the linear ops on every GPU: cuBLASLt's products, and between them kernels over one block of
 // f32 logits at a time.
 #include "src/cuda/linear/portable/engine.h"
 
@@ -21,7 +21,7 @@ class PortableRun final : public LinearRun {
     if (at.columns == 0) return {};
     if (at.kept) {
       const int64_t columns = work_.call.kept.columns, pitch = stored_pitch(columns);
-      // The caller's panel has rows of all tokens, the chunk's among them.
+      // The caller's panel has rows of all tokens, including the chunk's.
       const int64_t before = work_.chunk.first * pitch * size_of(work_.call.shape.dtype);
       return {work_.call.kept.data + before, pitch, 0, columns, false};
     }

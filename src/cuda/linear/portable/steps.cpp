@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of a plan on every GPU: E of the kept columns, in the workspace; of the others E is
-// made again, or dz if nothing is kept.
+// The steps of a plan on every GPU: E of the kept columns, in the workspace; E of the others is
+// computed again, or dz if nothing is kept.
 #include "src/cuda/linear/steps.h"
 
 #include "src/cuda/linear/portable/engine.h"
@@ -35,7 +35,7 @@ class PortableSteps final : public CallSteps {
     write_grad_input({0, tokens_.count}, others_);
   }
 
-  // Makes the gradients of columns that are not kept, a panel at a time, all in the same way.
+  // The gradients of columns that are not kept, a panel at a time.
   void other_gradients(const Range& others) {
     repeat_pieces(visitor_, others.count, p_.remade_columns, [&](const Range& columns) {
       PanelPlace panel{.first = others.first + columns.first, .columns = columns.count};

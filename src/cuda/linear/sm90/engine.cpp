@@ -6,10 +6,10 @@
 namespace logitless::cuda::sm90 {
 namespace {
 
-// Whether E gives softcapped logits well enough: z = z_target + log E is known to half of an ulp of
-// E, 2^-8, which is little beside the softcap, whose square is the slope's unit. Two capped logits
-// are up to 2 cap nats apart, and the target's probability is at least e^(-2 cap) / V; both must be
-// normal numbers.
+// Whether softcapped logits can be computed from E: z = z_target + log E is known to 2^-8, half an
+// ulp of E, which is small relative to the softcap, in units of which the slope is computed. Two
+// capped logits are up to 2 cap nats apart, and the target's probability is at least e^(-2 cap) /
+// V; both must be normal numbers.
 bool e_tells_slope(const MapFactors& map, int64_t vocab) {
   const double cap = std::fabs(map.outward);
   return cap >= 15 && std::exp2(-124.0) * static_cast<double>(vocab) * std::exp(2 * cap) < 1;
@@ -29,7 +29,7 @@ bool HopperEngine::serves(const Call& op, const LinearShape& s) const {
 
 bool HopperEngine::forms_in_place(const LinearCall& call) const {
   const LinearShape& s = call.shape;
-  // The kernel that keeps what form_dz reads has no room for these.
+  // Maps per row, squares, and counts above the target leave no registers for what form_dz needs.
   const bool more = s.maps || s.sums.has(SumKind::squares | SumKind::above);
   return !more && e_tells_slope(call.map, s.vocab);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hopper's engine: its own kernels multiply and form the sums, E and dz in one (forward.cuh), and
-// make the gradients' products (product.cuh).
+// Hopper's engine. One kernel multiplies and computes sums, E or dz from the logits (forward.cuh);
+// another computes the gradients' products (product.cuh).
 #pragma once
 
 #include "src/cuda/linear/sm90/tile.h"
@@ -52,7 +52,7 @@ class HopperEngine final : public tiled::TiledEngine {
 
 // Whether this build has code of sm_90a (cmake/cuda.cmake); without it these kernels are empty.
 bool has_code();
-// The distance between rows of the weight; arbitrary for a single row.
+// The distance between rows of the weight; any value for a single row.
 inline int64_t weight_stride(const LinearCall& call, const LinearPlan& plan) {
   if (call.shape.copies_weight) return plan.hidden_pitch;
   return call.shape.vocab == 1 ? call.shape.hidden : call.weight.stride[0];

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// grad_weight [columns, D] = panel^T . input of few tokens on Hopper: more a write of V D than a
-// product. A tile is a few steps deep, too few for product.cuh to hide its stores under products,
-// and stores from registers reach half of memory's speed. Here a tile goes through shared memory,
-// 64 rows of a warpgroup at a time, and the copy engine stores it under the next products. Three
-// stages of the ring hold operands, the fourth one's memory the boxes. The sums are those of
-// product.cuh, to the bit.
+// grad_weight [columns, D] = panel^T . input of few tokens on Hopper. Time is mostly spent on
+// writing V D elements. A tile has few steps of depth, too few for product.cuh to hide its stores
+// under products, and stores from registers reach half of the memory's speed. Here a tile goes
+// through shared memory, 64 rows of a warpgroup at a time, and TMA stores it during the next
+// products. Three stages of the ring hold operands, the fourth stage's memory the boxes. Sums have
+// the bits of product.cuh.
 #pragma once
 
 #include "src/cuda/linear/sm90/product.cuh"
@@ -14,7 +14,7 @@ namespace logitless::cuda::sm90 {
 constexpr int few_stages = stages - 1, half_boxes = tile_columns / 64;
 static_assert(2 * half_boxes * box_bytes <= stage_bytes);
 
-// Writes 64 rows of a warpgroup's sums to the three boxes from `boxes` on.
+// Writes 64 rows of a warpgroup's sums to the three boxes starting at `boxes`.
 template <class T>
 __device__ __forceinline__ void write_boxes(const float (&d)[96], float scale,
                                             const uint8_t* boxes) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_few(const CUtensorMap* out, const Produ
   const uint8_t* boxes = pipeline.left(few_stages) + (warpgroup - 1) * half_boxes * box_bytes;
   // Writes 64 rows of the tile, from `row` on.
   const auto write = [&](const float(&d)[96], int row, int column) {
-    if (stores) stores_wait();  // the boxes of the rows before have been read
+    if (stores) stores_wait();  // until the previous rows' boxes have been read
     group_sync(warpgroup);
     write_boxes<T>(d, scale, boxes);
     fence_copies();
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(block_threads, 1)
     more_registers<232>();
     multiply_few<T>(&out, a, work, a.team.number(), pipeline, warpgroup);
   }
-  cluster_sync();  // no block may end while another may signal it
+  cluster_sync();  // a block must not exit while another may signal it
 #endif
 }
 

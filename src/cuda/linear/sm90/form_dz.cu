@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// With both a softcap and smoothing, dz is no sum of something stored times a row's factor: in the
-// smoothing's term -s c_j every element has its own slope of the softcap, 1 - (z_j / cap)^2. E
-// gives both:
+// With both a softcap and smoothing, dz is not E times a factor of the row: in the smoothing's term
+// -s c_j every element has its own slope of the softcap, 1 - (z_j / cap)^2. Both can be computed
+// from E:
 //   z_j = z_t + log E_j    p_j = p_t E_j    dz_j = (P p_j - s c_j) (1 - (z_j / cap)^2)
-// and near the cap the distance to it is kept instead (near_cap.cuh). This costs one read and one
+// Near the cap, the distance to it is kept instead (near_cap.cuh). This costs one read and one
 // write, and saves a fourth product.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/sm90/engine.h"
@@ -20,13 +20,13 @@ struct Terms {
   RowGradient gradient;
   float target_logit, target_p, target_gradient;
   int64_t target;
-  // dz without the softcap's slope, of a column that is not the target.
+  // dz without the softcap's slope, for a column that is not the target.
   __device__ float smoothed(float p, float c) const {
     return dz_of<Fused>(gradient.probability * p, true, gradient.smoothing, c, false, 0.0f, 0.0f);
   }
 };
 
-// Forms eight columns in the usual case.
+// Computes eight columns in the usual case.
 __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
                                    const float* class_weights, const uint4& kept) {
   // In units of the cap.
@@ -55,8 +55,8 @@ __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Forms eight columns of which some are near the cap, the target or behind the last column; `left`
-// of them exist. In a loop over words, so that there is one copy of the code.
+// Computes eight columns, some of which are near the cap, the target's, or after the last column;
+// `left` of them exist. Loops over words, so that there is one copy of the code.
 __device__ inline uint4 form_rare(const MapFactors& map, const Terms& t, const float* class_weights,
                                   int64_t target, int64_t left, uint4 kept) {
 #pragma unroll 1
@@ -82,7 +82,7 @@ __device__ inline uint4 form_rare(const MapFactors& map, const Terms& t, const f
   return kept;
 }
 
-// Forms a row's eight columns from `j` on.
+// Computes a row's eight columns from `j` on.
 __device__ inline uint4 form_eight(const MapFactors& map, const Terms& t,
                                    const float* class_weights, const Panel& panel, int64_t row,
                                    int64_t j, const uint4& kept) {
@@ -95,9 +95,9 @@ __device__ inline uint4 form_eight(const MapFactors& map, const Terms& t,
   return *reinterpret_cast<uint4*>(panel_element<E>(panel, row, j)) = dz;
 }
 
-// A block takes a slab of rows, 32 at a time of 8 threads with 16 bytes each, and several blocks of
-// 64 columns in turn, so that a row's numbers are loaded once. With kSums it also sums the columns
-// of what was written over the slab, in the order of bias_slabs_kernel.
+// A block handles a slab of rows, 32 at a time with 8 threads each and 16 bytes per thread, and
+// several blocks of 64 columns in turn, so that a row's coefficients are loaded once. If kSums, it
+// also sums the written columns over the slab, in the order of bias_slabs_kernel.
 template <bool kSums>
 __global__ void __launch_bounds__(256)
     form_dz_kernel(const __grid_constant__ MapFactors map, Chunk chunk, const float* target_logit,

@@ -22,14 +22,14 @@ struct Operands {
   CUtensorMap input, weight;
 };
 
-// Rows of the input that are copied for a block's tile. With few tokens the plain kernel copies
-// only those that exist, in groups of eight: the copy engine takes as long for rows that do not.
+// Rows of the input copied for a block's tile. With few tokens the plain kernel copies only those
+// that exist, in groups of eight: TMA takes as long for rows that do not exist.
 int32_t copied_rows(const LinearShape& s, const LinearPlan& plan) {
   const bool few = s.kernels.plain && works_apart(plan);
   return few ? static_cast<int32_t>(plan.token_chunk) : rows_of_tile(plan);
 }
 
-// The caller's own input, or null where the products do not read it.
+// The caller's own input, or null if the products do not read it.
 InputRows input_rows(const LinearCall& call, const LinearPlan& plan) {
   const LinearShape& s = call.shape;
   if (!s.kernels.reads_input) return {};
@@ -52,7 +52,7 @@ CUtensorMap compacted_map(const LinearWork& work) {
 Operands make_operands(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const LinearShape& s = call.shape;
-  // If every token counts, compacted token k is token k, and the caller's rows serve.
+  // If every token counts, compacted token k is token k, and products read the caller's rows.
   const CUtensorMap input = s.kernels.reads_input
                                 ? own_map(input_rows(call, plan), s.dtype, chunk.first, chunk.rows,
                                           copied_rows(s, plan), stream)
@@ -60,7 +60,7 @@ Operands make_operands(const LinearWork& work) {
   return {input, weight_map(work)};
 }
 
-// The map of kept E begins with the chunk's first row.
+// The map of kept E starts at the chunk's first row.
 CUtensorMap panel_map_of(const LinearWork& work, const Arguments& arguments, int lines) {
   const Panel& panel = arguments.panel;
   const bool is_kept = work.call.shape.kept_columns > 0;
@@ -79,7 +79,7 @@ void launch_set(const LinearWork& work, const Arguments& arguments) {
                         operands.input, operands.weight, panel_map, arguments);
 }
 
-// Chooses the kernel for one option alone, if it has one.
+// Chooses the kernel for a single option, if there is one.
 template <Mode kMode>
 Set choose_set(const Arguments& a) {
   const TileOptions& o = a.options;
@@ -106,11 +106,11 @@ void launch_options(const LinearWork& work, const Arguments& arguments) {
   if constexpr (kMode == Mode::sums_kept) {
     launch_with(std::integral_constant<Set, any_capped>{});
   } else if constexpr (std::is_same_v<T, __half>) {
-    // f16 has no kernels for one option alone.
+    // f16 has no kernels for single options.
     const Partials& p = arguments.partials;
     const bool maps = arguments.options.row_map != nullptr;
     const bool more = maps || (kMode != Mode::dz && (p.squared != nullptr || p.above != nullptr));
-    if constexpr (kMode != Mode::sums_e) {  // f16 keeps no E under a softcap
+    if constexpr (kMode != Mode::sums_e) {  // f16 keeps no E with a softcap
       if (arguments.options.map.capped) {
         if (more) return launch_with(std::integral_constant<Set, more_capped>{});
         return launch_with(std::integral_constant<Set, any_capped>{});
@@ -143,13 +143,13 @@ void launch_options(const LinearWork& work, const Arguments& arguments) {
 template <class T, Mode kMode>
 void launch_plain(const LinearWork& work, Arguments arguments) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  // Zeros are behind D, so that more steps change nothing.
+  // Zeros follow D, so that extra steps change nothing.
   arguments.depth_tiles = std::max(arguments.depth_tiles, 2 * split_steps<kMode>);
   const Operands operands = make_operands(work);
   const InputRows own = input_rows(call, plan);
   CUtensorMap panel_map{};
   if constexpr (kMode == Mode::sums) {
-    // The kernel reads this map if some tokens do not count.
+    // The kernel uses this map if some tokens do not count.
     if (own.copied) {
       panel_map = compacted_map(work);
     } else if (own.data != nullptr) {
@@ -181,14 +181,15 @@ Partials from_segment(Partials p, int64_t segment) {
   return p;
 }
 
-// A sum's error grows with the distance of its anchor, its bound (docs/semantics.md) with log2 of
-// the vocabulary V. The limit is 2 (3 + log2 V) nats; only the shape decides it, so that no plan
-// changes a bit. Below 2^90 a row's sum over 2^31 columns is still finite.
+// The error of a sum grows with the distance of its anchor from the maximum, its bound
+// (docs/semantics.md) with log2 of the vocabulary V. The limit is 2 (3 + log2 V) nats; it depends
+// only on the shape, so that no plan changes a bit. Below 2^90 a row's sum over 2^31 columns is
+// still finite.
 float most_distance(int64_t vocab) {
   return std::min(90.0f, 2.885f * (3 + std::log2(static_cast<float>(vocab))));
 }
 
-// Low, because sum e^(z - m) (z - m) is the difference of two sums that grow with the distance.
+// Small, because sum e^(z - m) (z - m) is the difference of two sums that grow with the distance.
 constexpr float most_shifted_distance = 12;
 // Squares have twice the exponents, which halves the distance.
 constexpr float most_squared_distance = 40;
@@ -199,7 +200,7 @@ float distance_of(const LinearCall& call, const Partials& partials) {
   return partials.squared != nullptr ? std::min(most, most_squared_distance) : most;
 }
 
-// The part of the map that all rows share, where each has its own.
+// The part of the map that all rows share, if each row has its own map.
 MapFactors map_of_all(const LinearCall& call) {
   if (!call.in.makes_maps) return call.map;
   if (!call.map.capped) return {};
@@ -229,8 +230,8 @@ TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
     factor *= half * half;
     *to++ = static_cast<float>(factor * term);
   }
-  // The short polynomial is switched off if one of its factors is not normal in f32; the long one
-  // has no such factors.
+  // The short polynomial is disabled if one of its coefficients is not a normal f32 number; the
+  // long one has no such coefficients.
   if (!std::ranges::all_of(o.terms, [](float x) { return std::isnormal(x); })) o.small = -1;
   return o;
 }
@@ -267,9 +268,9 @@ void sum_once_more(const LinearWork& work, Arguments arguments) {
   launch_options<__nv_bfloat16, Mode::sums>(work, arguments);
 }
 
-// Two sums cannot be made beside another one (the exponentials above the target beside the squares,
-// the logits beside the class-weighted sum), so the forward runs once more where both are asked
-// for. Returns what is left to be made.
+// The kernel has no room for some pairs of sums (exponentials above the target together with
+// squares, logits together with the class-weighted sum). If both of a pair are asked for, the
+// forward runs a second time. Returns the sums that are left to compute.
 Partials make_second_sums(const LinearWork& work, Arguments arguments) {
   Partials& p = arguments.partials;
   Partials rest = p;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // On Hopper one kernel multiplies and uses the logits at once: input [N, D] . weight [V, D]^T in
-// tiles of 256 tokens x 192 columns, whose logits leave the registers in one mode alone. Its modes:
-//   sums     sum of exponentials of every row and tile (192 columns) and what it is relative to,
+// tiles of 256 tokens x 192 columns. Only one of its modes writes logits to memory:
+//   sums     sum of exponentials of every row and tile (192 columns), and its reference,
 //            the anchor or a maximum, the target's left out
 //   sums_e   the same, and E = exp(z - z_target) in bf16; for f16 inputs its code (numbers.cuh)
 //   sums_kept  the same without the softcap's slope, and near the cap the distance to it
 //   dz       P exp(z - lse), with P p - o at the target
 //   logits   the raw logits in f32, with maximum and sum of exponentials of every row and tile
-// This header has what both kernels share: plain.cuh serves calls without options, with_options.cuh
+// This header is shared by two kernels: plain.cuh serves calls without options, with_options.cuh
 // those with a bias, a map from raw to z, more statistics or more terms of dz. tile.cuh has the
 // tile and its pipeline. Rows of tiles run fastest in groups of 2048 tokens, then the vocabulary.
 #pragma once
@@ -19,24 +19,24 @@ namespace logitless::cuda::sm90 {
 
 enum class Mode { sums, sums_e, sums_kept, dz, logits };
 
-// The panel holds codes of E.
+// Whether the panel holds codes of E.
 template <class T, Mode kMode>
 constexpr bool keeps_codes = std::is_same_v<T, __half> && kMode == Mode::sums_e;
 
 constexpr int half_right_rows = tile_columns / 2, group_clusters = 4;
 
-// For the kernels of with_options.cuh; plain.cuh reads the slopes of stored logits.
+// Options for the kernels of with_options.cuh; plain.cuh reads only the slopes, for stored logits.
 struct TileOptions {
-  MapFactors map;             // without the temperature, where rows have their own maps
+  MapFactors map;             // without the temperature if rows have their own maps
   const TokenMap* row_map;    // [N]  by token; null: `map` serves all rows
-  const float* row_slope;     // [rows of the chunk]  slopes, where there is row_map
+  const float* row_slope;     // [rows of the chunk]  slopes, if there is row_map
   const float* bias;          // [V + padding]  null without a bias
-  const float* class_weight;  // [V + padding]  null where every class weighs 1
+  const float* class_weight;  // [V + padding]  null if every class has weight 1
   bool smoothing, entropy;    // terms of dz
-  float small;                // up to this |raw| the short polynomial is tanh
-  float near_cap;             // beyond this |z| sums_kept keeps the distance to the cap
-  float terms[5];             // factors of raw^3, raw^5 ..., with the map's in them
-  float large_terms[9];       // large_tanh reads them here to spare registers
+  float small;                // limit of |raw| for the short polynomial of tanh
+  float near_cap;             // limit of |z| for E in sums_kept; then the distance to the cap
+  float terms[5];             // coefficients of raw^3, raw^5, ..., times the map's
+  float large_terms[9];       // in memory, to save large_tanh registers
 };
 
 struct Arguments {
@@ -45,18 +45,18 @@ struct Arguments {
   int32_t left_rows;  // rows of the left operand that are copied for a tile
   Partials partials;
   const float* target_logit;
-  const RowGradient* gradients;   // only for dz
-  const float* target_gradient;   // only for dz
-  Panel panel;                    // written by every mode but sums; by `logits` in f32
-  int64_t first_column, columns;  // counted in the vocabulary
-  int64_t panel_end;              // whole blocks are written, with zeros behind the last column
+  const RowGradient* gradients;   // for dz only
+  const float* target_gradient;   // for dz only
+  Panel panel;                    // written by every mode except sums; f32 for `logits`
+  int64_t first_column, columns;  // of the vocabulary
+  int64_t panel_end;              // whole blocks are written: zeros follow the last column
   int32_t depth_tiles;
-  // A sum from the anchor may be up to most_sum; a maximum up to most_distance (log2) above it.
+  // Limits: of a sum relative to the anchor, and of the maximum's distance (log2) above it.
   float most_sum, most_distance;
   TileOptions options;
 };
 
-// Returns `x`; the compiler takes it for a new value every time, and so merges no branches.
+// Returns `x`, but the compiler must assume a new value each time, so it does not merge branches.
 __device__ inline bool again(bool x) {
   int value = x;
   asm volatile("" : "+r"(value));
@@ -72,12 +72,12 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(whole_warp, x, 2);
 }
 
-// The target's column in the view, or one that is in no tile.
+// The target's column within the view, or a column that is in no tile.
 __device__ inline int find_target(const Arguments& a, int row, int valid) {
   return row < valid ? a.chunk.tokens.target[a.chunk.first + row] : -1;
 }
 
-// What a row's exponents start from.
+// What a row's exponents are relative to.
 struct RowStart {
   float anchor;    // z_t for E, m for dz
   float log2_sum;  // log2 s, only for dz
@@ -99,14 +99,14 @@ __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
   return r;
 }
 
-// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: before the products each lane loads what
-// one of them needs, and the others get it from that lane.
+// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: before the products each lane loads the
+// data of one row, and the others get it from that lane.
 struct RowData {
   int target;
   float anchor;  // z_t, or m for dz
-  // only for dz: log2 s, P, s and dz of the target
+  // for dz only: log2 s, P, s, and dz of the target
   float log2_sum, factor, smoothing, target_gradient;
-  float slope;  // only for kScaled: from raw to z
+  float slope;  // for kScaled only: from raw to z
 };
 template <Mode kMode, bool kScaled = false>
 __device__ inline RowData load_row(const Arguments& a, int row0, int valid) {
@@ -133,13 +133,13 @@ __device__ inline float of_row(float x, int part, int h) {
   return __shfl_sync(whole_warp, x, threadIdx.x / 4 % 8 * 4 + 2 * part + h);
 }
 
-// Elements of row h that do not count, given as i of their columns 8 i + {0, 1}: the target, and
-// columns behind the last one and, in panels, rows behind the last one. All are rare.
+// Elements of row h to leave out, given as i of their columns 8 i + {0, 1}: the target, columns
+// after the last one and, in panels, rows after the last one. All are rare.
 struct LeftOut {
   int target[2], end[2];
 };
 
-// In shared memory, read where it is used, because the logits take the registers.
+// In shared memory, because the logits take the registers.
 struct ForwardWork {
   int valid;
   Schedule schedule;
@@ -151,8 +151,8 @@ __device__ inline ForwardWork find_work(const Arguments& a) {
            static_cast<int>((a.columns + tile_columns - 1) / tile_columns), group_clusters}};
 }
 
-// Copies every step of a tile. A lane takes one operand, so that neither keeps more than one
-// address.
+// Copies every step of a tile. Each of two lanes copies one operand, so that neither needs more
+// than one address.
 __device__ inline void copy_tile(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                  const Pipeline& pipeline, int row_cluster, int column_tile,
                                  const Arguments& a, Ring* ring) {
@@ -180,7 +180,7 @@ __device__ inline void copy_tile(const CUtensorMap* input_map, const CUtensorMap
   }
 }
 
-// For lanes 0 and 1 of the first warpgroup.
+// Called by lanes 0 and 1 of the first warpgroup.
 __device__ inline void copy_tiles(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const Schedule& schedule,
                                   const Arguments& a) {

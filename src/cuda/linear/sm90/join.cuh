@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds up the slots of a product's last tiles, if they were cut in slices (cut.h).
+// Adds the slots of a product's last tiles if these were cut into slices (cut.h).
 #pragma once
 
 #include "src/cuda/linear/sm90/product_rows.cuh"
@@ -7,13 +7,13 @@
 
 namespace logitless::cuda::sm90 {
 
-// A block adds the slots of a tile that was cut, in order, for 64 rows and 16 columns.
+// A block adds the slots of a sliced tile, in order, for 64 rows and 16 columns.
 constexpr int join_parts = 12;  // blocks that share a tile's columns
 
 template <Gradient kGradient, class Out>
 __global__ void __launch_bounds__(128, 6) join_kernel(const __grid_constant__ ProductArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  // The tokens were counted before the product began, so it need not wait.
+  // The tokens were counted before the product started, so this need not wait for it.
   const Work work = find_work<kGradient>(a);
   wait_for_kernel_before();
   let_next_start();
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(128, 6) join_kernel(const __grid_constant__ Pr
     int row_cluster, column_tile;
     work.schedule.find(cut.whole() + at, &row_cluster, &column_tile);
     const int row = row_cluster * cluster_rows + part * 64;
-    if (row >= work.rows) continue;  // no warpgroup may have written these rows
+    if (row >= work.rows) continue;  // rows that no warpgroup has written
     float d[4 * fours];
 #pragma unroll
     for (int i = 0; i < 4 * fours; ++i) d[i] = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is kept of a logit in place of E near a softcap, for form_dz.cu.
+// Near a softcap's limit, a code of the logit is kept in place of E, for form_dz.cu.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -7,19 +7,19 @@
 
 namespace logitless::cuda::sm90 {
 
-// From E, which is rounded by up to 2^-8, z is known to 2^-8, and the slope 1 - (z / cap)^2 to 2^-8
-// b of itself, b = 2 |z| / (cap^2 - z^2). E's own rounding and that of dz already use up the
-// contract's bound, so this is too much where all logits of a row are alike and below 0. Beyond
-// near_cap a negative number is kept in E's place: the sign of z and a code of the distance, 1 -
-// |z| / cap, in the upper sixteen bits (form_dz.cu). Below 2^-5 the code is five bits of its
-// exponent and nine of its mantissa, as the slope needs; above, it counts parts of the cap, as z
-// needs. Either errs less than E's rounding, and b is 0.11 at most for caps from 15 on. The bound
-// is not nearer 0, because a warp's logits would no longer be taken for large there (most_of_small:
-// tanh 0.6 is 0.54).
+// E is rounded by up to 2^-8, so z computed from it is known to 2^-8, and the slope 1 - (z / cap)^2
+// has a relative error of 2^-8 b, b = 2 |z| / (cap^2 - z^2). The roundings of E and dz already use
+// up the contract's bound, so this is too much if all logits of a row are equal and below 0. Beyond
+// near_cap a negative number is kept in place of E: the sign of z and a code of the distance, 1 -
+// |z| / cap, in the upper sixteen bits (form_dz.cu). For distances below 2^-5 the code is five bits
+// of the exponent and nine of the mantissa, as the slope needs; above, it counts parts of the cap,
+// as z needs. Either error is below that of E's rounding, and b is at most 0.11 for caps from 15
+// on. The limit is not closer to 0, because a warp's logits would not count as large there
+// (most_of_small: tanh 0.6 is 0.54).
 constexpr float near_cap = 0.55f;  // |z| relative to the cap
-// of 2^-24; codes begin at a normal number
+// in units of 2^-24; codes start at a normal number
 constexpr uint32_t first_left_code = (103u << 9) - 128;
-// A part is a cap / 14336: half of one is 2^-9 of a cap of 50.
+// A part is cap / 14336; half a part is 2^-9 for a cap of 50.
 constexpr float least_counted = 0x1p-5f, parts = 14336;
 constexpr uint32_t first_counted_code = (122u << 9) - first_left_code;
 constexpr uint32_t counted_codes =
@@ -27,7 +27,8 @@ constexpr uint32_t counted_codes =
 static_assert(counted_codes + parts * (1 - near_cap) < 0x3f80, "with a sign: an infinity or NaN");
 __device__ inline float encode_left(const MapFactors& map, float z) {
   const float left = fmaxf(fmaf(-fabsf(z), map.backward, 1.0f), 0x1p-24f);
-  // The last bits of 2^23 + x are x, rounded; a conversion would take four times as long.
+  // The low bits of 2^23 + x are x, rounded; a conversion instruction would take four times as
+  // long.
   const uint32_t count = __float_as_uint(fmaf(left, parts, 0x1p23f)) - 0x4b000000u;
   const uint32_t code = left < least_counted ? (__float_as_uint(left) >> 14) - first_left_code
                                              : count + counted_codes;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which options a kernel is compiled for, and the map of 64 rows of a tile, 64 columns at a time:
-// d[0] to d[31] of a thread are its elements d[4 i + 2 h + c] of row 8 h and column 8 i + 2 (lane %
-// 4) + c.
+// The options for which a kernel is compiled, and the map of 64 rows of a tile, 64 columns at a
+// time: d[0] to d[31] of a thread are its elements d[4 i + 2 h + c] of row 8 h and column 8 i + 2
+// (lane % 4) + c.
 #pragma once
 
 #include "src/cuda/linear/sm90/forward.cuh"
@@ -9,8 +9,8 @@
 
 namespace logitless::cuda::sm90 {
 
-// A kernel is compiled for one of these: one option alone, or whichever are asked for, with a
-// softcap or without. `more` adds the squares, the rank and rows' own maps, which take registers.
+// A kernel is compiled for one of these: a single option, or any options, with or without a
+// softcap. `more` adds squares, rank and maps per row, which take registers.
 enum class Set { capped, biased, smoothed, scaled, any, any_capped, more, more_capped };
 template <Set kSet>
 constexpr bool has_more = kSet == Set::more || kSet == Set::more_capped;
@@ -19,14 +19,14 @@ constexpr bool is_any = kSet == Set::any || kSet == Set::any_capped || has_more<
 template <Set kSet>
 constexpr bool has_cap = kSet == Set::capped || kSet == Set::any_capped || kSet == Set::more_capped;
 
-// Always false; but the compiler does not know, and so mixes no work across.
+// Always false, but the compiler cannot know, and so does not move work across it.
 __device__ inline bool stops(const Arguments& a) { return again(a.depth_tiles == 0); }
 
 template <Set kSet>
 __device__ inline bool has_bias(const Arguments& a) {
   return is_any<kSet> ? again(a.options.bias != nullptr) : kSet == Set::biased;
 }
-// Whether raw -> z is a factor, each row's own or one for all.
+// Whether raw -> z is a single factor, per row or for all.
 template <Set kSet>
 constexpr bool slopes_by_row = kSet == Set::scaled;
 template <Set kSet>
@@ -43,12 +43,12 @@ __device__ inline bool has_smoothing(const Arguments& a) {
   return is_any<kSet> ? again(a.options.smoothing) : kSet == Set::smoothed;
 }
 
-// 64 rows of a tile, and what this thread's two of them start from.
+// 64 rows of a tile, and what this thread's two rows are relative to.
 struct HalfRows {
-  int row, part;  // row is the first one; part is 0 in the upper half, 1 in the lower
+  int row, part;  // row: the first; part: 0 in the upper half, 1 in the lower
   int column, column_tile;
-  float anchor[2];                             // the anchor's exponent, except for dz
-  float log2_sum[2], factor[2], smoothing[2];  // only for dz
+  float anchor[2];                             // for E times log2(e), for dz the reference m
+  float log2_sum[2], factor[2], smoothing[2];  // for dz only
 };
 template <Mode kMode>
 __device__ inline HalfRows find_rows(const RowData& data, int row, int part, int column,
@@ -76,7 +76,7 @@ template <Mode kMode>
 __device__ inline bool needs_mask(const RowData& data, const HalfRows& rows, const Arguments& a,
                                   int valid) {
   const int lane = threadIdx.x % 32, target = data.target - rows.column;
-  // The warp has a row behind the last one.
+  // The warp has a row after the last one.
   const bool fills = kMode != Mode::sums && rows.row - lane / 4 + 16 > valid;
   const bool own = lane % 4 / 2 == rows.part && target >= 0 && target < tile_columns;
   return __any_sync(whole_warp, own || fills || columns_left(a, rows.column) < tile_columns);
@@ -100,7 +100,7 @@ __device__ inline bool is_masked(const LeftOut& mask, int column, int h) {
   return kRare && (column == mask.target[h] || column >= mask.end[h]);
 }
 
-// The map of row h of the two, where rows have their own; behind the last row, another's.
+// The map of this thread's row h, if rows have their own maps; after the last row, another row's.
 __device__ inline const TokenMap& map_of_row(const Arguments& a, const HalfRows& rows, int valid,
                                              int h) {
   const Chunk& chunk = a.chunk;
@@ -110,7 +110,8 @@ template <Set kSet>
 __device__ inline bool has_row_maps(const Arguments& a) {
   return has_more<kSet> && again(a.options.row_map != nullptr);
 }
-// map_block without what rows have of their own; returns true if it has applied that too.
+// map_block without the parts that rows have of their own; returns true if it has applied those
+// too.
 template <Set kSet>
 __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, const HalfRows& rows,
                                        int valid, int column) {
@@ -130,7 +131,7 @@ __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, const
     for (int n = 0; n < 32; ++n) most[n % 4] = fmaxf(most[n % 4], fabsf(d[n]));
     const float all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     if (__any_sync(whole_warp, all > o.small)) {
-      // Rare and long, so a few columns at a time share one copy of the code.
+      // Rare and long code, so a few columns at a time share one copy of it.
       constexpr int at_once = has_more<kSet> ? 2 : 4;
 #pragma unroll 1
       for (int turn = 0; turn < 32 / at_once; ++turn) {
@@ -193,10 +194,10 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, const HalfR
   return large;
 }
 
-// E and dz leave through boxes of a warp's own 16 rows and 64 columns, two in turn.
+// E and dz are stored through boxes of a warp's own 16 rows and 64 columns, two in turn.
 constexpr int box_lines = 16, warp_box_bytes = box_lines * 128;
 
-// Where a lane's eight elements of four 8 x 8 blocks of its warp's box [16, 64] begin, swizzled;
+// Where a lane's eight elements of four 8 x 8 blocks of its warp's box [16, 64] start, swizzled;
 // those of columns 16 `two` on are at ^ 32 two.
 __device__ inline uint32_t lane_of_box(const uint8_t* box) {
   const uint32_t lane = threadIdx.x % 32;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums 64 rows of a tile in one pass over its logits: relative to the anchor z_t, as in plain.cuh,
-// or, for a lane whose maximum so far is too far from it, relative to that maximum. Only the row's
-// own values decide which, so no plan and no neighbour changes a bit.
+// or, in a lane whose maximum so far is too far from z_t, relative to that maximum. Only the row's
+// own values decide this, so no plan and no neighbour changes a bit.
 #pragma once
 
 #include "src/cuda/linear/sm90/near_cap.cuh"
@@ -15,14 +15,14 @@ constexpr int no_column = 0xffff;
 struct Sums {
   float maximum[2] = {-infinity(), -infinity()}, sum[2] = {0, 0};
   float shifted[2] = {0, 0}, weighted[2] = {0, 0};  // shifted in log2
-  float squared[2] = {0, 0};  // if has_mass, the exponentials above the target instead
+  float squared[2] = {0, 0};  // if has_mass, sums of exponentials above the target
   float from[2] = {nan_value(), nan_value()};
-  // The low 16 bits: the column of the maximum, if it may be the row's. The bits above: the number
+  // The low 16 bits: the column of the maximum, if it may be the row's. The other bits: the number
   // of columns above the target.
   int lowest[2] = {no_column, no_column};
 };
 
-// sum c_j z_j of 64 columns. With kCareful a column of weight 0 adds nothing, whatever its logit.
+// sum c_j z_j of 64 columns. If kCareful, a column of weight 0 adds nothing, whatever its logit.
 template <bool kRare, bool kCareful>
 __device__ inline float2 weigh_block(const float (&d)[96], const LeftOut& mask, const Arguments& a,
                                      int column) {
@@ -64,8 +64,8 @@ __device__ inline void weigh(const float (&d)[96], const LeftOut& mask, const Ar
   sums->weighted[1] += sum.y;
 }
 
-// Whether exponentials above the target are summed: in the squares' place, because there is no
-// register left.
+// Whether exponentials above the target are summed, in place of squares: there is no register left
+// for both.
 __device__ inline bool has_mass(const Arguments& a) { return again(a.partials.mass_rows != 0); }
 
 template <bool kRare>
@@ -109,7 +109,7 @@ __device__ inline void add_above(const float (&d)[96], const HalfRows& rows, con
   add_mass<kRare>(d, rows, data, mask, a, sums);
 }
 
-// What is kept of an element beside its sums.
+// The element's value in the panel, beside its part of the sums.
 template <Mode kMode, Set kSet, bool kRare>
 __device__ inline float kept_of(const Arguments& a, float backward, float z, float e, bool masked) {
   if constexpr (kMode == Mode::sums_kept) {
@@ -133,12 +133,12 @@ __device__ inline float find_highest(const float (&d)[96], const LeftOut& mask, 
   return fmaxf(most[0], most[1]);
 }
 
-// A sum that far below, in log2, is 0 anyway. The distance may be infinite, and 0 times infinity is
-// NaN.
+// Terms that far below (in log2) are 0 anyway. The distance may be infinite, and 0 times infinity
+// is NaN.
 __device__ inline float bounded(float by) { return by > 1000.0f ? 1000.0f : by; }
 
-// Whether a maximum is near enough, its distance in log2 above the anchor's exponential: errors
-// grow with the distance, and far below it exponentials that count may be 0.
+// Whether a maximum is close enough, at this distance (log2) above the anchor: errors grow with the
+// distance, and far below the anchor exponentials that matter may be 0.
 template <Set kSet>
 __device__ inline bool is_within(const HalfRows& rows, const Arguments& a, int h, float distance) {
   const bool shifts = is_any<kSet> && a.partials.shifted != nullptr;
@@ -147,7 +147,7 @@ __device__ inline bool is_within(const HalfRows& rows, const Arguments& a, int h
   return distance > least && distance < a.most_distance;
 }
 
-// Makes row h continue from its maximum `top` so far, if its start is too far away.
+// Makes row h continue relative to its maximum `top` so far, if the anchor is too far away.
 template <Set kSet>
 __device__ inline void move_start(const HalfRows& rows, const Arguments& a, int h, float top,
                                   Sums* sums) {
@@ -190,7 +190,7 @@ __device__ inline void find_lowest(const float (&d)[96], const HalfRows& rows, c
   }
 }
 
-// Below this 2^x is 0 here, and 0 times a distance of -inf would be NaN.
+// Below this, 2^x is 0 here, and 0 times a distance of -inf would be NaN.
 constexpr float least_log2 = -126;
 
 enum class Terms { sum, shifted, squared };  // each includes those before it
@@ -225,8 +225,8 @@ __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, con
           kept[c] = kept_of<kMode, kSet, kRare>(a, backward[h], z, e[c], masked);
         }
         if (kRare && from == from) {
-          // Not fma(z, log2(e), -m log2(e)): it rounds -m log2(e) first, and where |m| is large
-          // that error becomes an exponent.
+          // Not fma(z, log2(e), -m log2(e)): it rounds -m log2(e) first, and if |m| is large that
+          // error enters the exponent.
           distance = (z - from) * log2e;
           e[c] = exp2_fast(distance);
         }
@@ -274,7 +274,7 @@ __device__ inline void add_highest(const float (&d)[96], const HalfRows& rows, c
   for (int h = 0; h < 2; ++h) sums->maximum[h] = fmaxf(sums->maximum[h], highest[h]);
 }
 
-// Whether a row of the warp may be far, by its columns' maximum.
+// Whether a row of the warp may be too far from its anchor, judged by the maximum of these columns.
 template <Set kSet>
 __device__ inline bool is_far(const HalfRows& rows, const Arguments& a, const float (&highest)[2],
                               const Sums& sums) {
@@ -289,8 +289,8 @@ __device__ inline bool is_far(const HalfRows& rows, const Arguments& a, const fl
   return __any_sync(whole_warp, far);
 }
 
-// Sums 64 columns from `column` on, the tile's `block`. The usual copy of the code runs first; if
-// it does not serve these columns, the rare copy does.
+// Sums 64 columns from `column` on, number `block` of the tile. The fast copy of the code runs
+// first; if it does not serve these columns, the careful copy does.
 template <class T, Mode kMode, Set kSet>
 __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, const RowData& data,
                                    const Arguments& a, int valid, int column, int block,
@@ -320,7 +320,7 @@ __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, c
   sum_64<T, kMode, kSet, true>(d, rows, mask, a, valid, box, sums);
 }
 
-// Both rows at once, because a quad's exchanges have a long latency.
+// Both rows at once, because exchanges within a quad have a long latency.
 template <class T, class F>
 __device__ inline void quad_reduce(T (&x)[2], F&& f) {
 #pragma unroll

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The map from raw to z and its slope under options.
+// The map from raw to z and its slope, for kernels with options.
 #pragma once
 
 #include "src/cuda/linear/sm90/forward.cuh"
 
 namespace logitless::cuda::sm90 {
 
-// z of a capped logit stays within the 3 u32 of its bound; where a bias carries a logit whose
-// product is about 0, nothing else could absorb more. The formula depends on tanh's argument y:
+// z of a capped logit must be within the 3 u32 of its bound: if the product is about 0 and the bias
+// makes the logit, nothing else in the bound allows for more. The formula depends on tanh's
+// argument y:
 //   y <= 0.6   map_small: tanh y = y + y^3 P(y^2), coefficients and range of Cephes' tanhf
 //   y <= 1.4   map_large: the same with a longer polynomial (relative error 0.12 u32 as fitted)
 //   beyond     map_larger: 1 - 2 / (e^2y + 1) by ex2.approx and rcp.approx, rounded before it is
@@ -25,7 +26,7 @@ __device__ inline float map_small(const TileOptions& o, float raw) {
   p = fmaf(p, raw2, o.terms[0]);
   return raw * fmaf(p, raw2, o.map.slope);
 }
-// A select: both values are computed already, so no branch is needed.
+// A select: both values are already computed, so no branch is needed.
 __device__ inline float select_above(float x, float bound, float above, float otherwise) {
   float z;
   asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\nselp.f32 %0, %3, %4, p;\n}\n"
@@ -44,7 +45,7 @@ __device__ inline float map_large(const TileOptions& o, float raw) {
   return fmaf(z, p * y2, z);
 }
 // Returns map_large's z or, where tanh is near 1, outward * tanh with one rounding each: there the
-// softcap's slope is a small difference, in which every further rounding counts.
+// softcap's slope is a small difference, in which every rounding counts.
 __device__ inline float map_larger(const TileOptions& o, float outward, float raw,
                                    float otherwise) {
   const float e = exp2_fast(fabsf(raw) * o.map.inward * log2e);
@@ -54,12 +55,13 @@ __device__ inline float map_larger(const TileOptions& o, float outward, float ra
   return select_above(fabsf(raw) * (0.5f * o.map.inward), most_of_polynomial, far, otherwise);
 }
 
-// E or dz times the softcap's slope.
+// Returns E or dz times the softcap's slope.
 __device__ inline float capped(float backward, float z, float e) {
   const float t = z * backward;
   return e * fmaf(-t, t, 1.0f);
 }
-// z over a temperature, whose inverse has two parts, so that one rounding of the quotient remains.
+// z divided by a temperature. Its inverse has two parts, so that only the quotient's rounding
+// remains.
 __device__ inline float divided(float z, const TokenMap& m) {
   const float quotient = z * m.inverse;
   return quotient + fmaf(z, m.inverse_low, fmaf(z, m.inverse, -quotient));

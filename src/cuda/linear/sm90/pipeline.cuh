@@ -13,7 +13,7 @@ __device__ inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(arrivals));
 }
-// Makes the barriers visible to the copy engine and to the other block.
+// Makes the barriers visible to TMA and to the cluster's other block.
 __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -36,9 +36,9 @@ __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-// Arrives on the same barrier of block `rank` of the cluster. It hands over memory that the tensor
-// cores have read, so no stores need be visible; with .release.cluster every call would wait for
-// all earlier stores (MEMBAR.ALL.GPU).
+// Arrives on the same barrier of block `rank` of the cluster. It releases memory that tensor cores
+// have read, so no stores need be visible; with .release.cluster every call would wait for all
+// earlier stores (MEMBAR.ALL.GPU).
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -62,7 +62,7 @@ __device__ inline void cluster_sync() {
           : "memory");
 }
 
-// Waits for a warpgroup's 128 threads. Their warps may come from different places in the code,
+// Waits for a warpgroup's 128 threads. Their warps may arrive from different places in the code,
 // which bar.sync does not allow.
 __device__ inline void group_sync(int warpgroup) {
   asm volatile("barrier.sync %0, 128;" ::"r"(warpgroup) : "memory");

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // The forward modes without options, except a scale of logits that are stored. A tile's epilogue
-// runs under the products of its other half and of the next tile:
+// runs while the products of its other half and of the next tile are computed:
 //   its last steps    the 64 upper rows' products, then the lower ones'; under these the upper
 //                     rows' exponentials
 //   the next tile's   first steps, of the upper rows; under these the lower rows' exponentials
-// Both take one step of depth, or two (split_steps); a tile has at least twice as many.
-// Exponentials start from the anchor z_t, which is known before the products, not from the tile's
-// maximum: none waits for another, and no maximum is needed. A row whose sum shows that it is too
-// far from the anchor is summed again, from its maximum.
-// E and dz go through shared memory to the copy engine. Their room is the stage of the last step
-// but one: its products are done, and these 16 KB a warpgroup are given back when the boxes have
-// been read. Logits go to memory directly, 32 bytes of eight rows at a time.
-// The sums of logits have no anchor: nothing is known of their rows, and both heads of a divergence
-// need them to the last bits. Each lane starts from the greatest of its own logits.
+// Each overlap lasts one step of depth, or two (split_steps); a tile has at least twice as many.
+// Exponentials are relative to the anchor z_t, which is known before the products, not to the
+// tile's maximum: no exponential waits for another, and no maximum is needed. If a row's sum shows
+// that the row is too far from the anchor, it is summed again, relative to its maximum. E and dz go
+// through shared memory and TMA. They use the stage of the second to last step, whose products are
+// done; these 16 KB per warpgroup are released once the boxes have been read. Logits are stored
+// directly, 32 bytes of eight rows at a time. The sums of stored logits have no anchor: nothing is
+// known of their rows, and the heads of a divergence need them to the last bits. Each lane's sum is
+// relative to the greatest of its own logits.
 #pragma once
 
 #include <cfloat>
@@ -22,7 +22,7 @@
 
 namespace logitless::cuda::sm90 {
 
-// A thread sums 64 rows of a tile; from these come a row's sums of a tile, or of a unit, in memory.
+// A thread sums 64 rows of a tile; from these sums come a row's sums of a tile or of a unit.
 static_assert(unit_rows == cluster_rows);
 
 // The sums of a thread's two rows, relative to the anchor, or to `maximum` unless that is NaN. For
@@ -47,15 +47,15 @@ __device__ inline void write_sums(const PartialSum& sums, const UnitItem& item, 
   }
 }
 
-// Merges the sums of a quad's lanes, each relative to its own maximum.
+// Combines the sums of a quad's lanes, each relative to its own maximum.
 __device__ inline PartialSum join_lanes(float maximum, float sum) {
   const float most = quad_max(maximum), from = most == -infinity() ? 0.0f : most;
   return {most, quad_sum(sum * exp2_fast((maximum - from) * log2e))};
 }
 
-// Writes, under the next products, a tile's sums of 64 rows. Each lane takes one of its quad's four
-// rows, whose data it has. Together with E they go to memory, otherwise into the unit's, which are
-// written with its last tile.
+// Writes a tile's sums of 64 rows, during the next products. Each lane writes one of its quad's
+// four rows, whose data it has. If E is kept the sums go to memory; otherwise they are added to the
+// unit's sums, which are written after its last tile.
 template <Mode kMode>
 __device__ inline void add_sums(const RowSums& sums, const RowData& data, const UnitItem& item,
                                 bool ends, int row0, int part, const Arguments& a, int valid,
@@ -72,8 +72,7 @@ __device__ inline void add_sums(const RowSums& sums, const RowData& data, const 
     if (h == 0 || threadIdx.x % 2 != 0) own = row;
   }
   if (kMode != Mode::logits && own.reference != own.reference) {
-    // The exponentials are relative to the anchor times log2(e), rounded; this corrects for the
-    // rounding.
+    // The exponentials are relative to anchor * log2(e), rounded; this corrects for that rounding.
     own.reference = fabsf(data.anchor) < most_anchor ? data.anchor : 0.0f;
     own.sum *= exp2_fast(-fmaf(own.reference, log2e, -(own.reference * log2e)));
   }
@@ -92,18 +91,18 @@ __device__ inline void add_sums(const RowSums& sums, const RowData& data, const 
 template <Mode kMode>
 constexpr bool has_boxes = kMode == Mode::sums_e || kMode == Mode::dz;
 
-// At a tile's end, and again at its beginning, this many steps run the upper rows' products before
-// the lower ones', with other work under them. Two, all of the ring, unless boxes leave room for
+// At a tile's end, and again at its start, this many steps run the upper rows' products before the
+// lower ones', overlapped with other work. It is two, the whole ring, unless boxes leave room for
 // only one.
 template <Mode kMode>
 constexpr int split_steps = has_boxes<kMode> ? 1 : 2;
 
-// A tile's sum relative to the anchor must not be below this: exponentials that count may be 0
-// then.
+// A tile's sum relative to the anchor must not be below this: exponentials that matter may then be
+// 0.
 constexpr float least_sum = 0x1p-100f;
 
-// A thread has two rows of a half tile; the index says which. For dz `anchor` is the anchor itself,
-// for E it is anchor * log2(e), because exponentials are taken in base 2.
+// A thread has two rows of a half tile, which the index selects. For dz `anchor` is the anchor
+// itself, for E anchor * log2(e), because exponentials are computed in base 2.
 struct Starts {
   float anchor[2], log2_sum[2], factor[2], target_gradient[2];
 };
@@ -125,8 +124,8 @@ __device__ inline Starts find_starts(const RowData& data, int part) {
   return s;
 }
 
-// The accumulators themselves stay unchanged, since products are in flight. Not is_masked of
-// option_rows.cuh: with it ptxas spills a register of dz.
+// The accumulators stay unchanged, since products are in flight. Not is_masked of option_rows.cuh:
+// with it ptxas spills a register of dz.
 template <bool kMasked>
 __device__ inline float element(const float (&d)[96], const LeftOut& mask, int i, int h, int c) {
   const float x = d[4 * i + 2 * h + c];
@@ -139,7 +138,7 @@ __device__ inline float log2_exponential(float x, const Starts& starts, int h) {
   return fmaf(x, log2e, -starts.anchor[h]);
 }
 
-// E of an element, or for dz the P p alone (src/row/dz-inl.h has the rest).
+// E of an element, or for dz only P p (src/row/dz-inl.h has the rest).
 template <Mode kMode, bool kMasked>
 __device__ inline float exponential(float x, const Starts& starts, const LeftOut& mask, int column,
                                     int h) {
@@ -168,27 +167,27 @@ __device__ inline float find_maximum(const float (&d)[96], const LeftOut& mask, 
 template <bool kMasked>
 __device__ inline float sum_from_maximum(const float (&d)[96], const LeftOut& mask, int h,
                                          float maximum) {
-  // In a row of -inf alone every exponential is 0; a NaN stays.
+  // In a row of -inf every exponential is 0; NaN stays NaN.
   const float reference = maximum == -infinity() ? 0.0f : maximum;
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < 24; ++i) {
     if (i % 4 == 0 && again(false)) break;
-    // Not fma(x, log2(e), -m log2(e)): it rounds -m log2(e) first, and where |m| is large that
-    // error becomes an exponent.
+    // Not fma(x, log2(e), -m log2(e)): it rounds -m log2(e) first, and if |m| is large that error
+    // enters the exponent.
     sum += exp2_fast((element<kMasked>(d, mask, i, h, 0) - reference) * log2e) +
            exp2_fast((element<kMasked>(d, mask, i, h, 1) - reference) * log2e);
   }
   return sum;
 }
 
-// The place of 64 rows of a tile.
+// Where 64 rows of a tile are.
 struct HalfTile {
-  int row;                // this thread's first
+  int row;                // this thread's first row
   int column_tile, part;  // part is 0 in the upper half, 1 in the lower
 };
 
-// Makes the exponentials of 64 rows and their sums, and writes the exponentials if they are kept.
+// Computes the exponentials of 64 rows and their sums; writes the exponentials if they are kept.
 template <class T, Mode kMode, bool kMasked>
 __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const Starts& starts,
                                 const HalfTile& at, const Arguments& a,
@@ -219,7 +218,7 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
     }
     if constexpr (stores) {
       fence_copies();
-      if (threadIdx.x % 128 == 0) stores_wait();  // so the other box is free when it is written
+      if (threadIdx.x % 128 == 0) stores_wait();  // until the other box is free
       group_sync(warpgroup);
       if (threadIdx.x % 128 == 0) {
         const int first = static_cast<int>(a.first_column - a.panel.first) / 64;
@@ -229,8 +228,9 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
   }
   if constexpr (kMode != Mode::dz) {
     float maximum[2] = {nan_value(), nan_value()};
-    // A lane decides alone whether its row may be far, so that none waits for the others here. It
-    // allows an eighth of the most, so that four lanes' sums together stay within it.
+    // Each lane decides alone whether its row may be too far from the anchor, without waiting for
+    // the others. It allows an eighth of the limit, so that four lanes' sums together stay within
+    // it.
     bool far = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) far |= !(sum[h] > least_sum && sum[h] < a.most_sum / 8);
@@ -249,8 +249,8 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
   }
 }
 
-// Stores the logits of 64 rows of a tile and makes their sums, each lane's relative to the greatest
-// of its own.
+// Stores the logits of 64 rows of a tile and computes their sums, each lane's relative to its own
+// greatest logit.
 template <bool kMasked>
 __device__ inline void store_rows(const float (&d)[96], const LeftOut& mask, const RowData& data,
                                   const HalfTile& at, const Arguments& a, RowSums* sums) {
@@ -260,7 +260,7 @@ __device__ inline void store_rows(const float (&d)[96], const LeftOut& mask, con
   for (int h = 0; h < 2; ++h) {
     float* const to = first + 8 * h * a.panel.pitch;
 #pragma unroll
-    for (int i = 0; i < 24; ++i) {  // whole pairs: what is behind the last column is not read
+    for (int i = 0; i < 24; ++i) {  // whole pairs; elements after the last column are never read
       if (kMasked && 8 * i >= mask.end[h]) break;
       *reinterpret_cast<float2*>(to + 8 * i) = {d[4 * i + 2 * h], d[4 * i + 2 * h + 1]};
     }
@@ -281,7 +281,7 @@ __device__ inline void store_rows(const float (&d)[96], const LeftOut& mask, con
   }
 }
 
-// Targets, columns behind the last one and, in panels, rows behind the last one are rare, so there
+// Targets, columns after the last one and, in panels, rows after the last one are rare, so there
 // are two copies of the code.
 template <class T, Mode kMode>
 __device__ inline void half_tile(const float (&d)[96], const RowData& data, const HalfTile& at,
@@ -322,12 +322,13 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
   const uint32_t signals = threadIdx.x % 128;
   const auto release = [&](int stage) { a.team.release(pipeline.empty + stage, signals); };
   Ring ring;
-  int first[split], last[split], lent = -1;  // the stages of a tile's first and last steps
+  int first[split], last[split], lent = -1;  // stages of a tile's first and last steps
   Walk walk(a.team);
   if (!walk.more(work.units)) return;
   PartialSum unit;
-  // Runs under the last lower rows' products. A stage is given back before the next one is waited
-  // for, because the copiers of single rows fill three before they announce the first of them.
+  // Runs during the last lower rows' products. A stage is released before the next one is waited
+  // for, because the threads that copy single rows fill three stages before they announce the
+  // first.
   const auto begin_upper = [&](bool exists, bool behind_others) {
 #pragma unroll
     for (int i = 0; i < split; ++i, ring.next()) {
@@ -395,7 +396,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     }
     multiply_lower(last, false);
     products_wait<split>();
-    if constexpr (stores) group_sync(warpgroup);  // no warp's products read the boxes any longer
+    if constexpr (stores) group_sync(warpgroup);  // until no warp's products read the boxes
     const HalfTile above{row, item.tile, 0}, below{row + 64, item.tile, 1};
     RowSums sums;
     half_tile<T, kMode>(upper, data, above, a, work.valid, panel_map, boxes, warpgroup, &sums);
@@ -404,7 +405,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
       release(last[0]);
     }
     walk.next(work.teams);
-    // Behind the last tile it multiplies arbitrary memory, and the result is not used.
+    // After the last tile it multiplies arbitrary memory; the result is not used.
     begin_upper(walk.more(work.units), true);
     if constexpr (kMode != Mode::dz) {
       add_sums<kMode>(sums, data, item, ends, row, 0, a, work.valid, &unit);
@@ -460,7 +461,7 @@ __global__ void __launch_bounds__(block_threads, 1)
     more_registers<232>();
     plain_tiles<T, kMode>(&panel_map, pipeline, work, warpgroup, a);
   }
-  cluster_sync();  // no block may end while another may signal it
+  cluster_sync();  // a block must not exit while another may signal it
 #endif
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a block of the plain forward works on, and the first warpgroup, which copies it. The left
-// operand's rows are the caller's own if every token counts, else those of the compacted copy. If
-// there is no copy, because the workspace is small, neighbouring rows are still a box for the copy
-// engine, and two warps copy the other rows, 16 bytes a lane.
+// The tiles that a block of the plain forward computes, and the first warpgroup, which copies their
+// operands. The left operand's rows are the caller's own if every token counts, else those of the
+// compacted copy. If there is no copy, because the workspace is small, runs of neighbouring rows
+// are copied by TMA as boxes, and two warps copy the other rows, 16 bytes per lane.
 #pragma once
 
 #include "src/cuda/linear/sm90/forward.cuh"
@@ -10,7 +10,7 @@
 
 namespace logitless::cuda::sm90 {
 
-// The caller's input; with null data all boxes are of the compacted one.
+// The caller's input; if data is null, all boxes are of the compacted copy.
 struct InputRows {
   const char* data;
   int64_t stride;  // bytes, in at most 31 bits
@@ -22,8 +22,8 @@ struct InputRows {
 struct PlainWork {
   int valid, teams;
   Units units;
-  bool some;     // some of the caller's rows do not count: use the compacted map
-  bool gathers;  // some rows do not count and there is no copy
+  bool some;     // not all rows count: use the compacted map
+  bool gathers;  // not all rows count, and there is no copy
 };
 __device__ inline PlainWork find_plain_work(const Arguments& a, const InputRows& input) {
   const int valid = valid_rows(a.chunk);
@@ -35,9 +35,9 @@ __device__ inline PlainWork find_plain_work(const Arguments& a, const InputRows&
           some, some && !input.copied};
 }
 
-// Of the left operand `left_rows` rows are copied for a tile. The others that are multiplied begin
-// as zeros, so that no leftover NaN makes rows that do not exist look far from their anchor; boxes
-// of E may take their place later. cluster_sync must follow.
+// `left_rows` rows of the left operand are copied for a tile. The other rows that are multiplied
+// start as zeros, so that no leftover NaN makes rows that do not exist seem far from their anchor;
+// boxes of E may overwrite them later. cluster_sync must follow.
 __device__ inline void clear_left_out(const Pipeline& p, int left_rows) {
   const int lines = (left_rows > 128 ? 256 : 128) - left_rows, pieces = 8 * lines;
   for (int i = threadIdx.x; i < stages * pieces; i += block_threads) {
@@ -47,14 +47,13 @@ __device__ inline void clear_left_out(const Pipeline& p, int left_rows) {
   if (pieces > 0) fence_copies();
 }
 
-// Walks through a team's tiles in order: those of item n, then those of item n + teams. An item
-// costs three divisions, so it is looked up when its first tile is asked for, not when the item
-// before ends.
+// Walks through a team's tiles in order: those of item n, then those of item n + teams. Finding an
+// item costs three divisions, so it is done when the item's first tile is needed.
 class Walk {
  public:
   __device__ explicit Walk(const Team& team) : n_(team.number()) {}
   __device__ bool more(const Units& units) const { return n_ < units.items; }
-  // Returns the item whose next tile is `item.tile`, up to `item.end`. Only if more().
+  // Returns the item whose next tile is `item.tile`, up to `item.end`. Call only if more().
   __device__ UnitItem item(const Units& units) {
     if (item_.tile == item_.end) item_ = units.item(n_);
     return item_;
@@ -68,7 +67,7 @@ class Walk {
   UnitItem item_{0, 0, 0, -1};
 };
 
-// For a multiplying warpgroup that has no rows.
+// For a multiplying warpgroup without rows.
 __device__ inline void skip_tiles(const Pipeline& pipeline, const PlainWork& work,
                                   const Arguments& a) {
   Ring ring;
@@ -78,7 +77,7 @@ __device__ inline void skip_tiles(const Pipeline& pipeline, const PlainWork& wor
   }
 }
 
-// For lanes 0 and 1 with an operand each, or one of them with the weight alone.
+// For lanes 0 and 1 with one operand each, or for one of them with the weight alone.
 __device__ inline void copy_boxes(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const PlainWork& work,
                                   const Arguments& a) {
@@ -104,9 +103,9 @@ __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// The rows of the input in a tile; a thread copies 16 bytes of every eighth. Behind the last row
-// that counts any row will do, since nothing of those is written. The two warps have no
-// instructions to waste, so the rows are looked up once per row cluster.
+// The rows of the input in a tile; a thread copies 16 bytes of every eighth. After the last row
+// that counts any row may be copied, since its results are not written. The two warps are short of
+// time, so rows are looked up once per row cluster.
 constexpr int input_box_rows = 64, input_boxes = tile_rows / input_box_rows;
 struct alignas(16) RowTable {
   static constexpr int lines = 8, rows = tile_rows / lines, pitch = rows + 4;
@@ -114,7 +113,7 @@ struct alignas(16) RowTable {
   __device__ int& at(int r) { return row[r % lines][r / lines]; }
 };
 
-// Returns a bit for each of the tile's boxes of 64 rows whose rows are neighbours in the input.
+// Returns a bit for each of the tile's boxes of 64 rows that are contiguous in the input.
 __device__ inline uint32_t fill(RowTable* table, int first, const PlainWork& work,
                                 const Arguments& a) {
   copiers_sync();
@@ -128,14 +127,15 @@ __device__ inline uint32_t fill(RowTable* table, int first, const PlainWork& wor
 #pragma unroll 1
   for (int box = 0; box < input_boxes; ++box) {
     const int r = box * input_box_rows, last = r + input_box_rows - 1;
-    // Behind the last row that counts the table repeats that row.
+    // After the last row that counts the table repeats that row.
     const bool exists = table->at(last) > table->at(last - 1);
     if (exists && table->at(last) - table->at(r) == input_box_rows - 1) boxes |= 1u << box;
   }
   return boxes;
 }
 
-// Copies this thread's 16 bytes of 8 rows of a box: every eighth from the tile's row 8 `from` on.
+// Copies this thread's 16 bytes of 8 rows of a box: every eighth row from the tile's row 8 `from`
+// on.
 __device__ inline void copy_lines(const RowTable& table, int line, int from, const char* input,
                                   uint32_t stride, uint32_t to, int bytes) {
 #pragma unroll 1
@@ -161,7 +161,7 @@ __device__ inline void copy_rows(const CUtensorMap* map, const InputRows& input,
   const uint32_t stride = static_cast<uint32_t>(input.stride);
   Ring ring;
   int ahead = 0, row_cluster = -1;
-  // `boxes` are the tile's; `counted` has those of stages not announced yet, 4 bits each.
+  // `boxes` is the tile's; `counted` has those of stages not yet announced, 4 bits each.
   uint32_t boxes = 0, counted = 0;
   const auto announce = [&] {
     fence_copies();

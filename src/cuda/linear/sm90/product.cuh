@@ -2,18 +2,17 @@
 // The gradients' products on Hopper, on the tile of tile.cuh:
 //   grad_input  [tokens, D] = panel [tokens, columns] . weight [columns, D]
 //   grad_weight [columns, D] = panel [tokens, columns]^T . input [tokens, D]
-// Neither operand is transposed in memory: the tensor cores read either axis. The number of tokens
-// that count is read on the device, so that ignored ones take no time. A tile's sums are written
-// under products (product_rows.cuh): its upper rows' under the last step's lower ones, its lower
-// rows' under the next tile's first.
+// Neither operand is transposed in memory: tensor cores can read along either axis. The number of
+// tokens that count is read on the device, so ignored tokens take no time. A tile's sums are
+// written during other products (product_rows.cuh): its upper rows' during the last step's lower
+// products, its lower rows' during the next tile's first.
 #pragma once
 
 #include "src/cuda/linear/sm90/product_rows.cuh"
 
 namespace logitless::cuda::sm90 {
 
-// Writes 64 rows of an item, the upper ones (part 0) or the lower, to the output, or to a slice's
-// slot.
+// Writes 64 rows of an item, the upper (part 0) or lower half, to the output or to a slice's slot.
 template <Gradient kGradient, class Out>
 __device__ __forceinline__ void write_half(const float (&d)[96], const ProductArguments& a,
                                            const Work& work, int item, int part, int warpgroup,
@@ -35,8 +34,8 @@ __device__ __forceinline__ void write_half(const float (&d)[96], const ProductAr
                              [&](int j) { return *reinterpret_cast<const float2*>(line + j); });
 }
 
-// Whether a warpgroup copies the smoothing's line of a tile's columns to shared memory: while
-// products run a load takes some 200 cycles, and the sums leave no registers for many in flight.
+// Whether a warpgroup copies the smoothing's line of a tile's columns to shared memory: during
+// products a load takes some 200 cycles, and the sums leave no registers for many loads in flight.
 // Slices have no line; join.cuh subtracts it.
 __device__ inline bool has_line(const ProductArguments& a, const Work& work, int item) {
   return a.line != nullptr && item < work.cut.whole();
@@ -46,21 +45,21 @@ __device__ __forceinline__ void copy_line(const ProductArguments& a, const Work&
   if (!has_line(a, work, item)) return;
   int row_cluster, column_tile;
   work.schedule.find(item, &row_cluster, &column_tile);
-  group_sync(warpgroup);  // the tile before is written, so its line is free
+  group_sync(warpgroup);  // the previous tile is written, so its line is free
   const int j = 2 * static_cast<int>(threadIdx.x % 128);
   if (j >= tile_columns) return;
   *reinterpret_cast<float2*>(line + j) = line_pair(a, column_tile * tile_columns + j);
 }
 
-// The maps of one product, for a launch or for the part of the clusters that runs it. grad_input's
-// left operand may be in two places.
+// The maps of one product, for a launch or for the clusters that compute it. grad_input's left
+// operand may be in two places.
 struct Operands {
   CUtensorMap left, behind, right;
 };
 
-// Copies both operands of every item for the multiplying warpgroups. A lane takes a box, so that
-// none keeps more than one address: lane 0 the left operand's, lanes 1 to 3 the right one's, of
-// which this block brings 32 of the 64 of the depth axis for both.
+// Copies both operands of every item for the multiplying warpgroups. Each lane copies one box, so
+// that none needs more than one address: lane 0 the left operand's, lanes 1 to 3 the right one's,
+// of which this block loads 32 of the 64 along the depth for both blocks.
 template <Gradient kGradient, int kStages = stages>
 __device__ inline void copy_operands(const Operands& operands, const ProductArguments& a,
                                      const Work& work, int cluster, const Pipeline& pipeline) {
@@ -108,8 +107,8 @@ __device__ inline void copy_operands(const Operands& operands, const ProductArgu
 }
 
 // Three loops: for a warpgroup without rows; for items of one step or none, one after the other;
-// and for all others, whose sums are written under products. Inlined by force, with what it calls,
-// because ptxas lets no products run across a call.
+// and for all others, whose sums are written during products. Force-inlined, with everything it
+// calls, because ptxas allows no products in flight across a call.
 template <class T, Gradient kGradient, class Out>
 __device__ __forceinline__ void multiply_items(const ProductArguments& a, const Work& work,
                                                int cluster, const Pipeline& pipeline, int warpgroup,
@@ -176,7 +175,7 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
     products_wait<1>();
     if (has_line(a, work, item)) group_sync(warpgroup);
     write_half<kGradient, Out>(upper, a, work, item, 0, warpgroup, line);
-    // Behind the last item it multiplies arbitrary memory, and the result is not used.
+    // After the last item it multiplies arbitrary memory; the result is not used.
     if (item + a.teams < cut.items()) wait(pipeline.full + ring.stage, ring.phase);
     multiply(upper, ring.stage, false, true);
     products_wait<1>();
@@ -216,18 +215,18 @@ __global__ void __launch_bounds__(block_threads, 1)
                    const __grid_constant__ ProductArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t dynamic[];
-  // Read where it is used, because the sums take the registers.
+  // In shared memory, because the sums take the registers.
   __shared__ Work work;
   __shared__ alignas(8) float lines[2 * tile_columns];
   const Pipeline pipeline = open_pipeline(dynamic);
   run_product<T, kGradient, Out>(operands, a, &work, lines, a.team.number(), pipeline);
-  cluster_sync();  // no block may end while another may signal it
+  cluster_sync();  // a block must not exit while another may signal it
 #endif
 }
 
-// Both products of a chunk of tokens side by side: the first clusters take grad_input, whose few
-// tiles are deep, the others grad_weight, whose many tiles are short and each added to memory. One
-// product uses what the other leaves idle.
+// Both products of a chunk of tokens side by side: the first clusters compute grad_input, whose few
+// tiles are deep, the others grad_weight, whose many tiles are short and each added to memory. Each
+// product uses resources that the other leaves idle.
 template <class T, class Out>
 __global__ void __launch_bounds__(block_threads, 1)
     both_kernel(const __grid_constant__ Operands of_input,

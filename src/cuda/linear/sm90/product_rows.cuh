@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a product of product.cuh works with, and where its sums go: straight from the registers to
-// the caller's gradient, scaled and rounded once; or to sums in f32, where they may be added to
-// what is there.
+// The arguments of product.cuh's products, and how sums are written: from registers to the caller's
+// gradient, scaled and rounded once; or to sums in f32, where they may be added to existing ones.
 #pragma once
 
 #include <algorithm>
@@ -23,31 +22,31 @@ struct ProductArguments {
   const RowFactors* factors;  // for grad_input of E, else null
   void* out;                  // [rows, columns]  rows `stride` elements apart
   int64_t stride;
-  float* rest;  // the rows from `split` on, if they are elsewhere, else null
+  float* rest;  // where rows >= `split` are, if elsewhere; else null
   int32_t split;
-  // in the chunk for grad_input, in the panel's columns for grad_weight
+  // of the chunk for grad_input, of the panel's columns for grad_weight
   int32_t first_row, rows;
   int32_t columns;         // D
   int32_t depth;           // the panel's columns, for grad_input
-  int32_t steps_in_front;  // of the depth in the panel's first part (grad_input)
-  int32_t group;           // clusters of rows that run together
+  int32_t steps_in_front;  // steps of the depth in the panel's first part (grad_input)
+  int32_t group;           // rows of clusters that run together
   int32_t left_rows;       // rows of the left operand that are copied for a tile
-  int32_t right_boxes;     // of a stage: one, or one for each block of 64 where blocks do not fit
+  int32_t right_boxes;     // boxes per stage: one, or one per block of 64 columns
   int32_t panel_rows;      // rows of a block of the panel (grad_input)
-  bool mapped;             // the output's rows are the tokens' own, else the chunk's
+  bool mapped;             // output rows are indexed by token, else by the chunk
   bool scaled;             // the output is multiplied by the common factor
   bool add;
   bool wide;     // rows begin and end at multiples of four elements
   float* slots;  // [slot_count, a tile]  sums of slices, in the order of the threads
   int32_t slot_count, teams;
   int32_t slot_parts = cluster_rows / 64;  // a part has 64 rows
-  Cut cut;            // the host's, for the case that every token of the chunk counts
-  const float* line;  // [columns]  subtracted times s of the row, or c; or null
-  // c of the panel's columns (grad_weight), or null where all are 1
+  Cut cut;            // from the host, valid if every token of the chunk counts
+  const float* line;  // [columns]  subtracted, times the row's s or c; or null
+  // c of the panel's columns (grad_weight), or null if all are 1
   const float* class_weight;
 };
 
-// What both kernels know of the product: its tiles, their order and how they are cut.
+// What both kernels know of a product: its tiles, their order and how they are cut.
 struct Work {
   int rows, depth;  // of the output; depth in steps of 64
   Schedule schedule;
@@ -59,26 +58,26 @@ LOGITLESS_HOST_DEVICE inline Work work_of(const ProductArguments& a, int valid, 
   Work w;
   w.rows = is_input ? std::max(std::min(valid - a.first_row, a.rows), 0) : a.rows;
   w.depth = ((is_input ? a.depth : valid) + tile_depth - 1) / tile_depth;
-  if (a.add && w.depth == 0) w.rows = 0;  // the output stays as it is, its subnormals and signs too
+  if (a.add && w.depth == 0) w.rows = 0;  // the output stays unchanged, to the bit
   w.schedule = {(w.rows + cluster_rows - 1) / cluster_rows,
                 (a.columns + tile_columns - 1) / tile_columns, a.group};
   w.cut = cuts ? cut_tiles(w.schedule.tiles(), w.depth, a.teams, a.slot_count) : a.cut;
   return w;
 }
-// One thread does this for all: dozens of divisions in a row take a microsecond or two.
+// One thread does this for all: dozens of divisions in sequence take a microsecond or two.
 template <Gradient kGradient>
 __device__ inline Work find_work(const ProductArguments& a) {
   const int valid = valid_rows(a.chunk);
   return work_of<kGradient>(a, valid, valid != a.chunk.rows);
 }
 
-// Where 64 rows are in a slot, one of its parts: [24, 128 threads] of four sums each.
+// Where 64 rows are within a slot, as one of its parts: [24, 128 threads] of four sums each.
 __device__ inline float4* slot_part(const ProductArguments& a, int slot, int part) {
   return reinterpret_cast<float4*>(a.slots) + (int64_t{slot} * a.slot_parts + part) * (24 * 128) +
          threadIdx.x % 128;
 }
 
-// Where a row of the tile goes; nowhere if `to` is null.
+// The destination of a row of the tile; nothing is written if `to` is null.
 template <class Out>
 struct RowSink {
   Out* to;
@@ -114,20 +113,20 @@ __device__ inline void add_four(float* to, float4 x) {
                : "memory");
 }
 
-// Only f32 is ever added to.
+// Only f32 outputs are ever added to.
 template <class Out>
 __device__ inline void write_one(Out* to, float x, bool add) {
   *to = from_f32<Out>(sizeof(Out) == 4 && add ? to_f32(*to) + x : x);
 }
 
-// Two columns of the smoothing's line, from `column` on; the line ends with a whole pair.
+// Two elements of the smoothing's line, from `column` on; the line ends with a whole pair.
 __device__ inline float2 line_pair(const ProductArguments& a, int column) {
   return column < a.columns ? __ldg(reinterpret_cast<const float2*>(a.line + column)) : float2{};
 }
 
-// Writes d[4 i + 2 h + {0, 1}] of a row, times `scale`; `left` columns from `column` on exist. With
-// kLine it subtracts the smoothing's own term, one line of columns for all rows: v E . weight - s
-// class_row, or E^T . (v input) - c smoothed_row; line(j) returns two of it. The sums stay
+// Writes d[4 i + 2 h + {0, 1}] of a row, times `scale`; `left` columns from `column` on exist. If
+// kLine, it subtracts the smoothing's term, one line of columns for all rows: v E . weight - s
+// class_row, or E^T . (v input) - c smoothed_row; line(j) returns two elements of it. The sums stay
 // unchanged, since products are in flight.
 template <bool kLine, int kSums, class Out, class Line>
 __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const RowSink<Out>& sink,
@@ -135,7 +134,7 @@ __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const 
                                           const ProductArguments& a, const Line& line) {
   const int quad = threadIdx.x % 4;
   const auto values = [&](int i) -> float2 {
-    // A row without a gradient stays 0 even where its sum, of another row's E, overflows.
+    // A row without a gradient stays 0 even if its sum, of E, overflows.
     float2 v{sink.factor == 0 ? 0.0f : sink.factor * d[4 * i + 2 * h],
              sink.factor == 0 ? 0.0f : sink.factor * d[4 * i + 2 * h + 1]};
     if (kLine && sink.line != 0) {
@@ -156,7 +155,7 @@ __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const 
     }
     return;
   }
-  // Two lanes exchange half of what they have, so that each stores 4 neighbours.
+  // Two lanes exchange half of their elements, so that each stores 4 contiguous ones.
   const bool odd = quad % 2 != 0;
 #pragma unroll
   for (int i = 0; i < kSums / 4; i += 2) {
@@ -184,7 +183,7 @@ __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const 
   }
 }
 
-// Writes 64 rows of a warpgroup from `column` on; `row` is this thread's first.
+// Writes 64 rows of a warpgroup from `column` on; `row` is this thread's first row.
 template <Gradient kGradient, class Out, int kSums, class Line>
 __device__ __forceinline__ void write_rows(const float (&d)[kSums], const ProductArguments& a,
                                            const Work& work, int row, int column,

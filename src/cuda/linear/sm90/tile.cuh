@@ -19,26 +19,28 @@ constexpr int stage_bytes = left_bytes + right_bytes;
 // 64 rows of the left operand, whichever axis is along memory.
 constexpr int left_block_bytes = 64 * 128;
 // The right operand comes in two halves, one from each block of the cluster. They divide its rows
-// where depth is along memory, and the depth axis where rows are.
+// if the depth is contiguous in memory, and the depth if rows are.
 constexpr int half_right_bytes = right_bytes / 2, right_block_bytes = 32 * 128;
 constexpr int shared_bytes = stages * stage_bytes + 1024 + 128;
 constexpr int block_threads = 384;
 
-// What works on a tile: the two blocks of a cluster, or one where they work apart (tiled/teams.h).
+// Who computes a tile: the two blocks of a cluster, or a single block (tiled/teams.h).
 struct Team {
   bool apart;
   __device__ int rank() const { return apart ? 0 : static_cast<int>(cluster_rank()); }
   __device__ int number() const { return static_cast<int>(apart ? blockIdx.x : blockIdx.x / 2); }
   __device__ int count() const { return static_cast<int>(apart ? gridDim.x : gridDim.x / 2); }
-  // Lanes 0 and 1 of a warpgroup that is done with a stage tell each block that fills it.
+  // Called when a warpgroup has finished with a stage: lanes 0 and 1 signal the blocks that fill
+  // it.
   __device__ void release(uint64_t* empty, uint32_t lane) const {
     if (lane < 2) arrive_at(empty, apart ? cluster_rank() : lane);
   }
 };
-// Whether a warpgroup has any of `rows` rows; one without lets the stages pass.
+// Whether a warpgroup has any of `rows` rows; one without rows skips the stages.
 __device__ inline bool has_some(int warpgroup, int rows) { return (warpgroup - 1) * 128 < rows; }
 
-// The place of tile t: rows of tiles run fastest in groups of `group` clusters, then the columns.
+// The position of tile t: rows of tiles vary fastest, in groups of `group` clusters, then the
+// columns.
 struct Schedule {
   int row_clusters, column_tiles, group;
   LOGITLESS_HOST_DEVICE int tiles() const { return row_clusters * column_tiles; }
@@ -66,8 +68,8 @@ using Ring = RingOf<stages>;
 struct Pipeline {
   uint8_t* shared;
   uint64_t* full;   // completes with one arrival and the bytes of a stage
-  uint64_t* empty;  // completes with 4 arrivals: two warpgroups of two blocks, or both lanes of
-                    // one's
+  uint64_t* empty;  // completes with 4 arrivals: two warpgroups of two blocks, or two lanes of
+                    // the two warpgroups of one block
   __device__ uint8_t* left(int stage) const { return shared + stage * stage_bytes; }
   __device__ uint8_t* right(int stage) const { return left(stage) + left_bytes; }
 };
@@ -88,14 +90,14 @@ __device__ inline Pipeline open_pipeline(uint8_t* dynamic) {
   return p;
 }
 
-// The row of a tile of the thread's elements d[4 i + {0, 1}] of `upper`; d[4 i + {2, 3}] are 8 rows
-// below, those of `lower` 64.
+// The row of the tile that the thread's elements d[4 i + {0, 1}] of `upper` belong to; d[4 i + {2,
+// 3}] are 8 rows below, those of `lower` 64.
 __device__ inline int thread_row(int warpgroup) {
   return (warpgroup - 1) * 128 + static_cast<int>(threadIdx.x % 128) / 32 * 16 +
          static_cast<int>(threadIdx.x % 32) / 4;
 }
 
-// What to add to a descriptor so that it begins at this 16 of a stage's 64 of the depth axis.
+// What to add to a descriptor to get step `step` of 16, of a stage's depth of 64.
 template <Along kAlong>
 constexpr uint64_t left_step(int step) {
   return (kAlong == Along::rows ? step * 16 * 128 : step * 32) >> 4;
@@ -106,10 +108,11 @@ constexpr uint64_t right_step(int step) {
   return (kAlong == Along::rows ? halves : step * 32) >> 4;
 }
 
-// The copy engine takes a warpgroup's results 64 rows x 64 columns at a time.
+// TMA stores a warpgroup's results in boxes of 64 rows x 64 columns.
 constexpr int box_rows = 64, box_bytes = box_rows * 128;
 
-// Writes four 8 x 8 blocks of a warp's 16 rows of a box: its 16 columns number `two` of 4.
+// Writes four 8 x 8 blocks of a warp's 16 rows of a box: group `two` of its four groups of 16
+// columns.
 __device__ inline void write_matrices(const uint8_t* box, int two, const uint32_t (&x)[4]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const int chunk = (2 * two + lane / 16) ^ lane % 8;  // the box is swizzled
@@ -117,7 +120,7 @@ __device__ inline void write_matrices(const uint8_t* box, int two, const uint32_
   store_matrices(to, x);
 }
 
-// The descriptors of a warpgroup's stage of the ring; `lower_left` is that of its lower 64 rows.
+// A warpgroup's descriptors for a stage of the ring; `lower_left` is that of its lower 64 rows.
 struct StageOperands {
   uint64_t left, right;
   __device__ StageOperands(const Pipeline& pipeline, int stage, int warpgroup)
@@ -126,8 +129,8 @@ struct StageOperands {
 };
 constexpr uint64_t lower_left = left_block_bytes >> 4;
 
-// Begins a stage's products of a warpgroup's 128 rows, whose operands are descriptors. If `on_top`,
-// they are added to what is there.
+// Starts a stage's products of a warpgroup's 128 rows. If `on_top`, they are added to the
+// accumulators.
 template <class T, Along kLeft, Along kRight>
 __device__ inline void multiply_stage(float (&upper)[96], float (&lower)[96], uint64_t left,
                                       uint64_t right, bool on_top) {
@@ -142,7 +145,7 @@ __device__ inline void multiply_stage(float (&upper)[96], float (&lower)[96], ui
   products_commit();
 }
 
-// The same for 64 of the rows; if `first`, they replace what is there.
+// The same for 64 of the rows; if `first`, they replace the accumulators.
 template <class T, Along kLeft, Along kRight>
 __device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t right, bool first) {
   products_begin();
@@ -154,8 +157,8 @@ __device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t rig
   products_commit();
 }
 
-// Multiplies one warpgroup's 128 rows of a tile, over `depth_tiles` stages of the ring. One group
-// of products is in flight while its predecessor's stage is released.
+// Multiplies a warpgroup's 128 rows of a tile, over `depth_tiles` stages of the ring. One group of
+// products is in flight while the previous group's stage is released.
 template <class T, Along kLeft, Along kRight, int kStages>
 __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int depth_tiles,
                                      const Pipeline& pipeline, RingOf<kStages>* ring, int warpgroup,
@@ -175,8 +178,8 @@ __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int
   if (previous >= 0) team.release(pipeline.empty + previous, lane);
 }
 
-// Lets a tile pass of which this warpgroup has no rows. Only one warp does so: no products keep its
-// four together, and a barrier tells two rounds of the ring apart, not more.
+// Skips a tile in which this warpgroup has no rows. Only one warp does this: no products keep the
+// four warps together, and a barrier can only distinguish two consecutive rounds of the ring.
 __device__ inline void skip_tile(int depth_tiles, const Pipeline& pipeline, Ring* ring,
                                  const Team& team) {
   if (threadIdx.x % 128 >= 32) return;

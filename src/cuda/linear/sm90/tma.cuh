@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The copy engine (TMA): boxes of a matrix to shared memory and back, 128-byte swizzled.
+// TMA, the copy engine: moves boxes of a matrix to shared memory and back, 128-byte swizzled.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +11,7 @@ namespace logitless::cuda::sm90 {
 __device__ inline void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// Loads the box at (column, row) of the map; its bytes are counted on `barrier`.
+// Loads the box at (column, row) of the map; `barrier` counts its bytes.
 __device__ inline void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, int32_t column,
                                 int32_t row) {
   asm volatile(
@@ -37,7 +37,7 @@ __device__ inline void load_blocks_to(const CUtensorMap* map, uint64_t* barrier,
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(block), "h"(mask)
       : "memory");
 }
-// Loads a box to the same place in every block of `mask`, counted on each one's barrier.
+// Loads a box to the same address in every block of `mask`; each one's barrier counts its bytes.
 __device__ inline void load_box_to(const CUtensorMap* map, uint64_t* barrier, void* to,
                                    int32_t column, int32_t row, uint16_t mask) {
   asm volatile(
@@ -47,12 +47,12 @@ __device__ inline void load_box_to(const CUtensorMap* map, uint64_t* barrier, vo
       : "memory");
 }
 
-// Makes all that this thread wrote to shared memory visible to copies that start behind a barrier.
+// Makes this thread's writes to shared memory visible to copies that start after a barrier.
 __device__ inline void fence_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Stores a box of a map in blocks from shared memory; what is outside of the map is not written.
-// The box is read once, much later, so it is the first to leave the L2 cache.
+// Stores a box of a map in blocks from shared memory; elements outside the map are not written. The
+// box is read once, much later, so it is marked to leave the L2 cache first.
 __device__ inline void store_box(const CUtensorMap* map, const void* from, int32_t row,
                                  int32_t block) {
   asm volatile(
@@ -75,8 +75,8 @@ __device__ inline void store_box_at(const CUtensorMap* map, const void* from, in
       "r"(shared_address(from)), "r"(column), "r"(row)
       : "memory");
 }
-// Waits until the boxes that this thread has stored are read, except the last kLeft, so that their
-// memory is free.
+// Waits until the boxes that this thread has stored have been read, except the last kLeft, so that
+// their memory is free.
 template <int kLeft = 0>
 __device__ inline void stores_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");

@@ -12,11 +12,11 @@
 
 namespace logitless::cuda::sm90 {
 
-// The axis of an operand [rows, depth] that is along memory: K-major and MN-major in PTX.
+// The axis of an operand [rows, depth] that is contiguous in memory: K-major and MN-major in PTX.
 enum class Along { depth, rows };
 
-// How an operand is laid out in shared memory, where the copy engine has written it 64 deep,
-// swizzled in groups of 8 lines of 128 bytes (1024 bytes):
+// The layout of an operand in shared memory, as TMA writes it: 64 deep, swizzled in groups of 8
+// lines of 128 bytes (1024 bytes):
 //   along depth  a line is a row's 64 of the depth axis
 //   along rows   a line is 64 rows at one depth; the next 64 rows are `next_rows` bytes on
 // Fields as in PTX ISA, "matrix descriptor": address / 16, offset of the next 64 rows / 16 (along
@@ -37,7 +37,7 @@ __device__ inline void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// An instruction's text must be a literal, and only the type differs.
+// The text of an instruction must be a literal, and only the type differs.
 #define LOGITLESS_PRODUCT_64X192(type)                                                             \
   asm volatile(                                                                                    \
       "{\n"                                                                                        \
@@ -75,7 +75,7 @@ __device__ inline void products_wait() {
         "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])                            \
       : "l"(a), "l"(b), "r"(add), "n"(kA == Along::rows), "n"(kB == Along::rows))
 
-// Begins d [64, 192] (+)= a [64, 16] b [192, 16]^T. Thread t of the warpgroup holds rows 16 (t /
+// Starts d [64, 192] (+)= a [64, 16] b [192, 16]^T. Thread t of the warpgroup holds rows 16 (t /
 // 32) + (t % 32) / 4 and 8 below; d[4 i + {0, 1}] and d[4 i + {2, 3}] are their columns 8 i + 2 (t
 // % 4) + {0, 1}.
 template <class T, Along kA, Along kB>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launch of every kernel on the tile of tile.cuh.
+// The launch shape of every kernel that uses the tile of tile.cuh.
 #pragma once
 
 #include "src/cuda/linear/sm90/tile.cuh"
@@ -7,7 +7,7 @@
 
 namespace logitless::cuda::sm90 {
 
-// One block for each multiprocessor: a block takes all of its shared memory.
+// One block per multiprocessor: a block takes all of its shared memory.
 inline LaunchShape whole_chip(const DeviceInfo& device) {
   return {static_cast<unsigned>(device.multiprocessors / 2 * 2), block_threads, shared_bytes, 2};
 }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The forward modes with options (forward.cuh): bias, the map from raw to z, more statistics, more
-// terms of dz. A warpgroup's epilogue runs under the other one's products: the second begins later
-// by the stages of the ring, and stays behind.
+// terms of dz. A warpgroup's epilogue runs during the other one's products: the second warpgroup
+// starts later by the stages of the ring, and stays behind.
 //   warpgroup 1   products of t   | epilogue of t | products of t + 1 ...
 //   warpgroup 2   ... epilogue of t - 1 | products of t        | epilogue of t ...
-// While it works alone, a warp has a scheduler of its own: what counts is how few instructions an
-// element takes, so the commonest options have their own kernels (Set).
-// Exponentials start from the anchor z_t, as in plain.cuh; option_sums.cuh says what becomes of a
-// row that is too far from it, and what is written.
-// E and dz leave through the stage of the last step, each warp's 16 rows by themselves.
+// During its epilogue each warp has a scheduler to itself: time depends on the number of
+// instructions per element, so the most common options have their own kernels (Set). Exponentials
+// are relative to the anchor z_t, as in plain.cuh; option_sums.cuh explains rows that are too far
+// from it, and the sums. E and dz are stored through the stage of the last step, each warp's 16
+// rows separately.
 #pragma once
 
 #include "src/cuda/linear/sm90/option_sums.cuh"
@@ -17,9 +17,9 @@
 
 namespace logitless::cuda::sm90 {
 
-// Code that a warp runs once a tile is fetched once a tile too. So long code has one copy for both
-// halves of the rows, and dz with all options one for all columns. Short code has more copies,
-// because moving the next logits to the registers that the code works on would cost more.
+// Code that runs once per tile is also fetched once per tile. So long code has one copy for both
+// halves of the rows, and dz with all options a single copy for all columns. Short code has more
+// copies, because moving the next logits into the registers that it works on would cost more.
 template <Set kSet>
 constexpr bool is_long = is_any<kSet> || has_cap<kSet>;
 template <Mode kMode, Set kSet>
@@ -116,7 +116,7 @@ __device__ inline void finish_half(float (&d)[96], const RowData& data, int row,
       }
     }
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {  // the next 64 columns move to where the code works
+    for (int i = 0; i < 32; ++i) {  // moves the next 64 columns to the working registers
       if constexpr (at_once == 1) {
         asm volatile("mov.b32 %0, %1;" : "=f"(d[i]) : "f"(d[i + 32]));
         asm volatile("mov.b32 %0, %1;" : "=f"(d[i + 32]) : "f"(d[i + 64]));
@@ -130,7 +130,7 @@ __device__ inline void finish_half(float (&d)[96], const RowData& data, int row,
   }
 }
 
-// Begins a stage's products of a warpgroup's 128 rows; if `first`, they replace what is there.
+// Starts a stage's products of a warpgroup's 128 rows; if `first`, they replace the accumulators.
 template <class T>
 __device__ inline void multiply_step(float (&upper)[96], float (&lower)[96],
                                      const Pipeline& pipeline, int stage, int warpgroup,
@@ -139,7 +139,7 @@ __device__ inline void multiply_step(float (&upper)[96], float (&lower)[96],
   multiply_stage<T, Along::depth, Along::depth>(upper, lower, now.left, now.right, !first);
 }
 
-// Prefetches to the L1 cache what the epilogue reads of each column.
+// Prefetches into the L1 cache what the epilogue reads per column.
 template <Mode kMode>
 __device__ inline void fetch_columns(const Arguments& a, int column_tile) {
   const int lane = threadIdx.x % 128,
@@ -171,7 +171,7 @@ __device__ inline void option_tiles(const CUtensorMap* panel_map, const Pipeline
     return;
   }
   if (warpgroup == 2 && a.team.number() < work.schedule.tiles()) {
-    wait(pipeline.full + min(a.depth_tiles, stages) - 1, 0);  // the second warpgroup begins later
+    wait(pipeline.full + min(a.depth_tiles, stages) - 1, 0);  // the second warpgroup starts later
   }
   for (int t = a.team.number(); t < work.schedule.tiles(); t += a.team.count()) {
     int row_cluster, column_tile;
@@ -181,7 +181,7 @@ __device__ inline void option_tiles(const CUtensorMap* panel_map, const Pipeline
     fetch_columns<kMode>(a, column_tile);
     wait(pipeline.full + ring.stage, ring.phase);
     multiply_step<T>(upper, lower, pipeline, ring.stage, warpgroup, true);
-    if (stores && t >= a.team.count()) {  // the boxes of the tile before must be read first
+    if (stores && t >= a.team.count()) {  // the previous tile's boxes must have been read
       if (signals % 32 == 0) stores_wait();
       group_sync(warpgroup);
       release(last(ring));
@@ -197,7 +197,7 @@ __device__ inline void option_tiles(const CUtensorMap* panel_map, const Pipeline
     products_wait<0>();
     uint32_t boxes = 0;
     if constexpr (stores) {
-      group_sync(warpgroup);  // no warp's products read the boxes any longer
+      group_sync(warpgroup);  // until no warp's products read the boxes
       boxes = lane_of_box(pipeline.left(last(ring)) + (warpgroup - 1) * 2 * left_block_bytes +
                           threadIdx.x % 128 / 32 * 2 * warp_box_bytes);
     } else {
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(block_threads, 1)
     more_registers<232>();
     option_tiles<T, kMode, kSet>(&panel_map, pipeline, work, warpgroup, a);
   }
-  cluster_sync();  // no block may end while another may signal it
+  cluster_sync();  // a block must not exit while another may signal it
 #endif
 }
 

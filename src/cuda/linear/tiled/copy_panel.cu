@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies E back to the workspace where rows of grad_weight are about to be written over it.
+// Copies E back to the workspace before rows of grad_weight overwrite it.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/tiled/engine.h"
 #include "src/cuda/linear/tiled/plan.h"
@@ -7,12 +7,12 @@
 namespace logitless::cuda::tiled {
 namespace {
 
-// A thread has this many copies of 16 bytes in flight.
+// Each thread has this many copies of 16 bytes in flight.
 constexpr int threads = 256, copies = 4;
 constexpr int row_parts = 8;  // threads that share a row of a block's 64 columns
 
-// A block of the panel is [pitch, 64], and its first rows count: one piece of memory, with the
-// zeros behind it up to a step of the product.
+// Each block of the panel is [pitch, 64], whose first rows count: one contiguous piece, including
+// the zeros after it up to a step of the product.
 __global__ void __launch_bounds__(threads) copy_kernel(Chunk chunk, int whole, const uint4* from,
                                                        uint4* to, int64_t pitch, int64_t blocks) {
   const int64_t rows = (valid_rows(chunk) + whole - 1) / whole * whole;

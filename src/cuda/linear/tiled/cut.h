@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the tiles of a product are divided: most go whole, one after the other, to whichever team is
-// free; the last ones, which would leave teams idle, are cut in slices of the depth axis. A slice's
-// sums go to a slot of the workspace, and a second kernel adds a tile's slots in order: no block
-// ever waits for another, and the order of every sum is a function of the shape alone.
+// How the tiles of a product are divided: most tiles are computed whole, one after the other, by
+// the teams in turn; the last ones, which would leave teams idle, are cut into slices of the depth
+// axis. A slice's sums go to a slot of the workspace, and a second kernel adds a tile's slots in
+// order: no block ever waits for another, and the order of every sum is a function of the shape
+// alone.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +13,9 @@
 
 namespace logitless::cuda::tiled {
 
-constexpr int most_slices = 8;  // more only where the tiles would not fill the teams
-// On Hopper a slice costs its store, and all of them the second kernel. In steps of 64 of the depth
-// axis, which take a microsecond each.
+constexpr int most_slices = 8;  // more only if the tiles would not fill the teams
+// On Hopper a slice costs its store, and all slices together the second kernel; in steps of 64 of
+// the depth axis, which take a microsecond each.
 constexpr int slice_cost = 4, join_cost = 10;
 
 struct Cut {
@@ -27,14 +28,14 @@ struct Cut {
   LOGITLESS_HOST_DEVICE int tile(int item) const {
     return item < whole() ? item : whole() + (item - whole()) % tail;
   }
-  // An item takes the steps from begin to end.
+  // An item covers the steps from begin to end.
   LOGITLESS_HOST_DEVICE int begin(int item) const {
     return item < whole() ? 0 : depth * ((item - whole()) / tail) / slices;
   }
   LOGITLESS_HOST_DEVICE int end(int item) const {
     return item < whole() ? depth : depth * ((item - whole()) / tail + 1) / slices;
   }
-  // The steps of the busiest team.
+  // The number of steps of the busiest team.
   LOGITLESS_HOST_DEVICE int steps(int teams) const {
     const int rounds = (whole() + teams - 1) / teams * depth;
     if (tail == 0) return rounds;
@@ -43,7 +44,7 @@ struct Cut {
   }
 };
 
-// Returns the quickest of a few cuts with at most `slots` slots.
+// Returns the fastest of a few cuts with at most `slots` slots.
 LOGITLESS_HOST_DEVICE inline Cut cut_tiles(int tiles, int depth, int teams, int slots) {
   const Cut whole{tiles, depth, 0, 1};
   Cut best = whole;
@@ -59,15 +60,15 @@ LOGITLESS_HOST_DEVICE inline Cut cut_tiles(int tiles, int depth, int teams, int 
   return best;
 }
 
-// For two products side by side: grad_input's tiles on the first teams, grad_weight's, whole, on
-// the others. Adding a tile to memory takes as long as sum_cost steps.
+// For two products side by side: the first teams compute grad_input's tiles, the others
+// grad_weight's, uncut. Adding a tile to memory takes as long as sum_cost steps.
 constexpr int sum_cost = 4;
 struct Shares {
   int input_teams = 0;
   Cut input;
   int steps = 0;  // of the busiest team
 };
-// Returns the quickest of the shares about grad_input's part of the steps.
+// Returns the fastest way to share the teams, near grad_input's share of the steps.
 inline Shares share_teams(int input_tiles, int input_depth, int weight_tiles, int weight_depth,
                           int teams, int slots) {
   const int64_t input = int64_t{input_tiles} * input_depth;

@@ -12,18 +12,18 @@ namespace {
 // KeptRow::layout of a panel in blocks of 64 columns
 constexpr float kept_in_blocks = 11;
 
-// Whether a product can write this gradient itself: f32 or the inputs' dtype, rows along memory.
+// Whether a product can write this gradient itself: f32 or the inputs' dtype, with contiguous rows.
 bool writes(const Tensor& gradient, DType inputs) {
   return (gradient.dtype == DType::f32 || gradient.dtype == inputs) &&
          (gradient.stride[1] == 1 || gradient.shape[1] == 1);
 }
 
-// Whether the view is one piece of memory, rows without gaps and in whole 16 bytes.
+// Whether the view is one piece of memory: rows without gaps, multiples of 16 bytes.
 bool is_memory(const Tensor& v) {
   return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] && is_aligned(v);
 }
 
-// Whether no option and no statistic takes more than the logits.
+// Whether no option and no statistic needs more than the logits.
 bool is_plain(const LinearCall& call) {
   const LinearShape& s = call.shape;
   return call.plain() && !s.smoothing && s.sums.empty() && !call.in.grad_entropy;
@@ -48,22 +48,22 @@ void TiledEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& d
   Kernels& k = s.kernels;
   k.others = Origin::again_dz;
   call->launches_early = tile_.starts_early && device.launches_early;
-  // Under a softcap every element of the smoothing's term has its own slope, which E gives.
+  // With a softcap every element of the smoothing's term has its own slope, which E gives.
   const bool slopes = s.smoothing && call->map.capped;
   call->kept.layout = kept_in_blocks;
-  // Under a softcap a temperature that all tokens share becomes a map of each row, as one per token
-  // does, so that both give the same bits.
+  // With a softcap, a temperature that all tokens share becomes a map per row, as temperatures per
+  // token do, so that both give the same bits.
   if (call->map.capped && call->in.options.temperature != 1) s.maps = call->in.makes_maps = true;
   if (slopes && s.can_keep()) {
     k.kept = forms_in_place(*call) ? Origin::dz_in_place : Origin::again_dz;
   }
   if (s.dtype == DType::f16) keep_codes(call);
   if (op.kept && !slopes) {
-    // A pass over the logits begins with a whole tile.
+    // A product of the remaining logits starts at a whole tile.
     const int64_t room = kept_columns(op);
     lay_out_kept(op, room < s.vocab ? room / tile_.columns * tile_.columns : room, call);
   }
-  // dz takes the place of E if E is not needed again; else it is formed a panel at a time.
+  // dz overwrites E if E is not needed again; else it is computed a panel at a time.
   if (k.kept == Origin::dz_by_rows && s.kept_columns > 0 && !op.consume_kept) {
     k.kept = Origin::dz_in_panels;
   }

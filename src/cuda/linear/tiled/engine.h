@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine of a family of GPUs whose kernels make tiles of logits, and never the logits: the
-// family gives the size of its tiles and the calls that its kernels serve, and launches them. The
-// plans, their price, their memory and their steps are here. sm90/ is such a family; tests/cuda/toy
-// shows the least that one needs.
+// The engine of a family of GPUs whose kernels compute tiles of logits in registers and never store
+// all logits. The family defines the size of its tiles and the calls that its kernels serve, and
+// launches them. Plans, their predicted time, memory and steps are here. sm90/ is such a family;
+// tests/cuda/toy is a minimal one.
 #pragma once
 
 #include "src/cuda/linear/engine.h"
@@ -10,7 +10,7 @@
 
 namespace logitless::cuda::tiled {
 
-// E, or dz, of some columns in two places, `behind` after `panel`, or in one.
+// E or dz of some columns in two places, `behind` following `panel`, or in one.
 struct Kept {
   Panel panel, behind = {};
   int64_t columns() const { return panel.columns + behind.columns; }
@@ -18,46 +18,46 @@ struct Kept {
 
 class TiledEngine : public Engine {
  public:
-  // The tile must outlive every plan: plans refer to it.
+  // `tile` must outlive every plan: plans point to it.
   explicit TiledEngine(const Tile& tile) : tile_(tile) {}
   explicit TiledEngine(const Tile&&) = delete;
   const Tile& tile() const { return tile_; }
 
   // The launches of the family's kernels. Panels are in blocks of 64 columns (arrays.h). A product
   // may read their rows up to a multiple of the tile's depth, and whole blocks: if it does, the
-  // kernels that make E and dz leave numbers in those rows, and zeros behind the last column. The
-  // compacted input has no rows behind the chunk's.
+  // kernels that write E and dz must leave finite numbers in those rows, and zeros after the last
+  // column. The compacted input has no rows after the chunk's.
   //
   // The partial sums of columns [first, first + columns) of the chunk, `first` whole tiles; and E,
   // if the panel has data.
   virtual void logits(const LinearWork& work, int64_t first, int64_t columns,
                       const Panel& panel) const = 0;
-  // dz of the panel's columns, from logits made again.
+  // dz of the panel's columns, from logits computed again.
   virtual void remake(const LinearWork& work, const Panel& panel) const = 0;
-  // These rows of the chunk, panel rows . weight rows, written or added to `sums` [rows,
-  // hidden_pitch] in f32; if they are of E, each times v, minus the smoothing's term of what is
-  // kept of E (class_row).
+  // The product of the chunk's panel rows and the weight's rows, written or added to `sums` [rows,
+  // hidden_pitch] in f32. If it is of E, each row is multiplied by v, minus the smoothing's term of
+  // the kept columns (class_row).
   virtual void input_sums(const LinearWork& work, const Kept& kept, const Range& rows, float* sums,
                           bool of_e, bool add) const = 0;
-  // The caller's grad_input, all rows of the chunk, from E or dz of the whole vocabulary: as
+  // The caller's grad_input, all rows of the chunk, from E or dz of the whole vocabulary: like
   // input_sums, times gradient_scale, in the rows of the chunk's tokens.
   virtual void grad_input(const LinearWork& work, const Kept& kept, bool of_e) const = 0;
-  // The panel's rows of grad_weight, at most rows_of_weight() of them: panel columns . `rows`
-  // (input times v, or input itself), if they are of E minus smoothed_row times the class weights.
-  // They go to the caller's grad_weight, times gradient_scale; or, if sums_grad_weight, to sums in
-  // f32, of which the first lent_sum_rows are at the start of grad_weight's memory and the others
-  // in grad_weight_sum. Only f32 can be added to (`add`).
+  // The panel's rows of grad_weight, at most rows_of_weight() of them: panel columns times `rows`
+  // (input times v, or input itself), if of E minus smoothed_row times the class weights. They go
+  // to the caller's grad_weight, times gradient_scale; or, if sums_grad_weight, to sums in f32, of
+  // which the first lent_sum_rows are at the start of grad_weight's memory and the others in
+  // grad_weight_sum. Only f32 can be added to (`add`).
   virtual void grad_weight(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
                            bool add) const = 0;
   // grad_input and grad_weight of one of several chunks in one launch, if the tile has runs_both.
-  // If the plan has slots, a launch behind it adds them and reads nothing else.
+  // If the plan has slots, a second launch adds them and reads nothing else.
   virtual void both_gradients(const LinearWork&, const Panel&, const char* /*rows*/, bool /*of_e*/,
                               bool /*add*/) const {}
-  // dz in the place of E, added to bias_sum if grad_bias is asked for (`first`: overwrites it); for
-  // calls with forms_in_place.
+  // dz in place of E; its columns are added to bias_sum if grad_bias is asked for (`first`:
+  // overwrites it). For calls with forms_in_place.
   virtual void form_dz(const LinearWork&, const Panel&, bool /*first*/) const {}
-  // Whether form_dz serves a call under a softcap with smoothing, for which products cannot
-  // multiply E; otherwise dz is made of logits made again.
+  // Whether form_dz serves a call with a softcap and smoothing, for which products cannot multiply
+  // E; otherwise dz comes from logits computed again.
   virtual bool forms_in_place(const LinearCall&) const { return false; }
 
   void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
@@ -76,7 +76,8 @@ class TiledEngine : public Engine {
   void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
            const DeviceInfo& device, Stream* stream) const override;
 
-  // The slots of slices (cut.h) that a plan's products can use; the plan is otherwise complete.
+  // The number of slots for slices (cut.h) that a plan's products can use; the plan is otherwise
+  // complete.
   int32_t slots_of(const LinearShape& shape, const LinearPlan& plan,
                    const DeviceSpeed& speed) const;
 
@@ -84,9 +85,9 @@ class TiledEngine : public Engine {
   const Tile& tile_;
 };
 
-// Whether the copy engine and vectors may read the view, whose address may not be known.
+// Whether TMA and vector loads may read the view, whose address may be unknown.
 bool is_aligned(const Tensor& v);
-// Copies the rows that count of a panel to `to`, which is as wide (copy_panel.cu).
+// Copies the rows that count of a panel to `to`, which has the same width (copy_panel.cu).
 void copy_panel(const LinearWork& work, const Panel& panel, char* to);
 
 }  // namespace logitless::cuda::tiled

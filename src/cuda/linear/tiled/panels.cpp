@@ -19,7 +19,7 @@ int64_t column_bytes(const LinearShape& s, const LinearPlan& p) {
 int64_t scaled_bytes(const LinearShape& s, const LinearPlan& p) {
   return p.panel_rows * p.hidden_pitch * size_of(s.dtype);
 }
-// Only with a single chunk is a row written once and its memory free till then.
+// Only with a single chunk is a row written once and its memory free until then.
 bool lends_weight(const LinearShape& s, const LinearPlan& p) {
   return s.kernels.lends_grad_weight && p.chunks == 1;
 }
@@ -32,14 +32,14 @@ int64_t panel_bytes(const LinearShape& s, const LinearPlan& p, int64_t columns) 
 int64_t in_tiles(const LinearPlan& p, int64_t columns) {
   return columns / tile_of(p).columns * tile_of(p).columns;
 }
-// The columns, in whole tiles, that fit behind `first` if each takes its own row, which is still to
-// be written, and its bytes of the panel.
+// The number of columns, in whole tiles, that fit after `first` if each needs its own row, which is
+// still to be written, and its bytes of the panel.
 int64_t room_behind(const LinearShape& s, const LinearPlan& p, int64_t first) {
   const int64_t left = weight_bytes(s) - first * row_bytes(s) - 2 * alignment;
   const int64_t columns = left / (row_bytes(s) + column_bytes(s, p));
   return in_tiles(p, std::max<int64_t>(columns, 0));
 }
-// Where E of the lent columns begins.
+// Where E of the lent columns starts.
 int64_t lent_e(const LinearShape& s, const LinearPlan& p) {
   const int64_t end = tiled_part(p).lent_scaled < 0 ? weight_bytes(s) : tiled_part(p).lent_scaled;
   return (end - panel_bytes(s, p, p.lent_columns)) / alignment * alignment;
@@ -51,9 +51,9 @@ int64_t workspace_columns(const LinearPlan& p) {
 
 }  // namespace
 
-// Rows up to a column's are written when only E of the columns behind it is still needed. The room
-// between the two changes by the same amount with every column, so it is enough to check it in
-// front of the first lent columns and in front of the last ones.
+// When rows up to a column's are written, only E of later columns is still needed. The room between
+// the two changes by the same amount with every column, so it is enough to check it before the
+// first lent columns and before the last ones.
 int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   if (!lends_weight(s, p) || s.kept_columns > 0 || !s.can_keep() || p.stored_columns >= s.vocab)
     return 0;
@@ -61,7 +61,7 @@ int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   const int64_t others = s.vocab - p.stored_columns;
   const int64_t last = (others - 1) % tile_of(p).columns + 1;
   const int64_t end = weight_bytes(s) / alignment * alignment;
-  const auto keeps = [&](int64_t columns) {  // whether the last ones stay unharmed
+  const auto keeps = [&](int64_t columns) {  // whether the last are not overwritten
     return (s.vocab - columns) * row_bytes(s) + panel_bytes(s, p, columns) <= end;
   };
   if (copies && keeps(others) && keeps(last)) return others;
@@ -95,7 +95,7 @@ PanelPlace panel_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
 
 int64_t panels_like(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
   if (!at.lent) return (s.vocab - at.first) / at.columns;
-  // Up to this column room_behind(first) is at least as wide.
+  // Up to this column room_behind(first) is at least as large.
   const int64_t bytes = at.columns * (row_bytes(s) + column_bytes(s, p)) + 2 * alignment;
   return (s.vocab - divide_up(bytes, row_bytes(s)) - at.first) / at.columns + 1;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plans of a linear op on kernels that make tiles of logits.
+// The plans of a linear op whose kernels compute tiles of logits.
 #include <algorithm>
 
 #include "src/cuda/linear/plan_search.h"
@@ -16,7 +16,7 @@ uint64_t slot_bytes(const LinearPlan& p) {
   return static_cast<uint64_t>(slot_size(p)) * sizeof(float);
 }
 
-// Whether both products of a chunk run at once.
+// Whether both products of a chunk run in one launch.
 bool runs_both(const LinearShape& s, const LinearPlan& p) {
   const Tile& tile = tile_of(p);
   // The kernels count steps in 32 bits.
@@ -27,7 +27,7 @@ bool runs_both(const LinearShape& s, const LinearPlan& p) {
          s.kernels.direct_grad_input && p.stored_columns == s.vocab && steps < 1e9;
 }
 
-// The plans of one call on one device in a number of bytes.
+// The plans of one call on one device for a number of bytes.
 class Plans {
  public:
   Plans(const TiledEngine& engine, const LinearShape& shape, const DeviceSpeed& speed,
@@ -39,7 +39,7 @@ class Plans {
       if (s_.weight_rows == 0 || p.kind == PlanKind::chunks) consider(p);
     };
     if (s_.kept_columns > 0) return each_of_kept(use);
-    // Logits are never in memory here, so their size decides nothing.
+    // Logits are never in memory here, so their size does not matter.
     const int shrink = s_.grad_input && !s_.kernels.direct_grad_input ? 2 : 64;
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
          most = std::max<int64_t>(most / 2, tile_.rows)) {
@@ -68,7 +68,7 @@ class Plans {
 
  private:
   // Considers the plans with E of all tokens in the caller's memory, for products of a single
-  // chunk, or written there a chunk at a time.
+  // chunk, or written a chunk at a time.
   template <class F>
   void each_of_kept(F&& use) const {
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
@@ -127,13 +127,13 @@ class Plans {
     own.single_tiles = most_singles(rows, static_cast<int>(tiles), teams);
   }
 
-  // Settles the rest of a plan except its time, with slots where they fit.
+  // Completes a plan, except for its time, with slots if they fit.
   LinearPlan finish(LinearPlan p) const {
     p.lent_columns = s_.gradients() ? most_lent_columns(s_, p) : 0;
     settle(s_, &p);
     TiledPart& own = tiled_part(p);
     own.lent_scaled = lent_scaled_input(s_, p);
-    own.input_teams = runs_both(s_, p);  // TiledEngine::complete decides how many
+    own.input_teams = runs_both(s_, p);  // complete() decides how many
     own.slots = 0;
     p.bytes = bytes_of(engine_, s_, p);
     if (!tile_.slices || !s_.gradients() || p.bytes > bytes_) return p;
@@ -148,11 +148,12 @@ class Plans {
   }
 
   // Narrow panels send the sum of grad_input to memory and back too often: that takes 22 % of the
-  // products' time at 4 tiles, 7 % at 12; with more tokens a tile takes longer. The smallest plan
-  // has no narrow ones; larger plans may use them to leave room for slices.
+  // products' time with 4 tiles, 7 % with 12; with more tokens a tile takes longer. The smallest
+  // plan has no narrow panels; larger plans may use them to leave room for slices.
   static int64_t least_width(const LinearPlan& p) { return p.token_chunk > 8192 ? 8 : 12; }
 
-  // Considers the plans of a chunk in which columns are made again, by the width of their panels.
+  // Considers the plans of a chunk in which columns are computed again, by the width of their
+  // panels.
   template <class F>
   void each_width(LinearPlan p, F&& use) const {
     const int64_t least = least_width(p);
@@ -168,7 +169,7 @@ class Plans {
       });
       if (!s_.can_keep() || width != least) continue;
       each_lending(s_, p, [&](LinearPlan lending) {
-        // Once E is used, its memory holds the panels that are made again.
+        // After E is used, its memory holds the panels that are computed again.
         const LinearPlan mixed =
             largest_share(s_, bytes_, lending.remade_columns, tile_.columns,
                           lending.panel_rows * size_of(s_.dtype), [&](int64_t columns) {
@@ -181,8 +182,8 @@ class Plans {
     }
   }
 
-  // Considers chunks of three quarters for E; and, if E of a tile's rows has no room, chunks of
-  // fewer rows, which take as long.
+  // Considers chunks with three quarters of the tokens that E has room for; and, if not even a
+  // tile's rows fit, chunks of fewer rows, which take as long.
   template <class F>
   void each_odd_chunk(F&& use) const {
     const auto whole = [&](int64_t rows) {
@@ -202,10 +203,10 @@ class Plans {
     }
   }
 
-  // Calls use(plan) with each way to keep E in grad_weight's memory: as much as fits if it is
-  // copied, or if nothing is; and all of it, with grad_input written at once or through its sums in
-  // f32, which leave the compacted input in its memory. The last is left out if use(plan) says that
-  // the plan has these sums either way.
+  // Calls use(plan) for each way to keep E in grad_weight's memory: as much as fits if it is
+  // copied, or if nothing is copied; and all of it, with grad_input written at once or through f32
+  // sums, which leave the compacted input in its memory. The last is left out if use(plan) returns
+  // that the plan has these sums either way.
   template <class F>
   static void each_lending(const LinearShape& s, LinearPlan p, F&& use) {
     const bool has_sums = use(p);
@@ -223,15 +224,15 @@ class Plans {
   uint64_t bytes_;
 };
 
-// Two passes need that nothing of E outlives its chunk of tokens, and that the second pass writes
-// each row once.
+// Two passes require that no E outlives its chunk of tokens, and that the second pass writes each
+// row once.
 bool takes_two_passes(const LinearShape& s) {
   return s.forward && s.can_keep() && s.grad_input && s.grad_weight &&
          s.kernels.lends_grad_weight && !s.grad_weight_f32 && !s.copies_weight &&
          s.weight_rows == 0;
 }
-// Half of grad_weight's rows, whose sums its own memory holds: adding to them takes less than
-// making their columns again. None if the second pass makes all of grad_bias.
+// Half of grad_weight's rows, whose f32 sums fit in its own memory: adding to sums takes less time
+// than computing these columns again. None if the second pass computes all of grad_bias.
 int64_t rows_of_first_pass(const Tile& tile, const LinearShape& s) {
   return s.grad_bias ? 0 : s.vocab / 2 / tile.rows * tile.rows;
 }
@@ -271,7 +272,7 @@ LinearPlan TiledEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed
   if (minimum > 0) {
     if (best.kind == PlanKind::whole) return best;
     const LinearPlan both = two_passes(*this, s, speed, bytes);
-    // The smallest plan's passes are for other bytes; what runs is planned for these.
+    // The smallest plan's passes are for fewer bytes; what runs is planned for these.
     if (best.kind == PlanKind::two_passes) return both;
     return both.bytes >= minimum && both.bytes <= bytes && is_better(both, best) ? both : best;
   }
@@ -282,7 +283,7 @@ LinearPlan TiledEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed
   const uint64_t least = state_bytes(s) + std::max(least_of(first_pass(s, first_rows)),
                                                    least_of(second_pass(s, first_rows)));
   if (least >= best.bytes) return best;
-  // Each plan is tried with slots for none of the teams, for half of them and for all.
+  // Tries each plan with slots for none of the teams, for half and for all.
   for (const int half : {0, 1, 2}) {
     const uint64_t slots =
         static_cast<uint64_t>(teams_on(tile(), speed) * half / 2) * slot_bytes(best);

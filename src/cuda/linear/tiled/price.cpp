@@ -11,7 +11,7 @@
 namespace logitless::cuda::tiled {
 namespace {
 
-// How a gradient's product is cut. Rounds that are whole however the rest is cut are separate,
+// How a gradient's product is cut. Rounds that are whole in any case are counted separately,
 // because Cut counts in 32 bits.
 struct RoundsAndCut {
   int64_t rounds = 0;
@@ -32,7 +32,7 @@ class Model {
     return {rounds,
             cut_tiles(static_cast<int>(tiles - rounds * teams), depth_steps(depth), teams, slots)};
   }
-  // How one chunk's two products share the teams when both run at once.
+  // How one chunk's two products share the teams in one launch.
   Shares shares_of(int64_t tokens, int32_t slots) const {
     const auto tiles = [&](int64_t rows) { return static_cast<int>(tiles_of(rows)); };
     return share_teams(tiles(tokens), depth_steps(s_.vocab), tiles(s_.rows_of_weight()),
@@ -44,16 +44,16 @@ class Model {
   double input_time(int64_t tokens, int64_t columns, bool sums) const {
     return product_time(teams_of(p_, teams()), tiled_part(p_).slots, tokens, columns, sums);
   }
-  // The time of both products at once, on the teams that each has.
+  // The time of both products in one launch, each on its own teams.
   double both_time(int64_t tokens) const {
     const double steps = shares_of(tokens, tiled_part(p_).slots).steps;
-    // Sums go to memory and back hidden under products, but that takes power: a sixth of a
-    // microsecond a megabyte (docs/kernels/hopper.md).
+    // Products hide the time of sums going to memory and back, but not the power: a sixth of a
+    // microsecond per megabyte (docs/kernels/hopper.md).
     const auto sums = static_cast<double>(s_.rows_of_weight()) * static_cast<double>(s_.hidden);
     return steps * step_time() + 4 * speed_.launch + sums * 8 / (1.6 * speed_.memory);
   }
-  // The time to make the logits of `rows` tokens and `columns`, and what is made of them: waves of
-  // the teams' tiles.
+  // The time to compute the logits of `rows` tokens and `columns` columns, and their sums and E:
+  // waves of the teams' tiles.
   double pass_time(int64_t rows, int64_t columns, bool stores) const {
     const auto tiles =
         static_cast<double>(divide_up(rows, tile_.rows) * divide_up(columns, tile_.columns));
@@ -70,7 +70,7 @@ class Model {
     return divide_up(rows, tile_.rows) * divide_up(round_up(s_.hidden, 8), tile_.columns);
   }
   int depth_steps(int64_t depth) const { return static_cast<int>(divide_up(depth, tile_.depth)); }
-  // Seconds of a tile's step of the depth axis.
+  // Seconds per step of a tile along the depth axis.
   double step_time() const { return tile_size() * tile_.depth * 2 / (speed_.products / teams()); }
   double product_time(int teams, int32_t slots, int64_t rows, int64_t depth, bool sums) const {
     const RoundsAndCut of = cut_of(teams, rows, depth, slots);
@@ -86,7 +86,7 @@ class Model {
   const Tile& tile_;
 };
 
-// Finds the most slots that a product of a plan can use.
+// Finds the largest number of slots that a product of a plan can use.
 class Slots final : public Estimate {
  public:
   Slots(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed)
@@ -97,14 +97,15 @@ class Slots final : public Estimate {
       use(teams_of(p_, model_.teams()), p_.token_chunk, columns, 1);
     } else if (step.kind == StepKind::grad_weight && columns != weight_columns_) {
       use(model_.teams(), columns, p_.token_chunk, tile_of(p_).rows / slot_rows(p_));
-      weight_columns_ = columns;  // parts of one width follow each other, so the last one is enough
+      weight_columns_ = columns;  // equal parts are consecutive: the last is enough
     }
   }
   int32_t most() const { return slots_; }
 
  private:
-  // A third slot a team is memory, which has to save an eighth of the steps, as in Gemma 3 1B's
-  // grad_input of 4096 tokens: its 48 tiles want four slices each on the 66 teams of an H200.
+  // More than two slots per team must save an eighth of the steps to be worth their memory, as in
+  // Gemma 3 1B's grad_input of 4096 tokens: its 48 tiles want four slices each on the 66 teams of
+  // an H200.
   void use(int teams, int64_t rows, int64_t depth, int32_t each) {
     const RoundsAndCut usual = model_.cut_of(teams, rows, depth, 2 * model_.teams());
     const RoundsAndCut more = model_.cut_of(teams, rows, depth, 3 * model_.teams());
@@ -148,7 +149,7 @@ double TiledEngine::seconds(const LinearShape& s, const LinearPlan& p, const Dev
            static_cast<double>(size_of(s.dtype));
   };
   const double launches =
-      step.panel.first == 0 ? 2 * speed.launch : 0;  // paid once for all that is kept
+      step.panel.first == 0 ? 2 * speed.launch : 0;  // paid once for all kept columns
   switch (step.kind) {
     case StepKind::logits:
       return model.pass_time(n, columns, is_kept(step.panel.origin));

@@ -20,7 +20,7 @@ class TiledRun final : public LinearRun {
  private:
   Panel panel_of(const PanelPlace& at) const override {
     Panel panel = tiled::panel_of(work_.call, work_.plan, work_.m, at);
-    // The caller's panel has rows of all tokens, the chunk's among them.
+    // The caller's panel has rows of all tokens, including the chunk's.
     if (at.kept && at.columns > 0) panel.data += work_.chunk.first * panel_row_bytes;
     return panel;
   }
@@ -64,7 +64,8 @@ class TiledRun final : public LinearRun {
 
   void grad_input(const Step& step, const Kept& kept) {
     if (step.to_sums) {
-      // Sums of some rows get their factors only when they are written.
+      // If grad_input is summed some rows at a time, factors are applied when these rows are
+      // written.
       return engine_.input_sums(work_, kept, step.rows, input_sums(),
                                 step.of_e() && work_.plan.sum_rows == 0, step.adds);
     }
@@ -72,7 +73,7 @@ class TiledRun final : public LinearRun {
     if (lends_input()) clear_other_rows(work_.m.tokens, work_.call.grad_input, work_.stream);
   }
 
-  // Whether the product adds to what is there.
+  // Whether the product adds to existing values.
   bool adds_weight(const Step& step) const {
     return step.adds || (work_.call.accumulate && !sums_grad_weight());
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The steps of a plan of tiled kernels: E of the kept columns, in the workspace and in
-// grad_weight's memory, and dz of the others, a panel at a time.
+// grad_weight's memory, and dz of the other columns, a panel at a time.
 #include "src/cuda/linear/steps.h"
 
 #include <algorithm>
@@ -45,7 +45,7 @@ class TiledSteps final : public CallSteps {
     if (sums_grad_input(s_, p_)) write_grad_input({0, tokens_.count}, others_);
   }
 
-  // The gradients where E of every column is in the workspace.
+  // The gradients if E of every column is in the workspace.
   void whole_gradients() {
     finish_kept(stored());
     scale_input();
@@ -56,7 +56,7 @@ class TiledSteps final : public CallSteps {
              .adds = tokens_.first > 0});
     } else {
       grad_weight(stored());
-      // grad_input comes last, because its memory may hold the input.
+      // grad_input comes last, because its memory may hold the compacted input.
       if (!s_.kernels.direct_grad_input) {
         grad_input_by_rows();
       } else if (s_.grad_input) {
@@ -66,7 +66,7 @@ class TiledSteps final : public CallSteps {
     kept_bias(stored());
   }
 
-  // First all that needs the whole of what is kept; then grad_weight, whose rows overwrite the E in
+  // First everything that needs all kept columns; then grad_weight, whose rows overwrite the E in
   // its memory.
   void kept_gradients() {
     for (const PanelPlace& panel : {stored(), lent()}) {
@@ -111,13 +111,13 @@ class TiledSteps final : public CallSteps {
     grad_bias(panel);
   }
 
-  // Makes what is kept of E ready for the products.
+  // Prepares kept E for the products.
   void finish_kept(const PanelPlace& panel) {
     visit({.kind = is_e(kept_) ? StepKind::finish_panel : StepKind::form_dz,
            .panel = panel,
            .adds = tokens_.first > 0});
   }
-  // Where dz is made in the place of E, its sums make grad_bias already.
+  // If dz is computed in place of E, grad_bias is summed there already.
   void kept_bias(const PanelPlace& panel) {
     if (kept_ != Origin::dz_in_place) grad_bias(panel);
   }
