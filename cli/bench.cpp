@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless bench: the time of ops over a sweep of shapes, beside what the machine can do, both
-// measured in this run. FLOP are those of the products that an op cannot avoid (a plan that
-// recomputes the logits does more); bytes are those of the head, or of given logits.
+// logitless bench: the time of ops over a sweep of shapes, compared with the machine's peak rates,
+// all measured in this run. FLOP counts the products that every plan needs (one that recomputes the
+// logits does more); bytes are those of the head, or of given logits.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -36,8 +36,7 @@ struct BenchArguments {
   bool in_place = false, first_call = false, warmup = false, quick = false;
 };
 
-// Makes the sweep one small shape with few repeats, except for options that the caller gave, by
-// CLI11's count.
+// Makes the sweep one small shape with few repeats, except for options given on the command line.
 void make_quick(BenchArguments& a, const CLI::App& command) {
   const auto set = [&](const char* name, auto& value, auto quick) {
     if (command.count(name) == 0) value = quick;
@@ -86,7 +85,7 @@ double Row::flops() const {
          static_cast<double>(s.hidden);
 }
 
-// In f32, as plan and loss count them.
+// The bytes of whole logits in f32, which plan and loss count too.
 uint64_t Row::logits_bytes() const {
   return static_cast<uint64_t>(c.shape.tokens) * static_cast<uint64_t>(c.shape.vocab) *
          sizeof(float);
@@ -137,12 +136,12 @@ std::vector<Case> cases(const BenchArguments& a) {
   return all;
 }
 
-// Refuses what would not fit, before the system ends the process for it. For a GPU the host holds a
-// copy of the tensors, and the device the tensors and the workspace.
+// Refuses shapes that do not fit in memory, before the system kills the process. For a GPU the host
+// holds a copy of the tensors, and the device the tensors and the workspace.
 void check_fits(const Case& c, const GpuBench* gpu) {
   uint64_t needed = with_op(c.shape.op, [&](auto op) {
     uint64_t bytes = 0;
-    // Made-up addresses, aligned and apart, because without any a device plans otherwise. Nothing
+    // Fake addresses, aligned and disjoint, because the plan for null pointers may differ. Nothing
     // is read.
     uintptr_t address = uintptr_t{1} << 32;
     set_views(op, c.shape, [&](const char*, TensorView view) {
@@ -255,7 +254,7 @@ Chart make_chart(const std::vector<Row>& rows) {
   return chart;
 }
 
-// Probes the whole machine once, then before each measurement what it is compared with, so that a
+// Probes every rate once, then before each measurement the rate it is compared with, so that a
 // machine that slows down slows both.
 void probe(Machine& machine, cpu::Arithmetic arithmetic) {
   constexpr int kFirst = 5, kAgain = 2;
@@ -280,8 +279,8 @@ void print_machine(int threads, const Machine& m) {
       m.bandwidth.copy * 1e-9);
 }
 
-// The time of others is measured by programs that have PyTorch: our own products with whole logits
-// would be a peer that nobody uses.
+// Other implementations are measured by scripts that use PyTorch: our own products with whole
+// logits would be a baseline that nobody uses.
 void print_peers(const std::string& device, const std::vector<Row>& rows) {
   if (std::any_of(rows.begin(), rows.end(), [](const Row& row) { return row.c.shape.linear(); })) {
     fmt::print(
@@ -293,7 +292,7 @@ void print_peers(const std::string& device, const std::vector<Row>& rows) {
              device == "cuda" ? "python bench/compare_gpu.py" : "make bench-cpu");
 }
 
-// Measures the GPU's best product of each width, and a copy, once.
+// Measures the GPU's product rate per dtype, and its copy bandwidth, once.
 Machine probe_gpu(GpuBench& gpu) {
   Machine machine;
   machine.bandwidth.read = machine.bandwidth.copy = gpu.copy_bandwidth();
@@ -350,7 +349,7 @@ void run_bench(const Context& context, const BenchArguments& a) {
       print_json(to_json(row));
       std::fflush(stdout);
     } else {
-      if (rows.size() == 1) print_head();  // what is refused has no table
+      if (rows.size() == 1) print_head();  // if all are refused, no table is printed
       print_row(row);
     }
   }

@@ -14,7 +14,7 @@
 namespace logitless::cli {
 namespace {
 
-// The reference holds the head in double, so this is 1 GiB.
+// In elements: 1 GiB, since the reference holds the head in double.
 constexpr int64_t kLargestJudgedHead = int64_t{1} << 27;
 
 // Fills the buffer with normal numbers: blocks from random places of one table, so that gigabytes
@@ -59,7 +59,7 @@ void fill(const std::string& name, const TensorView& view, int64_t vocab, const 
   }
 }
 
-// A line of /proc/self/status, in bytes.
+// Returns the bytes of a line of /proc/self/status.
 std::optional<uint64_t> process_memory(const std::string& wanted) {
   std::ifstream file("/proc/self/status");
   for (std::string key; file >> key;) {
@@ -70,7 +70,7 @@ std::optional<uint64_t> process_memory(const std::string& wanted) {
   return {};
 }
 
-// What `work` adds, at its peak, to the memory that the process has at its start.
+// Returns the peak growth of the process's memory during `work`.
 template <class F>
 std::optional<uint64_t> rss_growth(F&& work) {
   bool reset;
@@ -120,7 +120,7 @@ Op make_op(const OpShape& shape, Tensors& tensors) {
   return op;
 }
 
-// Prepares the state that Backward is given, by a Forward on the same tensors.
+// Prepares the row state that Backward reads, by a Forward on the same tensors.
 template <class Op>
 void prepare_state(const OpShape& shape, Tensors& tensors, GpuBench* gpu) {
   if constexpr (BackwardOnlyOp<Op>) {
@@ -146,7 +146,7 @@ void warm_up(OpShape shape) {
   run_recommended(make_op<Op>(shape, tensors), nullptr);
 }
 
-// The rows of the logits that judge() needs, saved before the run overwrites them.
+// The rows of logits that judge() needs, saved before the run overwrites them.
 struct SavedRows {
   TensorView view{};
   Buffer buffer;
@@ -224,7 +224,7 @@ Measurement measure(const OpShape& shape, const MeasureOptions& options, Tensors
     } else {
       gpu->timed(op, m.workspace, true);
     }
-    // As the suite does: tests/support/device_cuda.cpp.
+    // The same condition as in tests/support/device_cuda.cpp.
     const bool tensor_cores =
         gpu != nullptr && gpu->has_tensor_cores() && shape.linear() && shape.dtype != DType::f32;
     m.error_ratio = error_ratio(op, shape, tensors, options.samples, saved, tensor_cores);

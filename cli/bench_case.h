@@ -14,12 +14,12 @@
 
 namespace logitless::cli {
 
-// Tensors by name, allocated and touched once, which stay from one measurement to the next.
+// Tensors by name, allocated and touched once, and reused by later measurements.
 class Tensors {
  public:
-  // The view with memory: numbers like a model's for an input, zeros otherwise.
+  // Returns the view with memory: model-like numbers for an input, else zeros.
   TensorView get(const std::string& name, TensorView view, int64_t vocab);
-  // The next get makes new numbers, because these were overwritten.
+  // Marks a tensor as overwritten: the next get() fills it again.
   void forget(const std::string& name);
 
  private:
@@ -35,7 +35,7 @@ struct Measurement {
   WorkspaceSize size{};
   uint64_t workspace = 0;              // bytes
   std::vector<double> seconds;         // of each repeat, sorted
-  std::optional<uint64_t> rss_growth;  // bytes, where the system tells
+  std::optional<uint64_t> rss_growth;  // bytes, if the system reports it
   std::optional<double> error_ratio;   // the worst error / bound of the sampled elements
 
   double median() const;
@@ -43,10 +43,10 @@ struct Measurement {
 };
 
 struct MeasureOptions {
-  std::optional<uint64_t> memory;  // bytes of workspace; by default the recommended ones
+  std::optional<uint64_t> memory;  // bytes of workspace; default: the recommended number
   int repeats = 5;
   GpuBench* gpu = nullptr;  // null: the CPU is measured
-  int samples = 2;          // tokens, and vocabulary rows, that are judged
+  int samples = 2;          // tokens, and vocabulary rows, compared with the reference
 };
 
 // Runs once untimed, for the error and the memory touched, then `repeats` times; calls tick(i)

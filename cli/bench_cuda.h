@@ -8,7 +8,7 @@
 
 namespace logitless::cli {
 
-// Throws Failure with the reason where there is no CUDA to measure.
+// Throws Failure with the reason if CUDA is unavailable.
 std::unique_ptr<GpuBench> make_cuda_bench();
 
 }  // namespace logitless::cli

@@ -7,7 +7,7 @@
 namespace logitless::cli {
 namespace {
 
-// The op with other data, on the device.
+// Returns the op with its tensors on the device, at the addresses of data_of.
 template <class Op, class F>
 Op moved(const Op& host, const Device& device, F&& data_of) {
   Op op = host;

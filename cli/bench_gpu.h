@@ -20,16 +20,17 @@ class GpuBench {
   // Seconds of one run. With `fetch` its outputs are then copied to the host, untimed.
   template <class Op>
   double timed(const Op& host, uint64_t workspace, bool fetch);
-  // Frees the copies: the host's memory may hold something else from now on.
+  // Frees the copies: the host's memory may be reused for other tensors after this call.
   virtual void forget() = 0;
 
   virtual const char* name() const = 0;
   virtual uint64_t free_bytes() const = 0;
-  // Measured by the call: FLOP/s of a product of two square matrices, and bytes/s read and written
-  // by a copy.
+  // Each call measures: FLOP/s of a product of two square matrices, and bytes/s read and written by
+  // a copy.
   virtual double product_rate(DType dtype) = 0;
   virtual double copy_bandwidth() = 0;
-  // The arithmetic of products, and how the suite judges it (tests/support/device_cuda.cpp).
+  // The arithmetic of products, and whether its error bound is that of tensor cores
+  // (tests/support/device_cuda.cpp).
   virtual const char* arithmetic() const = 0;
   virtual bool has_tensor_cores() const = 0;
 

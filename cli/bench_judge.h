@@ -60,8 +60,8 @@ const TensorView& rows_of(const Op& op) {
   }
 }
 
-// The op on the sampled tokens alone: a token's results do not depend on the others, except through
-// the mean's divisor.
+// Returns the op on the sampled tokens alone: a token's results do not depend on the others, except
+// through the mean's divisor.
 template <class Op>
 Op sample_tokens(Op op, int64_t count) {
   const auto cut = [&](TensorView& view) {
@@ -98,8 +98,8 @@ Op sample_tokens(Op op, int64_t count) {
   return op;
 }
 
-// An op on `count` consecutive rows of grad_weight, the first target's among them: a shard of the
-// vocabulary, with the tokens' states as the run itself wrote them.
+// Returns an op on `count` consecutive rows of grad_weight, including the first target's: a shard
+// of the vocabulary, with the row states that the run wrote.
 template <class Op>
 LinearCrossEntropyBackward sample_vocab(const Op& op, const TensorView& row_reference,
                                         const TensorView& row_log_sum, int64_t count) {
@@ -123,7 +123,7 @@ LinearCrossEntropyBackward sample_vocab(const Op& op, const TensorView& row_refe
 }
 
 // Error / bound of the worst sampled element of a finished run. `row_reference` and `row_log_sum`
-// are those of all tokens, as the run wrote or was given them.
+// are the run's own, for all tokens.
 template <class Op>
 double judge(const Op& op, const TensorView& row_reference, const TensorView& row_log_sum,
              int64_t count, const TensorView& original_logits, const reference::BoundModel& model) {

@@ -42,7 +42,7 @@ class WebGpuBench final : public GpuBench {
   ~WebGpuBench() override { forget(); }
 
   const char* name() const override { return device_->description().c_str(); }
-  // WebGPU does not say how much is free; too much is an error when it is allocated.
+  // WebGPU does not report free memory; allocating too much fails.
   uint64_t free_bytes() const override { return UINT64_MAX; }
   const char* arithmetic() const override { return "f32 tiles"; }
   bool has_tensor_cores() const override { return false; }
@@ -75,7 +75,7 @@ class WebGpuBench final : public GpuBench {
     }
     return reinterpret_cast<void*>(buffer);
   }
-  // WebGPU writes whole words, so the last one is padded.
+  // WebGPU writes whole 4-byte words, so the last one is padded.
   void write(webgpu::Buffer buffer, const void* data, uint64_t bytes) {
     const std::lock_guard lock(device_->mutex());
     const uint64_t whole = bytes / 4 * 4;
@@ -118,7 +118,8 @@ class WebGpuBench final : public GpuBench {
   std::unique_ptr<WebGpuWorkspace> scratch_;
 };
 
-// The time of the backend's own product of two square matrices, made as the logits are.
+// The time of the backend's own product of two square matrices, with the kernel that computes
+// logits.
 double WebGpuBench::product_time(int64_t n, webgpu::Buffer a, webgpu::Buffer b, webgpu::Buffer c,
                                  webgpu::Buffer params) {
   const webgpu::Tile tile{.m = 128, .n = 128};
@@ -146,7 +147,8 @@ double WebGpuBench::product_time(int64_t n, webgpu::Buffer a, webgpu::Buffer b, 
 double WebGpuBench::product_rate(DType) {
   const webgpu::Buffer params = make(65536);
   double best = 0, elapsed = 0;
-  // The product grows until it takes 20 ms, because a large one takes a CPU's WebGPU very long.
+  // The product grows until it takes 20 ms, because a large one takes very long on a software
+  // device.
   for (int64_t n = 256; n <= 4096 && elapsed < 0.02; n *= 2) {
     const uint64_t bytes = static_cast<uint64_t>(n * n) * 4;
     const webgpu::Buffer a = make(bytes), b = make(bytes), c = make(bytes);
@@ -165,7 +167,7 @@ double WebGpuBench::product_rate(DType) {
   return best;
 }
 
-// By WebGPU's own copy of a buffer.
+// Measures WebGPU's own copy of a buffer.
 double WebGpuBench::copy_bandwidth() {
   const uint64_t bytes =
       std::min<uint64_t>(device_->limits().buffer_bytes, uint64_t{256} << 20) / 256 * 256;

@@ -8,7 +8,7 @@
 
 namespace logitless::cli {
 
-// Throws Failure with the reason where there is no WebGPU to measure.
+// Throws Failure with the reason if WebGPU is unavailable.
 std::unique_ptr<GpuBench> make_webgpu_bench();
 
 }  // namespace logitless::cli

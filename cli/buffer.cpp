@@ -30,7 +30,7 @@ Buffer::Buffer(uint64_t bytes) : bytes_(bytes) {
   const uint64_t start = (at + kLargePage - 1) / kLargePage * kLargePage;
   data_ = static_cast<char*>(address) + (start - at);
 #if defined(MADV_HUGEPAGE)
-  // The rest stays in small pages, because a large one would count bytes that were not asked for.
+  // The tail keeps small pages, because a large one would count as bytes beyond the requested size.
   const uint64_t whole = bytes / kLargePage * kLargePage;
   if (whole > 0) ::madvise(data_, whole, MADV_HUGEPAGE);
   ::madvise(static_cast<char*>(data_) + whole, mapped_ - (start - at) - whole, MADV_NOHUGEPAGE);

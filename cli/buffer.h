@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory for tensors and workspaces, straight from the system: zero pages, none of them present
-// until touched, so that the memory which a call touches can be measured; large pages where the
-// system gives them.
+// Memory for tensors and workspaces, directly from mmap: pages are zero and not resident until
+// touched, so that the memory a call touches can be measured; large pages if available.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +13,7 @@ namespace logitless::cli {
 class Buffer {
  public:
   Buffer() = default;
-  // Aligned to 64 bytes or better. Throws Failure where there is no memory.
+  // Aligned to 64 bytes or better. Throws Failure if memory runs out.
   explicit Buffer(uint64_t bytes);
   ~Buffer();
   Buffer(Buffer&& other) noexcept;

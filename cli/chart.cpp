@@ -88,7 +88,7 @@ std::string to_svg(const Chart& chart) {
     longest_note = std::max(longest_note, bar.note.size());
     largest = std::max(largest, bar.share);
   }
-  // Data that stays in a cache may far exceed memory's limit, so its bar ends with the plot.
+  // Data in a cache may far exceed the memory bandwidth, so its bar is cut off at the plot's edge.
   const double right_share = std::min(std::ceil(largest * 5) / 5, kLargestShare);
   const double left = kMargin + text_width(longest_label) + 10;
   const double width = left + kPlot + 12 + text_width(longest_note) + kMargin;

@@ -9,8 +9,8 @@ namespace logitless::cli {
 
 struct Bar {
   std::string label;  // left of the bar
-  std::string note;   // right of it
-  double share = 0;   // of the limit, whose line is at 1
+  std::string note;   // right of the bar
+  double share = 0;   // of the limit; 1 is the limit itself
   int group = 0;      // chooses the colour and the line of the legend
 };
 

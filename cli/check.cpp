@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless check: runs cases of the conformance suite on this machine, and judges each element of
-// each output against the reference, within the contract's bound. With --shards it splits each
-// case's vocabulary, and judges the results of its shards too.
+// logitless check: runs cases of the conformance suite on this machine, and compares each element
+// of each output with the reference, within the error bound of docs/semantics.md. With --shards it
+// splits each case's vocabulary, and checks the shards' results too.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -50,7 +50,7 @@ struct CheckArguments {
 
 struct Row {
   const TestDevice* device;
-  std::string isa;  // empty: the one in force
+  std::string isa;  // empty: the default
   OpKind op;
   DType dtype;
   int64_t cases = 0, failures = 0;
@@ -58,7 +58,7 @@ struct Row {
   std::string worst{}, report{};
 };
 
-// `count` of the items, evenly spread and with the first.
+// Returns `count` evenly spread items, including the first.
 template <class T>
 std::vector<T> spread(const std::vector<T>& items, int64_t count) {
   const auto size = static_cast<int64_t>(items.size());
@@ -73,8 +73,8 @@ struct NamedCase {
   std::string name;
 };
 
-// Options alone and in pairs on small shapes, then shapes that cross internal edges with all
-// options at once.
+// Options alone and in pairs on small shapes, then shapes at block boundaries with all options at
+// once.
 std::vector<NamedCase> cases_of(OpKind op, DType dtype, const CheckArguments& a) {
   const int64_t most = a.full ? INT64_MAX : a.cases;
   std::vector<NamedCase> pairs, all;
@@ -104,7 +104,6 @@ bool wanted(const std::vector<std::string>& names, const std::string& name) {
   return names.empty() || std::find(names.begin(), names.end(), name) != names.end();
 }
 
-// linear_forward is linear-forward on the command line.
 std::string op_name(OpKind op) {
   std::string name = conformance::name_of(op);
   std::replace(name.begin(), name.end(), '_', '-');
@@ -127,7 +126,7 @@ std::vector<Row> rows_of(const CheckArguments& a) {
   // throws, with the reason, if one is absent
   for (const std::string& name : a.devices) parse_device(name);
   for (const auto& [name, device, reason] : conformance::all_devices()) {
-    // The reference would judge itself, so it is checked only on request.
+    // Comparing the reference with itself proves little, so it runs only on request.
     if (a.devices.empty() ? name == "reference" : !wanted(a.devices, name)) continue;
     if (device == nullptr && a.devices.empty()) continue;
     if (device == nullptr) throw Failure(reason);
@@ -142,8 +141,8 @@ std::vector<Row> rows_of(const CheckArguments& a) {
   return rows;
 }
 
-// Judges the row's next case. With shards, the cases take turns at the ways to split a vocabulary;
-// the way is added to the case's name.
+// Runs and checks the row's next case. With shards, the cases cycle through the ways to split a
+// vocabulary; the way is added to the case's name.
 Comparison judge_case(const Row& row, NamedCase* named, const CheckArguments& a) {
   const auto memory =
       row.cases % 2 == 0 ? conformance::Memory::recommended : conformance::Memory::minimum;

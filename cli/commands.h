@@ -17,7 +17,7 @@ class Validator;
 namespace logitless::cli {
 
 struct Context {
-  bool json = false;  // print one JSON object, or JSON lines where the command streams
+  bool json = false;  // print one JSON object, or JSON lines if the command streams
   int exit_code = 0;  // main returns it; 1: a check failed
 };
 
@@ -32,13 +32,13 @@ struct CommandError : std::runtime_error {
   }
   std::string code, field;
 };
-// The caller's fault: exit code 2.
+// The caller's error: exit code 2.
 struct BadInput : CommandError {
   explicit BadInput(const std::string& message, std::string field = "",
                     std::string code = "bad_input")
       : CommandError(message, std::move(code), std::move(field)) {}
 };
-// Not the caller's fault: exit code 1.
+// Not the caller's error: exit code 1.
 struct Failure : CommandError {
   explicit Failure(const std::string& message, std::string code = "failure")
       : CommandError(message, std::move(code), "") {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // logitless demo: trains a word-level language model on a text, with the exact softmax over its
-// whole vocabulary, and prints what that took and how good the model is.
+// whole vocabulary, and prints its time, memory and perplexity.
 #include <fmt/core.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -27,7 +27,7 @@ using namespace demo;
 
 struct DemoOptions {
   std::vector<std::string> paths;
-  int64_t steps = 0;   // 0: as many as `seconds` allow, or the default
+  int64_t steps = 0;   // 0: as many as fit in `seconds`, or the default
   double seconds = 0;  // 0: as long as `steps` take, or the default
   int64_t dim = 128, context = 16, units = 128;
   int64_t batch = 0;  // 0: by the text's length

@@ -313,7 +313,8 @@ Status check_products(const Call& call) {
                static_cast<long long>(d));
 }
 
-// Checked in this order; a rule may rely on those above it.
+// Asked in this order; a rule may rely on those above it.
+// clang-format off
 constexpr Status (*kRules[])(const Call&) = {
     check_execution,
     check_tensor_enums,

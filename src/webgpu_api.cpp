@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of the C interface that only WebGPU has: workspaces of several buffers, and the caller's
-// own device.
+// The part of the C interface for WebGPU only: workspaces of several buffers, and the caller's own
+// device.
 #include "src/backend.h"
 #include "src/c_status.h"
 

@@ -115,7 +115,7 @@ typedef struct logitless_loss_options {
   int64_t vocab_start, vocab_total;
 } logitless_loss_options;
 
-/* What a divergence has beside the student's logitless_loss_options. */
+/* The options of a divergence, besides the student's logitless_loss_options. */
 typedef struct logitless_divergence_options {
   uint32_t struct_size;
   int32_t kind;       /* LOGITLESS_FORWARD_KL ... */
@@ -206,14 +206,14 @@ typedef struct logitless_execution {
   const logitless_executor* executor; /* CPU only; NULL: the library's own pool */
 } logitless_execution;
 
-/* How much memory a call needs beside its tensors. */
+/* How much memory a call needs besides its tensors. */
 typedef struct logitless_workspace_size {
   uint32_t struct_size;
   uint32_t reserved;
   uint64_t minimum, recommended, alignment; /* bytes */
 } logitless_workspace_size;
 
-/* That memory. */
+/* The memory that logitless_workspace sizes. */
 typedef struct logitless_workspace_buffer {
   uint32_t struct_size;
   uint32_t reserved;
@@ -234,7 +234,7 @@ typedef struct logitless_kept {
 
 /* A call whose rules are checked and whose work is divided once: docs/semantics.md, "Plans". */
 typedef struct logitless_plan logitless_plan;
-/* What differs from one run of a plan to the next. */
+/* What may differ between runs of a plan. */
 typedef struct logitless_plan_arguments {
   uint32_t struct_size;
   uint32_t count; /* of addresses */
@@ -242,7 +242,7 @@ typedef struct logitless_plan_arguments {
    * tensor's `data`; byte_offset, shape and strides stay. */
   void* const* addresses;
   void* stream;      /* a cudaStream_t or a WGPUQueue */
-  double normalizer; /* replaces options.normalizer; 0 keeps that */
+  double normalizer; /* replaces options.normalizer; 0: not replaced */
 } logitless_plan_arguments;
 
 /* The defaults of every struct. */
@@ -277,7 +277,7 @@ typedef struct logitless_plan_arguments {
 LOGITLESS_API int32_t logitless_workspace(const logitless_op* op,
                                           const logitless_execution* execution,
                                           logitless_workspace_size* size, logitless_status* status);
-/* Finds what a linear Forward keeps for Backward in `bytes` (UINT64_MAX: all there is) and the
+/* Finds what a linear Forward keeps for Backward in `bytes` (UINT64_MAX: no limit) and the
  * shapes of its tensors, by a formula of the shape and the dtype alone, the same on every device.
  * `op` is the Forward; its data pointers may be NULL, `kept` and `kept_rows` absent. Returns the
  * code; on an error `kept` is unchanged. */

@@ -23,7 +23,7 @@ struct TokenState {
   float row_reference = -std::numeric_limits<float>::infinity();
   float row_log_sum = 0;
   float target_logit =
-      -std::numeric_limits<float>::infinity();  // -inf where another shard has the target
+      -std::numeric_limits<float>::infinity();  // -inf if another shard has the target
   float entropy = 0;
   float weighted_logit_sum = 0;
   int64_t argmax = -1;  // a column of the whole vocabulary
@@ -47,7 +47,7 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
     return m == least ? double(least) : (double(m) - c.row_reference) + s.row_log_sum;
   };
   const double la = log_of(ma, a), lb = log_of(mb, b);
-  // The greater probability is 1 / (1 + e), the other e times that. A NaN is not less.
+  // The greater probability is 1 / (1 + e), the lesser e / (1 + e). With a NaN `more` is false.
   const bool more = la >= lb;
   const double apart = more ? lb - la : la - lb, e = std::exp(apart), rest = std::log1p(e);
   c.row_log_sum = float((more ? la : lb) + rest);
@@ -78,7 +78,7 @@ inline void combine_top(int64_t k, const float* a_logits, const int64_t* a_ids,
       logits[r] = std::numeric_limits<float>::quiet_NaN(), ids[r] = r;
       continue;
     }
-    // The id -1 means no column, and comes last.
+    // The id -1 means no column, and sorts last.
     const bool equal = a_logits[a] == b_logits[b];
     const bool first = equal ? uint64_t(a_ids[a]) <= uint64_t(b_ids[b]) : a_logits[a] > b_logits[b];
     logits[r] = first ? a_logits[a] : b_logits[b];
@@ -89,15 +89,15 @@ inline void combine_top(int64_t k, const float* a_logits, const int64_t* a_ids,
 
 inline float lse(const TokenState& s) { return s.row_reference + s.row_log_sum; }
 
-// The log-probability of the target, never above 0; NaN where the state is.
+// The log-probability of the target, never above 0; NaN if the state is.
 inline float logprob(const TokenState& s) {
   const float x = (s.target_logit - s.row_reference) - s.row_log_sum;
   return x > 0 ? 0 : x;
 }
 
 // The loss of one valid token. target_weight is c_t, class_weight_sum the sum of c_j over the whole
-// vocabulary of `vocab_size`, absent without class weights. A term whose factor is 0 is 0, even
-// where its logit is -inf.
+// vocabulary of `vocab_size`, absent without class weights. A term whose factor is 0 is 0, even if
+// its logit is -inf.
 inline float token_loss(const TokenState& s, const LossOptions& o, int64_t vocab_size,
                         float target_weight = 1, std::optional<double> class_weight_sum = {},
                         float token_weight = 1) {

@@ -42,7 +42,7 @@ template <>
 inline constexpr int32_t kind_of<LinearDivergenceForwardBackward> =
     LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD;
 
-// What an op has, told by its members.
+// What an op has, detected from its members.
 template <class Op>
 concept LinearOp = requires(Op op) { op.input; };
 template <class Op>

@@ -33,7 +33,7 @@ struct Execution {
   const Executor* executor = nullptr;  // CPU only; nullptr: the library's own pool
 };
 
-// How much memory a call needs beside its tensors.
+// How much memory a call needs besides its tensors.
 struct WorkspaceSize {
   uint64_t minimum = 0;      // bytes; the least that `run` accepts
   uint64_t recommended = 0;  // bytes of the default plan
@@ -242,7 +242,7 @@ class Plan {
     if (status.ok()) logitless_plan_destroy(std::exchange(plan_, made));
     return status;
   }
-  // Gives the workspace that a run takes.
+  // Gives the workspace that a run needs.
   Status size(WorkspaceSize* size) const {
     logitless_workspace_size s = LOGITLESS_WORKSPACE_SIZE_INIT;
     Status status;
@@ -269,7 +269,7 @@ class Plan {
 };
 
 // Multiplies `values` [n] by `factor` [] on a CUDA device, in place, each element rounded once.
-// Writes nothing where the factor is 1.
+// Writes nothing if the factor is 1.
 inline Status scale(const TensorView& values, const TensorView& factor,
                     const Execution& execution) {
   const logitless_tensor v = detail::to_c(values), f = detail::to_c(factor);

@@ -13,12 +13,12 @@ enum class Reduction : int32_t {
   sum = LOGITLESS_REDUCTION_SUM,
   mean = LOGITLESS_REDUCTION_MEAN,
 };
-// What becomes of a target outside [0, V) that is not ignore_index.
+// How a target outside [0, V) that is not ignore_index is handled.
 enum class OutOfRange : int32_t {
   error = LOGITLESS_OUT_OF_RANGE_ERROR,
   ignore = LOGITLESS_OUT_OF_RANGE_IGNORE,
 };
-// The mean loss over no token.
+// The mean loss if no token counts.
 enum class EmptyMean : int32_t { zero = LOGITLESS_EMPTY_MEAN_ZERO, nan = LOGITLESS_EMPTY_MEAN_NAN };
 enum class InputKind : int32_t {
   logits = LOGITLESS_INPUT_LOGITS,
@@ -36,7 +36,7 @@ enum class DivergenceKind : int32_t {
 
 // Or-ed into an op's fault word.
 enum class FaultBits : int32_t {
-  target_outside = 1,   // a target is outside the vocabulary, where that is an error
+  target_outside = 1,   // a target is outside the vocabulary and out_of_range is error
   kept_of_another = 2,  // a row's kept state is another Forward's, or was consumed
   temperature = 4,      // a token's temperature is not allowed
 };
@@ -61,7 +61,7 @@ struct LossOptions {
   int64_t vocab_total = 0;
 };
 
-// The options of a divergence beside the student's LossOptions.
+// The options of a divergence, besides the student's LossOptions.
 struct DivergenceOptions {
   DivergenceKind kind = DivergenceKind::forward_kl;
   float beta = 0.5f;              // 0 or in [2^-90, 1]; only jsd and skew_kl read it
@@ -94,10 +94,10 @@ struct TokenStatistics {
   TensorView sum_p_squared{};  // [N] f32; sum_j p_ij^2
   TensorView mean_logit{};     // [N] f32; 1/V sum_j z_ij
   TensorView max_logprob{};    // [N] f32; max_j z_ij - lse
-  TensorView mass_above{};     // [N] f32; sum_j p_ij of the columns that rank counts
+  TensorView mass_above{};     // [N] f32; sum of p_ij over the columns that rank counts
 };
 
-// A head of its own, or logits. It gets no gradient.
+// A second head, or its logits. It gets no gradient.
 struct Teacher {
   TensorView input{};        // [N, Dt]  in the dtype of the student's
   TensorView weight{};       // [V, Dt]
@@ -114,8 +114,8 @@ struct DivergenceStatistics {
   TensorView logprob{};          // [N] f32; log p_t of the student
 };
 
-// Both heads' row states, for a vocabulary in shards. Forward writes the shard's own, or, where one
-// of its sums is asked for, reads the whole vocabulary's; Backward reads the latter.
+// Both heads' row states, for a vocabulary in shards. Forward writes the shard's own, or, if
+// divergence_sum or slope_sum is present, reads the whole vocabulary's; Backward reads the latter.
 struct DivergenceStates {
   TensorView row_reference{};          // [N] f32; of the student
   TensorView row_log_sum{};            // [N] f32
@@ -157,7 +157,7 @@ struct CrossEntropyBackward {
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
 };
 
-// Both in one pass, for an upstream gradient that is known before the loss.
+// Loss and gradient in one pass, for an upstream gradient that is known before the loss.
 struct CrossEntropyForwardBackward {
   TensorView logits{};       // [N, V]
   TensorView target{};       // [N]  i32 or i64
@@ -177,7 +177,7 @@ struct LinearCrossEntropyForward {
   TensorView bias{};    // [V]
   TensorView target{};  // [N]  i32 or i64
   TensorView loss{};    // [N] where the reduction is none, else []
-  // [N] f32; z_it, which a shard's kept state is relative to where the target is elsewhere
+  // [N] f32; z_it; on a shard without the target, its kept state is relative to this
   TensorView anchor{};
   TensorView kept{};       // [blocks * N to 64, 64]  for Backward, sized by kept_size()
   TensorView kept_rows{};  // [N, 8] f32; with `kept`
@@ -193,7 +193,7 @@ struct LinearCrossEntropyForward {
   TensorView id_offsets{};
 };
 
-// Gradients of that head, once the upstream gradient is known.
+// Gradients of LinearCrossEntropyForward, once the upstream gradient is known.
 struct LinearCrossEntropyBackward {
   TensorView input{};                   // [N, D]
   TensorView weight{};                  // [V, D]
@@ -223,7 +223,7 @@ struct LinearCrossEntropyBackward {
   bool only_chosen = false;  // logits_at alone has a gradient: no product over the vocabulary
 };
 
-// Both in one pass, for an upstream gradient that is known before the loss.
+// Loss and gradients in one pass, for an upstream gradient that is known before the loss.
 struct LinearCrossEntropyForwardBackward {
   TensorView input{};                   // [N, D]
   TensorView weight{};                  // [V, D]
@@ -255,7 +255,7 @@ struct LinearDivergenceForward {
   DivergenceStates states{};    // inputs where one of the sums is asked for, else outputs
   TensorView target_logit{};    // [N] f32; -inf where another shard has it
   TensorView divergence_sum{};  // [N] f32; of the divergence, over the columns of the views
-  TensorView slope_sum{};       // [N] f32; of p f, which dz subtracts
+  TensorView slope_sum{};       // [N] f32; sum of p f, which dz subtracts
   LossOptions options{};
   DivergenceOptions divergence{};
   LossWeights weights{};  // no class weights
@@ -269,14 +269,14 @@ struct LinearDivergenceBackward {
   TensorView input{};         // [N, D]
   TensorView weight{};        // [V, D]
   TensorView bias{};          // [V]
-  Teacher teacher{};          // may be absent beside `kept`
+  Teacher teacher{};          // may be absent with `kept`
   TensorView target{};        // [N]  i32 or i64; optional
   TensorView grad_loss{};     // [N] where the reduction is none, else []; 1 by default
   TensorView kept{};          // from Forward; with kept_rows
   TensorView kept_rows{};     // [N, 8]  f32
   uint64_t kept_key = 0;      // from kept_size() of that Forward
   DivergenceStates states{};  // of the whole vocabulary; all or none
-  TensorView slope_mean{};    // [N] f32; the whole vocabulary's slope_sum, beside the states
+  TensorView slope_mean{};    // [N] f32; the whole vocabulary's slope_sum; with `states`
   TensorView grad_input{};    // [N, D]
   TensorView grad_weight{};   // [V, D]
   TensorView grad_bias{};     // [V]
@@ -287,7 +287,7 @@ struct LinearDivergenceBackward {
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
 };
 
-// Both in one pass, for an upstream gradient that is known before the loss.
+// Loss and gradients in one pass, for an upstream gradient that is known before the loss.
 struct LinearDivergenceForwardBackward {
   TensorView input{};   // [N, D]
   TensorView weight{};  // [V, D]
@@ -307,8 +307,8 @@ struct LinearDivergenceForwardBackward {
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
 };
 
-// Makes the whole vocabulary's results of what Forward wrote of each token on P shards, in the
-// vocabulary's order. options.vocab_total is V.
+// Computes the whole vocabulary's results from what Forward wrote for each token on P shards, in
+// the vocabulary's order. options.vocab_total is V.
 struct Combine {
   TensorView target{};                    // [N]  i32 or i64
   TensorView shard_row_reference{};       // [P, N] f32

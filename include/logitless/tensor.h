@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors as the caller hands them over: views of memory that the library does not own.
+// Tensors as the caller passes them: views of memory that the library does not own.
 #pragma once
 
 #include <array>
@@ -48,7 +48,7 @@ constexpr int64_t size_of(DType dtype) {
   return 0;
 }
 
-// A strided view of up to two dimensions of somebody else's memory. A default view is an absent
+// A strided view of up to two dimensions of the caller's memory. A default view is an absent
 // optional.
 struct TensorView {
   void* data = nullptr;  // a host or device address, or a WGPUBuffer on WebGPU

@@ -13,7 +13,7 @@
 
 namespace logitless {
 
-// At most `bytes` of buffers on a device, made by the first call that needs them and kept.
+// At most `bytes` of buffers on a device, created by the first call that needs them and reused.
 class WebGpuWorkspace {
  public:
   WebGpuWorkspace(int32_t device_index, uint64_t bytes) : bytes_(bytes) {

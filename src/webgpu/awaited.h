@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a callback of webgpu.h delivers. The waiter and the callback share it, because the callback
-// may come after the waiter has given up; it lives until both are done with it.
+// The result of a callback of webgpu.h. The waiter and the callback share it, because the callback
+// may come after the waiter has given up; it lives until both have released it.
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,8 @@ class Awaited {
   Awaited(const Awaited&) = delete;
   Awaited& operator=(const Awaited&) = delete;
 
-  // The userdata for a callback, which must call `deliver` with it, once. Once it has answered,
-  // this may be called again for the next one.
+  // The userdata for a callback, which must call `deliver` with it exactly once. After the callback
+  // has answered, this may be called again for the next one.
   void* userdata() {
     shared_->value = T{};
     shared_->done = false;
@@ -34,13 +34,13 @@ class Awaited {
     leave(shared);
   }
 
-  // What was delivered, or nullptr if no answer came in a thousand rounds of events. wgpu-native
-  // answers in the first round, or within the call that was given the userdata.
+  // Returns the result, or nullptr if there was no answer in a thousand rounds of events.
+  // wgpu-native answers in the first round, or inside the call that received the userdata.
   const T* wait(const Library& call, WGPUInstance instance) {
     for (int i = 0; !shared_->done && i < 1000; ++i) call.InstanceProcessEvents(instance);
     return shared_->done ? &shared_->value : nullptr;
   }
-  // Leaves the value to its callback.
+  // Leaves the value to the pending callback.
   void give_up() {
     auto* fresh = new Shared;
     leave(std::exchange(shared_, fresh));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The WebGPU backend of native programs: finds the device, and calls the op while no other thread
+// The WebGPU backend of native programs: finds the device, and runs the op while no other thread
 // records on it.
 #include "src/backend.h"
 
@@ -56,7 +56,7 @@ struct WebGpuBackend final : Backend {
 }  // namespace
 
 const Backend* webgpu_backend(Status* status) {
-  // A caller may have brought a device where the library finds none of its own.
+  // A caller may have registered a device even if the library finds none.
   if (webgpu::find_library(status) == nullptr) return nullptr;
   if (!webgpu::has_registered_device() && webgpu::find_device(0, status) == nullptr) return nullptr;
   *status = {};

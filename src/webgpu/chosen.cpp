@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chosen columns of a chunk of tokens. Forward makes each of their logits by one dot product.
-// Backward makes their dz apart, with their own upstream gradients, and puts it into the window in
-// place of what the other columns' rule gave.
+// The chosen columns of a chunk of tokens. Forward computes each of their logits by a dot product.
+// Backward computes their dz separately, with their own upstream gradients, and overwrites these
+// columns of the window with it.
 #include "src/webgpu/run.h"
 
 namespace logitless::webgpu {
 
-// Copies the ids, as two words where they have 64 bits, and Backward's gradients; then turns each
-// id into its column.
+// Copies the ids (as two words if they have 64 bits) and Backward's gradients; then turns each id
+// into its column.
 void Run::begin_chosen(const Chunk& chunk) {
   if (!call_.ids || chunk.tokens == 0) return;
   const Part part{.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.chosen};
@@ -53,8 +53,8 @@ RowParams Run::chosen_params(const Chunk& chunk, const Window& window) const {
   return p;
 }
 
-// Makes the logits of the window's chosen columns and, where no other logit is made, the targets'.
-// The weight and the bias are those of the window's product.
+// Computes the logits of the window's chosen columns and, if no other logits are computed, of the
+// targets. The weight and the bias are those of the window's product.
 void Run::make_chosen_logits(const Chunk& chunk, const Window& window, Binding weight,
                              const ProductParams& operands, Binding bias) {
   RowParams p = chosen_params(chunk, window);
@@ -81,8 +81,8 @@ void Run::make_chosen_logits(const Chunk& chunk, const Window& window, Binding w
                      blocks(chunk.tokens * (problem_.chosen + (with_target ? 1 : 0)), 64));
 }
 
-// Makes the gradients of the window's chosen raw logits, before the block's logits become
-// gradients.
+// Computes the gradients of the window's chosen raw logits, before the block's logits are
+// overwritten by gradients.
 void Run::make_chosen_gradients(const Chunk& chunk, const Window& window) {
   if (!call_.grad_logits_at) return;
   RowParams p = chosen_params(chunk, window);
@@ -101,7 +101,7 @@ void Run::make_chosen_gradients(const Chunk& chunk, const Window& window) {
                      blocks(chunk.tokens * problem_.chosen, 64));
 }
 
-// Puts them into the block.
+// Writes these gradients into the block.
 void Run::put_chosen_gradients(const Chunk& chunk, const Window& window) {
   if (!call_.grad_logits_at) return;
   recorder_.dispatch("chosen", "put", {}, chosen_params(chunk, window),

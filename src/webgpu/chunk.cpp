@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A chunk of tokens: finds which of them count, makes their logits a window at a time, the state of
-// their rows, their gradients a window at a time, their losses and statistics.
+// A chunk of tokens: finds which of them count, computes their logits a window at a time, the state
+// of their rows, their gradients a window at a time, their losses and statistics.
 #include <algorithm>
 #include <bit>
 #include <iterator>
@@ -23,13 +23,14 @@ MapFactors factors_of(const LossOptions& o) {
   MapFactors f;
   f.slope = static_cast<float>(static_cast<double>(o.logit_scale) / o.temperature);
   if (!capped(o)) return f;
-  // Doubled, because validation keeps twice the factor normal: a device may flush a subnormal to 0.
+  // Doubled, because validation keeps twice the factor a normal number: a device may flush a
+  // subnormal to 0.
   split(2.0 * o.logit_scale / o.softcap, &f.cap_in, &f.cap_in_low);
   split(static_cast<double>(o.softcap) / o.temperature, &f.cap_out, &f.cap_out_low);
   return f;
 }
 
-// Flags for the upstream gradients that each token has.
+// Flags for the upstream gradients that are per token.
 uint32_t Run::gradient_flags() const {
   const bool each = given("grad_loss") && options_.reduction == Reduction::none;
   return (each ? kHasTokenGrad : 0u) | (given("grad_lse") ? kHasGradLse : 0u) |
@@ -75,7 +76,7 @@ Binding Run::whole_vocab_weight() const {
   return bound(call_["vocab_weight"], {.rows = problem_.vocab_total}, &base);
 }
 
-// The fault's binding, or a spare one in its place.
+// The fault's binding, or a spare buffer.
 Binding Run::fault_of(TokenParams* params) const {
   if (!given("fault")) return role(Role::spare);
   int64_t base;
@@ -119,7 +120,7 @@ void Run::begin_chunk(const Chunk& chunk) {
   if (problem_.direct) copy_logits(chunk);
 }
 
-// Makes what a head's logits need: the factors of own temperatures, the rows of its input.
+// Prepares a head's logits: the factors of temperatures per token, and the rows of its input.
 void Run::begin_head(const Chunk& chunk, const Head& head) {
   scale_chunk(chunk, head);
   if (!head.is_head) return;
@@ -128,7 +129,7 @@ void Run::begin_head(const Chunk& chunk, const Head& head) {
          dense(head.hidden_rows, 0, hidden), hidden, true);
 }
 
-// Makes the factors of the tokens' own temperatures, if they have them.
+// Computes the factors of temperatures per token, if there are any.
 void Run::scale_chunk(const Chunk& chunk, const Head& head) {
   const TensorView& view = head.temperature;
   if (chunk.tokens == 0 || !view) return;
@@ -195,7 +196,7 @@ const TensorView& Run::result() const {
   return call_[problem_.softmax ? "probabilities" : "grad_logits"];
 }
 
-// Copies the chunk's logits to where their gradients will be.
+// Copies the chunk's logits to the memory of their gradients.
 void Run::copy_logits(const Chunk& chunk) {
   const TensorView &in = call_["logits"], &out = result();
   if (in.data == out.data || chunk.tokens == 0) return;
@@ -222,7 +223,7 @@ Binding Run::block(const Chunk& chunk, const Window& window, RowParams* params) 
   return binding;
 }
 
-// The weights of the window's columns; *base is the first one's place in the binding.
+// The weights of the window's columns; *base becomes the first one's offset in the binding.
 Binding Run::vocab_weight_window(const Window& window, uint32_t* base) const {
   *base = 0;
   if (!problem_.has_vocab_weight) return zeros();
@@ -301,8 +302,8 @@ void Run::make_logits(const Chunk& chunk, const Window& window, const Head& head
   Binding bias = zeros();
   const bool has_bias = static_cast<bool>(head.bias);
   if (has_bias) {
-    // Windows, and the rest of one that is made again, start at multiples of 64 columns: those are
-    // multiples of a binding's alignment.
+    // Windows, and the rest of one that is computed again, start at multiples of 64 columns, which
+    // are multiples of a binding's alignment.
     int64_t base;
     bias = head.bias_bound
                ? bound(head.bias, {.first_row = window.first, .rows = window.columns}, &base)
@@ -336,7 +337,7 @@ void Run::make_partials(const Chunk& chunk, const Window& window, const Head& he
   }
 }
 
-// One kernel does what slots, combine and gradient do.
+// One kernel does the work of slots, combine and gradient.
 void Run::make_rows(const Chunk& chunk) {
   if (chunk.tokens == 0) return;
   const Window window = window_of(0);
@@ -380,10 +381,10 @@ void Run::make_plain(const Chunk& chunk) {
                       .nan = kNan,
                       .slope = row.slope,
                       .z_loss = row.z_loss};
-  // The rows of a workgroup.
+  // Rows per workgroup.
   const int64_t rows = row.columns <= 256 ? 16 : row.columns <= 1024 ? 4 : 1;
   const uint32_t groups = blocks(chunk.tokens, rows);
-  // For an absent output, any buffer that this dispatch does not bind.
+  // For an absent output, any buffer that this dispatch does not bind otherwise.
   const Binding losses = role(problem_.reduces ? Role::losses : Role::more_sums);
   const uint32_t wide = device_->limits().groups;
   recorder_.dispatch("plain", "plain", {is_scaled(), own_temperature()}, p,
@@ -483,8 +484,8 @@ void Run::make_gradients(const Chunk& chunk, const Window& window) {
           true);
 }
 
-// Makes grad_input += draw . weight, grad_weight += draw^T . hidden and grad_bias += column sums of
-// draw.
+// Computes grad_input += draw . weight, grad_weight += draw^T . hidden and grad_bias += column sums
+// of draw.
 void Run::add_products(const Chunk& chunk, const Window& window) {
   const auto hidden = u32(round_up(problem_.hidden, 4));
   const bool adds = call_.accumulate || !chunk.is_first;
@@ -516,7 +517,7 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
                     .b_stride = hidden / 4,
                     .result_stride = hidden / 4,
                     .adds = adds ? 1u : 0u,
-                    // Chunks are blocks already, so blocks need not be short.
+                    // Chunks divide the depth already, so blocks of the depth need not be short.
                     .block_depth = std::max(32u, plan_.chunks > 1 ? u32(problem_.tokens / 8) : 0u)};
     Binding sum{workspace_[Role::grad_weight], static_cast<uint64_t>(window.first) * hidden * 4,
                 static_cast<uint64_t>(window.columns) * hidden * 4};
@@ -534,7 +535,7 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
   }
 }
 
-// Each slice of the window's columns has its own sum; these are added afterwards.
+// Each slice of the window's columns has its own sum; the sums are added afterwards.
 void Run::add_to_grad_hidden(const ProductParams& params, Binding weight, const Window& window) {
   const ProductKind kind{.bounded = 1, .slices = plan_.slices};
   if (plan_.slices == 1) {

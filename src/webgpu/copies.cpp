@@ -21,10 +21,11 @@ struct ScatterParams {
 };
 
 constexpr int64_t kMostRows = 32768;
-// The most columns that a row of workgroups copies.
+// The most columns that one row of workgroups copies.
 constexpr int64_t kMostColumns = int64_t{kGroups} * 256;
 
-// Binds a dense buffer from element dense.base on, rounded down to 256 bytes; *base gets the rest.
+// Binds a dense buffer from element dense.base on, rounded down to 256 bytes; *base becomes the
+// remainder.
 Binding slice(const Dense& dense, uint64_t most, int64_t* base) {
   const uint64_t start = static_cast<uint64_t>(dense.base) * 4 / 256 * 256;
   *base = dense.base - static_cast<int64_t>(start / 4);
@@ -50,14 +51,14 @@ Dense moved(Dense dense, int64_t rows, int64_t columns) {
   return dense;
 }
 
-// Whether the dense rows of a part lie in one binding; the plan sees to it for a chunk's.
+// Whether the dense rows of a part fit in one binding; for a chunk's rows the plan ensures it.
 bool fits_dense(const Dense& dense, const Part& part, const Limits& limits) {
   const int64_t last = (part.rows - 1) * dense.row_stride + part.columns * dense.column_stride;
   return last * 4 + 256 <= static_cast<int64_t>(limits.storage_binding_bytes);
 }
 
-// Whether a part in f16 and its f32 are each one contiguous row from the start of their bindings.
-// cast.wgsl needs that: it takes two halves a thread, and writes words without atomics.
+// Whether a part in f16 and its f32 copy are each one contiguous row from the start of their
+// bindings. cast.wgsl requires that: a thread handles two halves, and writes words without atomics.
 bool is_cast(const TensorView& v, const Part& part, const Dense& dense, int64_t base,
              int64_t dense_base) {
   return v.dtype == DType::f16 && v.rank == 2 && v.stride[1] == 1 && v.stride[0] == part.columns &&
@@ -65,7 +66,7 @@ bool is_cast(const TensorView& v, const Part& part, const Dense& dense, int64_t 
          dense_base == 0;
 }
 
-// Whether a part that is too large for one dispatch is cut by rows, not columns.
+// Whether a part that is too large for one dispatch is cut by rows rather than columns.
 bool cut_rows(const TensorView& v, const Part& part) {
   if (part.columns <= 1) return true;
   return part.rows > 1 && (part.rows > kMostRows ||
@@ -171,7 +172,8 @@ void Run::scatter(const Dense& values, const TensorView& v, Part part, bool by_t
     const bool rows = !wide && (cut_rows(v, part) || (!dense_fits && part.rows > 1));
     const auto [left, right] = cut(part, rows);
     scatter(values, v, left, by_token, first_token);
-    // Values by token are found through the list of tokens, so they are not cut with the rows.
+    // Values indexed by token are found through the list of tokens, so they are not cut with the
+    // rows.
     scatter(moved(values, rows && !by_token ? left.rows : 0, rows ? 0 : left.columns), v, right,
             by_token, first_token + (rows ? left.rows : 0));
     return;

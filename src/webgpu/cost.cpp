@@ -7,17 +7,17 @@
 namespace logitless::webgpu {
 namespace {
 
-// Up to this many multiplications a product takes small tiles. SwiftShader (the browser without a
+// Up to this many multiplications a product uses small tiles. SwiftShader (the browser without a
 // GPU) needs 0.2 s for them; a GPU, which larger tiles would leave idle, gets more workgroups.
 constexpr int64_t kSmallProduct = int64_t{1} << 26;
 
 constexpr int64_t kCores = 132;
-constexpr int64_t kThreadsAtOnce = 512;  // of a core, by its registers, with 8 x 8 sums each
-constexpr double kDispatch = 4;          // microseconds from one to the next
+constexpr int64_t kThreadsAtOnce = 512;  // per core, limited by registers for 8 x 8 sums each
+constexpr double kDispatch = 4;          // microseconds from one dispatch to the next
 constexpr double kBytes = 2.5e6;         // read or written per microsecond
 
-// Microseconds for 16 steps of k of all workgroups that run at once: the loads' latency, and a full
-// core's arithmetic.
+// Microseconds for 16 steps of k of all workgroups that run at the same time: the loads' latency,
+// and a full core's arithmetic.
 double step_time(const Tile& tile, int64_t groups) {
   const int64_t of_a_core =
       divide_up(std::min(groups, kCores * kThreadsAtOnce / tile.threads()), kCores);
@@ -98,7 +98,7 @@ double predicted_microseconds(const Problem& p, const Plan& plan) {
     if (p.teacher.is_head && !p.teacher.weight_bound) {
       teacher += copy_time(8.0 * static_cast<double>(plan.window * p.teacher.hidden));
     }
-    teacher += copy_time(block) + copy_time(2 * block);  // its slots, and both heads' sums
+    teacher += copy_time(block) + copy_time(2 * block);  // teacher's slots, both heads' sums
   } else if (p.reads_kept) {
     logits = copy_time(2 * block);
   }
@@ -116,7 +116,7 @@ double predicted_microseconds(const Problem& p, const Plan& plan) {
   } else if (uses_logits) {
     first = later = copy_time((p.direct ? 2 : 4) * block);
   }
-  // A chunk begins and ends with half a dozen dispatches.
+  // A chunk starts and ends with half a dozen dispatches.
   const double chunk = 6 * kDispatch + copy_time(16.0 * static_cast<double>(plan.chunk * p.hidden));
   const auto windows = static_cast<double>(plan.windows), chunks = static_cast<double>(plan.chunks);
   return chunks * (chunk + windows * window) + windows * (first + (chunks - 1) * later);

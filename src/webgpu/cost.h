@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of products and predicted times of plans, by arithmetic on shapes. The figures are those of
-// one H200 through Vulkan (docs/kernels/webgpu.md); another device scales them all by about the
+// Tiles of products and predicted times of plans, computed from shapes. The constants were measured
+// on an H200 through Vulkan (docs/kernels/webgpu.md); other devices scale them all by about the
 // same factor, so the choices hold there too. Nothing is measured at run time, so that the same
 // call has the same plan.
 #pragma once
@@ -10,17 +10,17 @@
 namespace logitless::webgpu {
 
 struct Tile {
-  bool small = false;    // product_small.wgsl, not product.wgsl
+  bool small = false;    // product_small.wgsl instead of product.wgsl
   int64_t m = 0, n = 0;  // rows and columns of the result
   int64_t threads() const { return small ? 64 : m * n / 64; }
   int64_t count(int64_t rows, int64_t columns) const {
     return ((rows + m - 1) / m) * ((columns + n - 1) / n);
   }
 };
-// The tile changes no bit of a product: its sums are added along k in order.
+// The choice of the tile changes no bit of a product: its sums are added along k in order.
 Tile tile_of(int64_t rows, int64_t columns, int64_t depth, bool logits);
 
-// The slices of a window that turn grad_input's few tiles into enough workgroups.
+// The number of slices of a window that turns grad_input's few tiles into enough workgroups.
 int64_t most_slices(const Problem& problem, int64_t chunk, int64_t window);
 
 double predicted_microseconds(const Problem& problem, const Plan& plan);

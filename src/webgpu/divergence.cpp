@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A chunk of tokens of a divergence: the raw logits of both heads, each in its own block that holds
-// all windows, the states of both rows, the sums over their columns, and the gradient in place of
+// all windows, both heads' row states, the sums over their columns, and the gradient in place of
 // the student's logits. docs/semantics.md has the formulas.
 #include "src/row/divergence.h"
 #include "src/webgpu/run.h"
@@ -18,7 +18,7 @@ Head Run::student() const {
       .weight = call_.weight,
       .bias = call_.bias,
       .logits = call_.logits,
-      .temperature = call_.combines ? absent : call_.temperature,  // already in the shards' states
+      .temperature = call_.combines ? absent : call_.temperature,  // included in the shards' states
       .options = options_,
       .factors = factors_of(options_),
       .is_head = problem_.linear,
@@ -74,7 +74,7 @@ Constant Run::divergence_kind() const {
   return {"divergence", static_cast<double>(effective_kind(call_.divergence))};
 }
 
-// Makes a head's raw logits, and the states of its rows.
+// Computes a head's raw logits, and the states of its rows.
 void Run::make_states(const Chunk& chunk, const Head& head) {
   for (int64_t w = 0; w < plan_.windows; ++w) {
     make_logits(chunk, window_of(w), head);
@@ -83,7 +83,7 @@ void Run::make_states(const Chunk& chunk, const Head& head) {
   combine(chunk, head);
 }
 
-// Makes the sums of each slot of 1024 columns.
+// Computes the sums of each slot of 1024 columns.
 void Run::sum_slots(const Chunk& chunk, const Window& window) {
   const RowParams p = pair_params(chunk, window);
   recorder_.dispatch(
@@ -93,7 +93,7 @@ void Run::sum_slots(const Chunk& chunk, const Window& window) {
       blocks(window.columns, kSlotColumns), p.rows);
 }
 
-// Makes each row's loss from its sums, and the factor of its gradient.
+// Computes each row's loss from its sums, and the factor of its gradient.
 void Run::finish_rows(const Chunk& chunk, bool summed) {
   const Constant keeps{"keeps", call_.forward && call_.kept ? 1.0 : 0.0},
       is_kept{"is_kept", reads_kept() ? 1.0 : 0.0};
@@ -111,7 +111,7 @@ void Run::finish_rows(const Chunk& chunk, bool summed) {
                      blocks(chunk.tokens, 64));
 }
 
-// Turns the student's logits of a window, or what Forward kept in their place, into their gradient.
+// Turns the student's logits of a window, or what Forward kept instead, into their gradient.
 void Run::make_difference(const Chunk& chunk, const Window& window) {
   const RowParams p = pair_params(chunk, window);
   const uint32_t groups = blocks(window.columns, kSlotColumns);
@@ -143,7 +143,7 @@ void Run::run_divergence(const Chunk& chunk) {
   if (!call_.forward) keep_or_check_rows(chunk);
   bool summed = false;
   if (!reads_kept()) {
-    // The teacher's rows are those of the same tokens.
+    // The teacher's rows are of the same tokens.
     recorder_.copy(workspace_[Role::rows], 0, workspace_[Role::teacher_rows], 0,
                    static_cast<uint64_t>(chunk.tokens) * 4 * kStateWords);
     begin_head(chunk, teacher_);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the devices: the library's own, made when it is first asked for, and the callers'.
+// Finds the devices: the library's own, created at its first use, and the callers'.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,9 +15,9 @@ namespace {
 
 struct Devices {
   std::mutex mutex;
-  WGPUInstance instance = nullptr;                 // of the library's own devices
+  WGPUInstance instance = nullptr;                 // for the library's own devices
   std::vector<std::unique_ptr<NativeDevice>> all;  // [0] is the library's own
-  // Lost devices stay, because workspaces may still name them.
+  // Lost devices are kept, because workspaces may still refer to them.
   std::vector<std::unique_ptr<NativeDevice>> lost;
 };
 
@@ -31,7 +31,7 @@ Devices& devices() {
   return *all;
 }
 
-// What a request delivers; nullptr has a reason.
+// The result of a request; if it is nullptr, there is a reason.
 template <class Handle>
 struct Wanted {
   Handle made = nullptr;
@@ -78,7 +78,7 @@ WGPUDevice request_device(const Library& call, WGPUInstance instance, WGPUAdapte
   if (!defaults && call.AdapterGetLimits(adapter, &limits) == WGPUStatus_Success) {
     descriptor.requiredLimits = &limits;
   }
-  // Without a callback, an error that no scope caught would end the process.
+  // Without this callback, an error that no scope caught would end the process.
   descriptor.uncapturedErrorCallbackInfo.callback = [](const WGPUDevice*, WGPUErrorType,
                                                        WGPUStringView, void*, void*) {};
   descriptor.deviceLostCallbackInfo.mode = WGPUCallbackMode_AllowSpontaneous;
@@ -113,9 +113,9 @@ std::unique_ptr<NativeDevice> make_in(const Library& call, WGPUInstance instance
   return made;
 }
 
-// Makes the library's own device. After the first success always in the same instance, because one
-// instance cannot use another's handles; before that in a new one each time, because an instance
-// sees only the drivers that were there when it was made.
+// Creates the library's own device. After the first success the same instance is used, because one
+// instance cannot use another's handles; before that a new one each time, because an instance only
+// sees the drivers that existed when it was created.
 std::unique_ptr<NativeDevice> make_own(Devices* d, Status* status) {
   const Library* call = find_library(status);
   if (call == nullptr) return nullptr;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kept state, which Forward writes for Backward: raw logits of the vocabulary's first columns as
 // f32 or, for a divergence, the gradient of all columns in the input's dtype. Each token has its
-// own row, whatever chunks and windows made it:
+// own row, whatever the chunks and windows:
 //   kept       slabs of 4096 columns, the last one narrower, each [R, columns], one after the other
 //   kept_rows  [N, 8]  KeptRow
-// A chunk's rows of a slab lie within one binding of any device that keeps.
+// A chunk's rows of a slab fit in one binding of every device that keeps state.
 #include "src/kept.h"
 
 #include <algorithm>
@@ -22,24 +22,23 @@ constexpr float kLayout = 3, kDivergenceLayout = 4;
 
 }  // namespace
 
-// All columns, or as many whole blocks as fit, so that a window can begin behind them at a
-// binding's offset. For a shard none, because Backward's kernels expect the row's state to be
-// Forward's.
+// All columns, or as many whole blocks as fit, so that the next window starts at a valid offset of
+// a binding. None for a shard, because Backward's kernels expect the row's state to be Forward's.
 int64_t columns_kept(const Call& call) {
   if (!call.kept || call.tokens() <= 0 || call.shard()) return 0;
   const int64_t blocks = call.kept.shape[0] / kept_rows_of(call.tokens());
-  // A divergence keeps elements of the input's dtype.
+  // A divergence keeps elements of the input's dtype, others f32.
   const int64_t room = blocks * kept_block * (call.diverges ? 4 : size_of(call.kept.dtype)) / 4;
   return room < call.vocab() ? room / kept_block * kept_block : call.vocab();
 }
 
-// The bytes of a chunk's rows in a slab, and up to 256 before the first one.
+// The bytes of a chunk's rows in a slab, and up to 256 before the first row.
 uint64_t slab_binding_bytes(int64_t tokens) {
   return static_cast<uint64_t>(4 * tokens * kSlabColumns) + 256;
 }
 
-// Calls f(view, part, rows) for the window's kept columns, a slab at a time: where they lie in
-// `kept`, and where in the block. Returns the window's first column that is not kept.
+// Calls f(view, part, rows) for the window's kept columns, a slab at a time: their place in `kept`,
+// and in the block. Returns the window's first column that is not kept.
 template <class F>
 int64_t Run::each_slab(const Chunk& chunk, const Window& window, F&& f) const {
   const int64_t end = std::min(window.first + window.columns, plan_.kept_columns);
@@ -63,14 +62,14 @@ int64_t Run::each_slab(const Chunk& chunk, const Window& window, F&& f) const {
   return column;
 }
 
-// Copies the window's logits, which the block holds, to `kept`, as far as they are kept.
+// Copies the window's logits from the block to `kept`, as far as they are kept.
 void Run::keep_logits(const Chunk& chunk, const Window& window) {
   each_slab(chunk, window, [&](const TensorView& view, const Part& part, const Dense& rows) {
     scatter(rows, view, part, true);
   });
 }
 
-// Copies the window's kept logits to the block; returns the columns that must be made again.
+// Copies the window's kept logits to the block; returns the columns that must be computed again.
 Run::Window Run::take_logits(const Chunk& chunk, const Window& window) {
   const int64_t first =
       each_slab(chunk, window, [&](const TensorView& view, const Part& part, const Dense& rows) {
@@ -79,7 +78,7 @@ Run::Window Run::take_logits(const Chunk& chunk, const Window& window) {
   return {window.index, first, window.first + window.columns - first};
 }
 
-// Forward writes the rows' state to `kept_rows`; Backward checks it against the state it was given.
+// Forward writes the rows' state to `kept_rows`; Backward compares it with the given state.
 void Run::keep_or_check_rows(const Chunk& chunk) {
   if (!given("kept") || chunk.tokens == 0) return;
   int64_t base;
@@ -101,7 +100,7 @@ void Run::keep_or_check_rows(const Chunk& chunk) {
   recorder_.dispatch("keep", "check", {}, p, {role(Role::rows), role(Role::inputs), kept_rows},
                      groups);
   if (!given("fault")) return;
-  // The fault has its own dispatch, because none writes two of the caller's tensors.
+  // The fault has its own dispatch, because a dispatch writes at most one of the caller's tensors.
   const Binding fault = bound(call_["fault"], {}, &base);
   p.fault = u32(base);
   recorder_.dispatch("keep", "report", {}, p, {role(Role::rows), {}, {}, fault}, groups);

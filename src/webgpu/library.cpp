@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds wgpu-native: the file that LOGITLESS_WEBGPU_LIBRARY names, else what the program has loaded
-// itself, else a library by its usual names.
+// Finds wgpu-native: the file named by LOGITLESS_WEBGPU_LIBRARY, else the library that the program
+// has loaded, else one with a usual name.
 #include "src/webgpu/library.h"
 
 #include <dlfcn.h>
@@ -14,12 +14,12 @@
 namespace logitless::webgpu {
 namespace {
 
-// The version of the header: the enums and structs of others differ.
+// The version of the header; other versions have different enums and structs.
 constexpr uint32_t kMajor = 29;
 
 void* open_library() {
-  // secure_getenv: a program with more rights than its user ignores the variable, because the
-  // file's code would get those rights too.
+  // secure_getenv ignores the variable in a program with more rights than its user, because the
+  // file's code would get those rights.
   if (const char* named = secure_getenv("LOGITLESS_WEBGPU_LIBRARY"); named != nullptr) {
     return dlopen(named, RTLD_NOW | RTLD_LOCAL);
   }
@@ -57,7 +57,7 @@ Status load(Library* library) {
 
 }  // namespace
 
-// Only success is remembered, because the program may load or name a library later.
+// Only success is cached, because the program may load or name a library later.
 const Library* find_library(Status* status) {
   static std::mutex mutex;
   static Library library;

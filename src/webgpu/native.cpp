@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Buffers, pipelines and dispatches on wgpu-native. What is recorded is checked before it is
-// submitted, because an invalid pipeline in a submitted command buffer ends the process.
+// Buffers, pipelines and dispatches on wgpu-native. Recorded work is checked before it is
+// submitted: an invalid pipeline in a submitted command buffer ends the process.
 #include "src/webgpu/native.h"
 
 #include <algorithm>
@@ -54,7 +54,7 @@ NativeDevice::~NativeDevice() {
 
 void NativeDevice::fail(const char* what, const char* why) {
   if (error_[0] != '\0') return;
-  // Joins wgpu-native's paragraph into one line.
+  // Joins the lines of wgpu-native's message.
   size_t length = static_cast<size_t>(std::snprintf(error_, sizeof(error_), "%s:", what));
   bool between_words = true;
   for (; *why != '\0' && length + 2 < sizeof(error_); ++why) {
@@ -152,7 +152,7 @@ void NativeDevice::destroy_buffer(Buffer buffer) {
   if (found == sizes_.end()) return;
   allocated_ -= found->second;
   sizes_.erase(found);
-  call_.BufferRelease(handle(buffer));  // destroyed once the queue is done with it
+  call_.BufferRelease(handle(buffer));  // destroyed after the queue's last use
 }
 
 void NativeDevice::write(Buffer buffer, uint64_t offset, const void* data, uint64_t bytes) {
@@ -173,7 +173,7 @@ Pipeline NativeDevice::pipeline_of_text(const char* text, const char* entry,
   WGPUShaderModuleDescriptor shader = WGPU_SHADER_MODULE_DESCRIPTOR_INIT;
   shader.nextInChain = &source.chain;
   push_scope();
-  // No runtime check on loops, because its counter keeps drivers from unrolling.
+  // No runtime checks of loops: their counter keeps drivers from unrolling.
   const WGPUShaderModule module =
       call_.DeviceCreateShaderModuleTrusted(device_, &shader, WGPUShaderRuntimeChecks_BoundsChecks);
   if (!pop_scope() || module == nullptr) return 0;

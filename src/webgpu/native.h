@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The device interface on wgpu-native's webgpu.h, found at run time, for the library's own device
-// or one of the caller's.
+// The device interface on wgpu-native, loaded at run time, for the library's own device or one of
+// the caller's.
 #pragma once
 
 #include <webgpu.h>
@@ -20,10 +20,10 @@
 
 namespace logitless::webgpu {
 
-// The functions of webgpu.h; nullptr, with the reason in *status, if there are none.
+// The functions of webgpu.h; nullptr, with the reason in *status, if they are not found.
 const Library* find_library(Status* status);
 
-// Copies as much of a text as fits in `to`.
+// Copies as much of a text as fits into `to`.
 template <size_t kRoom>
 void copy_text(WGPUStringView text, char (&to)[kRoom]) {
   if (text.data == nullptr) return;
@@ -31,18 +31,18 @@ void copy_text(WGPUStringView text, char (&to)[kRoom]) {
   std::snprintf(to, kRoom, "%.*s", static_cast<int>(length), text.data);
 }
 
-// What the device-lost callback writes. Never destroyed, because the callback may come as long as
-// the process lives.
+// Written by the device-lost callback. Never destroyed, because the callback may come at any time
+// until the process ends.
 struct Loss {
   std::atomic<bool> is{false};
-  std::atomic<bool> told{false};  // a caller has been told, in a status
+  std::atomic<bool> told{false};  // a status has reported it
   char why[160] = {};             // written before `is`
 };
 
 class NativeDevice final : public Device {
  public:
-  // `loss` is that of our device-lost callback; nullptr for a caller's device, which the caller
-  // watches.
+  // `loss` is that of our device-lost callback; nullptr for a caller's device, whose loss the
+  // caller watches.
   NativeDevice(const Library& library, WGPUInstance instance, WGPUAdapter adapter,
                WGPUDevice device, WGPUQueue queue, Loss* loss = nullptr);
   ~NativeDevice() override;
@@ -63,28 +63,28 @@ class NativeDevice final : public Device {
   void abandon() override;
   const char* error() override;
 
-  // A page has no call for these: they wait for what was submitted.
+  // Not available to pages: these wait for submitted work.
   bool read(Buffer buffer, uint64_t offset, void* data, uint64_t bytes);
   void wait();
-  // Makes a pipeline of any text, without keeping it.
+  // Creates a pipeline from any text, without caching it.
   Pipeline pipeline_of_text(const char* text, const char* entry, const Constant* constants,
                             uint32_t count);
   const std::string& description() const { return description_; }
-  uint64_t allocated() const { return allocated_; }  // bytes of all buffers, now
-  uint64_t most_allocated() const { return most_; }  // the most since forget_most_allocated()
+  uint64_t allocated() const { return allocated_; }  // current bytes of all buffers
+  uint64_t most_allocated() const { return most_; }  // peak since forget_most_allocated()
   void forget_most_allocated() { most_ = allocated_; }
   WGPUInstance instance() const { return instance_; }
   WGPUDevice wgpu_device() const { return device_; }
   WGPUQueue queue() const { return queue_; }
-  // The error of a lost device, which counts as told from then on, or ok. After a failure,
-  // loss_after_failure() polls the device first, because wgpu-native calls back only from calls.
+  // The error of a lost device, which then counts as reported, or ok. After a failure,
+  // loss_after_failure() polls the device first, because wgpu-native calls back only during calls.
   Status loss();
   Status loss_after_failure();
   bool is_lost() const { return loss_ != nullptr && loss_->is; }
   bool is_loss_told() const { return is_lost() && loss_->told; }
   // For tests: smaller limits than the device has.
   void set_limits(const Limits& limits) { limits_ = limits; }
-  // Held by who records with the functions above.
+  // Hold it while recording with the functions above.
   std::mutex& mutex() { return mutex_; }
 
  private:
@@ -99,7 +99,7 @@ class NativeDevice final : public Device {
   void begin_pass();
   void end_pass();
   void push_scope();
-  bool pop_scope();  // false: it caught an error, or was not answered
+  bool pop_scope();  // false: it caught an error, or got no answer
   void fail(const char* what, const char* why);
 
   const Library& call_;
@@ -121,11 +121,11 @@ class NativeDevice final : public Device {
   std::mutex mutex_;
 };
 
-// Device 0 is the library's own, made at the first call; if it was lost, the first call returns the
-// error and the second makes it again. The others are as registered.
+// Device 0 is the library's own, created at the first call. After it was lost, the first call
+// returns the error and the second creates it again. Other devices are as registered.
 NativeDevice* find_device(int32_t index, Status* status);
 bool has_registered_device();
-// Returns an index, which is the same each time for the same device.
+// Returns an index, always the same for the same device.
 int32_t register_device(WGPUInstance instance, WGPUDevice device, WGPUQueue queue, Status* status);
 
 }  // namespace logitless::webgpu

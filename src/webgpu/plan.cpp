@@ -11,13 +11,13 @@
 namespace logitless::webgpu {
 namespace {
 
-// A chunk is a row of workgroups, so at most 65535 (except where one kernel does everything).
-// Unless the matrix is worked on in place, it is also one workgroup's list of tokens.
+// A chunk is one row of workgroups, so at most 65535 tokens (except if one kernel does everything).
+// Unless the matrix is modified in place, it is also one workgroup's list of tokens.
 constexpr int64_t kMostTokens = 4096, kMostInPlace = 65535;
 constexpr int64_t kLeastTokens = 64;
-constexpr int64_t kMostChosen = 64;       // chosen_ids.wgsl has one thread for each
-constexpr int64_t kColumnsAtOnce = 4096;  // of a row in registers, 16 a thread
-// plain.wgsl's most tokens whose losses it sums, and its most columns.
+constexpr int64_t kMostChosen = 64;       // chosen_ids.wgsl has one thread per id
+constexpr int64_t kColumnsAtOnce = 4096;  // of a row in registers, 16 per thread
+// The most tokens whose losses plain.wgsl sums, which also limits its columns.
 constexpr int64_t kMostPlain = int64_t{65535} * 256;
 constexpr uint64_t kParams = uint64_t{256} * 256, kSmall = 256;
 
@@ -28,7 +28,7 @@ void set_bytes(Plan* plan, Role role, int64_t bytes) {
 
 int64_t sums_of(int64_t values) { return (values + kValuesOfASum - 1) / kValuesOfASum; }
 
-// The number of first sums: of losses, chunk by chunk, and of the class weights.
+// The number of first sums: of losses, chunk by chunk, and of class weights.
 int64_t first_sums(const Problem& p, const Plan& plan) {
   int64_t sums = plan.chunks * sums_of(plan.chunk);
   if (p.sums_vocab_weight) sums = std::max(sums, sums_of(p.vocab_total));
@@ -90,9 +90,9 @@ void fill_bytes(const Problem& p, Plan* plan) {
   for (const uint64_t bytes : plan->bytes) plan->total += bytes;
 }
 
-// Whether every binding and every buffer of the plan keeps to the limits.
+// Whether every binding and every buffer of the plan is within the limits.
 bool within(const Problem& p, const Limits& limits, const Plan& plan) {
-  // A view's binding starts at a multiple of 256 before it.
+  // A view's binding starts at the multiple of 256 before it.
   const auto most = static_cast<int64_t>(limits.storage_binding_bytes) - 256;
   const int64_t hidden = round_up(p.hidden, 4);
   const auto fits = [&](int64_t rows, int64_t bytes) { return bytes == 0 || rows <= most / bytes; };
@@ -103,7 +103,7 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   }
   if (plan.chunk > 1 && !fits(plan.chunk, p.token_stride_bytes)) return false;
   if (!fits(plan.window, 4)) return false;
-  // A group takes the columns of the smallest tile, or of a copy.
+  // A workgroup handles the columns of the smallest tile, or of a copy.
   if (plan.window > int64_t{limits.groups} * (p.linear ? 32 : 256)) return false;
   if (p.linear &&
       (!fits(plan.chunk * plan.slices, 4 * hidden) || !fits(plan.window, 4 * hidden) ||
@@ -156,13 +156,13 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   return plan;
 }
 
-// Whether holding more than a window at a time gains anything.
+// Whether it helps to hold more than one window at a time.
 bool wants_whole(const Problem& p) {
   return p.has_teacher() || (p.needs_logits_again() && !p.state_given && !p.reads_kept);
 }
 
 // Calls f(choice) for each choice: chunks are even shares of the tokens, windows are halved until f
-// takes one. Chunks of fewer than 64 tokens come only if nothing else keeps to the limits.
+// accepts one. Chunks of fewer than 64 tokens are tried only if nothing else is within the limits.
 template <class F>
 void each_choice(const Problem& p, const bool& kept_to_limits, F&& f) {
   const auto windows = [&](int64_t chunk, bool whole) {
@@ -203,19 +203,20 @@ bool is_bound_vector(const TensorView& v) {
 
 namespace {
 
-// Whether the kernels can work in the matrix that a logits op writes.
+// Whether the kernels can work in the matrix that an op on given logits writes.
 bool is_direct(const Call& call) {
   const TensorView& in = call["logits"];
   const TensorView& out = call[!call.loss_op ? "probabilities" : "grad_logits"];
   if (call.linear || !out || in.data == nullptr || out.data == nullptr) return false;
   if (out.dtype != DType::f32 || (out.stride[1] != 1 && out.shape[1] > 1)) return false;
-  // A dispatch binds a buffer that it writes once, so in and out are one view or two buffers.
+  // A dispatch can bind a buffer that it writes only once, so input and output are one view or two
+  // buffers.
   return in.data != out.data ||
          (in.byte_offset == out.byte_offset && in.dtype == out.dtype && in.stride == out.stride);
 }
 
-// Whether plain.wgsl has all of the call's inputs, outputs and options; it takes no part of a
-// vocabulary.
+// Whether plain.wgsl serves all of the call's inputs, outputs and options. It does not serve a part
+// of a vocabulary.
 bool is_plain(const Call& call, const Problem& p) {
   if (!p.direct || p.probabilities || p.vocab > kMostPlain) return false;
   for (const Field& field : call.fields()) {
@@ -231,9 +232,9 @@ bool is_plain(const Call& call, const Problem& p) {
          o.reduction != Reduction::none;
 }
 
-// With the limits that every device has, a row of one kernel lies in one binding, and so does a
-// slab of kept state. The device decides, not the workspace: a token's bits depend on the choice,
-// and Backward reads what Forward kept.
+// With the limits that every device has, a row of one kernel must fit in one binding, and so must a
+// slab of kept state. The device decides this, not the workspace: a token's bits depend on it, and
+// Backward reads what Forward kept.
 Problem on_device(Problem p, const Limits& limits) {
   p.plain &= p.vocab <= static_cast<int64_t>(limits.storage_binding_bytes - 512) / 4;
   if (limits.storage_binding_bytes < slab_binding_bytes(kMostTokens)) p.kept_columns = 0;
@@ -259,7 +260,7 @@ TeacherProblem teacher_of(const Call& call) {
   return t;
 }
 
-// Notes the columns that the call names for each token, or asks the names of.
+// Notes the call's chosen columns and whether it asks for the largest logits.
 void choose(const Call& call, Problem* p) {
   p->chosen = call.chosen();
   if (call.ids) p->id_bytes = size_of(call.ids.dtype);
@@ -303,9 +304,10 @@ Problem problem_of(const Call& call) {
   p.has_vocab_weight = static_cast<bool>(call["vocab_weight"]);
   p.vocab_weight_bound = is_bound_vector(call["vocab_weight"]);
   p.direct = is_direct(call);
-  // A log-probability comes from sums of slots, so that its order of addition is always the same.
+  // A log-probability is computed from sums of slots, so that its order of additions is always the
+  // same.
   p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce && !call["logprob"];
-  p.temperatures = call["temperature"] && !call.combines;  // already in the shards' states
+  p.temperatures = call["temperature"] && !call.combines;  // included in the shards' states
   p.more_statistics = asks_extras(call);
   const TensorView& loss = call["loss"];
   if (!p.softmax) {
@@ -422,7 +424,7 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   Status status = make_plan(p, limits, 0, &plan);
   if (!status.ok()) return status;
   *minimum = plan.total;
-  // The recommended plan's blocks are a quarter of the f32 logits, and at least 64 tokens.
+  // The recommended plan's blocks are a quarter of the f32 logits, with at least 64 tokens.
   const int64_t tokens = p.direct ? most_tokens(p)
                                   : std::clamp(p.tokens / (p.has_teacher() ? 8 : 4),
                                                std::min(p.tokens, kLeastTokens), int64_t{1024});
@@ -431,7 +433,7 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   status = make_plan(part, limits, UINT64_MAX, &plan);
   if (!status.ok()) return status;
   const Plan own = plan_of(p, {plan.chunk, plan.window, 1, plan.whole});
-  // The recommended size is what a call makes of those bytes.
+  // The recommended size is what the plan for those bytes uses.
   status = make_plan(p, limits, std::max(own.total, *minimum), &plan);
   *recommended = plan.total;
   return status;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records dispatches with their uniforms. Each takes a slot of the params buffer, which is written
-// when it is full and at the end, before what reads it is submitted. After a failure nothing more
-// is submitted, and what an exception left unfinished is dropped, not left to the next call.
+// Records dispatches with their uniforms. Each uses a slot of the params buffer, which is written
+// when it is full and at the end, before the dispatches that read it are submitted. After a failure
+// nothing more is submitted, and work that an exception left unfinished is dropped.
 #pragma once
 
 #include <cstring>
@@ -19,12 +19,12 @@ class Recorder {
   ~Recorder() {
     if (finished_) return;
     device_->abandon();
-    (void)device_->error();  // the next call's errors are its own
+    (void)device_->error();  // clears the error for the next call
   }
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  // Bindings are numbered 1, 2, ... in order; 0 is the uniform.
+  // Bindings are numbered 1, 2, ... in order; the uniform is binding 0.
   template <class Params>
   void dispatch(const char* shader, const char* entry, std::initializer_list<Constant> constants,
                 const Params& params, std::initializer_list<Binding> bindings, uint32_t x,
@@ -40,7 +40,7 @@ class Recorder {
     device_->dispatch(pipeline, all, count, x, y, z);
   }
 
-  // Dispatches a kernel of cast.wgsl, whose uniform comes last.
+  // Dispatches a kernel of cast.wgsl, whose uniform is the last binding.
   void cast(const char* entry, uint32_t elements, Binding source, Binding result, uint32_t x,
             uint32_t y) {
     if (failed_ || x == 0 || y == 0) return;
@@ -58,7 +58,7 @@ class Recorder {
     }
   }
 
-  // Submits the rest. Returns false where anything went wrong; device->error() says what.
+  // Submits the rest. Returns false if anything went wrong; device->error() has the message.
   bool finish() {
     flush();
     finished_ = true;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of a call: what is needed once, the chunks, what is made from all of them.
+// The order of a call: work done once, the chunks, and work on the sums of all chunks.
 #include "src/webgpu/run.h"
 
 #include <algorithm>
@@ -40,8 +40,8 @@ Run::Chunk Run::chunk_of(int64_t index) const {
   return {first, std::min(plan_.chunk, problem_.tokens - first), index == 0};
 }
 
-// Sums `count` values in role *in down to at most `most`; returns their number, and their role in
-// *in.
+// Sums `count` values in role *in down to at most `most`; returns the number left, and their role
+// in *in.
 int64_t Run::tree(int64_t count, int64_t most, Role* in) {
   while (count > most) {
     const Role to = *in == Role::sums ? Role::more_sums : Role::sums;
@@ -85,7 +85,7 @@ void Run::prepare_vocabulary() {
   }
 }
 
-// Makes the normalizer and the factor common to all gradients on the device.
+// Computes the normalizer and the factor common to all gradients on the device.
 void Run::normalize() {
   if (problem_.softmax) return;
   SumParams p{.empty_is_nan = options_.empty_mean == EmptyMean::nan ? 1u : 0u, .nan = kNan};
@@ -99,7 +99,7 @@ void Run::normalize() {
       p.view = u32(base * size_of(normalizer.dtype) / 4);
     } else if (options_.normalizer != 0) {
       p.kind = 2;
-      // f32 has a smaller range than the caller's double, so the exponent is passed apart.
+      // f32 has a smaller range than the caller's double, so the exponent is passed separately.
       p.number = static_cast<float>(std::frexp(options_.normalizer, &p.exponent));
     } else if (problem_.tokens == 0) {
       p.kind = 2;
@@ -159,7 +159,7 @@ void Run::finish_gradients() {
             {.rows = problem_.vocab, .columns = problem_.hidden}, false);
   }
   if (problem_.wants_grad_bias) {
-    // As a column, not a row, because the view's one stride is that of its rows.
+    // Written as a column, not a row, because the view has a single stride, that of its rows.
     TensorView view = call_["grad_bias"];
     view.rank = 2;
     view.shape = {1, problem_.vocab};

@@ -8,11 +8,11 @@
 
 namespace logitless::webgpu {
 
-// Records and submits, without waiting, by the plan for `budget` bytes.
+// Records and submits the call without waiting, with the plan for `budget` bytes.
 Status run(const Call& call, uint64_t budget, WorkspaceBuffers* workspace);
 
-// The shaders repeat the flags and structs below; tests/webgpu/shared_names_test.py holds both to
-// the same names, order and types.
+// The shaders repeat the flags and structs below; tests/webgpu/shared_names_test.py checks that
+// both have the same names, order and types.
 
 // As in common/token.wgsl.
 enum Flag : uint32_t {
@@ -82,7 +82,7 @@ struct SumParams {
 struct ProductParams {
   uint32_t rows = 0, columns = 0, depth = 0, a_stride = 0, b_base = 0, b_stride = 0,
            result_base = 0, result_stride = 0, adds = 0, b_rows = 0, slice_depth = 0,
-           slice_stride = 0, block_depth = 1u << 30;  // by default the depth is one block
+           slice_stride = 0, block_depth = 1u << 30;  // default: the depth is one block
 };
 
 // slices.wgsl has the same struct.
@@ -122,7 +122,7 @@ struct MapFactors {
 };
 MapFactors factors_of(const LossOptions& options);
 
-// What a head's logits are made from: the op's own, or a teacher's.
+// The inputs of a head's logits: the op's own, or the teacher's.
 struct Head {
   const TensorView &input, &weight, &bias, &logits, &temperature;
   LossOptions options;
@@ -143,15 +143,14 @@ struct Part {
   int64_t first_row = 0, rows = 1, first_column = 0, columns = 1;
 };
 
-// Where dense f32 rows lie in a buffer: `base` and the strides count elements.
+// Where dense f32 rows are in a buffer; `base` and the strides are in elements.
 struct Dense {
   Buffer buffer = 0;
   uint64_t bytes = 0;  // of the whole buffer
   int64_t base = 0, row_stride = 1, column_stride = 1;
 };
 
-// The order of a call is in run.cpp; chunks are in chunk.cpp, and those of two heads in
-// divergence.cpp.
+// The order of a call is in run.cpp; chunks are in chunk.cpp, divergences in divergence.cpp.
 class Run {
  public:
   Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBuffers* workspace);
@@ -239,9 +238,9 @@ class Run {
   Binding targets(const Chunk& chunk, TokenParams* params) const;
   Binding fault_of(TokenParams* params) const;
   Binding block(const Window& window, Role role = Role::block) const;
-  // What the kernels on rows work in: the block, or the caller's matrix.
+  // The memory in which the row kernels work: the block, or the caller's matrix.
   Binding block(const Chunk& chunk, const Window& window, RowParams* params) const;
-  const TensorView& result() const;  // of a logits op
+  const TensorView& result() const;  // of an op on given logits
   RowParams row_params(const Chunk& chunk, const Window& window, const Head& head) const;
   RowParams row_params(const Chunk& chunk, const Window& window) const {
     return row_params(chunk, window, student_);
@@ -265,7 +264,7 @@ class Run {
   }
   Binding role(Role role) const { return {workspace_[role], 0, workspace_.bytes(role)}; }
   Binding zeros() const { return role(Role::zeros); }
-  // Without extras another buffer is bound in their place, and not touched.
+  // Without extras another buffer is bound instead, and not accessed.
   Binding extras() const { return problem_.extras() ? role(Role::extras) : zeros(); }
   Binding extras(const Head& head) const {
     return head.rows == Role::rows ? extras() : head.temperature ? role(head.extras) : zeros();
@@ -273,7 +272,7 @@ class Run {
   Binding written_extras() const {
     return role(problem_.extras() ? Role::extras : Role::more_sums);
   }
-  // Without chosen columns another buffer is bound in their place, and not touched.
+  // Without chosen columns other buffers are bound instead, and not accessed.
   Binding ids() const { return call_.ids ? role(Role::ids) : zeros(); }
   Binding chosen() const { return role(call_.ids ? Role::chosen : Role::spare); }
   // Whether this is a Backward of a divergence that reads what Forward kept.
@@ -289,11 +288,11 @@ class Run {
   const Problem& problem_;
   const Plan& plan_;
   const LossOptions options_;
-  const Head student_, teacher_;  // a teacher in divergences only
+  const Head student_, teacher_;  // the teacher only in divergences
   const WorkspaceBuffers& workspace_;
   Device* const device_;
   Recorder recorder_;
-  int64_t sums_ = 0;  // the number of sums of losses made so far
+  int64_t sums_ = 0;  // sums of losses so far
 };
 
 }  // namespace logitless::webgpu

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The text of shaders/NAME.wgsl, preceded by the files of shaders/common that it uses, compiled in
-// (cmake/embed_shaders.cmake); nullptr for another name.
+// The text of shaders/NAME.wgsl, preceded by the files of shaders/common that it uses, embedded by
+// cmake/embed_shaders.cmake; nullptr for an unknown name.
 #pragma once
 
 namespace logitless::webgpu {

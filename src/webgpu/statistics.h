@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the shaders keep each statistic of a token, and how it is emitted. The structs are those of
-// common/token.wgsl, common/window.wgsl and fold.wgsl, which tests/webgpu/shared_names_test.py
-// compares.
+// Where the shaders keep each statistic of a token, and how it is written to outputs. The structs
+// are those of common/token.wgsl, common/window.wgsl and fold.wgsl, which
+// tests/webgpu/shared_names_test.py compares.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@ namespace logitless::webgpu {
 constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 8;
 constexpr uint32_t kFoldWords = 14;  // in two slots of a token
 
-// The words of a token's State that the host names.
+// Words of a token's State that the host reads.
 enum class StateWord : uint32_t { m = 4, log_sum, target_logit, weighted, entropy, argmax, loss };
 
-// The words of its Extra.
+// Words of a token's Extra.
 enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank, max_logprob, mass_above };
 
 struct Word {
@@ -30,7 +30,7 @@ struct Word {
   uint32_t at;
 };
 
-// As in tokens.wgsl, where the number after `index` is an index of 64 bits.
+// The values of `kind` in tokens.wgsl; index + 1 is an index of 64 bits.
 enum class Emit : uint32_t { word = 0, lse, logprob, index, negative = 5 };
 
 struct StatisticWord {
@@ -61,12 +61,12 @@ constexpr bool names_every_statistic() {
 }
 static_assert(names_every_statistic());
 
-// Of divergences only, beside entropy and logprob.
+// Statistics that only divergences have.
 inline constexpr StatisticWord kDivergenceWords[] = {
     {"teacher_entropy", Word(Role::teacher_rows, StateWord::entropy)},
     {"acceptance", StateWord::weighted}};
 
-// Combine's inputs that are the first words of a Fold.
+// Combine's inputs, in the order of a Fold's first words.
 inline constexpr std::string_view kFoldInputs[] = {
     "shard_row_reference", "shard_row_log_sum",   "shard_target_logit", "shard_weighted_logit_sum",
     "shard_entropy",       "shard_sum_p_squared", "shard_mean_logit",   "shard_max_logprob"};
@@ -89,7 +89,7 @@ void for_each_asked(const Call& call, const F& f) {
   }
 }
 
-// Whether the call asks for a statistic in Extra.
+// Returns whether the call requests a statistic that is kept in Extra.
 inline bool asks_extras(const Call& call) {
   bool asks = false;
   for_each_asked(call,

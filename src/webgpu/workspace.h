@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The buffers of a call, one per role: made when a plan first needs them, kept for the next call,
-// together never more than the budget.
+// The buffers of a call, one per role: created when a plan first needs them, reused by later calls,
+// and together never larger than the budget.
 #pragma once
 
 #include "src/webgpu/plan.h"
@@ -16,11 +16,9 @@ class WorkspaceBuffers {
 
   Device* device() const { return device_; }
   uint64_t budget() const { return budget_; }
-  // Makes each role's buffer at least as large as the plan needs. Returns false where there is no
-  // memory.
+  // Makes each role's buffer at least as large as the plan needs. Returns false if memory runs out.
   bool prepare(const Plan& plan);
   Buffer operator[](Role role) const { return buffers_[static_cast<size_t>(role)]; }
-  // The bytes of all buffers.
   uint64_t made() const;
   uint64_t bytes(Role role) const { return bytes_[static_cast<size_t>(role)]; }
 

@@ -12,8 +12,8 @@ namespace logitless::xla {
 constexpr int version_major = 0, version_minor = 1;
 constexpr int extension_metadata = 1;
 constexpr int stage_execute = 3;
-constexpr int kind_buffer = 1;                           // of arguments and results
-constexpr int attribute_scalar = 3, attribute_text = 4;  // of attributes
+constexpr int kind_buffer = 1;                           // kind of arguments and results
+constexpr int attribute_scalar = 3, attribute_text = 4;  // kinds of attributes
 constexpr int error_invalid_argument = 3, error_out_of_range = 11, error_unimplemented = 12,
               error_internal = 13, error_unavailable = 14;
 constexpr int type_s32 = 4, type_s64 = 5, type_u8 = 6, type_f16 = 10, type_f32 = 11, type_f64 = 12,

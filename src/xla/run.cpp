@@ -35,7 +35,7 @@ struct Request {
 struct ScalarAttribute {
   std::string_view name;
   int dtype;
-  size_t bytes, offset;  // `offset` is the member's in Request
+  size_t bytes, offset;  // `offset` of the member in Request
 };
 
 #define LOGITLESS_ATTRIBUTE(type, bytes, field) \
@@ -104,7 +104,7 @@ Status read_attributes(const Attributes& given, Request* call) {
   return status;
 }
 
-// Finds the op's field of that name; no two ops have different fields of one name.
+// Finds the op's field of that name, which is the same member for every kind of op.
 const logitless_tensor** find_field(std::string_view name, logitless_op* c) {
   for (int32_t kind = 0; kind < kinds; ++kind) {
     for (const TensorField& field : tensor_fields(kind)) {
@@ -140,7 +140,7 @@ int32_t dtype_of(int type) {
 }
 
 // Reads a dense row-major buffer, XLA's default for custom calls. All dimensions but the last are
-// merged, so that no reshape stands between XLA's buffers and the op's.
+// merged, so that JAX need not reshape arrays to the op's ranks.
 Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_type,
                    int32_t device_index, logitless_tensor* tensor) {
   const int length = static_cast<int>(name.size());
@@ -169,8 +169,8 @@ Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_t
   return {};
 }
 
-// Reads the workspace from the last result. It has exactly the bytes that were planned: their
-// number decides the plan, and the plan the bits.
+// Reads the workspace from the last result. It is cut to exactly the planned bytes, since their
+// number decides the plan, and the plan decides the result's bits.
 Status read_workspace(const Buffer& buffer, const Request& call, logitless_workspace_buffer* to) {
   const int64_t bytes = call.workspace_bytes, alignment = call.alignment;
   if (buffer.dtype != type_u8 || buffer.rank != 1 || bytes < 0 || alignment < 1 ||
@@ -223,8 +223,8 @@ Status read_buffers(const CallFrame& frame, const Request& call, int32_t device_
                static_cast<long long>(count));
 }
 
-// Returns the Forward that kept what Backward is given. The key does not depend on the teacher, but
-// the op must have one: logits without memory.
+// Returns the Forward op whose kept state this Backward reads. The key does not depend on the
+// teacher, but the op must have one: a logits tensor without memory.
 logitless_op forward_of(const logitless_op& op, logitless_tensor* teacher) {
   const bool diverges = op.kind == LOGITLESS_LINEAR_DIVERGENCE_BACKWARD;
   logitless_op forward = LOGITLESS_OP_INIT(diverges ? LOGITLESS_LINEAR_DIVERGENCE_FORWARD
@@ -241,9 +241,10 @@ logitless_op forward_of(const logitless_op& op, logitless_tensor* teacher) {
   return forward;
 }
 
-// Sets Backward's kept_key. It depends on the device, which a program for several does not know. A
-// loss's kept state is Backward's to overwrite: its buffers are results too, so that XLA has copied
-// what it needs afterwards. A divergence's stays unchanged.
+// Sets Backward's kept_key. The key depends on the device, which is unknown when JAX compiles a
+// program for several platforms. A loss's Backward may overwrite the kept state: its buffers are
+// also results, so XLA has copied whatever it needs later. A divergence's Backward leaves it
+// unchanged.
 void take_kept(const logitless_execution& execution, logitless_op* op, Status* status) {
   const bool of_loss = op->kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
   if (!of_loss && op->kind != LOGITLESS_LINEAR_DIVERGENCE_BACKWARD) return;
@@ -305,7 +306,7 @@ int error_code(StatusCode code) {
   }
 }
 
-// XLA asks a handler for its version before it calls it.
+// Before its first call XLA queries the handler's version.
 bool answered_metadata(const CallFrame& frame) {
   if (frame.extension == nullptr || frame.extension->type != extension_metadata) return false;
   Metadata* metadata = reinterpret_cast<MetadataExtension*>(frame.extension)->metadata;

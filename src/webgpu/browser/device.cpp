@@ -21,13 +21,13 @@ void device_copy(uint32_t source, double source_offset, uint32_t target, double 
                  double bytes);
 LOGITLESS_IMPORT("submit") uint32_t device_submit();  // 0: refused
 LOGITLESS_IMPORT("abandon") void device_abandon();
-// Returns the bytes written to `text`, NUL included; 0: no error.
+// Returns the number of bytes written to `text`, including the NUL; 0 if there is no error.
 LOGITLESS_IMPORT("error") uint32_t device_error(char* text, uint32_t capacity);
 }
 
 namespace logitless::webgpu {
 
-// web/device.js reads these structs out of memory, so their layout is fixed.
+// web/device.js reads these structs from memory, so their layout is fixed.
 static_assert(sizeof(Constant) == 16 && offsetof(Constant, value) == 8);
 static_assert(sizeof(Binding) == 24 && offsetof(Binding, offset) == 8 &&
               offsetof(Binding, bytes) == 16);

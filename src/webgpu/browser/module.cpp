@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the wasm module exports to web/logitless.js. An op is begun, given its tensors and options
-// by the names of docs/semantics.md, then planned, run on the page's device, or evaluated in double
-// by the reference backend. One op at a time, on one thread.
+// The functions that the wasm module exports to web/logitless.js. They begin an op, set its tensors
+// and options by their names in docs/semantics.md, then plan it, run it on the page's device, or
+// evaluate it in double with the reference backend. One op at a time, on one thread.
 #include <cstring>
 #include <map>
 #include <memory>
@@ -23,7 +23,7 @@ namespace {
 struct Options {
   LossOptions loss;
   DivergenceOptions divergence;
-  const char* of_divergence = nullptr;  // an option of divergences that was set
+  const char* of_divergence = nullptr;  // the name of an option of divergences that was set
 };
 
 template <class Value>
@@ -37,17 +37,17 @@ Value& field(Options& options, Value DivergenceOptions::* member) {
 
 struct State {
   BrowserDevice device;
-  std::unique_ptr<WorkspaceBuffers> workspace;  // of the last budget
+  std::unique_ptr<WorkspaceBuffers> workspace;  // for the last budget
   int32_t kind = -1;
   bool accumulate = false;
   Options options;
   std::map<std::string, TensorView> tensors;
   reference::Result judged;
-  Status given;  // what is wrong with the numbers of the tensors
+  Status given;  // the first error in the tensors' numbers
   Status status;
 };
 
-// Made at the first call, because a reactor module has no main.
+// Created at the first call, because a reactor module has no main().
 State& state() {
   static State* made = new State;
   return *made;
@@ -58,7 +58,7 @@ int32_t report(const Status& status) {
   return static_cast<int32_t>(status.code());
 }
 
-// JavaScript's numbers are doubles: one that the option's type cannot hold is an error.
+// JavaScript's numbers are doubles; one that the option's type cannot hold is an error.
 template <auto member>
 Status set_f32(Options& options, const char* name, double value) {
   if (!held_by_f32(value)) {
@@ -123,7 +123,7 @@ constexpr Option kOptions[] = {
     {"teacher_temperature", set_f32<&DivergenceOptions::teacher_temperature>, true},
 };
 
-// Takes a size, a stride or an offset. The first that is not an integer is an error of make().
+// Reads a size, a stride or an offset. The first that is not an integer becomes an error of make().
 int64_t size_of_tensor(const char* tensor, double value) {
   if (is_integer(value)) return static_cast<int64_t>(value);
   if (state().given.ok()) {
@@ -136,7 +136,7 @@ int64_t size_of_tensor(const char* tensor, double value) {
 
 constexpr Execution kOnDevice{.device = {.type = DeviceType::webgpu}};
 
-// Makes the begun op with the tensors given; a tensor that it does not have is an error.
+// Makes the current op from the given tensors; a tensor that it does not have is an error.
 Status make(const Execution& execution, DeviceType tensors_on, Call* call) {
   const State& s = state();
   if (!s.given.ok()) return s.given;
@@ -209,7 +209,7 @@ LOGITLESS_EXPORT("begin") void begin(int32_t kind, int32_t accumulate_grad_weigh
   s.given = {};
 }
 
-// `data` is a buffer's number, or an address for the reference.
+// `data` is a buffer's number, or, for the reference, an address.
 LOGITLESS_EXPORT("tensor")
 void tensor(const char* name, uintptr_t data, double byte_offset, int32_t dtype, int32_t rank,
             double rows, double columns, double row_stride, double column_stride) {
@@ -242,8 +242,8 @@ LOGITLESS_EXPORT("workspace") int32_t workspace(double* sizes) {
   });
 }
 
-// Records and submits the op, without waiting. The workspace's buffers stay for the next call with
-// the same budget.
+// Records and submits the op without waiting. The workspace's buffers are kept for the next call
+// with the same budget.
 LOGITLESS_EXPORT("run") int32_t run(double budget) {
   return with_call(kOnDevice, DeviceType::webgpu, [&](const Call& call) {
     if (!(budget >= 0 && budget < 0x1p53)) {
@@ -265,8 +265,7 @@ LOGITLESS_EXPORT("run") int32_t run(double budget) {
   });
 }
 
-// Forgets the workspace's buffers after a call that failed, because WebGPU may have refused one of
-// them.
+// Drops the workspace's buffers after a call that failed: WebGPU may have refused one of them.
 LOGITLESS_EXPORT("forget") void forget() { state().workspace.reset(); }
 
 // Evaluates the op in double; its tensors are memory of this module.
@@ -280,11 +279,11 @@ LOGITLESS_EXPORT("evaluate") int32_t evaluate(int32_t with_bounds) {
   });
 }
 
-// An output's values as `evaluate` found them, or the contract's bounds of a backend's error.
+// An output's values as `evaluate` computed them, or the contract's bounds of a backend's error.
 LOGITLESS_EXPORT("evaluated") const double* evaluated(const char* name, int32_t bound) {
   const auto found = state().judged.outputs.find(name);
   if (found == state().judged.outputs.end()) return nullptr;
   return (bound != 0 ? found->second.bound : found->second.value).data();
 }
 
-}  // this ends extern "C"
+}  // extern "C"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Turns f32 into f16 and back, for mixed precision: n elements, two f16 a word, the first in the
-// low half. One invocation takes a word (two elements), in workgroups of 256 and a grid (x, y, 1)
+// Converts f32 to f16 and back, for mixed precision: n elements, two f16 per word, the first in the
+// low half. One invocation handles a word (two elements), in workgroups of 256 and a grid (x, y, 1)
 // with 512 x y >= n. An odd n leaves the high half of the last word 0. It computes with integers,
 // because pack2x16float may round either way and leaves what is beyond f16's range undefined, and
 // unpack2x16float may flush subnormals. Here f32 to f16 rounds to the nearest, ties to even, and
@@ -16,10 +16,10 @@ fn half_of(bits: u32) -> u32 {
   if (magnitude > 0x7f800000u) {
     return sign | 0x7e00u;
   }
-  if (magnitude >= 0x47800000u) {  // 2^16 and above overflow
+  if (magnitude >= 0x47800000u) {  // 2^16 and above: infinity
     return sign | 0x7c00u;
   }
-  if (magnitude < 0x33000000u) {  // what is below half of the least subnormal becomes 0
+  if (magnitude < 0x33000000u) {  // below half of the smallest subnormal: 0
     return sign;
   }
   let exponent = magnitude >> 23u;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A thread takes a chosen column of a token that counts, if the column is in the window:
-//   logits     makes its z, adding in the order of product.wgsl; that of the target's column too
-//   gradients  makes its draw, with its own upstream gradient, from the raw logit in the block
-//   put        writes that draw over the one that gradient.wgsl has made
+//   logits     computes its z, adding in product.wgsl's order; also for the target's column
+//   gradients  computes its gradient, with its upstream gradient, from its raw logit
+//   put        writes that gradient over the one of gradient.wgsl
 // Uses common: numbers, token, window, scale, map, logit.
 
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> ids: array<u32>;           // [tokens, chosen, id_words]
 @group(0) @binding(3) var<storage, read_write> chosen: array<f32>;  // [tokens, chosen]
@@ -18,13 +18,13 @@
 @group(0) @binding(10) var<storage, read_write> block: array<u32>;  // [rows, row_stride]
 
 override has_bias: bool = false;
-override with_target: bool = false;  // the last of a token's places is its target's
+override with_target: bool = false;  // a token's last column is its target's
 
 struct Place {
   row: u32,
   token: u32,
   k: u32,
-  local: u32,  // the column in the window, or none
+  local: u32,  // column within the window, or none
 }
 fn place_of(i: u32) -> Place {
   let places = p.chosen + select(0u, 1u, with_target);
@@ -88,7 +88,7 @@ fn gradients(@builtin(global_invocation_id) id: vec3<u32>) {
   if ((s.kind & state_large) != 0u) {
     part.e -= 60;
   }
-  // draw() subtracts `onehot` at target_column: that carries this column's gradient through it.
+  // draw() subtracts `onehot` at target_column; here that adds this column's gradient.
   s.onehot = select(0.0, s.onehot, column == s.target_column) - narrow(part);
   s.target_column = column;
   if (is_nan(s.onehot)) {

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// A workgroup takes a token and turns its ids into columns of the views, or none for an id that has
-// no column here. Forward's logits begin as what such an id gets: -inf, or NaN if it is an error.
-// Backward adds up the gradients of equal columns, in their order, at the first of them.
+// Each workgroup turns a token's ids into columns of the views, or none for an id without a column
+// here. Forward's logits are initialized to the result of such an id: -inf, or NaN if it is an
+// error. Backward adds up the gradients of equal columns, in their order, at the first of them.
 // Uses common: numbers, token, target.
 
 struct Params {
   tokens: u32,
-  base: u32,    // of the targets, in words
+  base: u32,    // offset of the targets, in words
   stride: u32,  // in words
   wide: u32,    // 1: a target is two words
   ignore_low: u32,
   ignore_high: u32,
   vocab_total: u32,
   vocab_start: u32,
-  vocab: u32,  // columns of the views
+  vocab: u32,  // V of the views
   flags: u32,
   nan: u32,
   fault: u32,     // index of the fault's word
-  chosen: u32,    // ids of a token, up to 64
-  id_words: u32,  // words of an id: 1 or 2
+  chosen: u32,    // ids per token, up to 64
+  id_words: u32,  // words per id: 1 or 2
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -29,8 +29,8 @@ struct Params {
 @group(0) @binding(5) var<storage, read_write> fault: array<atomic<u32>>;
 
 struct Id {
-  column: u32,       // in the views, or none
-  is_given: bool,    // some shard has the column
+  column: u32,       // of the views, or none
+  is_given: bool,    // not absent; some shard has the column
   is_outside: bool,  // an error
 }
 fn id_at(at: u32) -> Id {
@@ -49,7 +49,7 @@ fn id_at(at: u32) -> Id {
 
 var<workgroup> columns: array<u32, 64>;
 var<workgroup> gradients: array<f32, 64>;
-var<workgroup> sizes: array<u32, 64>;  // |gradient| as bits; 0 where none is read
+var<workgroup> sizes: array<u32, 64>;  // |gradient| as bits; 0 if not read
 
 @compute @workgroup_size(64)
 fn begin(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) k: u32) {
@@ -72,7 +72,7 @@ fn begin(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
     atomicOr(&fault[p.fault], 1u);
   }
   if (k == 0u) {
-    // tokens.wgsl reads this before it begins the row.
+    // tokens.wgsl reads this bit before it starts the row.
     var all = 0u;
     for (var j = 0u; j < p.chosen; j++) {
       all |= sizes[j];

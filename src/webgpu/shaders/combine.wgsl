@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread takes a row: from its slots, in their order, it makes the row's state, its loss and the
-// factors of its gradient (docs/semantics.md). The op Combine has the state from fold.wgsl.
+// Each thread handles a row: from its slots, in order, it computes the row's state, its loss and
+// the factors of its gradient (docs/semantics.md). For the op Combine the state comes from
+// fold.wgsl.
 // Uses common: numbers, token, window, scale, loss.
 
 override folded: bool = false;
 
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> partials: array<Slot>;     // [rows, slots]
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;  // [tokens]
@@ -13,7 +14,7 @@ override folded: bool = false;
 @group(0) @binding(5) var<storage, read> scalars: Scalars;
 @group(0) @binding(6) var<storage, read_write> extras: array<Extra>;  // [tokens]
 
-// Makes m, log s, weighted sum, entropy, argmax and more statistics from the slots.
+// Computes m, log s, weighted sum, entropy, argmax and more statistics from the slots.
 fn with_slots(r: u32, token: u32, known: State) -> State {
   var s = known;
   let first = r * p.slots;
@@ -82,7 +83,7 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
   if ((p.flags & has_state) != 0u) {
     s.m = inputs[token].row_reference;
     s.log_sum = inputs[token].row_log_sum;
-    // Shards may combine to a row of -inf alone, which has no probabilities: its gradient is NaN.
+    // Shards may combine to a row of -inf, which has no probabilities: its gradient is NaN.
     if (bitcast<u32>(s.m) == (infinity_bits | 0x80000000u)) {
       s.kind |= state_gradient_nan;
     }

@@ -1,25 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes loss and gradient of rows of logits, in place. Its five bindings are those of
+// Computes loss and gradient of rows of logits, in place. Its five bindings are those of
 // llm.istanbul's 07_loss.wgsl, so that a program with that pipeline can take this file instead:
 //   x_j = logits[s, j]    m = max_j x_j    lse = m + log sum_j exp(x_j - m)    t = tgts[s]
 //   losses[s]    = lse - (1 - alpha) x_t - alpha mean_j x_j + beta_zl lse^2
 //   logits[s, j] = inv_norm (p_j (1 + 2 beta_zl lse) - (1 - alpha) [j = t] - alpha inv_V)
-// If a target is outside the vocabulary, its loss is 0 and its row 0. One workgroup takes a row, so
-// the grid is (seq_len, 1, 1), or (x, y, 1) with x y >= seq_len where there are more rows than a
-// grid is wide.
+// If a target is out of range, its loss and its row are 0. One workgroup handles a row, so the grid
+// is (seq_len, 1, 1), or (x, y, 1) with x y >= seq_len if there are more rows than a grid's width.
 //
 // A thread holds 16 columns. Rows of up to 4096 columns stay in registers and take one read and one
 // write. A short row does not need 256 threads: of 16 workgroups (V <= 256) or 4 (V <= 1024) the
-// first takes all their rows, with 16 or 64 threads each, and the others end at once. A longer row
-// is read twice. The second time starts at its end, which a cache may still hold, and in steps that
-// are aligned to 32 columns of memory, as the row need not be: a warp's write across such a border
+// first handles all their rows, with 16 or 64 threads each, and the others return at once. A longer
+// row is read twice. The second pass starts at its end, which a cache may still hold, in steps
+// aligned to 32 columns of memory, even if the row is not: a warp's write across such a boundary
 // costs two. Exponentials are of x minus the thread's own maximum, so that one reduction of maximum
-// and sum is enough; where 16 threads take a row, they are of x minus the row's maximum. alpha = 0
+// and sum is enough; if 16 threads handle a row, they are of x minus the row's maximum. alpha = 0
 // skips the pass that sums the logits.
 //
-// WGSL lets a compiler assume that no value is infinite or NaN, so such logits are told by their
-// bits. One NaN or +inf, or a row of -inf alone, makes the row NaN. Any other -inf is a probability
-// of 0, and under smoothing makes the loss +inf.
+// WGSL lets a compiler assume that no value is infinite or NaN, so such logits are detected by
+// their bits. A NaN or +inf, or a row of -inf, makes the row NaN. Any other -inf is a probability
+// of 0, and with smoothing makes the loss +inf.
 
 @group(0) @binding(0) var<storage, read_write> logits: array<f32>;  // [seq_len, vocab_size]
 @group(0) @binding(1) var<storage, read> tgts: array<u32>;          // [seq_len]
@@ -29,22 +28,22 @@
 @group(0) @binding(4) var<uniform> params: vec4<f32>;  // inv_norm, alpha, beta_zl, inv_V
 
 const WG = 256u;
-const TURN = 16u * WG;  // columns that a workgroup takes at a time
+const TURN = 16u * WG;  // columns per workgroup at a time
 const LOWEST = -0x1.fffffep+127f;
 const INFINITY_BITS = 0x7f800000u;
 const MINUS_INFINITY_BITS = 0xff800000u;
 const NAN_BITS = 0x7fc00000u;
-const INFINITE = 0xff000000u;  // an infinity's magnitude(); a NaN's is above
+const INFINITE = 0xff000000u;  // magnitude() of infinity; that of NaN is greater
 
-// A part has, of some columns, the maximum m (+inf where one of them makes the row NaN) and the sum
-// of exp(x - m). Laid out [16][17], so that no step has two threads read one bank.
+// A part holds, for some columns, the maximum m (+inf if one of them makes the row NaN) and the sum
+// of exp(x - m). Laid out as [16][17] to avoid bank conflicts.
 var<workgroup> parts: array<vec2<f32>, 272>;
-var<workgroup> target_logits: array<f32, 16>;  // of the workgroup's rows
+var<workgroup> target_logits: array<f32, 16>;  // one per row of the workgroup
 
 fn total(x: vec4<f32>) -> f32 {
   return (x.x + x.y) + (x.z + x.w);
 }
-// Returns exp(x - m). Below -200 it is 0 in f32, as it is for -inf.
+// Returns exp(x - m); below -200 it is 0 in f32, as for -inf.
 fn weigh(x: vec4<f32>, m: f32) -> vec4<f32> {
   return exp(max(x - m, vec4<f32>(-200.0)));
 }
@@ -52,7 +51,7 @@ fn weigh_one(x: f32, m: f32) -> f32 {
   return exp(max(x - m, -200.0));
 }
 
-// A thread's sixteen columns, v, v + lanes, v + 2 lanes, ..., by fours. There are 1 << shift lanes.
+// A thread's sixteen columns, v, v + lanes, v + 2 lanes, ..., in fours. There are 1 << shift lanes.
 struct Columns {
   a: vec4<f32>,
   b: vec4<f32>,
@@ -63,7 +62,7 @@ fn four(v: u32, shift: u32) -> vec4<u32> {
   return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
 }
 
-// Four by four, not in loops: some compilers keep a vector in memory if it is indexed.
+// Unrolled instead of a loop: some compilers keep an indexed vector in memory.
 fn load(row: u32, v: u32, shift: u32) -> vec4<f32> {
   let column = four(v, shift);
   var x = vec4<f32>(LOWEST);
@@ -127,8 +126,8 @@ fn magnitude(x: Columns) -> u32 {
 fn weights(x: Columns, m: f32) -> Columns {
   return Columns(weigh(x.a, m), weigh(x.b, m), weigh(x.c, m), weigh(x.d, m));
 }
-// Returns the sum. Beyond the row's end x is LOWEST, which weighs nothing, unless LOWEST is also
-// the maximum: then each weighs 1, and is subtracted.
+// Returns the sum. After the row's end x is LOWEST, which adds nothing unless LOWEST is also the
+// maximum: then each adds 1, which is subtracted.
 fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   var s = total((e.a + e.b) + (e.c + e.d));
   if (m == LOWEST) {
@@ -138,7 +137,7 @@ fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   return s;
 }
 
-// Merges `count` parts, `step` apart: first the maximum, then the sums, each with its weight.
+// Merges `count` parts, `step` apart: first the maximum, then the sums, each times its weight.
 fn merged(first: u32, step: u32, count: u32) -> vec2<f32> {
   var m = parts[first].x;
   for (var k = 1u; k < count; k++) {
@@ -151,8 +150,7 @@ fn merged(first: u32, step: u32, count: u32) -> vec2<f32> {
   }
   return vec2<f32>(m, s);
 }
-// Returns how far the columns of a thread are below the maximum, in sum, and 1 where one of them is
-// -inf.
+// Returns the sum of a thread's columns' distances below the maximum, and 1 if one of them is -inf.
 fn depth(row: u32, lane: u32, shift: u32, m: f32) -> vec2<f32> {
   var below = 0.0;
   var masked = 0.0;
@@ -173,20 +171,20 @@ fn summed(first: u32, step: u32, count: u32) -> vec2<f32> {
   return all;
 }
 
-// What a row's gradient is made of.
+// The values that a row's gradient needs.
 struct Row {
   m: f32,
   scale: f32,    // of exp(x - m): inv_norm (1 + 2 beta_zl lse) / s
-  filled: bool,  // the row is `filling` all over
+  filled: bool,  // the whole row is `filling`
   filling: u32,  // 0, or a NaN's bits
 }
-// Every thread of row s, the workgroup's i-th, calls this; the first one writes the loss. `below`
-// is depth's result for the whole row.
+// Called by every thread of row s, number i of the workgroup; the first thread writes the loss.
+// `below` is depth's result for the whole row.
 fn finish(s: u32, rows: u32, lane: u32, i: u32, part: vec2<f32>, below: vec2<f32>) -> Row {
   let alpha = params.y;
   let log_sum = log(part.y);
   let lse = part.x + log_sum;
-  // The maximum itself weighs 1, so a sum below that is of -inf alone.
+  // The maximum itself adds 1, so a sum below 1/2 is that of a row of -inf.
   let poisoned = bitcast<u32>(part.x) == INFINITY_BITS || part.y < 0.5;
   let poison = select(0u, NAN_BITS, poisoned);
   let ignored = tgts[min(s, rows - 1u)] >= dims.y;
@@ -220,7 +218,7 @@ fn reduce(tid: u32, shift: u32, own: vec2<f32>) -> vec2<f32> {
   return parts[16];
 }
 fn reduce_depth(tid: u32, shift: u32, own: vec2<f32>) -> vec2<f32> {
-  workgroupBarrier();  // every thread has read the parts
+  workgroupBarrier();  // until every thread has read the parts
   parts[tid % 16u * 17u + tid / 16u] = own;
   workgroupBarrier();
   if (tid < 16u) {
@@ -240,7 +238,7 @@ fn row_of(s: u32, rows: u32, row: u32, tid: u32, shift: u32, own: vec2<f32>) -> 
   return finish(s, rows, lane, tid >> shift, part, below);
 }
 
-// Returns the maximum, or +inf where one is NaN.
+// Returns the maximum, or +inf if a value is NaN.
 fn seen(m: f32, x: Columns) -> f32 {
   return bitcast<f32>(select(bitcast<u32>(m), INFINITY_BITS, magnitude(x) > INFINITE));
 }
@@ -252,12 +250,12 @@ fn gradients(e: Columns, factor: f32) -> Columns {
   return Columns(gradient(e.a, factor), gradient(e.b, factor), gradient(e.c, factor),
                  gradient(e.d, factor));
 }
-// Only the thread that has stored this column calls it, so the order of the two writes is certain.
+// Called only by the thread that has stored this column, so the order of the two writes is certain.
 fn store_target(at: u32, e: f32, factor: f32) {
   logits[at] = gradient(vec4<f32>(e), factor).x - params.x * (1.0 - params.y);
 }
 
-// Takes rows of up to 4096 columns, with 1 << shift threads each.
+// Handles rows of up to 4096 columns, with 1 << shift threads each.
 fn short_rows(first: u32, rows: u32, shift: u32, tid: u32) {
   let i = tid >> shift;
   let lane = tid & ((1u << shift) - 1u);
@@ -295,7 +293,7 @@ fn long_row(s: u32, rows: u32, tid: u32) {
   if (t < dims.y && tid == t % WG) {
     target_logits[0] = logits[row + t];
   }
-  // Loads the next columns while it works on these.
+  // Loads the next columns while computing with these.
   var own = vec2<f32>(LOWEST, 0.0);
   var worst = 0u;
   var next = load_columns(row, tid, 8u);
@@ -308,10 +306,10 @@ fn long_row(s: u32, rows: u32, tid: u32) {
   }
   own.x = bitcast<f32>(select(bitcast<u32>(own.x), INFINITY_BITS, worst > INFINITE));
   let known = row_of(s, rows, row, tid, 8u, own);
-  // Other threads must have read the row before it is overwritten.
+  // All threads must have read the row before it is overwritten.
   storageBarrier();
 
-  // The first aligned 32 columns may begin before the row: v then wraps around to beyond its end.
+  // The first aligned 32 columns may start before the row: v then wraps around to beyond its end.
   let before = row % 32u;
   let x_t = target_logits[0];
   let turns = (dims.y + before + TURN - 1u) / TURN;
@@ -333,7 +331,7 @@ fn long_row(s: u32, rows: u32, tid: u32) {
 
 var<workgroup> maxima: array<f32, 272>;
 var<workgroup> sums: array<f32, 272>;
-// Takes rows of up to 256 columns, with 16 threads each. Their maximum is found before the
+// Handles rows of up to 256 columns, with 16 threads each. Their maximum is found before the
 // exponentials, which then need no weights.
 fn rows_of_16(first: u32, rows: u32, tid: u32) {
   let i = tid / 16u;
@@ -385,7 +383,7 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
                  @builtin(num_workgroups) groups: vec3<u32>,
                  @builtin(local_invocation_index) tid: u32) {
   let s = group.x + group.y * groups.x;
-  // First of all, because this is all that most workgroups do.
+  // Comes first, because most workgroups do nothing else.
   if (dims.y <= 1024u && (s & select(3u, 15u, dims.y <= 256u)) != 0u) {
     return;
   }
@@ -393,7 +391,7 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
   if (s >= rows) {
     return;
   }
-  // Each case is a call of its own: a constant number of threads makes it up to a quarter faster.
+  // Each case is a separate call: a constant number of threads makes it up to a quarter faster.
   if (dims.y > TURN) {
     long_row(s, rows, tid);
   } else if (dims.y > 1024u) {

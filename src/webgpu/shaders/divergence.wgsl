@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Takes two heads' raw logits of a window of the vocabulary, once the states of both rows are
-// known:
+// Processes two heads' raw logits of a window of the vocabulary, once the states of both heads'
+// rows are known:
 //   sums        sums of a slot of 1024 columns, one workgroup each (PairSums)  -> partials
 //   gradient    the student's logits become draw                               -> result
-//   scale_kept  what Forward has kept becomes draw                             -> result
+//   scale_kept  what Forward kept becomes draw                                 -> result
 // Uses common: numbers, token, window, scale, map, heads.
 
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> block: array<f32>;                // [rows, row_stride]
 @group(0) @binding(3) var<storage, read> teacher_block: array<f32>;        // [rows, row_stride]
@@ -26,7 +26,7 @@ fn teacher_scale_of(token: u32) -> Scale {
 }
 
 // Returns x. WGSL lets a compiler fuse a product with what is subtracted from it; then equal heads
-// would not be 0 apart. No compiler can see that p.zero is 0, so none fuses through this.
+// would not differ by exactly 0. No compiler knows that p.zero is 0, so none fuses through this.
 fn rounded(x: f32) -> f32 {
   return bitcast<f32>(bitcast<u32>(x) ^ p.zero);
 }
@@ -47,7 +47,7 @@ fn sums(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   if (r >= counted[0]) {
     return;
   }
-  // WGSL promises zeros at the start, but not every driver keeps that.
+  // WGSL guarantees zeros at the start, but not every driver provides them.
   if (thread == 0u) {
     atomicStore(&any_infinite, 0u);
   }
@@ -109,7 +109,7 @@ fn draw_of(s: State, t: State, raw: f32, teacher_raw: f32, scale: Scale, teacher
   return dz;
 }
 
-// Behind the columns the block is 0 already, and nobody reads its rows behind those that count.
+// After the columns the block is 0 already, and its rows after those that count are not read.
 @compute @workgroup_size(256)
 fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let r = group.y;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread takes a row: from the sums of its slots, in their order, it makes the divergence, the
+// Each thread handles a row: from the sums of its slots, in order, it computes the divergence, the
 // loss and the factors of the gradient (docs/semantics.md, "Divergences of two heads").
 // Uses common: numbers, token, window, scale, heads.
 
 override summed: bool = false;   // the slots have sums
 override keeps: bool = false;    // Forward keeps the gradient of an upstream gradient of 1
-override is_kept: bool = false;  // Backward reads that, and has nothing else
+override is_kept: bool = false;  // Backward reads only what was kept
 
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> partials: array<PairSums>;   // [rows, slots]
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;    // [tokens]
@@ -16,7 +16,7 @@ override is_kept: bool = false;  // Backward reads that, and has nothing else
 @group(0) @binding(6) var<storage, read> scalars: Scalars;
 @group(0) @binding(7) var<storage, read> extras: array<Extra>;         // [tokens]
 
-// Puts the sums into the state. Its loss is then the divergence alone.
+// Stores the sums in the state, whose loss is then the divergence alone.
 fn with_sums(first: u32, known: State) -> State {
   var s = known;
   var sum = vec3<f32>(0.0);
@@ -49,7 +49,7 @@ fn loss_of(s: State) -> f32 {
 }
 
 // Returns the exponent of the power of two that divides a row's kept gradient, so that its elements
-// fit an f16. `far` is the row's divergence where that may pass 2, else 0.
+// fit in f16. `far` is the row's divergence if it may exceed 2, else 0.
 fn divisor_of(token: u32, far: f32) -> i32 {
   if (is_infinite(far) || is_nan(far)) {
     return 0;

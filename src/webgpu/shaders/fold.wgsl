@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread takes a token and adds one more shard of the vocabulary to what the shards before it
-// came to (docs/semantics.md, "Combine"; src/row/shards.h does the same in the same order, in f64).
-// WGSL has no f64, so a number is the sum of two f32, good to about 2^-45. The exponential of a
-// difference is such a number times a power of two, so that a shard of almost no probability loses
-// no bits.
+// Each thread handles a token and folds one more shard of the vocabulary into the state of the
+// earlier shards (docs/semantics.md, "Combine"; src/row/shards.h does the same in the same order,
+// in f64). WGSL has no f64, so a number is the sum of two f32, accurate to about 2^-45. The
+// exponential of a difference is such a number times a power of two, so that a shard of almost no
+// probability loses no bits.
 // Uses common: numbers, token.
 
 struct Params {
@@ -12,11 +12,11 @@ struct Params {
   has_argmax: u32,
   is_first: u32,
   nan: u32,
-  zero: u32,  // always 0, but no compiler can know it (rounded)
+  zero: u32,  // always 0, which no compiler can know (see rounded)
 }
 
-// What the shard wrote of a token, and the lower parts of the numbers so far; their upper parts are
-// in State and Extra.
+// A shard's values for a token, and the lower parts of the numbers so far; their upper parts are in
+// State and Extra.
 struct Fold {
   m: f32,
   log_sum: f32,
@@ -37,7 +37,7 @@ struct Fold {
 override more_statistics: bool = false;
 
 @group(0) @binding(0) var<uniform> p: Params;
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read_write> folds: array<Fold>;    // [tokens]
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;    // [tokens]
@@ -52,9 +52,9 @@ fn is_number(x: f32) -> bool {
   return !is_nan(x) && !is_infinite(x);
 }
 
-// A vec2 is a number of two f32: the sum of its parts, of which x is that sum rounded.
+// A vec2 is a number of two f32: the sum of its parts; x is that sum, rounded.
 
-// Returns x. WGSL lets a compiler take b for (a + b) - a, and Mesa's does, but not through this.
+// Returns x. WGSL lets a compiler replace (a + b) - a by b, as Mesa's does, but not through this.
 fn rounded(x: f32) -> f32 {
   return bitcast<f32>(bitcast<u32>(x) ^ p.zero);
 }
@@ -63,7 +63,7 @@ fn two_sum(a: f32, b: f32) -> vec2<f32> {
   let of_b = rounded(s - a);
   return vec2<f32>(s, (a - (s - of_b)) + (b - of_b));
 }
-// Needs |a| >= |b|.
+// Requires |a| >= |b|.
 fn quick_sum(a: f32, b: f32) -> vec2<f32> {
   let s = rounded(a + b);
   return vec2<f32>(s, b - (s - a));
@@ -74,7 +74,7 @@ fn plus(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
   let r = quick_sum(s.x, s.y + t.x);
   return quick_sum(r.x, r.y + t.y);
 }
-// Every product of halves is exact, so that it does not matter what a compiler fuses.
+// Every product of halves is exact, so it does not matter what a compiler fuses.
 fn two_product(a: f32, b: f32) -> vec2<f32> {
   let a_high = high_half(a);
   let b_high = high_half(b);
@@ -99,7 +99,7 @@ fn is_over(a: vec2<f32>, b: vec2<f32>) -> bool {
   return a.x > b.x || (a.x == b.x && a.y >= b.y);
 }
 
-// Returns a 2^n, for n <= 0; 0, not NaN, where n is far below the exponents of f32.
+// Returns a 2^n for n <= 0; 0, not NaN, if n is far below the exponents of f32.
 fn scaled(a: vec2<f32>, n: i32) -> vec2<f32> {
   let first = max(n, -120);
   let second = max(n - first, -120);
@@ -114,11 +114,11 @@ struct Power {
 // Returns exp(x) for -200 <= x <= 0.
 fn power_of(x: vec2<f32>) -> Power {
   let n = round(x.x * 1.44269504);
-  // The first two parts of log 2 have 15 bits each, so that their products with n are exact.
+  // The first two parts of log 2 have 15 bits each, so their products with n are exact.
   var r = plus(x, vec2<f32>(-n * 0.693145752, 0.0));
   r = plus(r, vec2<f32>(-n * 1.42859062e-06, 0.0));
   r = plus(r, two_product(-n, 1.61985095e-11));
-  // The series of exp; from the seventh power on one f32 is enough.
+  // The series of exp; from the seventh power on, one f32 is enough.
   var tail = 1.60590444e-10;
   tail = fma(tail, r.x, 2.08767559e-09);
   tail = fma(tail, r.x, 2.50521079e-08);
@@ -161,7 +161,7 @@ fn log_one_plus(e: Power) -> vec2<f32> {
   return 2.0 * product(s, sum);
 }
 
-// Returns the sum of a pair and a number, where either may be infinite or NaN.
+// Returns the sum of a pair and a number, either of which may be infinite or NaN.
 fn plus_any(a: vec2<f32>, b: f32) -> vec2<f32> {
   let s = a.x + b;
   if (!is_number(a.x) || !is_number(b) || !is_number(s)) {
@@ -178,7 +178,7 @@ struct Sums {
   max_logprob: vec2<f32>,
 }
 
-// Returns share term 2^n, or the term itself where that is infinite or NaN.
+// Returns share term 2^n, or the term itself if it is infinite or NaN.
 fn part_of(share: vec2<f32>, term: vec2<f32>, n: i32) -> vec2<f32> {
   if (!is_number(term.x)) {
     return vec2<f32>(term.x, 0.0);
@@ -195,7 +195,7 @@ fn joined(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
   return plus(a, b);
 }
 
-// Returns the greater, or NaN where one of them is.
+// Returns the greater one, or NaN if either is NaN.
 fn greater(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
   if (is_nan(a.x) || (!is_nan(b.x) && is_over(a, b))) {
     return a;
@@ -203,10 +203,10 @@ fn greater(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
   return b;
 }
 
-// Folds two that have their log sums relative to one m, with over.log_sum >= under.log_sum.
+// Folds two states whose log sums are relative to the same m, with over.log_sum >= under.log_sum.
 fn folded(over: Sums, under: Sums) -> Sums {
   var apart = plus(under.log_sum, -over.log_sum);
-  // There exp is 0 in f64, which the other backends fold in.
+  // Below this exp is 0 in f64, in which the other backends fold.
   if (apart.x < -745.0) {
     return over;
   }
@@ -216,10 +216,10 @@ fn folded(over: Sums, under: Sums) -> Sums {
   let n = e.exponent;
   let log_part = log_one_plus(e);
   let rest = scaled(log_part, n);
-  // The shares of the two: the greater is 1 / (1 + e), the other e times that.
+  // The shares of the two: the greater is 1 / (1 + e), the other is e times that.
   let one = vec2<f32>(1.0, 0.0);
   let most = quotient(one, plus(one, scaled(e.mantissa, n)));
-  let least = product(e.mantissa, most);  // times 2^n, which part_of applies
+  let least = product(e.mantissa, most);  // without 2^n, which part_of applies
   var all: Sums;
   all.log_sum = plus(over.log_sum, rest);
   all.entropy = joined(part_of(most, joined(over.entropy, rest), 0),
@@ -288,7 +288,7 @@ fn fold(@builtin(global_invocation_id) id: vec3<u32>) {
   s.weighted = weighted.x;
   folds[token].weighted_low = weighted.y;
 
-  // A shard of -inf alone adds nothing to the statistics below.
+  // A shard of -inf adds nothing to the statistics below.
   let minus_infinity = bitcast<f32>(p.nan ^ 0x80400000u);
   let m1 = select(s.m, minus_infinity, is_minus_infinity(s.log_sum));
   let m2 = select(f.m, minus_infinity, is_minus_infinity(f.log_sum));

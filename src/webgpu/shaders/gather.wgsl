@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies elements of a strided view of any dtype into f32, as dense as the kernels need them:
+// Copies elements of a strided view of any dtype into dense f32:
 //   gather       result[r, c] = source[r, c]
 //   gather_rows  result[k, c] = source[counted[k], c], and 0 for rows beyond the active ones
 // Columns from `columns` to padded_columns become 0.
@@ -8,7 +8,7 @@ struct Params {
   rows: u32,
   columns: u32,
   padded_columns: u32,
-  base: u32,  // of the source, in elements, like the next two
+  base: u32,  // of the source; this and the next two in elements
   row_stride: u32,
   column_stride: u32,
   result_base: u32,
@@ -21,10 +21,10 @@ override dtype: u32 = 0u;  // 0 is f32, 1 f16, 2 bf16
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> source: array<u32>;
 @group(0) @binding(2) var<storage, read_write> result: array<u32>;
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
 @group(0) @binding(3) var<storage, read> counted: array<u32>;
 
-// In whole numbers, because a device's conversion may flush subnormals.
+// In integers, because a device's conversion may flush subnormals.
 fn f16_to_f32(h: u32) -> u32 {
   let sign = (h & 0x8000u) << 16u;
   let exponent = (h >> 10u) & 31u;
@@ -67,7 +67,7 @@ fn gather(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
   store(r, c, value);
 }
 
-// For a single column: one thread a row, where gather would use one thread a workgroup.
+// For a single column: one thread per row; gather would use one thread per workgroup.
 @compute @workgroup_size(256)
 fn gather_column(@builtin(workgroup_id) group: vec3<u32>,
                  @builtin(local_invocation_index) thread: u32) {

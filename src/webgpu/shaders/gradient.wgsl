@@ -2,7 +2,7 @@
 // Turns raw logits into draw, in the block of a window, from the states of its rows.
 // Uses common: numbers, token, window, scale, map, logit.
 
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;  // [columns]
 @group(0) @binding(3) var<storage, read> rows: array<State>;        // [tokens]
@@ -19,7 +19,7 @@ fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_i
   let is_made = exists && (!direct || is_counted(s.kind));
   for (var k = 0u; k < 4u; k++) {
     let local = group.x * 1024u + k * 256u + thread;
-    // A block of the library's own has zeros after its columns; the caller's has not.
+    // A block of the library's has zeros after its columns; the caller's matrix does not.
     if (local >= select(p.row_stride, p.columns, direct)) {
       continue;
     }

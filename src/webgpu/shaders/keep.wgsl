@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread takes a token's row of kept_rows (KeptRow of src/kept.h):
-//   keep    writes what Forward knows of the token                          -> kept_rows
-//   check   a row that does not fit the given state makes the gradient NaN  -> rows
-//           where Backward consumes what is kept, says so                   -> kept_rows
-//   report  says that some row did not fit                                  -> fault
+// Each thread handles a token's row of kept_rows (KeptRow of src/kept.h):
+//   keep    writes Forward's state of the token                             -> kept_rows
+//   check   a row that differs from the given state makes the gradient NaN  -> rows
+//           if Backward consumes kept state, marks it as consumed           -> kept_rows
+//   report  sets the fault if some row differed                            -> fault
 // Numbers are copied and compared as bits.
 // Uses common: token.
 
@@ -14,7 +14,7 @@ struct Params {
   columns: u32,  // the bits of KeptRow::columns
   consumes: u32,
   fault: u32,     // index of the fault's word
-  diverges: u32,  // not 0: a divergence, whose rows keep their gradient's divisor; no state is given
+  diverges: u32,  // not 0: a divergence, which keeps its gradient's divisor
 }
 
 @group(0) @binding(0) var<uniform> p: Params;

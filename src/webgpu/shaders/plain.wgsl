@@ -17,18 +17,18 @@ struct Params {
   columns: u32,
   row_stride: u32,
   base: u32,         // where the first row begins in its binding
-  target_base: u32,  // in words, like the next
+  target_base: u32,  // in words
   target_stride: u32,
   wide: u32,  // 1: a target is two words
   ignore_low: u32,
   ignore_high: u32,
   flags: u32,
-  nan: u32,    // a NaN's bits; in the shader's text a NaN does not compile
+  nan: u32,    // a NaN's bits, since WGSL has no NaN literal
   slope: f32,  // logit_scale / temperature
   z_loss: f32,
 }
 
-override scaled: bool = false;           // slope is then not 1
+override scaled: bool = false;           // slope is not 1
 override own_temperature: bool = false;  // every token has its own slope, in its Extra
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -39,16 +39,16 @@ override own_temperature: bool = false;  // every token has its own slope, in it
 @group(0) @binding(5) var<storage, read> extras: array<Extra>;      // [rows]
 
 const workgroup_threads = 256u;
-const turn = 16u * workgroup_threads;  // columns that a workgroup takes at a time
+const turn = 16u * workgroup_threads;  // columns that a workgroup handles per step
 const infinite = 0xff000000u;          // an infinity's magnitude(); a NaN's is above
 
 // Some columns of a row.
 struct Part {
   m: f32,  // their maximum, at least `lowest`; +inf if one of them makes the row NaN
-  s: f32,  // the sum of exp(z - m)
+  s: f32,  // the sum of exp(z - m) over them
 }
 
-// Parts, laid out [16][17], so that no step has two threads read one bank.
+// Parts, laid out [16][17], padded against bank conflicts.
 var<workgroup> maxima: array<f32, 272>;
 var<workgroup> sums: array<f32, 272>;
 var<workgroup> target_logits: array<f32, 16>;  // of the workgroup's rows
@@ -61,7 +61,7 @@ fn target_of(i: u32) -> Target {
   return t;
 }
 
-// Returns exp(x - m). Below -200 it is 0 in f32, as it is for -inf.
+// Returns exp(x - m). It is 0 in f32 for x - m < -200, -inf included.
 fn weigh(x: vec4<f32>, m: f32) -> vec4<f32> {
   return exp(max(x - m, vec4<f32>(-200.0)));
 }
@@ -80,7 +80,7 @@ fn four(v: u32, shift: u32) -> vec4<u32> {
   return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
 }
 
-// Of the invocation's one row; NaN where its temperature is not allowed.
+// The slope of the invocation's row; NaN where its temperature is not allowed.
 var<private> own_slope: f32;
 
 fn z_of(raw: f32) -> f32 {
@@ -158,8 +158,8 @@ fn magnitude(x: Columns) -> u32 {
 fn weights(x: Columns, m: f32) -> Columns {
   return Columns(weigh(x.a, m), weigh(x.b, m), weigh(x.c, m), weigh(x.d, m));
 }
-// Returns the sum. Beyond the row's end z is `lowest`, which weighs nothing, unless that is also
-// the maximum: then each weighs 1, and is subtracted.
+// Returns the sum. Beyond the row's end z is `lowest`, whose exponential is 0, unless `lowest` is
+// also the maximum: then each is 1, and is subtracted.
 fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   let fours = (e.a + e.b) + (e.c + e.d);
   var s = (fours.x + fours.y) + (fours.z + fours.w);
@@ -170,7 +170,7 @@ fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   return s;
 }
 
-// Returns the maximum as other threads are to see it: +inf where a column is NaN.
+// Returns the maximum that other threads read: +inf if a column is NaN.
 fn seen(m: f32, magnitude: u32) -> f32 {
   return bitcast<f32>(select(bitcast<u32>(m), infinity_bits, magnitude > infinite));
 }
@@ -208,7 +208,7 @@ fn reduce(thread: u32, shift: u32, own: Part) -> Part {
   return Part(maxima[16], sums[16]);
 }
 
-// Returns the maximum of a row of 16 threads. Known before the exponentials, it spares their
+// Returns the maximum of a row of 16 threads. If it is known before the exponentials, these need no
 // weights.
 fn largest_of_16(thread: u32, own: f32) -> f32 {
   let first = thread / 16u * 17u;
@@ -231,20 +231,20 @@ fn sum_of_16(thread: u32, own: f32) -> f32 {
   return s;
 }
 
-// What a row's gradient is made of.
+// The values that a row's gradient needs.
 struct Row {
   scale: f32,    // of exp(z - m)
   onehot: f32,   // subtracted at the target's column
-  filled: bool,  // the row is `filling` all over
+  filled: bool,  // the whole row is `filling`
   filling: u32,  // 0, or a NaN's bits
 }
 
-// Every thread of row r, which is the workgroup's i-th, calls this; the first one writes the loss.
+// Called by every thread of row r, number i of the workgroup; the first thread writes the loss.
 fn finish(i: u32, r: u32, first: bool, part: Part, kind: u32) -> Row {
   let sum = max(part.s, 1.0);
   let log_sum = log_positive(sum);
   let lse = part.m + log_sum;
-  // The maximum itself weighs 1, so a sum below that is of -inf alone.
+  // The maximum itself adds 1, so a sum below 1/2 is that of a row of -inf.
   let slope = select(p.slope, own_slope, own_temperature);
   let poisoned = bitcast<u32>(part.m) == infinity_bits || part.s < 0.5 || is_nan(slope);
   var scale = 1.0;
@@ -272,7 +272,7 @@ fn scaled_columns(e: Columns, factor: f32) -> Columns {
   return Columns(e.a * factor, e.b * factor, e.c * factor, e.d * factor);
 }
 
-// Takes rows of up to 4096 columns, with 1 << shift threads each.
+// Handles rows of up to 4096 columns, with 1 << shift threads each.
 fn short_rows(first: u32, shift: u32, thread: u32) {
   let i = thread >> shift;
   let lane = thread & ((1u << shift) - 1u);
@@ -309,7 +309,7 @@ fn short_rows(first: u32, shift: u32, thread: u32) {
   }
   let factor = known.scale * weigh_one(m, part.m);
   store_columns(row, lane, shift, scaled_columns(e, factor));
-  if (owns_target) {  // this thread stored the column above, so the order of the two is certain
+  if (owns_target) {  // this thread stored the column: both writes are ordered
     logits[row + t.column] = weigh_one(z_t, m) * factor - known.onehot;
   }
 }
@@ -321,7 +321,7 @@ fn long_row(r: u32, thread: u32) {
   if (t.column < p.columns && thread == t.column % workgroup_threads) {
     target_logits[0] = z_of(logits[row + t.column]);
   }
-  // Loads the next columns while it works on these.
+  // Loads the next columns while computing with these.
   var own = Part(lowest, 0.0);
   var most = 0u;
   var next = load_columns(row, thread, 8u);
@@ -335,10 +335,10 @@ fn long_row(r: u32, thread: u32) {
   }
   let part = reduce(thread, 8u, Part(seen(own.m, most), own.s));
   let known = finish(0u, r, thread == 0u, part, t.kind);
-  // Other threads must have read the row before it is overwritten.
+  // All threads must have read the row before it is overwritten.
   storageBarrier();
   // The row is read from its end, which the cache may still hold. The first aligned 32 columns may
-  // begin before the row: v then wraps around to beyond its end.
+  // start before the row: v then wraps around to beyond its end.
   let before = row % 32u;
   var end = (p.columns + before + turn - 1u) / turn * turn;
   next = load_columns(row, thread + end - turn - before, 8u);
@@ -366,7 +366,7 @@ fn plain(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) group
   if (first >= p.rows) {
     return;
   }
-  // Each case is a call of its own: a constant number of threads makes it up to a quarter faster.
+  // Each case is a separate call: a constant number of threads makes it up to a quarter faster.
   if (p.columns > turn) {
     long_row(first, thread);
   } else if (p.columns > 1024u) {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// For probabilities as input, p in the place of the logits: makes loss and gradient of
-// -sum_j q_j log(p_j + floor), with q = (1 - smoothing) c_t [j = t] + smoothing_per_class c_j.
-//   slots     a workgroup a row and 1024 columns: sum_j q_j log(p_j + floor)
-//   combine   a thread a row: the loss and the factor of the gradient
+// For probabilities p as input, in place of the logits: computes loss and gradient of -sum_j q_j
+// log(p_j + floor), with q = (1 - smoothing) c_t [j = t] + smoothing_per_class c_j.
+//   slots     a workgroup per row and 1024 columns: sum_j q_j log(p_j + floor)
+//   combine   a thread per row: the loss and the factor of the gradient
 //   gradient  p -> its gradient, in the block
 // Uses common: numbers, token, window.
 
 @group(0) @binding(1) var<storage, read> block_in: array<f32>;  // [rows, row_stride]
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
 @group(0) @binding(2) var<storage, read> counted: array<u32>;
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;         // [columns]
 @group(0) @binding(4) var<storage, read> rows_in: array<State>;            // [tokens]
@@ -127,7 +127,7 @@ fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_i
   let factor = rows_in[token].probability;
   for (var k = 0u; k < 4u; k++) {
     let local = group.x * slot_columns + k * 256u + thread;
-    // A block of the library's own has zeros after its columns; the caller's has not.
+    // A block of the library's has zeros after its columns; the caller's matrix does not.
     if (local >= select(p.row_stride, p.columns, direct)) {
       continue;
     }

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes result[m, n] (+)= sum_k a(m, k) b(n, k) (+ bias[n]) in f32, for the three products of a
+// Computes result[m, n] (+)= sum_k a(m, k) b(n, k) (+ bias[n]) in f32, for the three products of a
 // linear op:
 //   logits       a = hidden  [m, k]   b = weight [n, k]
 //   grad_input   a = draw    [m, k]   b = weight [k, n]
 //   grad_weight  a = draw    [k, m]   b = hidden [k, n]
-// A workgroup makes a tile, 16 steps of k at a time. They go through workgroup memory, where the
+// A workgroup computes a tile, 16 steps of k at a time. They go through workgroup memory, where the
 // operands are [k][m] and [k][n]; the next 16 are loaded while these are multiplied. A thread keeps
-// 8 x 8 sums in registers and adds along k in order, whatever the tile. A long k goes into the
-// result in blocks: in one long sum every small term would be rounded like a term of the sum's
-// size. For few tiles and a long k, workgroups of other z take other slices of k, each with its own
-// result, which slices.wgsl adds. Rows of a and b are padded with 0 to a multiple of four numbers.
-// Where `counted` bounds the rows (or, for grad_weight, k), nothing beyond is computed.
+// 8 x 8 sums in registers and adds along k in order, whatever the tile. A long k is added to the
+// result in blocks: in a single long sum, small terms would be rounded to the precision of the
+// large sum. With few tiles and a long k, workgroups with other z compute other slices of k, each
+// with its own result, which slices.wgsl adds. Rows of a and b are padded with 0 to a multiple of
+// four numbers. If `counted` bounds the rows (or, for grad_weight, k), nothing beyond is computed.
 // Uses common: product.
 
 override tile_m: u32 = 128u;  // 64 or 128
@@ -20,7 +20,7 @@ override threads: u32 = 256u;  // tile_m tile_n / 64
 var<workgroup> tile_a: array<vec4<f32>, 4u * tile_m>;  // [16][m / 4]
 var<workgroup> tile_b: array<vec4<f32>, 4u * tile_n>;  // [16][n / 4]
 
-// Loads a thread's part of a tile: four vec4 as they are in the tile or, of an operand whose rows
+// Loads a thread's part of a tile: four vec4 as they are in the tile or, for an operand whose rows
 // run along k, four rows of four, which keep_a transposes.
 fn fetch_a(thread: u32, first: u32, k0: u32, rows: u32, depth: u32) -> array<vec4<f32>, 4> {
   var v: array<vec4<f32>, 4>;
@@ -53,7 +53,7 @@ fn keep_a(thread: u32, v: array<vec4<f32>, 4>) {
   }
 }
 
-// The last threads fetch a b whose rows run along k, since the first ones fetch such an a.
+// The last threads fetch b if its rows run along k, since the first threads fetch such an a.
 fn fetch_b(thread: u32, first: u32, k0: u32, depth: u32) -> array<vec4<f32>, 4> {
   var v: array<vec4<f32>, 4>;
   let back = threads - 1u - thread;

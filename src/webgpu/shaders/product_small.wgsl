@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes small products of product.wgsl's kind and adds in the same order: tiles of 32 x 32, 8 steps
-// of k at a time, 4 x 4 sums a thread. It uses little workgroup memory, because SwiftShader's
+// Computes small products like product.wgsl and adds in the same order: tiles of 32 x 32, 8 steps
+// of k at a time, 4 x 4 sums per thread. It uses little workgroup memory, because SwiftShader's
 // compiler clears that word by word, in half a millisecond each.
 // Uses common: product.
 

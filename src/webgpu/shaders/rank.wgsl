@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counts the columns of a window whose logit is above the target's, which is known by now, and adds
-// up their probabilities. A workgroup takes a row and adds to the earlier windows' numbers. The
+// Counts the columns of a window whose logit is above the target's, which is already known, and
+// sums their probabilities. A workgroup handles a row and adds to the earlier windows' results. The
 // target's own column never counts.
 // Uses common: numbers, token, window, scale, map.
 
 @group(0) @binding(1) var<storage, read> block: array<f32>;  // [rows, row_stride]
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
 @group(0) @binding(2) var<storage, read> counted: array<u32>;
 @group(0) @binding(4) var<storage, read> rows: array<State>;          // [tokens]
 @group(0) @binding(5) var<storage, read_write> extras: array<Extra>;  // [tokens]
@@ -23,7 +23,7 @@ fn rank(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   if (direct && !is_counted(rows[token].kind)) {
     return;
   }
-  // WGSL promises zeros at the start, but not every driver keeps that.
+  // WGSL guarantees zeros at the start, but not every driver provides them.
   if (thread == 0u) {
     atomicStore(&above, 0u);
   }
@@ -36,8 +36,8 @@ fn rank(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let share = exp_nonpositive(max(-log_sum, -200.0));
   var own = 0u;
   var all = extras[token].mass_above;
-  // Adds 1024 columns at a time. Windows begin at multiples of that, so the sum does not depend on
-  // how the vocabulary is cut into windows.
+  // Adds 1024 columns at a time. Windows start at multiples of 1024, so the sum does not depend on
+  // how the vocabulary is divided into windows.
   for (var slot = 0u; slot < p.columns; slot += 1024u) {
     var mass = 0.0;
     for (var local = slot + thread; local < min(slot + 1024u, p.columns); local += 256u) {

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Takes rows of up to 4096 columns, in the caller's matrix, and makes maximum, sums, loss and draw
-// at once, with one read and one write (docs/semantics.md). `row_threads` threads take a row, 16
-// columns each, so that a workgroup takes several short rows. A reduction has two barriers:
+// Handles rows of up to 4096 columns, in the caller's matrix: computes maximum, sums, loss and draw
+// at once, with one read and one write (docs/semantics.md). `row_threads` threads handle a row, 16
+// columns each, so that a workgroup handles several short rows. A reduction has two barriers:
 // `leaders` threads of a row reduce the others' numbers, then every thread reduces the leaders'.
-// The number of columns alone decides row_threads, so that the order of additions depends on
-// nothing else.
+// row_threads depends only on the number of columns, and so does the order of additions.
 // Uses common: numbers, token, window, scale, map, logit, loss.
 
 override row_threads: u32 = 256u;  // 16, 64 or 256
@@ -17,8 +16,7 @@ override leaders: u32 = 16u;       // the square root of row_threads
 @group(0) @binding(5) var<storage, read_write> block: array<u32>;     // [tokens, row_stride]
 @group(0) @binding(6) var<storage, read_write> extras: array<Extra>;  // [tokens]
 
-// Returns a whole number for x, in the order of x from -inf to inf; NaN is above all, and no x has
-// 0.
+// Returns an integer ordered like x from -inf to inf. NaN is above all, and no x gives 0.
 fn key_of(x: f32) -> u32 {
   let key = bitcast<u32>(x) ^ select(0x80000000u, none, is_negative(x));
   return select(key, none, is_nan(x));
@@ -27,7 +25,7 @@ fn number_of(key: u32) -> f32 {
   return bitcast<f32>(select(~key, key ^ 0x80000000u, (key >> 31u) == 1u));
 }
 
-// Joins (sum of e, sum of e (z - m), weighted sum, the lowest column that has the maximum).
+// Joins two of (sum of e, sum of e (z - m), weighted sum, lowest column with the maximum).
 fn joined(a: vec4<f32>, b: vec4<f32>) -> vec4<f32> {
   return vec4<f32>(a.xyz + b.xyz, min(a.w, b.w));
 }
@@ -35,7 +33,7 @@ fn joined(a: vec4<f32>, b: vec4<f32>) -> vec4<f32> {
 var<workgroup> largest: array<u32, 256>;
 var<workgroup> sums: array<vec4<f32>, 256>;
 
-// `first` is the first thread of the row.
+// `first` is the index of the row's first thread.
 fn reduce_largest(first: u32, lane: u32, own: u32) -> u32 {
   largest[first + lane] = own;
   workgroupBarrier();
@@ -98,7 +96,8 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
   }
   s.m = number_of(reduce_largest(first, lane, own_largest));
   var own = vec4<f32>(0.0, 0.0, 0.0, 1.0e9);
-  // The sums of e^2 and of z, the number of columns above the target's; in mass.x their sum of e.
+  // The sums of e^2 and of z, and the number of columns above the target's; mass.x is the sum of e
+  // over these columns.
   var more = vec4<f32>(0.0);
   var mass = vec4<f32>(0.0);
   for (var k = 0u; k < 16u; k++) {

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes f32 values to a strided view, rounded once to its dtype, to nearest, ties to even. With
-// by_token row i of the view is row rows[i].place of the values, or 0 where the token has none. Two
-// elements of 16 bits share a word: atomics clear and set one half alone, so that the other stays.
+// by_token, row i of the view is row rows[i].place of the values, or 0 if the token has none. Two
+// 16-bit elements share a word: atomics clear and set one half and keep the other.
 // Uses common: token.
 
 struct Params {
   columns: u32,
   value_base: u32,
   value_row_stride: u32,
-  base: u32,  // of the view, in elements, like the next two
+  base: u32,  // of the view; this and the next two in elements
   row_stride: u32,
   column_stride: u32,
   by_token: u32,
-  first_token: u32,  // of the view's row 0
+  first_token: u32,  // the token of the view's row 0
 }
 
 override dtype: u32 = 0u;  // 0 is f32, 1 f16, 2 bf16
@@ -41,13 +41,13 @@ fn to_f16(bits: u32) -> u32 {
   if (size > 0x7f800000u) {
     return sign | 0x7e00u;
   }
-  if (size >= 0x477ff000u) {  // would round to 2^16, which f16 does not have
+  if (size >= 0x477ff000u) {  // would round to 2^16: infinity
     return sign | 0x7c00u;
   }
   if (size >= 0x38800000u) {  // the f16 is a normal number
     return sign | round_bits(size - 0x38000000u, 13u);
   }
-  if (size < 0x33000000u) {  // what is below half of the least subnormal becomes 0
+  if (size < 0x33000000u) {  // below half of the smallest subnormal: 0
     return sign;
   }
   let mantissa = (size & 0x007fffffu) | 0x00800000u;

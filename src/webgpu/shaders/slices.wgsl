@@ -6,13 +6,13 @@ struct Params {
   row_length: u32,  // in vec4, of the result and of a slice
   slices: u32,
   slice_stride: u32,  // in vec4
-  adds: u32,          // not 0: the slices are added to what the result holds
+  adds: u32,          // not 0: the slices are added to the result
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> slices: array<vec4<f32>>;  // [slices, rows, row_length]
 @group(0) @binding(2) var<storage, read_write> result: array<vec4<f32>>;  // [rows, row_length]
-@group(0) @binding(3) var<storage, read> counted: array<u32>;  // [0]: how many rows count
+@group(0) @binding(3) var<storage, read> counted: array<u32>;  // [0]: the number of rows that count
 
 @compute @workgroup_size(64)
 fn add_slices(@builtin(workgroup_id) group: vec3<u32>,

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A workgroup takes a slot, 1024 columns of a row of raw logits, and makes its maximum, sums and
-// argmax.
+// Each workgroup computes maximum, sums and argmax of a slot, 1024 columns of a row of raw logits.
 // Uses common: numbers, token, window, scale, map, logit.
 
 @group(0) @binding(1) var<storage, read> block: array<f32>;  // [rows, row_stride]
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
 @group(0) @binding(2) var<storage, read> counted: array<u32>;
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;     // [columns]
 @group(0) @binding(4) var<storage, read_write> rows: array<State>;     // [tokens]
@@ -26,15 +25,15 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   if (r >= counted[0]) {
     return;
   }
-  // WGSL promises zeros at the start, but not every driver keeps that.
+  // WGSL guarantees zeros at the start, but not every driver provides them.
   if (thread == 0u) {
     atomicStore(&slot_flags, 0u);
   }
   workgroupBarrier();
   let first = group.x * slot_columns;
   let token = counted[4u + r];
-  // A token that does not count gets 0 columns here instead of a return, because WGSL wants every
-  // thread at a barrier.
+  // A token that does not count gets 0 columns here instead of a return, because WGSL requires
+  // every thread to reach a barrier.
   let is_made = !direct || is_counted(rows[token].kind);
   let columns = select(0u, p.columns, is_made);
   let target_column = rows[token].target_column;
@@ -124,7 +123,7 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
     }
   }
   if (more_statistics) {
-    tree_max[thread] = logit_sum;  // every thread has read the maximum before the barriers above
+    tree_max[thread] = logit_sum;  // all threads have read the maximum by now
     for (var step = slot_threads / 2u; step > 0u; step /= 2u) {
       workgroupBarrier();
       if (thread < step) {

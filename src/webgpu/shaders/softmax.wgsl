@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes the softmax of every column of a strided matrix, in place. Its two bindings are wgblas'.
-// One workgroup of 64 takes a column, in a grid (ncols, 1, 1), or (x, y, 1) with x y >= ncols.
+// Computes the softmax of every column of a strided matrix, in place. Its two bindings are those of
+// wgblas. One workgroup of 64 handles a column, in a grid (ncols, 1, 1), or (x, y, 1) with x y >=
+// ncols.
 //   in_out_mat[i, j] = exp(x_ij - m_j) / sum_i exp(x_ij - m_j)      m_j = max_i x_ij
 // Element (i, j) lies at offset + i + j stride (column-major, the default) or, with row_major, at
-// offset + i stride + j. A host of its own can set more: over_rows makes every row sum to 1
-// instead, with one workgroup a row and a grid (nrows, 1, 1); workgroup_size may be any power of
+// offset + i stride + j. Hosts other than wgblas can set more: over_rows makes every row sum to 1
+// instead, with one workgroup per row and a grid (nrows, 1, 1); workgroup_size may be any power of
 // two up to 256.
 //
-// One pass makes maximum and sum, so that an element takes two reads and one write. NaN and +inf
-// are told by their bits, since a compiler may assume there are none: one of them, or a column of
-// -inf alone, makes the column NaN. Any other -inf is a probability of 0.
+// One pass computes maximum and sum, so that an element takes two reads and one write. NaN and +inf
+// are detected by their bits, since a compiler may assume that there are none: one of them, or a
+// column of -inf, makes the column NaN. Any other -inf is a probability of 0.
 
-// In wgblas' order. Of a tensor of several matrices only the first is touched.
+// In wgblas' order. If the tensor has several matrices, only the first is processed.
 struct Shape {
   nrows: u32,
   ncols: u32,
@@ -39,13 +40,13 @@ const FINITE = 2u;
 struct Part {
   m: f32,      // the maximum
   s: f32,      // the sum of exp(x - m)
-  sight: u32,  // POISON, FINITE, both or neither
+  sight: u32,  // flags: POISON, FINITE
 }
 
-// Not an atomic for `sight`: workgroup memory does not start as 0 on Mesa 22's lavapipe.
+// `sight` is no atomic: workgroup memory does not start as 0 on Mesa 22's lavapipe.
 var<workgroup> parts: array<Part, 256>;
 
-// Returns where element i of vector j lies.
+// Returns the position of element i of vector j.
 fn at(i: u32, j: u32) -> u32 {
   if (row_major == over_rows) {
     return shape.offset + i + j * shape.stride;
@@ -57,8 +58,8 @@ fn exp_below(x: f32, reference: f32) -> f32 {
   return exp(max(x - reference, -200.0));
 }
 
-// Returns what x adds to a sum whose maximum is m; -inf adds nothing, even to a sum of LOWEST
-// alone.
+// Returns what x adds to a sum whose maximum is m; -inf adds nothing, even if the maximum is
+// LOWEST.
 fn weigh(x: f32, m: f32) -> f32 {
   return select(exp_below(max(x, LOWEST), m), 0.0, bitcast<u32>(x) == MINUS_INFINITY_BITS);
 }

@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds numbers in a fixed order, 1024 at a time as a tree, and finishes what is made of the sums:
+// Adds numbers in a fixed order, 1024 at a time as a tree, and computes results from the sums:
 //   tree              sums[g] = sum of values[1024 g .. 1024 g + 1023]
 //   normalize         the normalizer and the gradients' common factor   -> scalars
 //   keep_weight_sum   the sum of the class weights                      -> scalars
 //   finish            the call's loss, of reduction sum or mean         -> loss
 //   columns           result[j] (+)= sum over the rows of the block's column j
-// normalize and finish take one value; normalize_sums and finish_sums take several and add them
-// first.
+// normalize and finish read one value; normalize_sums and finish_sums add several first.
 // Uses common: token.
 
 struct Params {
   count: u32,
   value_base: u32,
   result_base: u32,
-  kind: u32,    // of the normalizer: 0 none, 1 counted, 2 a number, 3 an f32 view, 4 an i64 view
-  number: f32,  // number 2^exponent is the number given, for which f32's range is too small
+  kind: u32,    // normalizer: 0 none, 1 counted, 2 number, 3 f32 view, 4 i64 view
+  number: f32,  // number 2^exponent is the given number, which may exceed f32
   empty_is_nan: u32,
   nan: u32,
   view: u32,  // index of the word in `normalizer`
@@ -62,7 +61,7 @@ fn tree(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   }
 }
 
-// Sums all values with 64 threads; only the first may use the result.
+// Sums all values with 64 threads; only the first thread may use the result.
 fn sum_of_all(thread: u32) -> f32 {
   var sum = 0.0;
   for (var i = thread; i < p.count; i += 256u) {
@@ -78,7 +77,7 @@ fn sum_of_all(thread: u32) -> f32 {
   return last_sums[0];
 }
 
-// Returns a signed 64-bit integer as f32. It goes by the magnitude: the words of a small negative
+// Returns a signed 64-bit integer as f32. Uses its magnitude, because the words of a small negative
 // number would cancel.
 fn number_of(low: u32, high: u32) -> f32 {
   if (high < 0x80000000u) {
@@ -99,7 +98,7 @@ fn scaled(x: f32, exponent: i32) -> f32 {
   return y;
 }
 
-// Returns x / (n * 2^exponent). No step overflows or vanishes where the result does not.
+// Returns x / (n * 2^exponent). No step overflows or underflows unless the result does.
 fn divided(x: f32, n: f32, exponent: i32) -> f32 {
   if (exponent > 0) {
     return scaled(x / (2.0 * n), 1 - exponent);
@@ -137,7 +136,7 @@ fn set_normalizer(counted: f32) {
   }
 }
 
-// Here the values add up to the counted normalizer.
+// In this entry point the values add up to the counted normalizer.
 @compute @workgroup_size(1)
 fn normalize() {
   set_normalizer(value(0u));
@@ -168,7 +167,7 @@ fn set_loss(sum: f32) {
   loss[p.loss] = bits;
 }
 
-// Here the values add up to the tokens' losses.
+// In this entry point the values add up to the tokens' losses.
 @compute @workgroup_size(1)
 fn finish() {
   set_loss(value(0u));
@@ -187,8 +186,8 @@ fn columns(@builtin(global_invocation_id) id: vec3<u32>) {
   if (j >= p.count) {
     return;
   }
-  // In blocks of 16 rows: in one long sum every small term would be rounded like a term of the
-  // sum's size.
+  // In blocks of 16 rows: in a single long sum, small terms would be rounded to the precision of
+  // the large sum.
   var sum = 0.0;
   for (var first = 0u; first < counted[0]; first += 16u) {
     var part = 0.0;

@@ -2,8 +2,9 @@
 // One workgroup sums the losses of the rows in a fixed order, in a grid (1, 1, 1). Its three
 // bindings are those of llm.istanbul's 07_loss.wgsl.
 //   out_sum[0] = sum_s losses[s]
-// A thread adds blocks of 4 x 8 losses, then the blocks; the threads are added in a tree. A loss
-// takes part in 18 + n / 8192 additions at most, so that the rounding of a long sum stays small.
+// Each thread sums blocks of 4 x 8 losses, then the blocks; the threads' sums are added in a tree.
+// A loss goes through at most 18 + n / 8192 additions, so the rounding error of a long sum stays
+// small.
 
 @group(0) @binding(0) var<storage, read> losses: array<f32>;         // [n]
 @group(0) @binding(1) var<storage, read_write> out_sum: array<f32>;  // [1]

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread takes a token and makes the factors of its logits from its own temperature, bit for bit
-// as the host makes them from a temperature of all tokens. WGSL's division may err by 2.5 units in
-// the last place, so this divides whole numbers, to 53 bits as the host's double does, then rounds
-// to f32.
+// Each thread computes the factors of one token's logits from the token's own temperature, with the
+// bits that the host computes for a temperature shared by all tokens. WGSL's division may err by
+// 2.5 units in the last place, so this divides whole numbers, to 53 bits as the host's double does,
+// then rounds to f32.
 // Uses common: token.
 
 struct Params {
   tokens: u32,
-  base: u32,  // of the temperatures, in words
+  base: u32,  // where the temperatures begin, in words
   stride: u32,
   logit_scale: u32,  // an f32's bits
   softcap: u32,      // an f32's bits
-  of_all: u32,       // not 0: every token gets factors; `rows` does not say which count
+  of_all: u32,       // not 0: every token gets factors, not only those that count
   has_fault: u32,
   fault: u32,  // index of the fault's word
   nan: u32,
@@ -24,14 +24,13 @@ struct Params {
 @group(0) @binding(4) var<storage, read_write> fault: array<atomic<u32>>;
 
 
-// The number (high 2^29 + low) 2^(e - 52); high has 24 bits.
+// Represents (high 2^29 + low) 2^(e - 52); high has 24 bits.
 struct Quotient {
   high: u32,
   low: u32,
   e: i32,
 }
-// Returns a / b of two normal numbers above 0, given by their bits, rounded to 53 bits as a double
-// is.
+// Returns a / b rounded to a double's 53 bits; a and b are the bits of normal positive f32.
 fn quotient_of(a: u32, b: u32) -> Quotient {
   let divisor = (b & 0x007fffffu) | 0x00800000u;
   var rest = (a & 0x007fffffu) | 0x00800000u;
@@ -71,7 +70,7 @@ fn f32_of(m: u32, e: i32) -> u32 {
   if (m == 0u) {
     return 0u;
   }
-  // Drops bits until 24 are left, or those down to the least subnormal.
+  // Drops bits until 24 are left; for a subnormal result, those below 2^-149.
   let drop = max(8 - i32(countLeadingZeros(m)), -149 - e);
   if (drop > 30) {
     return 0u;
@@ -86,7 +85,7 @@ fn f32_of(m: u32, e: i32) -> u32 {
   if (kept == 0u) {
     return 0u;
   }
-  // Rounding may have carried to 2^24, of 25 bits: then the shift is to the right.
+  // Rounding may have carried to 2^24, which has 25 bits: then the shift is negative.
   let shift = 23 - (31 - i32(countLeadingZeros(kept)));
   let biased = exponent - shift + 150;
   if (biased < 1) {
@@ -96,7 +95,7 @@ fn f32_of(m: u32, e: i32) -> u32 {
   return (u32(biased) << 23u) | (aligned & 0x007fffffu);
 }
 
-// Returns a quotient as an f32, and as another what that lost; both as bits.
+// Returns a quotient rounded to f32 and the rounding error, also an f32; both as bits.
 fn rounded(q: Quotient) -> vec2<u32> {
   let half = 0x10000000u;
   if (q.low > half || (q.low == half && (q.high & 1u) == 1u)) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finds which tokens count and, in Backward, which of them have a gradient.
-//   chunk  one workgroup begins the rows of a chunk of tokens and lists those that count
-//   each   a thread a token does so for a matrix that is worked on in place, and lists every token
+//   chunk  one workgroup initializes the rows of a chunk of tokens and lists those that count
+//   each   the same with one thread per token, for logits changed in place; lists every token
 //   count  a workgroup sums c_t over those of 1024 tokens that count    -> sums
-//   emit   writes a word of every row, or what follows from it, to a strided output
+//   emit   writes a word of every row, or a value computed from it, to a strided output
 // Uses common: numbers, token, target.
 
 struct Params {
@@ -20,7 +20,7 @@ struct Params {
   nan: u32,
   fault: u32,  // index of the fault's word
   sums: u32,   // index of the first sum to write
-  word: u32,   // of the row, which emit reads
+  word: u32,   // the row's word that emit reads
   // What emit writes: 0 the word, 1 lse, 2 logprob, 3 an index of 32 bits, 4 an index of 64 bits, 5
   // the negated word.
   kind: u32,
@@ -45,7 +45,7 @@ fn target_of(i: u32) -> Target {
   return target_at(p.base + i * p.stride, p.vocab_total);
 }
 
-// By the bits, since a device may take a subnormal number for 0.
+// Compares bits, since a device may flush a subnormal number to 0.
 fn is_zero(x: f32) -> bool {
   return (bitcast<u32>(x) & 0x7fffffffu) == 0u;
 }
@@ -93,7 +93,7 @@ fn begin_row(i: u32, t: Target, place: u32) {
     s.loss = bitcast<f32>(p.nan);
   }
   if (t.kind == counts) {
-    // -inf, which stays where the target is another shard's column.
+    // -inf, which stays if the target is another shard's column.
     s.target_logit = bitcast<f32>(p.nan ^ 0x80400000u);
     let column = t.column - p.vocab_start;
     if (t.column >= p.vocab_start && column < p.vocab) {
@@ -136,7 +136,7 @@ var<workgroup> any_outside: atomic<u32>;
 
 @compute @workgroup_size(256)
 fn chunk(@builtin(local_invocation_index) thread: u32) {
-  // WGSL promises zeros at the start, but not every driver keeps that.
+  // WGSL guarantees zeros at the start, but not every driver implements it.
   if (thread == 0u) {
     atomicStore(&any_outside, 0u);
   }
@@ -187,7 +187,8 @@ fn count_of(i: u32) -> f32 {
     return 0.0;
   }
   let t = target_of(i);
-  // A target outside is not ignored: the mean counts it as 1, or as 0 if there are class weights.
+  // A target outside the vocabulary is not ignored: the mean counts it as 1, or as 0 if there are
+  // class weights.
   return select(weight_of(t), 0.0, t.kind == ignored);
 }
 

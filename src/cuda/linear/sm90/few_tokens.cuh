@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_few(const CUtensorMap* out, const Produ
   const uint8_t* boxes = pipeline.left(few_stages) + (warpgroup - 1) * half_boxes * box_bytes;
   // Writes 64 rows of the tile, from `row` on.
   const auto write = [&](const float(&d)[96], int row, int column) {
-    if (stores) stores_wait();  // until the previous rows' boxes have been read
+    if (stores) stores_wait();  // the boxes of the rows before have been read
     group_sync(warpgroup);
     write_boxes<T>(d, scale, boxes);
     fence_copies();

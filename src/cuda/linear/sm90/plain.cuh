@@ -218,7 +218,7 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
     }
     if constexpr (stores) {
       fence_copies();
-      if (threadIdx.x % 128 == 0) stores_wait();  // until the other box is free
+      if (threadIdx.x % 128 == 0) stores_wait();  // so the other box is free when it is written
       group_sync(warpgroup);
       if (threadIdx.x % 128 == 0) {
         const int first = static_cast<int>(a.first_column - a.panel.first) / 64;

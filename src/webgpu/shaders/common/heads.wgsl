@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a column of two heads adds to a divergence and its gradient: docs/semantics.md, "Divergences
-// of two heads"; src/cuda/divergence/column.cuh has the formulas. With e = exp(-|d|) and s = e - 1
-// no exponential overflows:
+// A column's contribution to a divergence and its gradient: docs/semantics.md, "Divergences of two
+// heads"; src/cuda/divergence/column.cuh has the formulas. With e = exp(-|d|) and s = e - 1 no
+// exponential overflows:
 //   p - q            p <= q: q s                           p > q: -p s
 //   log m/q          p <= q: log(1 + (1 - beta) s)         p > q: log(1 - (1 - beta) s/e)
 //   log m/p          p <= q: log(1 - beta s/e)             p > q: log(1 + beta s)
@@ -19,22 +19,22 @@ fn has_mean() -> bool {
 
 // The sums of one slot, 1024 columns of both heads.
 struct PairSums {
-  value: f32,       // the slot's part of the divergence
+  value: f32,       // the slot's share of the divergence
   mean_slope: f32,  // sum of p_j f_j; f_j is slope_at
   acceptance: f32,
-  infinite: u32,  // not 0: a summand of the divergence is infinite
+  infinite: u32,  // not 0: a term of the divergence is infinite
 }
 
-const infinitely_far = 0x1p120f;  // stands for |d| of a column where one head has -inf
+const infinitely_far = 0x1p120f;  // stands for |d| if one head's logit is -inf
 
-// A column of both heads. Where both probabilities are 0, so is what it adds, whatever d is.
+// A column of both heads. If both probabilities are 0, it contributes 0, whatever d is.
 struct Column {
   p: f32,
   q: f32,
   d: f32,             // log p - log q
-  is_infinite: bool,  // the divergence's summand is
+  is_infinite: bool,  // the divergence's term is infinite
 }
-// An infinite logit is taken for -inf: nobody reads the sums of a row with NaN or +inf.
+// Treats an infinite logit as -inf: the sums of rows with NaN or +inf are not read.
 fn column_of(s: State, t: State, student: f32, teacher: f32) -> Column {
   let apart = (s.m - t.m) + (s.log_sum - t.log_sum);
   let no_p = is_infinite(student);
@@ -63,8 +63,8 @@ fn difference(c: Column, x: Exponential) -> f32 {
   return c.q * x.s;
 }
 
-// Returns log(rest + part r), rest = 1 - part. The ratio r of the heads is e where it is `less`
-// than 1, else 1 / e.
+// Returns log(rest + part r), rest = 1 - part. The ratio r of the heads is e if it is below 1
+// (`less`), else 1 / e.
 fn log_of_mixture(part: f32, rest: f32, less: bool, x: Exponential) -> f32 {
   let w = part * x.s;
   if (less) {
@@ -79,7 +79,7 @@ fn log_m_over_q(c: Column, x: Exponential) -> f32 {
   return log_of_mixture(p.rest, p.beta, c.d <= 0.0, x);
 }
 
-// Returns the summand of the divergence, which is not negative, where it is finite.
+// Returns the divergence's term, which is not negative, if it is finite.
 fn value_of(c: Column) -> f32 {
   let x = exponential_of(-abs(c.d));
   let apart = difference(c, x);
@@ -98,7 +98,7 @@ fn value_of(c: Column) -> f32 {
   return max(value, 0.0);
 }
 
-// Returns f_j, whose mean over p derivative_of subtracts. Where p is 0 nobody reads it.
+// Returns f_j, whose mean over p derivative_of subtracts. If p is 0 the result is not used.
 fn slope_at(c: Column) -> f32 {
   if (divergence == reverse_kl) {
     return c.d;
@@ -117,7 +117,7 @@ fn slope_at(c: Column) -> f32 {
   return p.rest * x.s / (p.rest * x.e + p.beta);
 }
 
-// Returns the divergence's derivative to z_j; `mean` is sum_k p_k f_k.
+// Returns the divergence's derivative with respect to z_j; `mean` is sum_k p_k f_k.
 fn derivative_of(c: Column, mean: f32) -> f32 {
   if (divergence == forward_kl) {
     return difference(c, exponential_of(-abs(c.d)));

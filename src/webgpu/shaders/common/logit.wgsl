@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a column's raw logit makes draw, the loss's gradient with respect to it (docs/semantics.md).
+// Computes draw, the loss's gradient with respect to a column's raw logit (docs/semantics.md).
 
 // Returns c_j.
 fn class_weight_of(local: u32) -> f32 {
@@ -22,7 +22,7 @@ fn draw(s: State, scale: Scale, raw: f32, column: u32, local: u32) -> u32 {
   var log_p = 0.0;
   if (!(is_infinite(mapped.z) && is_negative(mapped.z))) {
     log_p = (mapped.z - s.m) - s.log_sum;
-    // A state given by the caller need not be this row's, so p may pass 1.
+    // A state given by the caller may belong to another row, so p may exceed 1.
     if (log_p > 0.0) {
       probability = exp(log_p);
     } else {

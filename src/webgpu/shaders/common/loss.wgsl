@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes a row's loss and the factors of its gradient from its sums (docs/semantics.md).
-// Factors are multiplied as Wide numbers (numbers.wgsl), because any of them may be tiny.
+// Computes a row's loss and the factors of its gradient from its sums (docs/semantics.md). Factors
+// are multiplied as Wide numbers (numbers.wgsl), because any of them may be tiny.
 
 fn class_weight_sum() -> f32 {
   return select(p.classes, scalars.weight_sum, (p.flags & has_vocab_weight) != 0u);
@@ -24,8 +24,8 @@ fn loss_of(s: State) -> f32 {
   return loss;
 }
 
-// Sets the factors of the gradient's parts, each times the slope. Where one has an exponent above
-// 60, all are divided by `large`: two that overflow may still have a finite difference.
+// Sets the factors of the gradient's parts, each times the slope. If one has an exponent above 60,
+// all are divided by `large`: two that overflow may still have a finite difference.
 fn with_factors(token: u32, known: State) -> State {
   var s = known;
   let given = inputs[token];
@@ -68,7 +68,7 @@ fn with_factors(token: u32, known: State) -> State {
   return s;
 }
 
-// Makes the loss and the factors from the row's sums.
+// Computes the loss and the factors from the row's sums.
 fn completed(token: u32, known: State) -> State {
   var s = known;
   if ((p.flags & has_entropy) != 0u) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Maps a column's raw logit to z (docs/semantics.md). With a softcap t is its tanh, which the
+// Maps a column's raw logit to z (docs/semantics.md). With a softcap, t is the tanh, which the
 // gradient needs.
 
 struct Mapped {
@@ -7,7 +7,7 @@ struct Mapped {
   t: f32,
 }
 
-// The factors of a head's map that are the same for all its tokens.
+// The factors of a head's map that all of its tokens share.
 struct Map {
   capped: bool,
   scaled: bool,

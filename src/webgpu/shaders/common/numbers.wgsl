@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tells NaN and infinities by their bits, since WGSL lets a compiler assume that there are none.
-// Its exp, log and tanh are good to about an ulp, which WGSL's own need not be.
+// Detects NaN and infinities by their bits, since WGSL lets a compiler assume that there are none.
+// Its exp, log and tanh are accurate to about an ulp; WGSL's own need not be.
 
 const lowest = -0x1.fffffep+127f;
 const infinity_bits = 0x7f800000u;
@@ -52,13 +52,13 @@ fn exp_nonpositive(x: f32) -> f32 {
   return e * bitcast<f32>(u32(exponent) << 23u);
 }
 
-// An exponential, and its distance from 1, which e alone would give with few bits near 1.
+// An exponential e, and e - 1, which has more bits than e where e is near 1.
 struct Exponential {
   s: f32,  // e - 1
   e: f32,
 }
-// Returns exp(x) for x <= 0; below -87 that of -87. s is good to about an ulp, and e to 1 + |x| / 2
-// of them, because a compiler may add the two parts of log 2 before they are multiplied.
+// Returns exp(x) for x <= 0; below -87 that of -87. s is accurate to about an ulp, and e to 1 + |x|
+// / 2 ulp, because a compiler may add the two parts of log 2 before they are multiplied.
 fn exponential_of(x: f32) -> Exponential {
   let y = max(x, -87.0);
   let n = round(y * 1.44269504);
@@ -67,7 +67,7 @@ fn exponential_of(x: f32) -> Exponential {
   return Exponential(scale * small + (scale - 1.0), scale * (1.0 + small));
 }
 
-// Returns log(2^k (1 + f)) for f between sqrt(1/2) - 1 and sqrt(2) - 1, to about an ulp of it.
+// Returns log(2^k (1 + f)) for f between sqrt(1/2) - 1 and sqrt(2) - 1, to about an ulp.
 fn log_of_parts(k: f32, f: f32) -> f32 {
   let s = f / (2.0 + f);
   let z = s * s;
@@ -77,15 +77,15 @@ fn log_of_parts(k: f32, f: f32) -> f32 {
   return (s * (half + r) + k * 9.0580006145e-6 - half) + f + k * 0.69313812256;
 }
 
-// Returns log(x) for a normal x > 0, to about an ulp wherever it is not tiny.
+// Returns log(x) for a normal x > 0, to about an ulp where the result is not tiny.
 fn log_positive(x: f32) -> f32 {
   let shifted = bitcast<u32>(x) + (0x3f800000u - 0x3f3504f3u);
   let k = f32(i32(shifted >> 23u) - 127);
   return log_of_parts(k, bitcast<f32>((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0);
 }
 
-// Returns log(x) of x = 1 + w, x >= 0, to about an ulp also where that is tiny. It takes both,
-// since near 1 w has more bits, and near 0 x has.
+// Returns log(x) of x = 1 + w, x >= 0, to about an ulp even where the result is tiny. It needs both
+// arguments: near x = 1, w has more bits; near 0, x has.
 fn log_beside_one(x: f32, w: f32) -> f32 {
   if (w > -0.29 && w < 0.41) {
     return log_of_parts(0.0, w);
@@ -94,8 +94,7 @@ fn log_beside_one(x: f32, w: f32) -> f32 {
 }
 
 // Returns the upper 12 bits of a. Products of such halves are exact, so that it does not matter
-// whether a compiler makes one rounding of a product and a sum, or two of fma, as the language lets
-// it.
+// whether a compiler rounds a product and a sum once, or fma twice, as WGSL allows.
 fn high_half(a: f32) -> f32 {
   return bitcast<f32>(bitcast<u32>(a) & 0xfffff000u);
 }
@@ -106,7 +105,8 @@ fn times(a: f32, b: f32, b_low: f32) -> f32 {
   if (is_infinite(whole)) {
     return whole;
   }
-  // The halves' products are as small as 2^-24 of the whole; a device may flush such numbers to 0.
+  // The halves' products may be as small as 2^-24 of the whole; a device may flush such numbers to
+  // 0.
   let is_small = abs(whole) < 0x1p-60f && abs(a) < 0x1p60f;
   let raised = select(a, a * 0x1p60f, is_small);
   let a_high = high_half(raised);
@@ -117,9 +117,9 @@ fn times(a: f32, b: f32, b_low: f32) -> f32 {
   return select(sum, sum * 0x1p-60f, is_small);
 }
 
-// The number m 2^e, |m| in [1, 2): a product of several neither overflows nor vanishes on its way,
-// though a device may flush what is below 2^-126 to 0. m is the number itself if that is 0,
-// infinite or NaN.
+// The number m 2^e, |m| in [1, 2): a product of several neither overflows nor vanishes in between,
+// even on a device that flushes numbers below 2^-126 to 0. If the number is 0, infinite or NaN, m
+// is the number itself.
 struct Wide {
   m: f32,
   e: i32,
@@ -143,7 +143,7 @@ fn by(a: Wide, x: f32) -> Wide {
 fn power_of_two(e: i32) -> f32 {
   return bitcast<f32>(u32(e + 127) << 23u);
 }
-// Returns the number; only the last step may overflow or vanish.
+// Returns the number; only the last step may overflow or underflow.
 fn narrow(a: Wide) -> f32 {
   let first = clamp(a.e, -120, 120);
   let second = clamp(a.e - first, -120, 120);
@@ -165,7 +165,7 @@ fn tanh_of(x: f32) -> f32 {
     return fma(x * y, q, x);
   }
   // tanh is 1 - 2e / (1 + e), with e, the sum and the quotient in two parts each: rounded at every
-  // step it would be off by 3 units of 2^-24, which is all that a logit may be off by.
+  // step it would be off by 3 units of 2^-24, the whole bound of a logit.
   let exponent = max(-2.0 * size, -60.0);
   let n = round(exponent * 1.44269504);
   let s = exp_minus_one(exponent, n);

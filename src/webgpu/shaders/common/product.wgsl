@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// What product.wgsl and product_small.wgsl share: operands, bounds, and how a sum is stored.
+// Shared by product.wgsl and product_small.wgsl: operands, bounds, and how a sum is stored.
 
 struct Params {
-  // Bases and strides are in vec4.
+  // Offsets and strides are in vec4.
   rows: u32,     // m
   columns: u32,  // n rounded up to a multiple of 4; b_rows is n
   depth: u32,    // k
   a_stride: u32,
-  b_base: u32,  // where b begins in its binding
+  b_base: u32,  // where b starts in its binding
   b_stride: u32,
   result_base: u32,
   result_stride: u32,
-  adds: u32,          // not 0: the product is added to what the result holds
-  b_rows: u32,        // n of b [n, k], and of bias
-  slice_depth: u32,   // the part of k that a workgroup takes; the next in z takes the next
+  adds: u32,          // not 0: the product is added to the result
+  b_rows: u32,        // n of b [n, k] and of the bias
+  slice_depth: u32,   // steps of k per workgroup; z selects the part
   slice_stride: u32,  // from one slice's result to the next
-  block_depth: u32,   // the least part of k with a sum of its own
+  block_depth: u32,   // the smallest part of k with its own sum
 }
 
 override a_transposed: bool = false;  // a is then [k, m]
 override b_transposed: bool = true;   // b is then [n, k]
 override has_bias: bool = false;
-override bounded: u32 = 0u;  // counted[0] bounds the rows if this is 1, the depth if 2
+override bounded: u32 = 0u;  // counted[0] bounds the rows (1) or the depth (2)
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> a: array<vec4<f32>>;
@@ -30,7 +30,7 @@ override bounded: u32 = 0u;  // counted[0] bounds the rows if this is 1, the dep
 @group(0) @binding(4) var<storage, read> counted: array<u32>;
 @group(0) @binding(5) var<storage, read> bias: array<f32>;
 
-// Loads four numbers of a, along k, or along m where a is transposed; 0 outside rows and columns.
+// Loads four numbers of a, along k, or along m if a is transposed; 0 outside the matrix.
 fn load_a(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
   if (row < rows && column < columns) {
     return a[row * p.a_stride + column / 4u];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The factors that depend on a token's temperature, of its logits and of their gradient.
+// The factors of a token's logits and gradient that depend on its temperature.
 
 override capped: bool = false;
 override scaled: bool = false;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads a token's target, which says whether the token counts: one word, or two where it is `wide`.
+// Reads a token's target, which decides whether the token counts: one word, or two if it is `wide`.
 
 struct Target {
   kind: u32,
-  column: u32,  // in the whole vocabulary, or none
+  column: u32,  // of the whole vocabulary, or none
 }
 
 // Reads the target at word `at`; a column is below `classes`.
