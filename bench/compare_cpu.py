@@ -102,7 +102,7 @@ class Run:
         self.c, self.report, self.timing, self.rss_of = contenders, report, timing, rss
         self.arguments = arguments
         torch.set_num_threads(arguments.threads)
-        torch._inductor.config.compile_threads = 1  # no workers are left behind beside the timing
+        torch._inductor.config.compile_threads = 1  # no worker processes run during the timing
         self.path = str(arguments.build / "liblogitless.so")
         self.library = native.Library(self.path, arguments.threads)
         self.scratch = contenders.Scratch()
@@ -135,7 +135,7 @@ class Run:
         self.report.print_group(group)
         sys.stdout.flush()
         self.warn_of_losses(group)
-        for contender in group.contenders:  # an idle contender lets go of its tensors
+        for contender in group.contenders:  # an idle contender frees its tensors
             contender.call = contender.prepare = contender.release = self.timing.nothing
         self.groups.append(group)
         gc.collect()
@@ -144,9 +144,9 @@ class Run:
         """The most memory that one more call holds beyond what it gives back: its gradients."""
         gc.collect()
         contender.prepare()
-        # What the allocator has kept of earlier calls would hide what this one takes.
+        # Memory that malloc keeps from earlier calls would hide this call's peak.
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = self.rss_of.status_bytes("VmRSS")
         contender.call()
         peak = self.rss_of.status_bytes("VmHWM") - before
@@ -228,7 +228,7 @@ class Run:
         a = self.arguments
         for dtype in a.dtypes:
             self.logits(dtype)
-        # One weight at a time: those of one D and V come together, small ones first.
+        # One weight at a time: shapes with equal D and V are grouped, in order of size.
         for hidden, vocab in dict.fromkeys((d, v) for _, d, v in a.shapes):
             tokens = [n for n, d, v in a.shapes if (d, v) == (hidden, vocab)]
             for dtype in a.dtypes:

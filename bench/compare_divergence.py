@@ -40,7 +40,7 @@ from logitless.integrations.trl import TrlPatch
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "tv")
-BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # peers name three values of it
+BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # the peers support three values of beta
 Call = Callable[[], Tensor]
 
 
@@ -201,7 +201,7 @@ class Contenders:
             value, grad = call().item(), self.pair.input.grad
             assert grad is not None
             error = ((grad.float() - self.exact).norm() / self.exact.norm()).item()
-        except Exception as reason:  # whatever a package raises, also when out of memory
+        except Exception as reason:  # packages raise many types, also when out of memory
             left_out(name, reason)
         else:
             self.calls[name] = train

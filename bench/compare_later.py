@@ -150,7 +150,7 @@ def peers(head: Head, names: list[str]) -> dict[str, Callable[[], None]]:
     for name in names:
         try:
             calls |= of_a_peer(head, name, peers_later.PEERS[name]())
-        except Exception as error:  # whatever a package raises when something of it is missing
+        except Exception as error:  # packages raise many types if something is missing
             left_out(name, error)
     return calls
 
@@ -230,7 +230,7 @@ class Warm:
     def add_peer(self, name: str, call: Callable[[], None]) -> None:
         try:
             self.add(name, call)
-        except Exception as error:  # out of memory, a shape that it does not take, ...
+        except Exception as error:  # out of memory, an unsupported shape, ...
             left_out(name, error)
         if self.device == "cuda":
             torch.cuda.empty_cache()

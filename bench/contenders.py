@@ -154,7 +154,7 @@ def ours(
 
     def call() -> float:
         library.run(op, scratch.address(size), size)
-        return tensors["loss"].item()  # the closure keeps alive what the op points at
+        return tensors["loss"].item()  # the closure keeps the op's tensors alive
 
     def compare() -> None:
         if gradients is not None and head.reference is not None and plain:
@@ -209,7 +209,7 @@ def ours_later(
     def call() -> float:
         for op, size in zip(ops, sizes, strict=True):
             library.run(op, scratch.address(size), size)
-        # the closure keeps alive what the ops point at
+        # the closure keeps the ops' tensors alive
         return (written | shared | later)["loss"].mean().item()
 
     facts = {"workspace_bytes": max(sizes), "kept_bytes": kept.bytes}

@@ -18,7 +18,7 @@ from matplotlib import pyplot
 
 MIB = 1 << 20
 KINDS = {"gradients": "loss and gradients", "loss": "loss alone"}
-WORDS = {  # what the picture calls a contender
+WORDS = {  # contenders' names in the picture
     "ours": "Logitless",
     "torch eager": "PyTorch, eager",
     "torch.compile": "torch.compile",

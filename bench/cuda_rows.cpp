@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures row ops on one GPU beside a device-to-device copy of the same bytes: mean loss with the
+// Measures row ops on one GPU and a device-to-device copy of the same bytes: mean loss with the
 // gradient in place, loss alone, softmax. Prints one JSON line for each shape, op and dtype;
 // `share` is the copy's time over the op's, as a stream of calls (`stream`) and as a replayed graph
 // (`graph`).
@@ -45,7 +45,7 @@ struct Memory {
   size_t bytes;
 };
 
-// Fills memory with bell-shaped logits of any dtype, by repeating a block of them.
+// Fills memory with bell-shaped logits of any dtype, by repeating a random block.
 void fill(const Memory& memory, DType dtype) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal(0, 2);
@@ -91,7 +91,6 @@ class Timer {
     std::nth_element(times.begin(), times.begin() + repeats_ / 2, times.end());
     return times[repeats_ / 2];
   }
-  // Of the calls captured in a graph.
   template <class F>
   double graph(F&& enqueue) {
     enqueue();

@@ -163,7 +163,7 @@ def peak(call: Callable[[], None], fresh: Callable[[], None], device: str) -> fl
     if device == "cpu":
         return float("nan")
     fresh()
-    call()  # a graph's or a kernel's own memory is there before
+    call()  # so that a graph's or kernel's own memory exists
     fresh()
     synchronize(device)
     torch.cuda.reset_peak_memory_stats()

@@ -85,7 +85,7 @@ class Clock:
             nonlocal sampling
             start = time.perf_counter()
             made = prepare(*args)
-            made["completion_mask"][:, ::4] = 0  # like tools' answers, which do not count
+            made["completion_mask"][:, ::4] = 0  # like tool output, which does not count
             sampling = time.perf_counter() - start
             return made
 
@@ -107,7 +107,7 @@ def run(given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, context as patch:
         trainer = trainer_of(given, folder)
         clock = Clock(trainer)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = rss.status_bytes("VmRSS")
         trainer.train()
         losses = [e["loss"] for e in trainer.state.log_history if "loss" in e]

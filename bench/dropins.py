@@ -41,7 +41,7 @@ from logitless.torch import default_memory
 
 Outputs = tuple[Tensor, ...]
 Function = Callable[[Tensor, Tensor, Tensor], Outputs]
-TRL_CHUNK = 32768  # trl.trainer.utils calls its function with it
+TRL_CHUNK = 32768  # the value that trl.trainer.utils passes
 
 
 def bare(folder: Path, *packages: str) -> None:
@@ -62,7 +62,7 @@ def stand_in(name: str, **values: Any) -> None:
     sys.modules.setdefault(name, module)
 
 
-# What each trainer of TRL asks for (trl.trainer, 1.16); its loss is made of the first ones.
+# The outputs that each trainer of TRL 1.16 reads, and from how many of them it computes the loss.
 TRAINERS: dict[str, tuple[tuple[str, ...], int]] = {
     "log-probability alone": (("log_probs",), 1),
     "SFT": (("log_probs", "entropy", "is_top1"), 1),

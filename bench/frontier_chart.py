@@ -24,7 +24,7 @@ from matplotlib import pyplot
 
 MIB = 1 << 20
 Records = list[dict[str, Any]]
-WORDS = {  # a contender of compare_gpu.py is called so in the picture
+WORDS = {  # names of compare_gpu.py's contenders in the picture
     "torch eager": "PyTorch",
     "QuACK, older path, untuned": "QuACK, older path",
     "Liger SM90 CuTe": "Liger, CuTe",
@@ -87,7 +87,7 @@ class Labels:
 
     def __init__(self, axes: pyplot.Axes, line: str, curve: Any) -> None:
         self.axes, self.taken = axes, list[Any]()
-        # what is drawn between two points is straight on the page
+        # the line between two points is straight in page coordinates
         corners = axes.transData.transform(curve)
         share = np.linspace(0, 1, 100)[:, None]
         self.curve = np.concatenate([a + share * (b - a) for a, b in itertools.pairwise(corners)])
@@ -124,7 +124,7 @@ def draw(theme: picture.Theme, points: Records, others: Records, facts: dict[str
     floor, least = points[0]["floor_ms"], min(1, *(r["mib"] for r in others), *size)
     high = 1.04 * max(*ms, *(r["ms"] for r in others if r["ms"] < 1.6 * floor))
     slow = sorted((r for r in others if r["ms"] > high), key=lambda r: r["ms"])
-    each = 0.08 * (high - floor)  # what is slower lies in a band above, one over the other
+    each = 0.08 * (high - floor)  # slower contenders are stacked in a band above
     axes.set(
         xscale="log", xlim=(0.75 * least, 6 * max(8192, *(r["mib"] for r in others))),
         ylim=(0.95 * floor, high + each * (len(slow) + 1)),
@@ -157,7 +157,7 @@ def draw(theme: picture.Theme, points: Records, others: Records, facts: dict[str
         f"{facts['date']}; lower and further left is better", transform=axes.transAxes,
         color=theme.faint, fontsize=10,
     )  # fmt: skip
-    figure.tight_layout()  # a place on the page is known from here on
+    figure.tight_layout()  # fixes the page coordinates
     labels = Labels(axes, theme.faint, list(zip(size, ms)))
     middle = (len(size) - 1) // 2
     labels.put((size[middle], ms[middle]), "Logitless, in the memory you give it", "left",

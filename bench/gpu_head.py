@@ -25,7 +25,7 @@ HEADS = {  # N, D, V
 }
 # For trying the program without a GPU.
 TINY = {"tiny": (96, 64, 1003), "tiny4": (64, 32, 256)}
-# MiB that torch.compile takes beyond the gradients (measured where the peers were).
+# MiB that torch.compile takes beyond the gradients (measured on the peers' machine).
 COMPILE_MIB = {"llama3": 2004, "qwen": 2374, "gemma": 4000, "deepseek": 1010, "gpt2": 3932}
 MIB = 1 << 20
 ALL_OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
@@ -55,7 +55,7 @@ class Head:
         self.loss = torch.empty((), device=self.device)
         self.grad_input = torch.empty_like(self.input)  # [N, D]
         self.grad_weight = torch.empty_like(self.weight)  # [V, D]
-        self.sums = 4 * tokens * hidden  # bytes of the f32 sum of grad_input
+        self.sums = 4 * tokens * hidden  # bytes of the f32 accumulator of grad_input
         budget = COMPILE_MIB.get(name)
         self.compile_bytes = int(1.05 * budget * MIB) if budget else 8 * tokens * vocab
         self.frugal_bytes = 128 * MIB + self.sums

@@ -25,7 +25,7 @@ def eager() -> Loss:
 
 
 def compiled() -> Loss:
-    torch._dynamo.reset()  # else the second shape is compiled for any shape, and is slower
+    torch._dynamo.reset()  # else the second shape compiles with dynamic shapes, and is slower
     return torch.compile(plain, dynamic=False)
 
 
@@ -36,7 +36,7 @@ def cce(exact: bool) -> Loss:
         return linear_cross_entropy
     if "accum_e_fp32" in inspect.signature(linear_cross_entropy).parameters:
         return functools.partial(linear_cross_entropy, impl="cce_exact")
-    # For the release on PyPI, which lacks the other options.
+    # The release on PyPI lacks the other options.
     return functools.partial(linear_cross_entropy, filter_eps=None)
 
 
@@ -87,7 +87,7 @@ def _quack(scaled: bool) -> Loss:
     def loss(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         if scaled and w.shape[1] == QUACK_CHUNK:
             pin_quack()
-        # Its autotuner (tuned=True) finds no first result within a minute at these shapes.
+        # The autotuner (tuned=True) takes over a minute for a first result at these shapes.
         return chunked_linear_cross_entropy(
             h, w, t, chunk_size=QUACK_CHUNK, use_scaled_exp=None if scaled else False, tuned=False
         )
@@ -95,7 +95,7 @@ def _quack(scaled: bool) -> Loss:
     return loss
 
 
-# an option of the command line: its name and its maker
+# option of the command line: its name and the function that makes the loss
 PEERS: dict[str, tuple[str, Callable[[], Loss]]] = {
     "compile": ("torch.compile", compiled),
     "eager": ("torch eager", eager),

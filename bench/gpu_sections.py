@@ -246,7 +246,7 @@ def steadily(bench: Bench, head: Head, want: Reference) -> None:
     bench.tell("steady", head, contenders)
 
 
-HEAD_SECTIONS = {  # what a section does, its function, and the seconds it may take on an H200
+HEAD_SECTIONS = {  # a section's description, function and time limit in seconds on an H200
     "heads": ("loss and gradients beside the peers", heads, 30),
     "options": ("options, ignored tokens, f32 sums", options, 15),
     "frontier": ("time against workspace", frontier, 10),

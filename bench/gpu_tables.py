@@ -124,7 +124,7 @@ def article(bench: Bench) -> None:
         def run() -> None:
             loss = f(h, w, t)
             loss.backward()
-            h.grad = w.grad = None  # the next call's peak then counts its own gradients
+            h.grad = w.grad = None  # so that the next peak counts its own gradients
             values[name] = loss.detach()
 
         return Contender(name, run)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures what a linear op costs the host on CUDA: microseconds of planning, checks and launches
-// on an H100 that need not be there (tests/cuda/recorded.h), the least of many.
-//   logitless_host_calls        of a thread that has planned nothing yet, then of the same call
-//   logitless_host_calls OLD    beside OLD, this program of an older build, taking turns with it
+// Measures the host time of a linear op on CUDA: microseconds of planning, checks and launches on a
+// simulated H100 (tests/cuda/recorded.h), the least of many.
+//   logitless_host_calls        a thread's first call, then the same call again
+//   logitless_host_calls OLD    the same, compared with OLD, an older build of this program
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kThreads = 40, kAgain = 20, kTurns = 6;
 
-// Tensors are 256 GiB apart; nothing is read or written there.
+// Fake addresses, 256 GiB apart: nothing is read or written there.
 class Tensors {
  public:
   TensorView operator()(DType dtype, std::initializer_list<int64_t> shape) {
@@ -121,7 +121,7 @@ void print_times() {
   times.print();
 }
 
-// Adds what a program prints.
+// Merges the times that a program prints.
 void read_times(const char* program, std::map<std::string, double>* least) {
   FILE* output = popen(program, "r");
   char name[128];

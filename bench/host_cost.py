@@ -25,7 +25,7 @@ from logitless.torch import _device
 
 NODES = {0: "kernel", 1: "memcpy", 2: "memset", 4: "graph"}
 ROUNDS = 60
-BURST = 16  # calls between two synchronizations, few enough for the queue
+BURST = 16  # calls between two synchronizations, below the launch queue's limit
 
 
 def expect(code: int, what: str) -> None:

@@ -122,7 +122,7 @@ def measure(shape: tuple[int, int, int], given: argparse.Namespace) -> list[dict
         records.append(record)
         try:
             made = Contender(name, function, arrays)
-        except Exception as error:  # absent, or its logits do not fit, ...
+        except Exception as error:  # not installed, or its logits do not fit, ...
             text = (str(error).strip() or "no message").splitlines()[0]
             record["failed"] = f"{type(error).__name__}: {text[:160]}"
             continue

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless_probe measures what this machine can do, for the shares that the comparison reports.
-// Every thread runs the same loop at once; a figure is work / (last end - first start), the best
-// and the median of several repetitions. Prints JSON on standard output.
-// The peaks of f32 FMA, bf16 dot and AMX bf16 use registers only; read and copy give each thread
-// its own slice. The AMX loop is inline in the intrinsics' header; a CPU without an instruction
-// gives null.
+// logitless_probe measures this machine's peak rates, to which the comparison's results are
+// relative. Every thread runs the same loop at once; a figure is work / (last end - first start),
+// the best and the median of several repetitions. Prints JSON on standard output. The peaks of f32
+// FMA, bf16 dot and AMX bf16 use registers only; read and copy use one slice of memory per thread.
+// The AMX loop is inline in the intrinsics' header; a CPU without an instruction gives null.
 #include <algorithm>
 #include <barrier>
 #include <chrono>
@@ -41,8 +40,7 @@ struct Figure {
   double best = 0, median = 0;  // seconds of one repetition
 };
 
-// The seconds of `work(thread)` on all threads at once, `repetitions` times after one that is not
-// counted.
+// Times `work(thread)` on all threads at once, `repetitions` times after a warm-up.
 Figure time_all(int threads, int repetitions, const std::function<void(int)>& work) {
   std::vector<std::vector<Clock::time_point>> begin(threads), end(threads);
   std::barrier start(threads);
@@ -71,14 +69,14 @@ Figure time_all(int threads, int repetitions, const std::function<void(int)>& wo
   return {seconds.front(), seconds[seconds.size() / 2]};
 }
 
-// A loop of `steps` rounds of independent multiply-adds, for a peak; and the FLOP of one round.
+// A loop of independent multiply-adds, and the FLOP of one of its rounds.
 struct Peak {
   const char* instruction = nullptr;
   void (*loop)(int64_t steps) = nullptr;
   double flop_per_step = 0;
 };
 
-// 16 chains: twice what hides a latency of 4 at two a cycle.
+// 16 chains: twice as many as hide a latency of 4 cycles at two FMAs per cycle.
 constexpr int kChains = 16;
 
 #if defined(__x86_64__)
@@ -128,7 +126,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16]{};
 };
 
-// Tiles 0-3 sum, 4-5 are the left operand, 6-7 the right one: [16, 32] x [32, 16] each.
+// Tiles 0-3 are accumulators, 4-5 the left operand, 6-7 the right one: [16, 32] x [32, 16] each.
 __attribute__((target("amx-tile,amx-bf16,avx512f"))) void amx_bf16(int64_t steps) {
   TileConfig config;
   for (int t = 0; t < 8; ++t) {
@@ -136,7 +134,7 @@ __attribute__((target("amx-tile,amx-bf16,avx512f"))) void amx_bf16(int64_t steps
     config.rows[t] = 16;
   }
   alignas(64) static const uint16_t zeros[16 * 32] = {};
-  // g++'s intrinsic declares that it reads 8 bytes; without this the rest may never be stored
+  // g++'s intrinsic declares that it reads 8 bytes, so the other stores might be removed
   keep(config);
   _tile_loadconfig(&config);
   _tile_zero(0);
@@ -161,7 +159,7 @@ bool has_amx() {
   __builtin_cpu_init();
   unsigned a = 7, b = 0, c = 0, d = 0;
   asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  // AMX-BF16 and AMX-TILE.
+  // AMX-BF16 (bit 22) and AMX-TILE (bit 24).
   if ((d >> 22 & 1) == 0 || (d >> 24 & 1) == 0) return false;
   constexpr long request_permission = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
@@ -173,7 +171,7 @@ bool has_amx() {
 
 typedef float Vector16 __attribute__((vector_size(16)));
 
-// What the compiler makes of a multiply and an add for the target's least vectors.
+// Plain multiply and add, compiled for the target's baseline instruction set.
 void fma_generic(int64_t steps) {
   constexpr int chains = 12;
   Vector16 sum[chains];
@@ -217,7 +215,7 @@ Peak amx_peak() {
 json measure(const Peak& peak, int threads, int repetitions, double seconds) {
   if (peak.loop == nullptr) return nullptr;
   int64_t steps = 1000;
-  for (double took = 0; took < seconds / 4;) {  // as many steps as fill the time
+  for (double took = 0; took < seconds / 4;) {  // until the loop lasts long enough
     steps *= 2;
     const auto start = Clock::now();
     peak.loop(steps);
@@ -269,7 +267,7 @@ json measure_read(int64_t bytes, int threads, int repetitions) {
           {"gb_per_s_median", bytes / f.median * 1e-9}};
 }
 
-// Copies around the caches, for data that nothing will read soon.
+// Copies with non-temporal stores, which bypass the caches.
 void copy_streaming(char* to, const char* from, int64_t bytes) {
 #if defined(__x86_64__)
   int64_t i = 0;
@@ -286,7 +284,7 @@ void copy_streaming(char* to, const char* from, int64_t bytes) {
 #endif
 }
 
-// The faster of memcpy and streaming stores, of `bytes` from one buffer to another.
+// Measures a copy of `bytes` between two buffers, by the faster of memcpy and streaming stores.
 json measure_copy(int64_t bytes, int threads, int repetitions) {
   const Buffer from(bytes, threads), to(bytes, threads);
   const auto each = [&](auto copy) {

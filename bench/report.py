@@ -12,7 +12,7 @@ from typing import Any
 from timing import Contender
 
 MIB = 1 << 20
-# Ours is compared with the fastest of these, and with the first alone.
+# Our op is compared with the fastest of these prefixes, and with the first alone.
 TORCH = ("torch", "F.")
 
 
@@ -25,7 +25,7 @@ class Group:
     dtype: str
     contenders: list[Contender]
     rounds: int = 0
-    copy_ms: float | None = None  # for the probe to copy the logits' bytes
+    copy_ms: float | None = None  # of the probe's copy of the logits' bytes
 
     @property
     def title(self) -> str:

@@ -98,7 +98,7 @@ def main() -> None:
     library = native.Library(arguments.library, arguments.threads)
     tokens, hidden, vocab = arguments.shape
 
-    # Starts the pool and touches the code and the stacks.
+    # Starts the thread pool and touches code and stacks.
     warm = Call(
         min(tokens, 64), min(hidden, 64), min(vocab, 1024), arguments.dtype, not arguments.loss_only
     )
@@ -110,7 +110,7 @@ def main() -> None:
     sizes = library.workspace(call.op)
     size = sizes.minimum if arguments.minimum else sizes.recommended
     memory, address = fresh_memory(size)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_bytes("VmRSS")
     library.run(call.op, address, size)
     growth = status_bytes("VmHWM") - before

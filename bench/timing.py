@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-# Idle workers of an OpenMP runtime spin for milliseconds and would be timed with the next
-# contender.
+# Idle OpenMP workers spin for milliseconds and would slow down the next contender.
 PAUSE_SECONDS = 0.02
 
 
@@ -46,7 +45,7 @@ class Contender:
     call: Callable[[], float | None]  # timed; returns the loss if there is one
     prepare: Callable[[], None] = nothing  # before each call, not timed
     release: Callable[[], None] = nothing  # after each call, not timed
-    compiles: bool = False  # in its first call
+    compiles: bool = False  # whether its first call compiles
     facts: dict[str, Any] = field(default_factory=dict)
     status: str = "ok"
     samples: list[float] = field(default_factory=list)  # seconds

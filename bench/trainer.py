@@ -128,7 +128,7 @@ class Heads:
 
         loss = functional.liger_fused_linear_cross_entropy
 
-        @functools.wraps(loss)  # its caller looks at its signature
+        @functools.wraps(loss)  # the Trainer inspects its signature
         def counted(*tensors: Any, **options: Any) -> Any:
             self.counts["liger"] += 1
             return loss(*tensors, **options)
@@ -203,8 +203,8 @@ class Turn(NamedTuple):
     ms: list[float]
     losses: list[float]
     peak: int
-    held: int  # by the allocator before the turn
-    seconds: float  # of the whole turn, with what was compiled in it
+    held: int  # allocated bytes before the turn
+    seconds: float  # of the whole turn, with compilation
 
 
 class Runner:
@@ -221,7 +221,7 @@ class Runner:
         import transformers
 
         model = self.case.of_a_way()
-        # TrainingArguments would set this again in every turn, and the model be compiled again.
+        # Set here, because TrainingArguments would set it in every turn and recompile the model.
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self.way.patch(model)
         steps = self.given.warmup + self.given.steps
@@ -359,7 +359,7 @@ def say(text: str) -> None:
 def measure(case: Case, given: argparse.Namespace, heads: Heads, end: float) -> list[dict]:
     import torch
 
-    torch._dynamo.reset()  # else a second length is compiled for any length, and is slower
+    torch._dynamo.reset()  # else a second length compiles with dynamic shapes, and is slower
     runners = [Runner(key, case, given, heads) for key in given.ways]
     with tempfile.TemporaryDirectory() as folder:
         for i in range(given.rounds):

@@ -24,7 +24,7 @@ ROUNDS = 10
 STATISTICS = ("lse", "entropy", "logprob", "sum_p_squared", "mean_logit")
 GIVEN = ((4096, 50257), (8192, 128256))
 MEMORIES = (0, 1 << 30, None)  # bytes; None: the recommended ones
-# A name, the kind of op, its tensors, and the memories it runs in.
+# A name, the op's kind, its tensors, and the workspace sizes that it runs in.
 Case = tuple[str, int, dict[str, torch.Tensor], tuple[int | None, ...]]
 
 

@@ -59,7 +59,7 @@ def main() -> None:
         for i in range(visits):
             browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=CHROMIUM)
             name, (width, height) = list(SIZES.items())[i % len(SIZES)]
-            load = os.getloadavg()[0]  # other work matters, because the adapter is the processor
+            load = os.getloadavg()[0]  # other load matters, because the adapter is the processor
             page = browser.new_page(viewport={"width": width, "height": height})
             found.append(visit(page, address))
             page.screenshot(path=ROOT / f"out/web/visit-{name}.png", full_page=True)

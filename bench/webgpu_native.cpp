@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Measures the WebGPU backend on this machine's adapter, and prints JSON lines: its three tiled
-// products alone; the linear op with gradients beside them, in workspaces from the minimum on; and
-// cross_entropy in place, of the host and of the kernel with the published bindings, beside
-// WebGPU's own copy and a shader's. Each figure is the least of several times, each of enough calls
-// to outlast the submission.
+// products alone; the linear op with gradients, compared with them, in workspaces from the minimum
+// up; and cross_entropy in place, run by the host and by the kernel with the published bindings,
+// compared with WebGPU's own copy and a shader's. Each figure is the least of several times, each
+// of enough calls to hide the submission.
 //   logitless_webgpu_bench [--quick | --rows | --products] [--peak TFLOPS]
-//   --rows and --products run cross_entropy, or the products of a call, alone
+//   --rows and --products run only cross_entropy, or the products of a call
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -38,7 +38,7 @@ void check(const Status& status, const char* what) {
   std::exit(1);
 }
 
-// The seconds of one call of f, which records and submits.
+// Returns the seconds of one call of f, which records and submits work.
 double seconds(const std::function<void()>& f, int repeats = 5) {
   f();
   device->wait();
@@ -101,12 +101,12 @@ Buffer targets(int64_t tokens, int64_t vocab) {
 struct Shape {
   bool a_transposed, b_transposed;
   int64_t rows, columns, depth;
-  bool blocked = false;  // grad_weight is made as in a call: each part of the depth has a sum
+  bool blocked = false;  // grad_weight as in a call: one sum per part of the depth
 };
 
 uint64_t bytes_of(int64_t floats) { return static_cast<uint64_t>(floats) * 4; }
 
-// Measures one of the three products by itself, with a tile, in slices that are added after it.
+// Measures one of the three products alone, with the given tile, in slices that are then added.
 double product(const Tile& tile, int64_t slices, const Shape& s, Buffer a, Buffer b,
                Buffer result) {
   ProductParams p{.rows = u32(s.rows), .columns = u32(s.columns), .depth = u32(s.depth)};
@@ -237,7 +237,7 @@ void linear(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
   }
 }
 
-// A copy by a shader: WebGPU's own need not be as fast.
+// A copy by a shader: WebGPU's own may be slower.
 constexpr const char* kCopy = R"(
 @group(0) @binding(0) var<storage, read> source: array<vec4<f32>>;
 @group(0) @binding(1) var<storage, read_write> result: array<vec4<f32>>;
@@ -263,7 +263,7 @@ double shader_copy(Buffer from, Buffer to, uint64_t bytes) {
   });
 }
 
-// Measures cross_entropy.wgsl behind its published bindings.
+// Measures cross_entropy.wgsl with its published bindings.
 double seed_shaped(Buffer logits, Buffer target, Buffer losses, int64_t tokens, int64_t vocab) {
   const uint32_t sizes[4] = {u32(tokens), u32(vocab), 0, 0};
   const float factors[4] = {1 / static_cast<float>(tokens), 0, 0, 1 / static_cast<float>(vocab)};

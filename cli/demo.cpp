@@ -39,9 +39,9 @@ struct DemoOptions {
   SampleOptions sample;
 };
 
-// For training alone: with the build and the rest less than three minutes on two cores.
+// Training only: `make demo` as a whole then takes less than three minutes on two cores.
 constexpr int default_seconds = 65;
-constexpr int64_t default_passes = 4;  // the most over a short text
+constexpr int64_t default_passes = 4;  // at most, over a short text
 constexpr int64_t most_batch = 1024;
 constexpr int64_t most_heldout = 50000;  // words to score; gives a perplexity to about 1 %
 constexpr int64_t exactness_words = 16;
@@ -50,7 +50,7 @@ constexpr double learning_rate = 0.004;  // for batches of most_batch
 TrainOptions train_options(const DemoOptions& options, const Text& text) {
   const auto words = static_cast<int64_t>(text.train.size());
   TrainOptions train{.seed = options.seed};
-  // A short text gets small batches, so that there are enough steps.
+  // A short text gets small batches, for enough steps.
   train.batch = options.batch > 0 ? options.batch
                                   : std::clamp<int64_t>(words / 500 / 32 * 32, 32, most_batch);
   const bool neither = options.steps == 0 && options.seconds == 0;

@@ -31,7 +31,7 @@ double milliseconds(F&& work) {
       .count();
 }
 
-// Zeros, because values do not change which code is loaded.
+// Zero-filled tensors: values do not affect which code is loaded.
 class Zeros {
  public:
   ~Zeros() {
@@ -58,7 +58,7 @@ nlohmann::json measure(const OpShape& shape, bool warmed) {
                         {"dtype", name_of(shape.dtype)}};
   out["driver_ms"] = milliseconds([] {
     const cuda::DeviceInfo* none;
-    // find_device says why there is none
+    // find_device gives the reason
     if (cudaFree(nullptr) != cudaSuccess) check(cuda::find_device(0, &none));
   });
   Zeros zeros;

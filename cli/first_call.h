@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the first call on CUDA costs a process once the driver is up: `logitless bench --device cuda
-// --first-call`.
+// Measures the cost of a process's first call on CUDA, after the driver's initialization:
+// `logitless bench --device cuda --first-call`.
 #pragma once
 
 #include "cli/commands.h"
@@ -8,7 +8,7 @@
 
 namespace logitless::cli {
 
-// Throws Failure with the reason where there is no CUDA.
+// Throws Failure with the reason if CUDA is unavailable.
 void run_first_call(const Context& context, const OpShape& shape, bool warmed);
 
 }  // namespace logitless::cli

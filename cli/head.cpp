@@ -22,8 +22,8 @@
 namespace logitless::cli {
 namespace {
 
-// The product of the first `count` sizes. It fits if no later size is 0, because the file holds
-// that many elements; the sizes of an empty tensor may have a product that does not.
+// The product of the first `count` sizes. It fits in 64 bits unless a later size is 0, because the
+// file holds at least that many elements; for an empty tensor it may overflow.
 int64_t product(const std::vector<int64_t>& shape, size_t count) {
   const auto end = shape.begin() + static_cast<std::ptrdiff_t>(count);
   if (std::find(shape.begin(), end, 0) != end) return 0;
@@ -44,7 +44,7 @@ const SafetensorsTensor& find(const Safetensors& content, const std::string& nam
                              names.empty() ? "none" : names));
 }
 
-// `rank` is the view's. With `flatten`, leading dimensions become its first one.
+// Returns a view of rank `rank`. With `flatten`, leading dimensions are merged into the first.
 InputTensor load(const Safetensors& content, const std::string& name, const std::string& option,
                  int32_t rank, bool flatten, const std::vector<std::string>& dtypes) {
   InputTensor input;
@@ -119,7 +119,7 @@ InputTensor shifted(const InputTensor& given, DType dtype, int64_t shift, T none
   return moved;
 }
 
-// A label moves together with its weight. Targets become i64, which holds any ignore_index.
+// Targets and their weights are shifted together. Targets become i64, which holds any ignore_index.
 void shift(HeadInputs& inputs, const HeadArguments& arguments) {
   check_sequences(inputs.hidden, inputs.target, "--target", arguments.target);
   const TensorView target = inputs.target.view;
@@ -149,12 +149,12 @@ HeadInputs load_inputs(const SafetensorsFile& file, const HeadArguments& argumen
 
 #define LOGITLESS_CHANGED "the file changed while it was read"
 volatile std::sig_atomic_t json_wanted = 0;
-char changed_line[128];  // for stderr, with the command's name
+char changed_line[128];  // the error message, with the command's name
 
-// If another process cuts the mapped file short, the command ends here, like main does for other
-// failures.
+// If another process truncates the mapped file, the command ends here, with the output of main's
+// other failures.
 void on_bus_error(int) {
-  // Several threads read the file; only the first to come here writes the message.
+  // Several threads read the file; only the first to fail writes the message.
   static std::atomic_flag told;
   while (told.test_and_set()) ::pause();
   constexpr char kJson[] =

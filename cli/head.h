@@ -23,16 +23,16 @@ struct HeadArguments {
   // Names of tensors; empty: none.
   std::string bias, token_weight, vocab_weight;
   std::string device = "cpu";
-  std::optional<uint64_t> memory;  // bytes of workspace; by default the recommended ones
+  std::optional<uint64_t> memory;  // bytes of workspace; default: the recommended number
   int threads = 0;                 // 0: the default
-  int64_t shift = 0;               // position i takes the target, and its weight, of i + shift
+  int64_t shift = 0;               // position i uses the target and weight of i + shift
   LossOptions options{};
 };
 // Adds the options that every such command has, and the file; `name` is the command's.
 void add_head_options(CLI::App& command, const std::string& name, HeadArguments& arguments);
 
-// A tensor of the file as the library takes it: leading dimensions flattened, and copied where the
-// data is not aligned to its elements.
+// A tensor of the file in the form the library accepts: leading dimensions flattened, and copied if
+// the data is not aligned to its elements.
 struct InputTensor {
   TensorView view{};
   std::vector<int64_t> shape;  // as in the file
@@ -52,7 +52,7 @@ struct HeadInputs {
   int64_t vocab() const { return weight.view.shape[0]; }
   int64_t target_at(int64_t token) const;
 };
-// Maps the file, and calls `body` with what it holds. The command ends if the file is cut short
+// Maps the file, and calls `body` with its tensors. The command ends if the file is truncated
 // meanwhile.
 void with_head(const Context& context, const std::string& command, const HeadArguments& arguments,
                const std::function<void(const HeadInputs&)>& body);

@@ -23,7 +23,7 @@ namespace {
 
 using nlohmann::json;
 
-// The rule of src/cpu/default_threads.cpp, in words.
+// Describes which rule of src/cpu/default_threads.cpp set the number of threads.
 std::string thread_reason() {
   for (const char* name : {"LOGITLESS_NUM_THREADS", "OMP_NUM_THREADS"}) {
     const char* value = std::getenv(name);
@@ -64,7 +64,7 @@ json row_references(const cuda::DeviceInfo& device) {
 json cuda_devices() {
   json devices = json::array();
   int count;
-  // the backend's own line has the reason
+  // the line on the backend gives the reason
   if (!cuda::count_devices(&count).ok()) return devices;
   for (int i = 0; i < count; ++i) {
     const cuda::DeviceInfo* device;

@@ -27,7 +27,7 @@ struct Summary {
   void add(double value) {
     sum += value;
     ++count;
-    // NaN must show, but std::min and std::max would drop it.
+    // std::min and std::max could drop a NaN, which must be printed.
     smallest = value < smallest || std::isnan(value) ? value : smallest;
     largest = value > largest || std::isnan(value) ? value : largest;
   }
@@ -113,7 +113,7 @@ json report(const HeadInputs& inputs, const LossOutputs& outputs, const LossArgu
   return out;
 }
 
-// A NaN's sign would only confuse its reader.
+// Drops the sign of a NaN, which means nothing to a reader.
 double unsigned_nan(double value) { return std::isnan(value) ? std::fabs(value) : value; }
 
 void print_summary(const char* name, const Summary& s) {

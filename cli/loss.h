@@ -21,7 +21,7 @@ struct LossArguments : HeadArguments {
 
 struct LossOutputs {
   Buffer loss;        // [N] where the reduction is none, else [1]
-  Buffer token_loss;  // [N]  if `loss` is [1], and not finite or the tokens' losses are wanted
+  Buffer token_loss;  // [N]  if `loss` is [1], and not finite or --per-token is given
   Buffer lse, target_logit, entropy;          // [N]
   Buffer log_probability, mass_above;         // [N]
   Buffer argmax, rank;                        // [N] i64

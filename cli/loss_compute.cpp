@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes an op from a head, and a file's tensors from the op's outputs.
+// Builds an op from a head, and the tensors of an output file from the op's outputs.
 #include <fmt/core.h>
 
 #include <cmath>
@@ -58,7 +58,7 @@ void set_gradients(LinearCrossEntropyForwardBackward& op, LossOutputs& outputs, 
   if (op.bias) op.grad_bias = like(outputs.grad_bias, op.bias);
 }
 
-// Each token's loss where the reduced one was asked for, by running the loss alone once more.
+// Returns each token's loss when a reduced one was requested, by running the loss once more.
 Buffer token_losses(const HeadInputs& inputs, const LossArguments& arguments) {
   LossOutputs outputs;
   LinearCrossEntropyForward op;
@@ -85,7 +85,7 @@ LossOutputs compute_loss(const HeadInputs& inputs, const LossArguments& argument
     set_gradients(op, outputs, parse_dtype(arguments.grad_dtype));
     outputs.cost = run_on_head(op, inputs, arguments, arguments.shift);
   }
-  // If the loss is not finite, they show which token's fault it is.
+  // If the loss is not finite, the token losses show which tokens cause it.
   if (arguments.options.reduction != Reduction::none &&
       (!arguments.per_token.empty() || !std::isfinite(*outputs.loss.as<const float>()))) {
     outputs.token_loss = token_losses(inputs, arguments);

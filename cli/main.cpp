@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The command line, logitless. Exit codes: 0 when all is done, 1 when a check failed or the machine
-// refused, 2 for bad input. An error is one line on stderr and, with --json, an object on stdout.
+// lacks something, 2 for bad input. An error is one line on stderr and, with --json, an object on
+// stdout.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -41,7 +42,7 @@ int complain(const CLI::App& app, bool json, int exit_code, const CommandError& 
   return exit_code;
 }
 
-// The argument that a message of CLI11's is about: "V is required", "V: ...", "The following
+// Returns the argument that a message of CLI11 names: "V is required", "V: ...", "The following
 // argument was not expected: V", "Could not convert: V = ...".
 std::string field_of(const CLI::ParseError& error) {
   const std::string message = error.what();
@@ -56,7 +57,8 @@ std::string field_of(const CLI::ParseError& error) {
 }
 
 int main(int argc, char** argv) {
-  // A file that grows past the system's limit is then an error of write(), which gets a message.
+  // write() then fails with an error if a file exceeds the size limit, instead of a signal ending
+  // the process.
   std::signal(SIGXFSZ, SIG_IGN);
   CLI::App app{"Logitless: exact cross-entropy for language models without the logits",
                "logitless"};
@@ -65,7 +67,7 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   Context context;
 #define COMMAND(name) add_##name(app, context)
-  LOGITLESS_CLI_COMMANDS;  // COMMAND(info), COMMAND(plan), ...: those of this build
+  LOGITLESS_CLI_COMMANDS;  // COMMAND(info), COMMAND(plan), ...: the commands built
 #undef COMMAND
   const bool json = wants_json(argc, argv);
   try {

@@ -24,7 +24,7 @@ struct OpShape {
   DType grad_dtype = DType::f32;               // of all gradients, and of softmax's probabilities
   bool grad_input = true, grad_weight = true;  // for linear ops with gradients
   bool in_place = false;                       // gradients of the logits overwrite the logits
-  uint64_t kept = 0;                           // the most bytes of kept state
+  uint64_t kept = 0;                           // the limit for kept state, in bytes
   int64_t vocab_total = 0;      // not 0: `vocab` columns are the first shard of this vocabulary
   int64_t teacher_hidden = 0;   // for divergences; 0: the student's
   bool teacher_logits = false;  // given in place of the teacher's head
@@ -44,7 +44,7 @@ decltype(auto) with_op(const std::string& name, F&& f) {
   return f(LinearCrossEntropyForwardBackward{});
 }
 
-// The same, for divergences too.
+// Also accepts the divergence ops.
 template <class F>
 decltype(auto) with_planned_op(const std::string& name, F&& f) {
   if (name == "divergence-forward") return f(LinearDivergenceForward{});
@@ -62,7 +62,7 @@ Teacher teacher_of(const OpShape& s, Matrix&& matrix) {
 }
 
 // Fills the op's views by memory("input", view without data), which adds the data, or returns the
-// view as it is if only sizes matter. Backward is given the row state, Forward writes it.
+// view as it is if only sizes matter. Backward reads the row state, Forward writes it.
 template <class Op, class Memory>
 void set_views(Op& op, const OpShape& s, Memory&& memory) {
   const auto vector = [&](const char* name, DType dtype) {

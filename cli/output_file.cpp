@@ -23,8 +23,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The temporary files that exist now. A signal handler reads them, so they lie in memory that never
-// moves, and a name is complete before it is marked as used.
+// The existing temporary files. A signal handler reads the list, so it is static memory, and a name
+// is complete before it is marked as used.
 struct Unfinished {
   std::atomic<bool> used{false};
   char path[PATH_MAX];
@@ -32,7 +32,7 @@ struct Unfinished {
 static_assert(std::atomic<bool>::is_always_lock_free);
 Unfinished unfinished_files[4];
 
-// When the handler returns the default action follows, so the command ends by the signal it got.
+// When the handler returns, the signal's default action ends the command.
 void on_ending_signal(int number) {
   remove_unfinished_files();
   ::raise(number);
@@ -51,7 +51,7 @@ void handle_ending_signals() {
   }
 }
 
-// mkostemp, with no signal between the file and its entry in the list. `path` ends in XXXXXX.
+// mkostemp with signals blocked until the file is in the list. `path` ends in XXXXXX.
 int make_unfinished(std::string& path) {
   auto* free = std::find_if(std::begin(unfinished_files), std::end(unfinished_files),
                             [](const Unfinished& file) { return !file.used; });
@@ -83,10 +83,10 @@ void forget_unfinished(const std::string& path) {
   throw BadInput(fmt::format("{}: {}: {}", name.option, name.path, reason));
 }
 
-// Where a file written to the path ends up: its last part may be a link to a file that does not
-// exist yet, which std::filesystem does not follow.
+// The path that a write really reaches: the last component may be a link to a file that does not
+// exist yet, which std::filesystem does not resolve.
 fs::path destination_of(const OutputName& name) {
-  constexpr int kMostLinks = 40;  // the kernel follows as many
+  constexpr int kMostLinks = 40;  // the kernel's limit
   std::error_code failed;
   fs::path path = name.path;
   for (int links = 0; fs::is_symlink(fs::symlink_status(path, failed)); ++links) {
@@ -99,7 +99,7 @@ fs::path destination_of(const OutputName& name) {
   return parent / path.filename();
 }
 
-// A file's device and number or, while it does not exist, those of its folder and its name there.
+// A file's device and inode or, if it does not exist yet, its folder's, and its name there.
 using Identity = std::tuple<dev_t, ino_t, std::string>;
 
 std::optional<Identity> identity_of(const fs::path& path) {
@@ -135,7 +135,7 @@ void check_distinct(const std::vector<OutputName>& names, const std::vector<fs::
     }
     seen.emplace_back(*file, &name);
   }
-  // If the shell emptied an input for the output, nothing is left to lose.
+  // An empty output needs no check: if it is an input, the shell has already truncated it.
   if (!output || output->st_size == 0) return;
   for (const fs::path& input : inputs) {
     if (is_output(identity_of(input))) {
@@ -192,8 +192,8 @@ void OutputFile::commit() {
   }
   forget_unfinished(temporary_);
   temporary_.clear();
-  // The name reaches the disk with its directory. Where directories cannot be synchronized, the
-  // file is complete all the same.
+  // Syncs the directory, which holds the name. If the system cannot sync directories, the file is
+  // complete anyway.
   const std::string parent = fs::path(destination_).parent_path();
   const int directory = ::open(parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (directory >= 0) {

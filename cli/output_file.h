@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The files that a command writes. Each appears whole or not at all: it is written beside its
-// place, reaches the disk, and takes its name in one step. A signal that ends the command removes
-// unfinished files.
+// The files that a command writes. Each appears whole or not at all: it is written under a
+// temporary name, synced, and renamed atomically. A signal that ends the command removes unfinished
+// files.
 #pragma once
 
 #include <sys/types.h>
@@ -23,11 +23,11 @@ struct OutputName {
 class OutputFile {
  public:
   explicit OutputFile(const OutputName& name);
-  ~OutputFile();  // what is not committed disappears
+  ~OutputFile();  // a file that is not committed is removed
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
 
-  // Throws Failure, naming the file, if the disk refuses.
+  // Throws Failure, naming the file, if the write fails.
   void write(const void* data, uint64_t bytes);
   void write(const std::string& text) { write(text.data(), text.size()); }
   void commit();
@@ -39,14 +39,13 @@ class OutputFile {
   int descriptor_ = -1;
 };
 
-// Opens all files that a command writes, before the work whose results they will hold. The result
-// is in the order of `names`, with nullptr for an empty path. Throws BadInput if a file cannot be
-// written, or is an input, another output or the standard output, whatever links and spellings lead
-// there.
+// Opens all files that a command writes, before its work starts. The result is in the order of
+// `names`, with nullptr for an empty path. Throws BadInput if a file cannot be written, or is an
+// input, another output or the standard output, whatever links and spellings lead there.
 std::vector<std::unique_ptr<OutputFile>> open_outputs(
     const std::vector<OutputName>& names, const std::vector<std::filesystem::path>& inputs);
 
-// Removes what is not committed yet. Safe in a signal handler.
+// Removes all files that are not committed yet. Safe in a signal handler.
 void remove_unfinished_files();
 
 }  // namespace logitless::cli

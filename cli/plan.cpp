@@ -31,7 +31,7 @@ struct PlanArguments {
   bool steps = false, no_grad_input = false, no_grad_weight = false;
 };
 
-// The op's call; its tensors have no addresses.
+// Returns the op's call; its tensors have no addresses.
 Call call_of(const OpShape& shape) {
   return with_planned_op(shape.op, [&](auto op) {
     set_views(op, shape, [](const char*, const TensorView& view) { return view; });
@@ -46,7 +46,7 @@ cpu::LinearShape linear_shape(const OpShape& s) {
           .vocab = s.vocab,
           .hidden = s.hidden,
           .dtype = s.dtype,
-          .forward = s.op != "linear-backward",  // Backward is given what Forward wrote
+          .forward = s.op != "linear-backward",  // Backward reads what Forward wrote
           .grad_input = gradients && s.grad_input,
           .grad_weight = gradients && s.grad_weight,
           .direct_grad_weight = !(gradients && s.grad_weight) || s.grad_dtype == DType::f32,
@@ -68,7 +68,7 @@ int products(const cpu::LinearShape& shape, const cpu::LinearPlan& plan) {
   return shape.forward + teachers + again + shape.grad_input + shape.grad_weight;
 }
 
-// What Forward keeps, or kept for this Backward.
+// Describes the kept state of a Forward, or of the Forward of this Backward.
 json kept_state(const OpShape& s) {
   const Call call = call_of(s);
   const Kept kept = kept_in(call, s.kept);
@@ -79,7 +79,7 @@ json kept_state(const OpShape& s) {
           {"bytes", kept.bytes}};
 }
 
-// What the workspace holds; the parts add up to plan.bytes.
+// Lists the parts of the workspace; the parts add up to plan.bytes.
 json parts(const cpu::LinearShape& shape, const cpu::LinearPlan& p) {
   json out = json::array();
   uint64_t rest = p.bytes;
@@ -95,7 +95,7 @@ json parts(const cpu::LinearShape& shape, const cpu::LinearPlan& p) {
   add("f32 sum of grad_weight", p.bias_sum_at - p.weight_sum_at);
   add("f32 sum of grad_bias", p.lanes_at - p.bias_sum_at);
   add("scratch of the threads", static_cast<uint64_t>(p.lanes) * p.lane_bytes);
-  // Used one after the other, so they share their memory.
+  // They share memory, because they are used at different times.
   add("packed input, partial sums", rest);
   return out;
 }
@@ -112,12 +112,12 @@ json linear_plan(const OpShape& s, uint64_t bytes) {
   const cpu::LinearPlan p = cpu::plan_linear(shape, bytes, logitless_num_threads());
   const double product = 2.0 * static_cast<double>(s.tokens) * static_cast<double>(s.vocab) *
                          static_cast<double>(s.hidden);
-  // The product that is made again leaves out kept columns.
+  // The recomputed logits leave out kept columns.
   const double spared = shape.kept == 0 || shape.all_kept()
                             ? 0
                             : static_cast<double>(shape.kept) / static_cast<double>(s.vocab);
   const double more =
-      shape.forward && shape.teacher_hidden > 0  // the teacher's has the same width
+      shape.forward && shape.teacher_hidden > 0  // the teacher's logits are as wide
           ? product *
                 (static_cast<double>(shape.teacher_hidden) / static_cast<double>(s.hidden) - 1)
           : 0;
@@ -135,7 +135,7 @@ json linear_plan(const OpShape& s, uint64_t bytes) {
           {"flops", (products(shape, p) - spared) * product + more}};
 }
 
-// A plain implementation holds the logits of every head that makes some, and their gradient.
+// A plain implementation holds the logits of each head, and their gradient.
 uint64_t held_bytes(const json& out) {
   const bool gradients = !out["op"].get<std::string>().ends_with("-forward") ||
                          out["op"].get<std::string>().ends_with("backward");
@@ -244,7 +244,7 @@ std::string teacher_text(const json& out) {
   return fmt::format(", a teacher of D {}", out["teacher_hidden"].get<int64_t>());
 }
 
-// Prints what all devices share, around the device's own lines.
+// Prints the lines common to all devices, and within them the device's own.
 void print_text(const json& out, void (*print_plan)(const json&)) {
   const std::string of_all =
       out.contains("vocab_total") ? fmt::format(" of {}", out["vocab_total"].get<int64_t>()) : "";
@@ -255,7 +255,7 @@ void print_text(const json& out, void (*print_plan)(const json&)) {
              teacher_text(out));
   if (out.contains("plan")) print_plan(out);
   const json& workspace = out["workspace"];
-  // The recommended size does not depend on the machine, so that the plan does not either: it has
+  // The recommended size must not depend on the machine, because the plan depends on it; so it has
   // room for the scratch of more threads.
   const bool spare = print_plan == print_linear && out.contains("plan") &&
                      workspace["given"] == workspace["recommended"] &&

@@ -24,7 +24,7 @@ using nlohmann::json;
 #ifdef LOGITLESS_WITH_CUDA
 namespace {
 
-// The number of products: each counts once, what is made again by its share.
+// The number of products; a part that is recomputed adds its share of a product.
 double products(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
   if (p.kind == cuda::PlanKind::two_passes) {
     return 4 - static_cast<double>(p.first_rows) / static_cast<double>(s.vocab);
@@ -60,7 +60,7 @@ const char* place_of(const cuda::PanelPlace& panel) {
   return panel.lent && !panel.copied ? "grad_weight's memory" : "the workspace";
 }
 
-// One step in words: what is made from what, and where it goes.
+// Describes a step: its inputs and its output.
 std::string words_of(const cuda::Step& step) {
   using cuda::StepKind;
   const char* what = step.of_e() ? "E" : "dz";
@@ -166,7 +166,7 @@ json steps_of(const cuda::Asked& asked, uint64_t bytes) {
   const std::vector<cuda::Planned> passes = cuda::passes(asked, bytes);
   json all = json::array();
   for (const cuda::Planned& pass : passes) {
-    if (passes.size() > 1) {  // the second pass makes the last columns
+    if (passes.size() > 1) {  // the second pass computes the last columns
       const int64_t first = all.empty() ? 0 : asked.shape.vocab - pass.shape.vocab;
       all.push_back({{"pass", {first, asked.shape.vocab}}});
     }
@@ -175,14 +175,15 @@ json steps_of(const cuda::Asked& asked, uint64_t bytes) {
   return all;
 }
 
-// The device here, or the one whose figures the cost model has.
+// This machine's device, or else the one that the cost model's figures describe.
 cuda::DeviceInfo planned_device() {
   const cuda::DeviceInfo* info;
   if (cuda::find_device(0, &info).ok()) return *info;
   return {.major = 9, .minor = 0, .multiprocessors = 132, .name = "one H200 (none is here)"};
 }
 
-// Products of both heads, twice where dz is made for some columns at a time, and of the gradients.
+// Products of both heads, twice if dz is computed for a part of the columns at a time, and of the
+// gradients.
 double products(const Call& call, const cuda::DivergencePlan& p) {
   using cuda::DivergenceWay;
   const int gradients = static_cast<int>(static_cast<bool>(call.grad_input)) +

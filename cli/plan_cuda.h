@@ -10,8 +10,8 @@
 namespace logitless::cli {
 
 // Throws Failure if this library was built without CUDA, and BadInput for a workspace below the
-// minimum. With `steps`, plan.steps lists what the plan does in order; equal steps stand once, with
-// their count.
+// minimum. With `steps`, plan.steps lists what the plan does in order; equal steps are listed once,
+// with their count.
 nlohmann::json cuda_plan(const OpShape& shape, std::optional<uint64_t> memory, bool steps);
 // Print the lines of the plan, and those of its steps if it lists them.
 void print_cuda_plan(const nlohmann::json& out);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless plan --device webgpu: plans from sizes and a workspace alone, at the limits that every
-// device has.
+// logitless plan --device webgpu: plans from sizes and a workspace alone, at WebGPU's default
+// limits.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Twelve independent chains of multiply-adds hide the latency on every instruction set, and fit the
-// sixteen registers of the smallest.
+// Twelve independent chains of multiply-adds hide the latency on every instruction set, and fit 16
+// vector registers, the least of any.
 #include "cli/probe.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 #define LOGITLESS_CHAINS(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10) F(11)
 constexpr double kChains = 12;
 
-// Returns the FLOP done. The sums go to `sink`, so that the compiler drops no chain.
+// Returns the FLOP executed. The sums go to `sink`, so that the compiler removes no chain.
 double fma_loop(int64_t rounds, float* sink) {
   const hn::ScalableTag<float> d;
   const auto a = hn::Set(d, sink[0] * 0.5f), b = hn::Set(d, 0.25f);
@@ -69,7 +69,7 @@ double dot_loop([[maybe_unused]] int64_t rounds, [[maybe_unused]] float* sink) {
 #undef LOGITLESS_FINISH
 #undef LOGITLESS_CHAINS
 
-// `count` is a multiple of every vector's size times 8.
+// `count` is a multiple of 8 vectors of any size.
 float read_loop(const float* from, size_t count) {
   const hn::ScalableTag<float> d;
   const size_t step = hn::Lanes(d);
@@ -83,7 +83,7 @@ float read_loop(const float* from, size_t count) {
   return hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(sum0, sum1), hn::Add(sum2, sum3))));
 }
 
-// Writes past the caches, because a copy that reads its destination first would do more work.
+// Streaming stores, because a normal store would first read the destination.
 void copy_loop(const float* from, size_t count, float* to) {
   const hn::ScalableTag<float> d;
   const size_t step = hn::Lanes(d);
@@ -185,7 +185,7 @@ Bandwidth probe_bandwidth() {
   const size_t share = bytes / sizeof(float) / static_cast<size_t>(threads) / kBlock * kBlock;
   if (share == 0) return {};
   const Buffer from(share * sizeof(float) * threads), to(share * sizeof(float) * threads);
-  // The memory is first touched where it is used.
+  // First touch by the thread that uses the memory.
   time_on_all_threads([&](int64_t thread) {
     std::fill_n(from.as<float>() + thread * share, share, 1.0f);
     std::fill_n(to.as<float>() + thread * share, share, 0.0f);

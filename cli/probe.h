@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures what this machine can do: multiply-adds in registers, reads and copies of memory, on the
-// library's own threads and with the instruction set that it uses.
+// Measures this machine's peak rates: multiply-adds in registers, reads and copies of memory, on
+// the library's own threads and with the instruction set that it uses.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +13,17 @@ double probe_fma(int repeats);
 double probe_bf16_dot(int repeats);
 // The same for AMX tiles of bf16; 0 if this CPU or kernel has none.
 double probe_amx(int repeats);
-// Runs the work of probe_amx and returns the FLOP done.
+// Runs the work of probe_amx and returns the FLOP executed.
 double amx_loop(int64_t rounds);
 
 struct Bandwidth {
   double read = 0;  // bytes/s
   double copy = 0;  // bytes/s, read and written
 };
-// Measures over arrays far larger than any cache, as memory allows.
+// Measures with arrays far larger than any cache, if memory allows.
 Bandwidth probe_bandwidth();
 
-// The bytes that a process may still take; 1 GiB if the system does not tell.
+// The memory available to this process, in bytes; 1 GiB if unknown.
 uint64_t available_memory();
 
 }  // namespace logitless::cli

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Multiplies AMX tiles in registers. Here, because Highway has no AMX.
+// Multiplies AMX tiles in registers. Uses intrinsics, because Highway has no AMX.
 #include "cli/probe.h"
 #include "src/cpu/gemm.h"
 
@@ -19,7 +19,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Four sums, like the library's own tile of products.
+// Four accumulators, like the library's own AMX kernel.
 __attribute__((target("amx-tile,amx-bf16"))) void multiply_tiles(int64_t rounds) {
   TileConfig config;
   asm volatile("" : "+m"(config));  // the compiler does not know that the intrinsic reads all of it

@@ -15,7 +15,7 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  // Shows `done` of the total, and `text`. Draws at most ten times a second.
+  // Shows `done` of the total, and `text`. Redraws at most ten times per second.
   void update(int64_t done, const std::string& text);
   // Removes the bar, so that a line can be printed.
   void clear();

@@ -24,7 +24,7 @@ static_assert(std::endian::native == std::endian::little,
               "the data is used as it lies in the file");
 
 constexpr uint64_t kLengthBytes = 8;
-// Bytes; the format's own library has the same limit.
+// In bytes, the same limit as the safetensors library's.
 constexpr uint64_t kMaxHeader = 100'000'000;
 
 struct KnownDtype {
@@ -54,9 +54,9 @@ const KnownDtype& known_dtype(const HeaderEntry& entry) {
   fail("tensor {} has the unknown dtype {}", in_quotes(entry.name), in_quotes(entry.dtype));
 }
 
-// The bytes of the entry's shape; `bits` are those of an element.
+// The bytes of the entry's data; an element has `bits` bits.
 uint64_t bytes_of(const HeaderEntry& entry, uint64_t bits) {
-  // A dimension of 0 makes the tensor empty, even if the others' product does not fit.
+  // A dimension of 0 makes the tensor empty, even if the product of the others overflows.
   if (std::find(entry.shape.begin(), entry.shape.end(), 0) != entry.shape.end()) return 0;
   uint64_t total = bits;
   for (const uint64_t size : entry.shape) {

@@ -20,7 +20,7 @@ namespace logitless::cli {
 
 class OutputFile;
 
-// What is wrong with the file, in one line.
+// Its message says in one line what is wrong with the file.
 struct SafetensorsError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -28,7 +28,7 @@ struct SafetensorsError : std::runtime_error {
 struct SafetensorsTensor {
   std::string name;
   std::string dtype_name;      // as in the file: "F32", "U8", ...
-  std::optional<DType> dtype;  // if the library has it
+  std::optional<DType> dtype;  // absent if the library lacks it
   std::vector<int64_t> shape;
   std::span<const std::byte> data;  // in the file's memory, at any alignment
 
@@ -42,7 +42,7 @@ struct Safetensors {
   const SafetensorsTensor* find(std::string_view name) const;
 };
 
-// The views point into `file`.
+// The result's views point into `file`.
 Safetensors parse_safetensors(std::span<const std::byte> file);
 
 // A file, mapped read-only.

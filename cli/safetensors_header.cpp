@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the header event by event: without building a tree, so that nesting deeper than the
-// format's three levels stops at once, and a name given twice is noticed.
+// Reads the header by SAX events instead of a tree, so that nesting deeper than the format's three
+// levels fails at once and a duplicate name is an error.
 #include "cli/safetensors_header.h"
 
 #include <fmt/core.h>
@@ -125,7 +125,7 @@ class HeaderReader : public nlohmann::json_sax<json> {
   std::string key() const { return in_quotes(key_); }
   std::string where() const { return "tensor " + in_quotes(entry_.name); }
 
-  // Reports a value that the format does not have there.
+  // Reports a value that the format does not allow at this place.
   bool refuse(const std::string& what) {
     switch (place_) {
       case Place::shape:
@@ -155,7 +155,7 @@ class HeaderReader : public nlohmann::json_sax<json> {
 
 std::string in_quotes(std::string_view text) {
   constexpr size_t kLongest = 64;
-  // A byte that continues a character of UTF-8.
+  // Whether the byte continues a UTF-8 character.
   const auto continues = [](char c) { return (c & 0xC0) == 0x80; };
   size_t length = std::min(text.size(), kLongest);
   while (length > 0 && length < text.size() && continues(text[length])) --length;
@@ -172,7 +172,7 @@ std::string in_quotes(std::string_view text) {
 }
 
 Header parse_header(std::string_view text) {
-  // The parser takes a NUL for the end of its input, so find it first.
+  // The parser would treat a NUL as the end of its input.
   if (const size_t nul = text.find('\0'); nul != text.npos) {
     throw SafetensorsError(fmt::format("the header is not JSON (byte {} of it)", nul + 1));
   }

@@ -22,10 +22,10 @@ struct Header {
   std::map<std::string, std::string> metadata;
 };
 
-// Throws SafetensorsError if the header is not of the format.
+// Throws SafetensorsError if the header violates the format.
 Header parse_header(std::string_view json);
 
-// Text of a file in quotes, shortened and made printable.
+// Quotes text of a file, shortened and made printable.
 std::string in_quotes(std::string_view text);
 
 }  // namespace logitless::cli

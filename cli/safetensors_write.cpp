@@ -19,7 +19,7 @@ uint64_t bytes_of(const TensorToWrite& tensor) {
   return bytes;
 }
 
-// The length and the header, padded so that the data starts at a multiple of 8.
+// Returns the header after its length, padded so that the data starts at a multiple of 8.
 std::string head(const std::vector<TensorToWrite>& tensors,
                  const std::map<std::string, std::string>& metadata) {
   nlohmann::json header = nlohmann::json::object();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // logitless score: for each token of a .safetensors file its log-probability, its rank and the
-// likeliest tokens, one JSON object a line. Tokens are taken in blocks, so that the outputs' memory
-// does not grow with their number; a token's results do not depend on the others.
+// likeliest tokens, one JSON object per line. Tokens are processed in blocks, so that the outputs'
+// memory does not grow with their number; a token's results do not depend on the others.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -88,7 +88,7 @@ bool counts(const HeadInputs& inputs, const ScoreArguments& a, int64_t token) {
   return target != a.options.ignore_index && target >= 0 && target < inputs.vocab();
 }
 
-// JSON has no NaN and no infinities. As few digits as tell an f32 from its neighbours.
+// JSON has no NaN and no infinities. Writes the fewest digits that identify an f32.
 void append(std::string& line, float value) {
   if (!std::isfinite(value)) {
     line += "null";
@@ -97,7 +97,7 @@ void append(std::string& line, float value) {
   }
 }
 
-// The line of token `i` of the block, token `token` of the file.
+// Appends the line of token `i` of the block, which is token `token` of the file.
 void append_line(std::string& lines, const HeadInputs& inputs, const ScoreArguments& a,
                  const Outputs& outputs, int64_t i, int64_t token, Totals& totals) {
   lines += fmt::format(R"({{"index":{},"target":{})", token, inputs.target_at(token));
@@ -134,7 +134,8 @@ void append_line(std::string& lines, const HeadInputs& inputs, const ScoreArgume
   lines += "}\n";
 }
 
-// An invalid target is an error before anything is written; the library's message names the token.
+// An invalid target must be an error before anything is written; the library's message names the
+// token.
 void check_targets(const HeadInputs& inputs, const ScoreArguments& a) {
   if (a.options.out_of_range == OutOfRange::ignore) return;
   for (int64_t i = 0; i < inputs.tokens(); ++i) {
@@ -177,7 +178,7 @@ Totals write_lines(const HeadInputs& inputs, const ScoreArguments& a, OutputFile
     }
     progress.clear();
     std::fwrite(lines.data(), 1, lines.size(), stdout);
-    if (std::ferror(stdout) != 0) break;  // main says so
+    if (std::ferror(stdout) != 0) break;  // main reports the error
   }
   return totals;
 }

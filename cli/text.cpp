@@ -30,7 +30,7 @@ constexpr Unit kUnits[] = {{"", 1},         {"B", 1},        {"KiB", 0x1p10}, {"
 constexpr DeviceType kDevices[] = {DeviceType::cpu, DeviceType::cuda, DeviceType::webgpu,
                                    DeviceType::reference};
 
-// Which command takes which device as --device; info shows all devices, and has no such option.
+// Which commands accept which --device; info, without this option, shows all devices.
 struct DeviceOfCommands {
   const char* device;
   std::vector<std::string> commands;
@@ -40,7 +40,7 @@ const DeviceOfCommands kDeviceTable[] = {{"cpu", {"plan", "check", "bench", "los
                                          {"webgpu", {"plan", "bench"}},
                                          {"reference", {"check", "loss", "score"}}};
 
-// The names in JSON, in the order of StatusCode.
+// The names used in JSON, in the order of StatusCode.
 constexpr const char* kStatusNames[] = {"ok",
                                         "invalid_argument",
                                         "wrong_shape",
@@ -55,7 +55,7 @@ constexpr const char* kStatusNames[] = {"ok",
                                         "device_error",
                                         "internal"};
 
-// Columns on a terminal of text in UTF-8.
+// The number of terminal columns of UTF-8 text.
 size_t width(std::string_view text) {
   return static_cast<size_t>(
       std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
@@ -69,7 +69,7 @@ std::optional<uint64_t> bytes_of(std::string_view text) {
   const auto* known = std::find_if(std::begin(kUnits), std::end(kUnits),
                                    [&](const Unit& u) { return u.name == unit; });
   if (problem != std::errc{} || known == std::end(kUnits)) return {};
-  // A double is not exact for integers above 2^53, so these are read as integers.
+  // A double is not exact for integers above 2^53, so whole numbers are read as integers.
   int64_t whole = 0;
   const auto integer = std::from_chars(text.data(), end, whole);
   if (integer.ec == std::errc{} && integer.ptr == end) {
@@ -123,13 +123,13 @@ CLI::Validator integer(int64_t least, int64_t most) {
 
 namespace {
 
-// What is wrong with the text of an f32 number, or "".
+// Returns what is wrong with the text of an f32 number, or "".
 std::string wrong_with(const std::string& text, double* value) {
   char* end = nullptr;
   errno = 0;
   *value = std::strtod(text.c_str(), &end);
   if (text.empty() || *end != 0) return "\"" + text + "\" is no number";
-  // The number may be too small or too large even for a double.
+  // ERANGE: too small or too large even for a double.
   const bool lost = errno == ERANGE && (*value == 0 || std::isinf(*value));
   if (lost || !held_by_f32(*value)) return fmt::format("{}; allowed: {}", text, what_f32_holds);
   return "";
@@ -244,7 +244,7 @@ void check(const Status& status) {
     case StatusCode::device_error:
     case StatusCode::internal:
       throw Failure(message, code);
-    default:  // the message begins with the field
+    default:  // the message already begins with the field
       throw BadInput(message,
                      message.substr(0, message.find_first_not_of("abcdefghijklmnopqrstuvwxyz_.")),
                      code);

@@ -16,20 +16,19 @@ namespace logitless::cli {
 
 // Reads "67108864", "64MiB", "1.5 GiB" or "2GB"; BadInput names `option`.
 uint64_t parse_bytes(std::string_view text, std::string_view option);
-// Adds --memory, which takes bytes as parse_bytes does.
+// Adds --memory, which accepts what parse_bytes does.
 void add_memory_option(CLI::App& command, std::optional<uint64_t>& bytes);
 // Throws BadInput if a workspace of `bytes` is less than the op's minimum.
 void check_memory(uint64_t bytes, const WorkspaceSize& size);
-// Takes decimal integers that fit: CLI11 alone takes octal and changes what is too large.
+// Accepts decimal integers within range: CLI11 alone accepts octal and clamps large numbers.
 CLI::Validator integer(int64_t least = INT64_MIN, int64_t most = INT64_MAX);
-// Takes numbers that f32 holds: CLI11 alone turns smaller ones into 0 and larger ones into
-// infinity, and lets NaN pass a range. Without a range, the library's own validation of its options
-// says what is allowed.
+// Accepts numbers within f32's range: CLI11 alone turns smaller ones into 0 and larger ones into
+// infinity, and lets NaN pass a range. Without a range, the library's validation decides.
 CLI::Validator number();
 CLI::Validator number(double least, double most);
 std::string format_bytes(uint64_t bytes);                   // "64.0 MiB", for example
 std::string joined(const std::vector<std::string>& names);  // "a, b, c", for example
-// What people type as --memory for at least `bytes`, such as "414KiB".
+// Returns a short --memory argument for at least `bytes`, such as "414KiB".
 std::string memory_argument(uint64_t bytes);
 // The line for a workspace that is no smaller than the logits: "nothing is saved at this size;
 // --memory 414KiB would do". `held` is the bytes that a plain implementation holds.
@@ -42,13 +41,13 @@ DType parse_dtype(const std::string& name);  // one of kFloatDtypes
 // Reads cpu, cuda, webgpu or reference. Throws BadInput for other names, and Failure with the
 // reason if this library or machine lacks the device.
 DeviceType parse_device(const std::string& name);
-// The devices that a command takes as --device, by the command's name.
+// The values of --device that the named command accepts.
 std::vector<std::string> devices_of(const std::string& command);
-// Takes one of them; the error for another device says which commands take it.
+// Accepts one of them; the error for another device lists the commands that accept it.
 CLI::Validator device_of(const std::string& command);
 const char* name_of(DeviceType device);
 
-// Throws an error of the library: BadInput for what the caller gave, Failure for the rest.
+// Throws an error of the library: BadInput for the caller's errors, Failure for others.
 void check(const Status& status);
 
 // Aligns the first column left and the others, numbers, right; the first row is the head.

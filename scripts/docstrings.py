@@ -20,7 +20,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# Their submodules have the signatures of other libraries.
+# Submodules of these packages have other libraries' signatures.
 MODULES = (
     "logitless",
     "logitless.torch",

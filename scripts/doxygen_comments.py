@@ -20,7 +20,7 @@ from pathlib import Path
 TRAILING = re.compile(r"^(?P<code>\s*[^\s/#}].*?)(?P<mark>//|/\*) ")
 LEADING = re.compile(r"^(?P<space>\s*)(?P<mark>//|/\*) ?")
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# Fields, constructors and enumerators may speak for themselves.
+# Fields, constructors and enumerators need no comment.
 BARE = re.compile(r"(Compound \S+|Member \S+\(.*\) \(function\) of file \S+) is not documented")
 HEADERS = Path(__file__).resolve().parents[1] / "include/logitless"
 
@@ -76,7 +76,7 @@ def check() -> int:
     complaints = without_comment(warnings.replace(f"{HEADERS.parents[1]}/", "")) + unknown_names(
         texts
     )
-    if "is not documented" not in warnings:  # many fields are not
+    if "is not documented" not in warnings:  # many fields have no comment
         complaints.append("docs: Doxygen did not look: " + warnings)
     print("\n".join(complaints), end="\n" if complaints else "", file=sys.stderr)
     return 1 if complaints else 0

@@ -35,9 +35,9 @@ from mutants import MUTANTS, TESTS, Mutant
 from mutants.validation import rewrite_validation
 
 SCRATCH = ROOT / "out/mutants"
-# A mutant may hang, or wait for a thread that it killed.
+# A mutant may hang, or wait for a thread that has ended.
 SECONDS_PER_TEST = 300
-# With a time limit this many are drawn, and judged as time allows.
+# With a time limit, this many mutants are drawn, and run as time allows.
 SAMPLE = 16
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ class Copy:
         command = ["cmake", "-S", str(self.tree), "-B", str(self.build), "-G", "Ninja"]
         command += ["-DCMAKE_BUILD_TYPE=Release", "-DLOGITLESS_BUILD_CLI=OFF", "-DLOGITLESS_BUILD_TESTS=ON"]
         command += [f"-DLOGITLESS_CPU_TARGETS={self.targets}"]
-        # So that the build does not run a test program at each link.
+        # Discovers tests when ctest runs, not by running each program after its link.
         command += ["-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"]
         done = self.run(command)
         if done.returncode != 0:
@@ -317,7 +317,7 @@ def main() -> int:
             if arguments.only in name:
                 print(name)
         return 0
-    # One build, and a part of the time for each way of making mutants.
+    # One build, and a share of the time for each kind of mutant.
     if arguments.seconds > 0:
         chosen = shuffled([m for m in chosen if m.targets == "some"])[:SAMPLE]
     without = [m.name for m in chosen if m.targets == "all" and not has_amx()]

@@ -42,7 +42,7 @@ def copy_tree() -> None:
         if target.is_file() and target.read_bytes() == source.read_bytes():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)  # with the time of now, so that the build sees the change
+        shutil.copyfile(source, target)  # with a new timestamp, so that the build sees the change
     third_party = TREE / "third_party"
     if not third_party.exists():
         shutil.copytree(ROOT / "third_party", third_party)

@@ -111,7 +111,7 @@ struct Call {
   Tensor kept{}, kept_rows{};                                     // inputs of Backward; kept.h
   Tensor grad_logits{};                                           // [N, V]
   Tensor grad_input{}, grad_weight{}, grad_bias{};
-  Tensor fault{};                                                 // [1]
+  Tensor fault{};                                                           // [1]
   Tensor shard_row_reference{}, shard_row_log_sum{}, shard_target_logit{};  // each [P, N]
   Tensor shard_entropy{}, shard_argmax{}, shard_weighted_logit_sum{};       // each [P, N]
   Tensor shard_sum_p_squared{}, shard_mean_logit{}, shard_max_logprob{};    // each [P, N]

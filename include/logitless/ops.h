@@ -266,20 +266,20 @@ struct LinearDivergenceForward {
 
 // Gradients of the student's head, once the upstream gradient is known.
 struct LinearDivergenceBackward {
-  TensorView input{};         // [N, D]
-  TensorView weight{};        // [V, D]
-  TensorView bias{};          // [V]
-  Teacher teacher{};          // may be absent with `kept`
-  TensorView target{};        // [N]  i32 or i64; optional
-  TensorView grad_loss{};     // [N] where the reduction is none, else []; 1 by default
-  TensorView kept{};          // from Forward; with kept_rows
-  TensorView kept_rows{};     // [N, 8]  f32
-  uint64_t kept_key = 0;      // from kept_size() of that Forward
-  DivergenceStates states{};  // of the whole vocabulary; all or none
-  TensorView slope_mean{};    // [N] f32; the whole vocabulary's slope_sum; with `states`
-  TensorView grad_input{};    // [N, D]
-  TensorView grad_weight{};   // [V, D]
-  TensorView grad_bias{};     // [V]
+  TensorView input{};                   // [N, D]
+  TensorView weight{};                  // [V, D]
+  TensorView bias{};                    // [V]
+  Teacher teacher{};                    // may be absent with `kept`
+  TensorView target{};                  // [N]  i32 or i64; optional
+  TensorView grad_loss{};               // [N] where the reduction is none, else []; 1 by default
+  TensorView kept{};                    // from Forward; with kept_rows
+  TensorView kept_rows{};               // [N, 8]  f32
+  uint64_t kept_key = 0;                // from kept_size() of that Forward
+  DivergenceStates states{};            // of the whole vocabulary; all or none
+  TensorView slope_mean{};              // [N] f32; the whole vocabulary's slope_sum; with `states`
+  TensorView grad_input{};              // [N, D]
+  TensorView grad_weight{};             // [V, D]
+  TensorView grad_bias{};               // [V]
   bool accumulate_grad_weight = false;  // add to grad_weight and grad_bias, which must be f32
   LossOptions options{};
   DivergenceOptions divergence{};

@@ -35,8 +35,7 @@ struct LinearShape {
   bool grad_input = false;
   bool grad_weight = false;
   bool grad_bias = false;
-  bool direct_grad_weight =
-      true;  // f32 with unit column stride: sums can be formed in place
+  bool direct_grad_weight = true;  // f32 with unit column stride: sums can be formed in place
   bool bias = false;
   bool class_weight = false;
   // Columns, from the first, whose state an earlier Forward kept.
