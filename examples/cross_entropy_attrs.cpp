@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // This is a framework's cross-entropy module on Logitless. dev_AI_framework
 // (https://teach-meaning.tistory.com) describes a loss by CrossEntropyAttrs and runs it through two
-// launchers over two kernel wrappers; here each of the four is a few lines that fill an op. Nothing
-// is copied to the host: the valid rows (its Meff) are counted where the targets are. Its test list
-// follows, against plain loops in double.
+// launchers and two kernel wrappers; here each of the four is a few lines that fill an op. Nothing
+// is copied to the host: the valid rows (its Meff) are counted on the device. Its list of tests
+// follows, with plain loops in double as the reference.
 //   cross_entropy_attrs [--device cpu|cuda]
 // Exit code 1 says that a result differs, 77 that there is no such device.
 #include <algorithm>
@@ -33,7 +33,7 @@ struct CrossEntropyAttrs {
   float ls_eps{0.f};
 };
 
-// The numbers of the two enums differ, so each value has its line.
+// The enums have different values, so each is mapped by name.
 logitless::Reduction to_logitless(Reduction r) {
   switch (r) {
     case Reduction::None:
@@ -43,7 +43,7 @@ logitless::Reduction to_logitless(Reduction r) {
     case Reduction::Sum:
       return logitless::Reduction::sum;
   }
-  return static_cast<logitless::Reduction>(-1);  // the library says unknown_enum
+  return static_cast<logitless::Reduction>(-1);  // run() returns unknown_enum for it
 }
 
 logitless::LossOptions to_logitless(const CrossEntropyAttrs& attrs) {
@@ -102,7 +102,7 @@ Status ce_forward_logits_kernel_launcher(const float* X, const int32_t* T, float
 }
 
 // dX is (p - q) inv_scale, of a mean over 1 / inv_scale tokens. An inv_scale of 0 (no valid row)
-// becomes a normalizer so large that every gradient is 0; a negative one is the library's
+// becomes a normalizer so large that every gradient is 0; for a negative one the library returns
 // invalid_argument.
 Status ce_backward_logits_kernel_launcher(const float* X, const int32_t* T, float* dX, int M, int N,
                                           float inv_scale, int ignore_index, float ls_eps,
@@ -130,7 +130,7 @@ using logitless::DType;
 
 constexpr int M = 37, N = 1003;
 
-// A case goes through the attribute launchers, or the wrappers below them.
+// A case goes through the attribute launchers, or directly through the kernel wrappers.
 enum class Through { launcher, kernel };
 
 struct Case {
@@ -148,7 +148,7 @@ constexpr CrossEntropyAttrs kNoneSmooth{.reduction = Reduction::None, .ls_eps = 
 constexpr CrossEntropyAttrs kAll{.reduction = Reduction::Sum, .ignore_index = 5, .ls_eps = 0.2f};
 constexpr CrossEntropyAttrs kProbabilities{.from_logits = false, .eps = 1e-6f, .ls_eps = 0.1f};
 
-// The inputs of a case, and in double what the module's page says comes out.
+// The inputs of a case, and in double the results that the module's page defines.
 struct Problem {
   std::vector<float> x;         // [M, N]
   std::vector<int32_t> target;  // [M]
@@ -214,7 +214,7 @@ double Problem::row(const CrossEntropyAttrs& attrs, int i) {
   return value;
 }
 
-// Prints the verdict, and returns true where every element is within its bound and was written.
+// Prints the verdict, and returns true if every element was written and is within its bound.
 bool judge(const char* what, const char* name, const std::vector<float>& got,
            const std::vector<double>& want, const std::vector<double>* weight) {
   double worst = 0;
@@ -225,7 +225,7 @@ bool judge(const char* what, const char* name, const std::vector<float>& got,
     const double bound =
         weight ? 2e-5 * (*weight)[k] + 1e-37 : 1e-6 * std::max(1.0, std::abs(want[k]));
     const double ratio = std::abs(got[k] - want[k]) / bound;
-    good = good && ratio <= 1;  // a NaN is not within it
+    good = good && ratio <= 1;  // false for a NaN
     worst = std::max(worst, ratio);
   }
   std::printf("%-8s %-34s %s  error / bound %.3f\n", what, name, good ? "True " : "FALSE", worst);
@@ -254,7 +254,7 @@ logitless::Status backward(const Case& c, const Tensor& x, const Tensor& target,
 
 bool check(const Case& c, const Place& place) {
   const Problem p(c);
-  // NaN shows where nothing is written
+  // an element that is not written stays NaN
   std::vector<float> loss(p.loss.size(), NAN), dx(p.dx.size(), NAN);
   const Memory x_memory(place, p.x), target_memory(place, p.target);
   Memory loss_memory(place, loss), dx_memory(place, dx);
@@ -306,18 +306,18 @@ bool check_rejects(const Place& place) {
 }
 
 constexpr Case kCases[] = {
-    // The page's list, each forward and backward.
+    // The page's list of cases, each forward and backward.
     {"mean"},
     {"none", kNone},
     {"sum", kSum},
     {"mean, ignore_index", {}, 12},
     {"mean, label_smoothing", kSmooth},
-    // What else the page promises.
+    // Other properties that the page promises.
     {"mean, ignore_index = 5", {.ignore_index = 5}, 12},
     {"mean, every row ignored", {}, M},
     {"sum, all of them", kAll, 12},
     {"mean, logits near 1e4", {}, 0, 1e4f},
-    // The page names from_logits = false, and leaves it for later.
+    // The page mentions from_logits = false as future work.
     {"mean, probabilities", kProbabilities, 12},
     // The wrappers return losses of the rows, and gradients by an inv_scale of 1 / valid rows.
     {"wrappers", kNone, 12, 0, Through::kernel},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A framework has this and the example lacks it: memory on the CPU or on a CUDA device, with its
-// stream. CUDA is there where the example was built with it (EXAMPLE_CUDA).
+// What a framework would provide: memory on the CPU or on a CUDA device, with its stream. CUDA is
+// available if the example was built with it (EXAMPLE_CUDA).
 #pragma once
 
 #include <cstdio>
@@ -20,7 +20,7 @@ struct Place {
 
 inline bool on_cuda(logitless::Device device) { return device.type == logitless::DeviceType::cuda; }
 
-// Opens a place on device 0 with a stream, or says why there is none.
+// Opens a place on device 0 with a stream, or returns false and says why there is none.
 inline bool open_cuda(Place* place) {
   place->device.type = logitless::DeviceType::cuda;
   const logitless::Status status = logitless::warmup({.device = place->device});
@@ -38,7 +38,7 @@ inline bool open_cuda(Place* place) {
   return false;
 }
 
-// Bytes for one call, in the order of the stream; data() of none is nullptr.
+// Memory for one call, allocated and freed in stream order; data() of 0 bytes is nullptr.
 class Scratch {
  public:
   Scratch(logitless::Device device, size_t bytes, void* stream) : device_(device), stream_(stream) {
@@ -71,7 +71,7 @@ class Scratch {
   void* data_ = nullptr;
 };
 
-// A copy of `values` where the ops run.
+// A copy of `values` on the device.
 class Memory {
  public:
   template <class T>

@@ -1,4 +1,4 @@
-# The programs that documents show are parts of the examples, word for word, which this checks.
+# Checks that the programs in the documents are verbatim parts of the examples.
 foreach(program docs/cpp.md:cpp:cpp_minimal.cpp docs/cpp.md:c:c_minimal.c docs/cpp.md:cpp:cpp_plan.cpp:2
         docs/devices.md:cpp:shards.h)
   string(REPLACE ":" ";" program ${program})

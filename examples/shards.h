@@ -24,14 +24,14 @@ using namespace logitless;
 struct Sizes {
   int64_t tokens = 97, hidden = 64, vocab = 1003;
   DType dtype = DType::bf16;
-  int64_t steps = 1;  // timed, after one that is not
-  bool judge = true;  // the judge takes tokens * hidden * vocab steps on one processor
+  int64_t steps = 1;  // timed, after one untimed step
+  bool judge = true;  // checking costs tokens * hidden * vocab operations on one processor
 };
 
 inline const char* const kUsage =
     "[--tokens N] [--hidden D] [--vocab V] [--dtype f32|bf16] [--steps K] [--judge yes|no]";
 
-// Says in *error what is wrong with the arguments, the field and what is allowed.
+// Sets *error to the wrong argument and what is allowed.
 inline bool parse(int argc, char** argv, int ranks, Sizes* sizes, std::string* error) {
   for (int i = 1; i < argc; i += 2) {
     const std::string name = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
@@ -61,8 +61,8 @@ inline bool parse(int argc, char** argv, int ranks, Sizes* sizes, std::string* e
       return false;
     }
   }
-  // A rank without columns makes no call, and its state is that of no probability: -inf and 0. This
-  // example leaves that case out.
+  // A rank without columns would make no call; its row state would be that of an empty sum, -inf
+  // and 0. This example leaves out that case.
   if (sizes->vocab < ranks) {
     *error = "--vocab: " + std::to_string(sizes->vocab) + "; allowed: at least the ranks, " +
              std::to_string(ranks);
@@ -81,8 +81,8 @@ inline Columns columns_of(int64_t vocab, int rank, int ranks) {
   return {first, vocab * (rank + 1) / ranks - first};
 }
 
-// Returns bits that depend on the place of an element in the whole tensor alone, so that the data
-// are the same for any number of ranks.
+// Returns bits that depend only on the element's index in the whole tensor, so that the data are
+// the same for any number of ranks.
 inline uint64_t random_bits(uint64_t tensor, int64_t index) {
   uint64_t x = (tensor << 56) + static_cast<uint64_t>(index) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -90,8 +90,8 @@ inline uint64_t random_bits(uint64_t tensor, int64_t index) {
   return x ^ (x >> 31);
 }
 
-// Returns `count` numbers of deviation `scale`, from the tensor's element `first` on, which the
-// dtype has exactly.
+// Returns `count` numbers of deviation `scale`, from the tensor's element `first` on, exactly
+// representable in the dtype.
 inline std::vector<float> numbers(uint64_t tensor, int64_t first, int64_t count, float scale,
                                   DType dtype) {
   std::vector<float> values(static_cast<size_t>(count));
@@ -168,7 +168,7 @@ struct Shard {
     view.stride[0] = 3 * sizes.tokens;
     return view;
   }
-  // Both lie in `kept`, one behind the other.
+  // `kept` holds both kept tensors, one after the other.
   TensorView kept_view() const {
     const auto [rows, columns] = kept_size.shape;
     return matrix(kept.data(), rows, columns, sizes.dtype);
@@ -192,7 +192,8 @@ struct Shard {
   int rank, ranks;
   LossOptions options{
       .reduction = Reduction::mean, .vocab_start = own.first, .vocab_total = sizes.vocab};
-  // A rank's share of tokens, whose parts of grad_input it adds up; the last may be padding.
+  // Each rank adds up the parts of grad_input for its share of the tokens; the last share may be
+  // padded.
   int64_t share_tokens = (sizes.tokens + ranks - 1) / ranks;
   int64_t share = share_tokens * sizes.hidden;  // elements
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// This judges what the ranks of shards.h end with: that a token's loss and gradients lie within the
-// bound of docs/semantics.md ("Accuracy") of what one process computes of the whole vocabulary, in
-// double on the reference device, and that the ranks agree in every bit.
+// Checks the results of shards.h's ranks: losses and gradients must be within the bound of
+// docs/semantics.md ("Accuracy") of the whole vocabulary's, computed in double on the reference
+// device, and the ranks must agree in every bit.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace shards {
 
-// What a rank ends with, on the host.
+// A rank's results, on the host.
 struct Outcome {
   std::vector<float> loss{0};       // []
   std::vector<float> target_logit;  // [N]
@@ -22,7 +22,7 @@ struct Outcome {
   bool in_order = true;             // grad_input has the bits of the sum in the ranks' order
 };
 
-// Returns whether what a rank has added up is the sum of the parts, rank 0's first.
+// Returns whether a rank's sum has the bits of the parts added in order, rank 0's first.
 inline bool is_in_order(const Shard& s) {
   std::vector<float> parts(static_cast<size_t>(s.ranks * s.share));
   std::vector<float> sum(static_cast<size_t>(s.share));
@@ -53,13 +53,14 @@ inline Outcome read(const Shard& s) {
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
-// Returns whether a rank has what another has; each has a grad_weight of its own.
+// Returns whether two ranks have the same bits; grad_weight is not compared, since each has its own
+// rows.
 inline bool agree(const Outcome& a, const Outcome& b) {
   return same_bits(a.loss, b.loss) && same_bits(a.target_logit, b.target_logit) &&
          same_bits(a.grad_input, b.grad_input);
 }
 
-// The whole vocabulary's call in one process, and how far an honest computation may be off.
+// The whole vocabulary's results in one process, and the error bounds of a rank's results.
 class Judge {
  public:
   Judge(const Sizes& sizes, bool tensor_cores, int ranks)
@@ -74,7 +75,7 @@ class Judge {
     add_rounding(whole_.grad_weight, &bound_.grad_weight);
   }
 
-  // Returns the largest error of a rank's outcome in units of its bound; 1 and less is right.
+  // Returns the largest error of a rank's outcome in units of its bound; at most 1 is correct.
   double worst(const Outcome& outcome, Columns own) const {
     const int64_t first = own.first * s_.hidden;
     return std::max({worst_of(outcome.loss, whole_.loss, bound_.loss, 0),
@@ -94,7 +95,7 @@ class Judge {
     double worst = 0;
     for (size_t k = 0; k < got.size(); ++k) {
       const double error = std::fabs(double(got[k]) - want[first + k]), most = bound[first + k];
-      // Where nothing may be off (a token that is ignored) no error is 0 of the bound.
+      // The bound may be 0 (an ignored token); then no error counts as 0 of it.
       const double ratio = error == 0 ? 0 : error / most;
       if (!(ratio <= worst)) worst = std::isnan(ratio) ? INFINITY : ratio;
     }
@@ -124,7 +125,7 @@ class Judge {
     }
     if (!status.ok()) {
       std::fprintf(stderr, "one process: %s\n", status.message());
-      whole_.loss[0] = NAN;  // nothing equals it
+      whole_.loss[0] = NAN;  // equals nothing, so every rank fails
     }
     bound_.target_logit.resize(target_.size());
     bound_.grad_input.resize(input_.size());
@@ -136,7 +137,7 @@ class Judge {
     return kUnit * (4 + (tensor_cores_ ? k / 16 : std::sqrt(k)));
   }
 
-  // Adds to the bounds what token i brings: those of its logits, its loss and its dz [V].
+  // Adds token i's part to the bounds: from its logits, its loss and its dz [V].
   void add_token(int64_t i) {
     const float* const h = &input_[i * s_.hidden];
     std::vector<double> z(s_.vocab), e(s_.vocab);
@@ -170,7 +171,7 @@ class Judge {
     }
   }
 
-  // Adds what dz_ij is off by, and its share of the errors of the two sums that it enters.
+  // Adds the error of dz_ij, and its share of the rounding errors of both sums that it enters.
   void add_products(int64_t i, int64_t j, double of_dz, double magnitude) {
     const double stored = s_.dtype == DType::bf16 ? 2 * 0x1p-8 : 0;
     const double over_columns = gamma(s_.vocab) + (ranks_ - 1) * kUnit + stored;
@@ -201,7 +202,7 @@ class Judge {
   Bounds bound_;
 };
 
-// A rank's own line of the table, sent between ranks as plain bytes.
+// A rank's line of the table, sent between ranks as plain bytes.
 struct Report {
   int64_t first = 0, count = 0, received_bytes = 0, kept_bytes = 0;
   double milliseconds = 0, worst = 0;
@@ -209,7 +210,7 @@ struct Report {
   bool agrees = false, in_order = false;
 };
 
-// Prints what came of all ranks and returns whether it is right.
+// Prints the results of all ranks and returns whether they are correct.
 inline bool print(const Sizes& sizes, const std::vector<Report>& ranks) {
   bool good = true;
   std::printf("N %" PRId64 ", D %" PRId64 ", V %" PRId64 ", %s, %zu ranks\n", sizes.tokens,

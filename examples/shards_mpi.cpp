@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program splits a vocabulary over the ranks of MPI, on the CPU: it makes loss, grad_input and
-// each rank's grad_weight. shards.h has the step; here are the exchanges that it wants of MPI. The
-// result is judged: exit code 1 says that something differs, 2 that an argument is wrong.
+// This program splits a vocabulary over the ranks of MPI, on the CPU: it computes loss, grad_input
+// and each rank's grad_weight. shards.h has the step; this file has the exchanges, by MPI. The
+// result is checked: exit code 1 means that something differs, 2 that an argument is wrong.
 //   mpirun -np 3 shards_mpi [--tokens N] [--hidden D] [--vocab V] [--dtype f32|bf16]
 //                           [--steps K] [--judge yes|no]
-// The library's threads are those of each process: set LOGITLESS_NUM_THREADS where ranks share one
-// machine's processors.
+// Each process has the library's own threads: set LOGITLESS_NUM_THREADS if ranks share a machine.
 #include <mpi.h>
 
 #include <chrono>
@@ -20,7 +19,8 @@ struct MpiRanks {
   int rank, ranks;
   int64_t received = 0;  // bytes
 
-  // Every rank gets the largest of all ranks' values; a maximum has no rounding, so no order.
+  // Every rank gets the largest of all ranks' values; a maximum has no rounding, so the order does
+  // not matter.
   void max(const Memory& values, int64_t count) {
     MPI_Allreduce(MPI_IN_PLACE, floats(values), static_cast<int>(count), MPI_FLOAT, MPI_MAX,
                   MPI_COMM_WORLD);
@@ -53,7 +53,7 @@ struct MpiRanks {
   }
 };
 
-// Runs the step, then again by the clock, and judges what came out.
+// Runs the step, then times further ones, and checks the results.
 shards::Report report(const shards::Sizes& sizes, MpiRanks& ranks) {
   shards::Shard shard({}, sizes, ranks.rank, ranks.ranks);
   shards::step(shard, ranks);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // This program splits a vocabulary over this machine's GPUs, in one process with a thread and a
-// stream for each: it makes loss, grad_input and each rank's grad_weight. shards.h has the step;
-// here are the exchanges that it wants of NCCL. The result is judged: exit code 1 says that
-// something differs, 2 that an argument is wrong, 77 that there is no GPU.
+// stream for each: it computes loss, grad_input and each rank's grad_weight. shards.h has the step;
+// this file has the exchanges, by NCCL. The result is checked: exit code 1 means that something
+// differs, 2 that an argument is wrong, 77 that there is no GPU.
 //   shards_nccl [--tokens N] [--hidden D] [--vocab V] [--dtype f32|bf16]
 //               [--steps K] [--judge yes|no]
-// CUDA_VISIBLE_DEVICES says which GPUs; large sizes want --judge no.
+// CUDA_VISIBLE_DEVICES selects the GPUs; use --judge no for large sizes.
 #include <cuda_runtime.h>
 #include <nccl.h>
 
@@ -32,12 +32,13 @@ struct NcclRanks {
   int rank, ranks;
   ncclComm_t communicator;
   cudaStream_t stream;
-  // The driver may load a kernel at its first launch, and wait for the device before it does: in
-  // the first step, which loads them, no exchange is under way meanwhile.
+  // Whether check() waits for the stream. It does in the first step, in which the driver loads
+  // kernels and may wait for the device: during an exchange that would be a deadlock.
   bool waits = true;
   int64_t received = 0;  // bytes
 
-  // Every rank gets the largest of all ranks' values; a maximum has no rounding, so no order.
+  // Every rank gets the largest of all ranks' values; a maximum has no rounding, so the order does
+  // not matter.
   void max(const Memory& values, int64_t count) {
     check(ncclAllReduce(floats(values), floats(values), static_cast<size_t>(count), ncclFloat,
                         ncclMax, communicator, stream));
@@ -68,7 +69,7 @@ struct NcclRanks {
     add_parts<<<blocks, threads, 0, stream>>>(floats(parts), floats(sum), count, ranks);
     check(cudaGetLastError());
   }
-  // No thread can wake those that wait in an exchange for this one.
+  // Ends the process: threads that wait for this rank in an exchange cannot be woken.
   [[noreturn]] void abort(const char* message) {
     std::fprintf(stderr, "rank %d: %s\n", rank, message);
     std::_Exit(1);
@@ -82,7 +83,7 @@ struct NcclRanks {
   }
 };
 
-// Makes the rank's device the thread's, with a stream and with memory that stays when it is freed.
+// Selects the rank's device, creates its stream, and lets its memory pool keep freed memory.
 void open(NcclRanks& ranks) {
   ranks.check(cudaSetDevice(ranks.rank));
   ranks.check(cudaStreamCreateWithFlags(&ranks.stream, cudaStreamNonBlocking));
@@ -92,7 +93,7 @@ void open(NcclRanks& ranks) {
   ranks.check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all));
 }
 
-// Runs the step, then again by the clock. It leaves in *outcome what the rank ends with.
+// Runs the step, then times further ones. Sets *outcome to the rank's results.
 shards::Report run_rank(const shards::Sizes& sizes, NcclRanks& ranks, std::barrier<>& all,
                         shards::Outcome* outcome) {
   open(ranks);

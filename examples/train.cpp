@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program trains a small transformer on a text, without Python and with the installed library
-// alone, and draws its loss curve:
+// Trains a small transformer on a text, using only the installed library, and draws its loss curve:
 //
 //     example_train [FILE] [--steps N] [--vocab V] [--untied] [--below NATS]
 //
 // transformer.h has the model. Without a file the text is the reference of Python's language, where
-// a Python is installed. A last line says how the model does on the tenth of the text that it has
-// not seen; --below NATS makes the program fail if the training ends above that.
-// `logitless demo` (demo/) is the larger one: on the library's own threads and matrix products,
-// over whole folders, with perplexities beside those of counted words and text that it writes.
+// a Python is installed. The last line is the loss on a held-out tenth of the text; with --below
+// NATS the program fails if the training loss ends above that. `logitless demo` (demo/) is the
+// larger one: on the library's own threads and matrix products, over whole folders, with
+// perplexities compared with counting models', and text that it writes.
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -31,7 +30,7 @@ namespace {
 
 using Tokens = std::vector<int32_t>;
 
-constexpr int64_t batch = 8;  // sequences of a step
+constexpr int64_t batch = 8;  // sequences per step
 constexpr float largest_rate = 3e-3f;
 constexpr const char* usage = "[FILE] [--steps N] [--vocab V] [--untied] [--below NATS]";
 
@@ -98,8 +97,8 @@ std::string read_file(const std::string& name) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Numbers the words of a text by how often they come, the most frequent first; 0 is every word
-// that comes once or is beyond the vocabulary, whose size it returns.
+// Numbers the words of a text by frequency, the most frequent first; 0 stands for words that occur
+// once or do not fit the vocabulary. Returns the vocabulary's size.
 int64_t number_words(const std::string& text, int64_t most, Tokens* tokens) {
   std::map<std::string, int64_t, std::less<>> count;
   std::vector<std::string> words;
@@ -124,7 +123,7 @@ int64_t number_words(const std::string& text, int64_t most, Tokens* tokens) {
   return static_cast<int64_t>(number.size()) + 1;
 }
 
-// Draws sequences of a part of the text, [first, last), with the word after each of their words.
+// Draws sequences of a part of the text, [first, last), and each word's next word.
 void draw_batch(const Tokens& text, int64_t first, int64_t last, int64_t context,
                 std::mt19937_64* random, Tokens* tokens, Tokens* next) {
   tokens->clear();
@@ -143,7 +142,7 @@ float rate_at(int64_t step, int64_t steps) {
   return largest_rate * std::min(10 * done, (1 - done) / 0.9f);
 }
 
-// Prints a stretch of steps as a line of the chart, with a bar as long as its mean loss.
+// Prints one line of the chart for several steps, with a bar of their mean loss.
 void report(int64_t step, double loss, double largest, double seconds) {
   const auto length = static_cast<size_t>(std::clamp(50 * loss / largest, 0.0, 60.0));
   std::printf("step %5lld  %6.1f s  loss %7.4f  %s\n", static_cast<long long>(step), seconds, loss,
@@ -151,7 +150,7 @@ void report(int64_t step, double loss, double largest, double seconds) {
   std::fflush(stdout);
 }
 
-// Returns the mean loss of the last stretch of steps.
+// Returns the mean loss of the last line's steps.
 double train(const Tokens& text, int64_t last, int64_t steps, int64_t context,
              example::Model* model) {
   std::mt19937_64 random(1);

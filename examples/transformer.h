@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// This is a language model of one transformer block, its gradients and its optimizer, in plain
-// loops; its head and loss are the library's. train.cpp trains it.
+// A language model of one transformer block, its gradients and its optimizer, in plain loops; its
+// head and loss are the library's. train.cpp trains it.
 //   x0 = embedding[token] + position[place]                                             [N, D]
 //   x1 = x0 + attention(norm(x0) qkv) out           causal, `heads` heads                [N, D]
 //   x2 = x1 + silu(norm(x1) up) down                                                     [N, D]
 //   h  = norm(x2)                                                                        [N, D]
-//   loss = the mean of -log softmax(head h)[next token], whose logits [N, V] nobody forms
-// norm(x) = gain x / sqrt(mean x^2 + 1e-5) and silu(u) = u / (1 + exp(-u)), element by element.
-// The model that demo/ trains sees a window of fixed length and mixes it by fixed positions; this
-// one has attention over everything before. What is a template of T is checked in double.
+//   loss = the mean of -log softmax(head h)[next token], whose logits [N, V] are never stored
+// norm(x) = gain x / sqrt(mean x^2 + 1e-5) and silu(u) = u / (1 + exp(-u)), element by element. The
+// model that demo/ trains sees a window of fixed length and mixes it by fixed positions; this one
+// has attention over all earlier words. The templates of T are also tested in double.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ struct Parameters {
     std::string name;
     T* data;
     int64_t size;
-    T deviation;  // the first values are drawn with it; 0 says that they are 1
+    T deviation;  // of the random initial values; 0: they are 1
   };
 
   explicit Parameters(const Shape& s) {
@@ -92,13 +92,13 @@ struct Parameters {
   T* head;       // [V, D]
 };
 
-// Makes y += a x.
+// Computes y += a x.
 template <class T>
 void add(int64_t size, T a, const T* x, T* y) {
   for (int64_t i = 0; i < size; ++i) y[i] += a * x[i];
 }
 
-// Eight sums side by side become vector instructions, which one sum may not.
+// Eight independent sums can be vectorized; one sum cannot, since additions keep their order.
 template <class T>
 T dot(int64_t size, const T* a, const T* b) {
   T sums[8] = {}, sum = 0;
@@ -111,7 +111,7 @@ T dot(int64_t size, const T* a, const T* b) {
   return sum;
 }
 
-// Makes y [N, O] += x [N, I] w [I, O].
+// Computes y [N, O] += x [N, I] w [I, O].
 template <class T>
 void multiply(int64_t N, int64_t I, int64_t O, const T* x, const T* w, T* y) {
   for (int64_t n = 0; n < N; ++n) {
@@ -119,7 +119,7 @@ void multiply(int64_t N, int64_t I, int64_t O, const T* x, const T* w, T* y) {
   }
 }
 
-// Makes grad_x [N, I] = grad_y w^T and grad_w [I, O] += x^T grad_y.
+// Computes grad_x [N, I] = grad_y w^T and grad_w [I, O] += x^T grad_y.
 template <class T>
 void multiply_backward(int64_t N, int64_t I, int64_t O, const T* x, const T* w, const T* grad_y,
                        T* grad_x, T* grad_w) {
@@ -131,7 +131,7 @@ void multiply_backward(int64_t N, int64_t I, int64_t O, const T* x, const T* w, 
   }
 }
 
-// Makes y = norm(x); `scale` [N] keeps 1 / sqrt(mean x^2 + 1e-5).
+// Computes y = norm(x) and `scale` [N], 1 / sqrt(mean x^2 + 1e-5).
 template <class T>
 void norm(int64_t N, int64_t D, const T* x, const T* gain, T* scale, T* y) {
   for (int64_t n = 0; n < N; ++n, x += D, y += D) {
@@ -163,13 +163,13 @@ class Block {
 
   // Returns h [N, D], which stays valid until the next call.
   const std::vector<T>& forward(const Parameters<T>& p, const std::vector<int32_t>& tokens);
-  // Adds the gradients of the forward just done to all of `g`; grad_h is [N, D].
+  // Adds the gradients of the last forward() to all of `g`; grad_h is [N, D].
   void backward(const Parameters<T>& p, const std::vector<int32_t>& tokens,
                 const std::vector<T>& grad_h, Parameters<T>* g);
 
  private:
-  // Calls f(queries, keys, values, mixed, probabilities) of every sequence and head: where the
-  // first token's lie in qkv_, mixed_ and probabilities_.
+  // Calls f(queries, keys, values, mixed, probabilities) for every sequence and head, with the
+  // first token's places in qkv_, mixed_ and probabilities_.
   template <class F>
   void for_heads(F&& f) const {
     const int64_t D = shape_.hidden, S = D / shape_.heads, T_ = shape_.context;
@@ -278,7 +278,7 @@ void Block<T>::backward(const Parameters<T>& p, const std::vector<int32_t>& toke
   std::vector<T> grad_x(x2_.size()), grad_n(x2_.size());
   norm_backward(N, D, x2_.data(), p.norm3, scale3_.data(), grad_h.data(), grad_x.data(), g->norm3);
 
-  // grad_x is x2's gradient, and so x1's along the sum.
+  // grad_x is x2's gradient, and x1's through the residual sum.
   std::vector<T> grad_u(u_.size());
   multiply_backward(N, F, D, a_.data(), p.down, grad_x.data(), grad_u.data(), g->down);
   for (size_t i = 0; i < u_.size(); ++i) {
@@ -288,7 +288,7 @@ void Block<T>::backward(const Parameters<T>& p, const std::vector<int32_t>& toke
   multiply_backward(N, D, F, n2_.data(), p.up, grad_u.data(), grad_n.data(), g->up);
   norm_backward(N, D, x1_.data(), p.norm2, scale2_.data(), grad_n.data(), grad_x.data(), g->norm2);
 
-  // grad_x is now x1's gradient, and so x0's through the residual sum.
+  // grad_x is now x1's gradient, and x0's through the residual sum.
   std::vector<T> grad_mixed(mixed_.size()), grad_qkv(qkv_.size());
   multiply_backward(N, D, D, mixed_.data(), p.out, grad_x.data(), grad_mixed.data(), g->out);
   attend_backward(grad_mixed, &grad_qkv);
@@ -305,7 +305,7 @@ class Head {
  public:
   explicit Head(const Shape& shape) : shape_(shape) {}
 
-  // Returns the mean loss. It makes grad_h [N, D], and overwrites g->head, which may be the
+  // Returns the mean loss. Computes grad_h [N, D], and overwrites g->head, which may be the
   // embedding's gradient.
   float loss_and_gradients(const Parameters<float>& p, const std::vector<float>& h,
                            const std::vector<int32_t>& target, std::vector<float>* grad_h,
@@ -358,8 +358,8 @@ class Head {
   float loss_ = 0;
 };
 
-// AdamW of step 1, 2, ...: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, and
-// p -= rate (m' / (sqrt(v') + 1e-8) + decay p), where m' and v' are without their bias towards 0.
+// AdamW of step 1, 2, ...: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, and p -= rate (m' /
+// (sqrt(v') + 1e-8) + decay p), where m' and v' are corrected for their bias towards 0.
 template <class T>
 void adamw(int64_t step, T rate, T decay, int64_t size, const T* g, T* m, T* v, T* p) {
   const T b1 = T(0.9), b2 = T(0.95);
@@ -397,7 +397,7 @@ class Model {
   float loss(const std::vector<int32_t>& tokens, const std::vector<int32_t>& next) {
     return head_.loss(parameters, block_.forward(parameters, tokens), next);
   }
-  // Takes a step of AdamW, which leaves the norms' gains as large as they are.
+  // Takes a step of AdamW; the norms' gains have no weight decay.
   void step(float rate) {
     ++steps_;
     for (size_t i = 0; i < parameters.views.size(); ++i) {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One C call described by bytes, on the CPU and on the reference. It must not crash, read or write
-// outside what the views say, or trip a sanitizer; both backends must say the same of it; what a
-// failed call was given stays as it was; and what the CPU computes lies within the reference's
-// bounds.
+// outside what the views say, or trip a sanitizer; both backends must return the same status; a
+// failed call must change no tensor; and the CPU's results must be within the reference's bounds.
 #include <algorithm>
 #include <cstdio>
 
@@ -13,7 +12,7 @@
 namespace logitless::fuzz {
 namespace {
 
-// Items last to first, on one thread that claims to be several.
+// An executor that runs items last to first, on one thread that claims to be several.
 void run_backwards(void*, int64_t count, void (*fn)(void*, int64_t), void* context) {
   while (count-- > 0) fn(context, count);
 }
@@ -49,7 +48,7 @@ class Scenario {
     if (cpu.code() != reference.code()) {
       fail("the backends run differently", text(*cpu.c()) + ", " + text(*reference.c()));
     }
-    // A call with other structs may be right, but it is another call than op_.
+    // With mutated structs the call may be valid but differs from op_.
     if (cpu.ok() && !extreme_ && !mutate_struct_) compare(expected);
   }
 
@@ -62,7 +61,8 @@ class Scenario {
                         const logitless_tensor*) { f(name, access, view); });
   }
 
-  // Repeated numbers make rounding errors align, for which the document has its own bound.
+  // With repeated numbers rounding errors add up in one direction, for which docs/semantics.md has
+  // a larger bound.
   bool broadcasts() {
     bool any = false;
     for_each_view([&](const char*, Access, const TensorView& view) {
@@ -73,7 +73,7 @@ class Scenario {
 
   static Sizes sizes_from(Input& in) {
     Sizes s;
-    // Small, and at times past the 2048 columns of a row block or a few token tiles.
+    // Mostly small; sometimes above 2048 columns (a row block) or several token tiles.
     const int64_t extent = in.between(0, 7);
     s.tokens = in.between(0, extent == 6 ? 80 : extent == 7 ? 3 : 9);
     s.vocab = in.between(0, extent == 6 ? 60 : extent == 7 ? 5000 : extent < 3 ? 12 : 700);
@@ -106,7 +106,7 @@ class Scenario {
     uint64_t present = in.any<uint64_t>();
     if constexpr (OnlyChoosingOp<Op>) {
       op_.only_chosen = in.between(0, 3) == 3;
-      if (op_.only_chosen) present = 0;  // but what it needs, nearly nothing may be given
+      if (op_.only_chosen) present = 0;  // only its required fields: nearly nothing else is allowed
     }
     uint32_t field = 0;
     bool chooses = false, lists = false, keeps = false;
@@ -115,7 +115,7 @@ class Scenario {
                             name == "target" || name == "probabilities" || name == "grad_logits" ||
                             name == "loss" || name == "grad_input" || name.starts_with("shard_");
       bool given = ((present >> field++) & 1) || (required && !in.rarely());
-      // What is at the ids comes with them, and so do the parts of a list.
+      // logits_at comes with ids, and the parts of a list come together.
       if constexpr (OnlyChoosingOp<Op>) {
         if (name == "ids" && op_.only_chosen) given = true;
       }
@@ -151,7 +151,7 @@ class Scenario {
     return false;
   }
 
-  // In place, or one field somewhere on another.
+  // Makes the op work in place, or puts one field over another.
   void overlay(Input& in) {
     const int choice = in.between(0, 7);
     if (choice == 1) {
@@ -193,8 +193,8 @@ class Scenario {
     });
   }
 
-  // What Backward is given is what Forward wrote; on a shard the other shards add to the sum. Where
-  // Forward cannot write it, Backward goes without.
+  // Backward reads what Forward wrote; on a shard the other shards' sums are added. If Forward
+  // cannot write it, Backward runs without.
   void save_forward(Input& in) {
     std::conditional_t<LinearOp<Op>, LinearCrossEntropyForward, CrossEntropyForward> forward;
     if constexpr (LinearOp<Op>) {
@@ -221,7 +221,7 @@ class Scenario {
     if (status.ok()) op_.row_reference = op_.row_log_sum = op_.entropy = op_.grad_entropy = {};
   }
 
-  // The C call, with a mistake in its structs where the bytes want one.
+  // Calls f with the C op, with a mistake in its structs if the bytes ask for one.
   template <class F>
   void with_c_op(F&& f) {
     detail::COp<Op> c(op_);
@@ -302,7 +302,7 @@ class Scenario {
     }
   }
 
-  // Only elements of outputs may differ from before, and after an error nothing may.
+  // Only elements of outputs may change, and after an error nothing may.
   void check_bytes(bool ran) {
     Contents allowed = initial_;
     for_each_view([&](const char*, Access access, TensorView& view) {
@@ -346,7 +346,7 @@ class Scenario {
     });
   }
 
-  // The call in words, for a failure's reader.
+  // Prints the call, to explain a failure.
   void print() {
     std::fprintf(stderr, "%s, %d threads, workspace %llu bytes\n", name_of_op(kind_of<Op>),
                  threads_, static_cast<unsigned long long>(workspace_.bytes));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call must answer, and when a value is right.
+// The status that a call must return, and when a value is correct.
 #pragma once
 
 #include <cfloat>
@@ -34,8 +34,8 @@ inline double most(DType dtype) {
   return dtype == DType::f16 ? 65504 : dtype == DType::bf16 ? 0x1.FEp127 : FLT_MAX;
 }
 
-// Which of NaN and inf comes of an infinite input is for the conformance suite; here it must only
-// not become a number.
+// Whether an infinite result is NaN or inf is tested by the conformance suite; here it must only
+// not be finite.
 inline bool within(double got, double want, double bound, DType dtype) {
   if (!std::isfinite(want)) return !std::isfinite(got);
   if (std::isnan(bound)) return !std::isnan(got);  // infinities nearby: nothing to hold it to

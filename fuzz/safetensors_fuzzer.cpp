@@ -17,7 +17,7 @@ void require(bool condition) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace logitless::cli;
-  // A copy of its own: the sanitizer sees a read of one byte more.
+  // A copy in its own allocation, so that the sanitizer detects a read past its end.
   const std::vector<uint8_t> file(data, data + size);
   const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(file.data()), size);
   try {

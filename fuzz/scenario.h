@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // An op described by bytes: sizes, options, dtypes, strides, presence, aliases, mistakes; every
-// tensor in memory of exactly the bytes its view reaches. Bytes that run out mean the plain choice.
+// tensor has memory for exactly the bytes that its view reaches. When the input bytes run out, the
+// simplest choice is made.
 #pragma once
 
 #include <fuzzer/FuzzedDataProvider.h>
@@ -20,7 +21,7 @@
 
 namespace logitless::fuzz {
 
-constexpr int64_t kMostBytes = 1 << 20;  // of one tensor; beyond it a view has no memory
+constexpr int64_t kMostBytes = 1 << 20;  // of one tensor; a larger view has no memory
 
 struct Block {
   explicit Block(size_t size, size_t alignment = 16) : bytes(size) {
@@ -36,7 +37,7 @@ struct Block {
   size_t bytes;
 };
 
-// Numbers of any amount from a few bytes of the input.
+// Any number of random values from a few bytes of the input.
 class Random {
  public:
   explicit Random(uint32_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
@@ -66,7 +67,7 @@ class Input {
     return least + random.below(most - least + 1);
   }
   bool coin() { return between(0, 1) == 1; }
-  // Of the mistakes: most inputs have none.
+  // Whether to make a mistake: most inputs have none.
   bool rarely() { return any<uint8_t>() == 0x5D; }
   template <class T, size_t n>
   T pick(const T (&choices)[n]) {
@@ -82,11 +83,11 @@ class Input {
 
 struct Sizes {
   int64_t tokens, vocab, hidden, vocab_total, shards, chosen;
-  bool lists;   // of as many chosen columns each
+  bool lists;   // chosen columns as lists of different lengths
   DType dtype;  // of input and weight, or of logits
 };
 
-// `extreme`: one is any number, and products of it may leave f32.
+// Sets *extreme if one option is any number, so that products may leave f32's range.
 inline LossOptions options_from(Input& in, bool* extreme) {
   LossOptions o;
   o.reduction = in.pick({Reduction::mean, Reduction::sum, Reduction::none, Reduction::mean});
@@ -142,7 +143,6 @@ inline LossOptions options_from(Input& in, bool* extreme) {
   return o;
 }
 
-// The plain dense view of a field of that name, without data.
 inline TensorView plain_view(std::string_view name, const Sizes& s, Reduction reduction) {
   const auto is = [&](std::initializer_list<std::string_view> names) {
     for (std::string_view one : names) {
@@ -185,7 +185,7 @@ inline TensorView plain_view(std::string_view name, const Sizes& s, Reduction re
   return vector_view(nullptr, dtype, s.tokens);
 }
 
-// Strides, dtype, offset; rarely something that is not allowed.
+// Varies strides, dtype and offset; rarely to something that is not allowed.
 inline void vary_view(Input& in, std::string_view name, bool written, TensorView* v) {
   const int layout = in.between(0, 7);
   if (v->rank == 2) {
@@ -247,8 +247,8 @@ inline void vary_view(Input& in, std::string_view name, bool written, TensorView
   }
 }
 
-// What the elements of an input are: plain numbers, some of them subnormal, and, where `wild`, some
-// that are not plain.
+// Returns an element of an input: an ordinary number, sometimes subnormal, and, if `wild`,
+// sometimes NaN, infinite or extreme.
 inline double value_of(std::string_view name, const Sizes& s, int64_t ignore_index, bool wild,
                        bool probabilities, bool saved, Random& random) {
   if (name == "target") {
@@ -277,9 +277,9 @@ inline double value_of(std::string_view name, const Sizes& s, int64_t ignore_ind
   if (name == "row_log_sum") return 1 + 2 * random.uniform();
   if (name == "logits" && probabilities) return random.uniform();
   if (wild && random.below(64) == 0) {
-    // No subnormal beside an infinity: flushed, their product is NaN. A product of 1e30 is beyond
-    // f32; and against a row_reference rounded to f32 even the reference's probabilities of such
-    // logits are none.
+    // No subnormals together with infinities: if flushed to 0, their product would be NaN. +-1e30
+    // only for logits: products of it would overflow, and with a saved row_reference, rounded to
+    // f32, even the reference's probabilities would be wrong.
     constexpr double odd[] = {0, INFINITY, -INFINITY, NAN, 1e-30, 300, -300, 1e30, -1e30};
     return odd[random.below(name == "logits" && !saved ? 9 : 7)];
   }
@@ -291,14 +291,14 @@ inline bool has_memory(const TensorView& v) {
   return v.data != nullptr && size_of(v.dtype) != 0 && v.rank >= 0 && v.rank <= 2;
 }
 
-// Exactly the bytes that the view reaches; none where it reaches too far or backwards.
+// Gives a view exactly the bytes that it reaches; none if that is too many or it reaches backwards.
 inline void give_memory(TensorView* v, std::vector<Block>* blocks) {
   for (int d = 0; d < 2; ++d) {
     if (v->rank > d && (v->shape[d] < 0 || v->stride[d] < 0)) return;
   }
   int64_t bytes;
   if (v->rank < 0 || v->rank > 2 || !extent(*v, &bytes)) return;
-  // Broadcasts reach little and take long.
+  // A broadcast view of many rows needs few bytes but much time.
   const int64_t rows = v->rank >= 1 ? v->shape[0] : 1;
   if (rows > kMostBytes) return;
   if (v->rank == 2 && rows > 0 && v->shape[1] > kMostBytes / rows) return;
@@ -307,7 +307,7 @@ inline void give_memory(TensorView* v, std::vector<Block>* blocks) {
   v->data = blocks->back().data.get();
 }
 
-// Lays one field into the memory of another that has room for it.
+// Places one field in another's memory, if that is large enough.
 inline void alias(TensorView* v, const TensorView& other) {
   int64_t mine, others;
   if (!has_memory(*v) || !has_memory(other) || !extent(*v, &mine) || !extent(other, &others))

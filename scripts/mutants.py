@@ -199,7 +199,7 @@ def judge(copy: Copy, mutant: Mutant) -> Verdict:
     tests = tests_of(mutant)
     try:
         copy.apply(mutant)
-        for test in tests:  # most are caught by the first, so the other programs need not be linked
+        for test in tests:  # most are caught by the first, so programs are linked one at a time
             failure = copy.compile(programs_of([test]))
             if failure is not None:
                 verdict.error = f"does not compile:\n{failure}"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// These models count. The pairs of the training part are sorted, so that a pair's count is a binary
-// search.
+// Counting language models. The pairs of the training part are sorted, so that a pair's count is a
+// binary search.
 #include "examples/demo/baseline.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo's model is held against two models that only count, on the same words.
+// The demo's model is compared with two counting models on the same words.
 //   unigram  p(w)     = (count(w) + 1) / (words + V)
 //   bigram   p(w | v) = (count(v, w) + k) / (count(v) + k V)
 #pragma once

@@ -14,7 +14,7 @@ namespace {
 constexpr double seconds_between_lines = 5;
 constexpr double seconds_between_redraws = 0.1;
 
-// A braille character is two dots wide and four high; its code is a bit a dot.
+// A braille character is two dots wide and four high; its code has one bit per dot.
 constexpr int64_t cell_width = 2, cell_height = 4;
 constexpr uint8_t dot_bits[cell_height][cell_width] = {
     {0x01, 0x08}, {0x02, 0x10}, {0x04, 0x20}, {0x40, 0x80}};
@@ -53,7 +53,7 @@ void Progress::show(const TrainProgress& p) {
   } else {
     constexpr int64_t width = 30;
     const auto full = static_cast<int64_t>(std::floor(p.done * width));
-    // Back to the line's start, over the old line, then erases what it left to the right.
+    // Returns to the line's start, overwrites it, and erases the rest of the old line.
     fmt::print("\r[{:<{}}] {}\x1b[K{}", std::string(static_cast<size_t>(full), '#'), width, numbers,
                p.done < 1 ? "" : "\n");
   }
@@ -79,7 +79,7 @@ std::string draw_curve(std::span<const float> values, int64_t columns, int64_t r
     const auto y = std::clamp<int64_t>(
         std::lround((high - curve[static_cast<size_t>(x)]) / (high - low) * dots), 0,
         rows * cell_height - 1);
-    // A vertical stroke joins it to the dot before.
+    // A vertical stroke connects it to the previous dot.
     const int64_t from = before < 0 ? y : before;
     for (int64_t dot = std::min(from, y); dot <= std::max(from, y); ++dot) {
       cells[static_cast<size_t>(dot / cell_height * columns + x / cell_width)] |=

@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Returns what the running Python says, or an empty path where there is none.
+// Returns the library folder that `python3` prints, or an empty path without Python.
 fs::path ask_python() {
   const char* command =
       "python3 -c \"import sysconfig; print(sysconfig.get_paths()['stdlib'])\" 2>/dev/null";
@@ -60,7 +60,7 @@ fs::path standard_library() {
   throw BadInput("found no Python standard library to train on; name a text file or a folder");
 }
 
-// Tests and installed packages differ from machine to machine; caches are no text.
+// Tests and installed packages differ from machine to machine; caches are not text.
 bool is_skipped(const std::string& folder) {
   static const std::array<std::string, 7> skipped = {
       "site-packages", "dist-packages", "test",        "tests",

@@ -33,7 +33,7 @@ Op Head::make_op(const Parameters& p, std::span<const float> hidden,
 Head::Head(const Shape& shape, int64_t batch, DType dtype)
     : shape_(shape), batch_(batch), dtype_(dtype) {
   if (dtype == DType::bf16) weight_.resize(static_cast<size_t>(shape.vocab * shape.hidden));
-  // Shapes alone decide how much workspace a call wants; the data come later.
+  // The shapes alone determine the workspace, so the data pointers are still null.
   const TensorView matrix = matrix_view(nullptr, dtype, batch, shape.hidden);
   const TensorView weight = matrix_view(nullptr, dtype, shape.vocab, shape.hidden);
   const TensorView bias = vector_view(nullptr, DType::f32, shape.vocab);

@@ -19,19 +19,17 @@ class Head {
   // gradients are f32 all the same.
   Head(const Shape& shape, int64_t batch, DType dtype);
 
-  // Takes over the parameters' current values, because bf16 products read a rounded copy of the
-  // weight.
+  // Updates the rounded copy of the weight that bf16 products read.
   void round_weight(const Parameters& parameters);
-  // Takes over one stretch of that copy, [first, first + count) of the flat weight.
+  // Updates elements [first, first + count) of that copy.
   void round_weight(const Parameters& parameters, int64_t first, int64_t count);
 
-  // Returns the mean loss. It overwrites gradient.weight and gradient.bias, and grad_hidden() [N,
-  // D].
+  // Returns the mean loss. Overwrites gradient.weight and gradient.bias, and grad_hidden() [N, D].
   double loss_and_gradients(const Parameters& parameters, std::span<const float> hidden,
                             std::span<const Token> target, Parameters* gradient);
   std::span<const float> grad_hidden() const { return grad_hidden_; }
 
-  // Returns the loss of each token, [N]; on DeviceType::reference every sum is formed in double.
+  // Returns the loss of each token, [N]; on DeviceType::reference every sum is computed in double.
   std::vector<float> losses(const Parameters& parameters, std::span<const float> hidden,
                             std::span<const Token> target, DeviceType device = DeviceType::cpu);
 

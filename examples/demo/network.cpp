@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward and Backward of the demo's network are plain loops over rows. The shape fixes the tasks,
-// so the number of threads changes no bit.
+// Forward and Backward of the demo's network are plain loops over rows. Tasks depend only on the
+// shape, so the number of threads changes no bit.
 #include "examples/demo/network.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace logitless::cli::demo {
 namespace {
 
-// Logits start small, while the embeddings have a deviation of a half.
+// Small, so that logits start small; embeddings are scaled to a deviation of a half.
 constexpr float weight_deviation = 0.02f;
 constexpr int64_t task_rows = 32;
 constexpr int64_t task_columns = 32;
@@ -161,7 +161,7 @@ void Network::unit_gradients(const Parameters& p, std::span<const float> grad_hi
   products_.input_gradient(grad_a, {p.unit_weight, H, K * D}, {grad_x_.data(), tokens_, K * D});
 }
 
-// A task owns some columns of the embeddings and walks every token: no two write one element.
+// Each task handles some columns for all tokens, so no two tasks write one element.
 void Network::scatter(std::span<const Token> context, Parameters* g) const {
   const int64_t K = shape_.context, D = shape_.hidden;
   for_tasks((D + task_columns - 1) / task_columns, [&](int64_t task) {

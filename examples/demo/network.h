@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo's network is a log-bilinear language model with a layer of rectified units beside it.
+// The demo's network is a log-bilinear language model plus a layer of rectified units.
 //   e_k = embedding_scale * weight[word k before]          the output matrix gives the embeddings
 //   x   = [e_1 ... e_K]                                                                     [K D]
 //   a   = max(0, unit_weight x + unit_bias)                                                 [H]
 //   h   = hidden_bias + sum_k position_k * e_k (element by element) + unit_output a         [D]
 //   logits = weight h + bias, which the library never forms                                 [V]
 // With no units (H = 0) it is the log-bilinear model of Mnih and Hinton (2007) with diagonal
-// position matrices. It sees a window of K words; ../transformer.h has attention over all before,
-// in plain loops and on the installed library alone.
+// position matrices. It sees a window of K words; ../transformer.h has attention over all earlier
+// words, in plain loops and on the installed library alone.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,7 @@ class Parameters {
   std::vector<View> views;  // of those that are not empty, in this order
 };
 
-// Makes small random embeddings, positions that average, and as bias the logarithm of each word's
+// Sets small random embeddings, positions that average, and as bias the logarithm of each word's
 // frequency.
 void initialize(const Shape& shape, const std::vector<int64_t>& count, uint64_t seed,
                 Parameters* parameters);
@@ -67,8 +67,8 @@ class Network {
   // call.
   std::span<const float> forward(const Parameters& parameters, std::span<const Token> context);
 
-  // Runs the backward of the forward just done, from grad_hidden [N, D]. It adds the embeddings'
-  // gradient to gradient.weight, which holds the head's already, leaves gradient.bias alone and
+  // Computes the gradients of the last forward() from grad_hidden [N, D]. Adds the embeddings'
+  // gradient to gradient.weight, which already holds the head's, leaves gradient.bias unchanged and
   // overwrites the rest.
   void backward(const Parameters& parameters, std::span<const Token> context,
                 std::span<const float> grad_hidden, Parameters* gradient);

@@ -20,9 +20,9 @@ namespace logitless::cli::demo {
 namespace {
 
 constexpr double nucleus = 0.9;  // a word is drawn from the likeliest ones, which have this share
-// Nats that a word loses for each time that it is in the context too often.
+// Nats subtracted from a word's logit for each excess occurrence in the context.
 constexpr double repetition = 1;
-constexpr int64_t usual_words = 2;  // up to here a word is not too often; marks below
+constexpr int64_t usual_words = 2;  // occurrences allowed for a word; for marks see below
 constexpr int64_t usual_marks = 5;
 constexpr int prompts_tried = 64;
 
@@ -30,7 +30,7 @@ bool is_word(const std::string& token) {
   return is_word_character(token.front()) && unicode_mark(token) == 0;
 }
 
-// Draws the next word from the likeliest ones, and never one of the two that are no words.
+// Draws the next word from the likeliest ones, and never unknown_word or document_start.
 class Sampler {
  public:
   // `context` is [K], the nearest word first.
@@ -55,7 +55,7 @@ class Sampler {
     probability_.resize(static_cast<size_t>(vocab));
     const std::span<const float> h = model_->hidden(context_);
     const Parameters& p = model_->parameters();
-    // One word's: the only logits that the demo ever holds.
+    // The logits of one word, the only ones that the demo ever holds.
     products_.forward({h.data(), 1, hidden}, {p.weight, vocab, hidden}, false,
                       {probability_.data(), 1, vocab});
     for (size_t v = 0; v < probability_.size(); ++v) probability_[v] += p.bias[v];
@@ -70,7 +70,7 @@ class Sampler {
     check(run(op, workspace_.workspace(), {}));
   }
 
-  // A small model that has written a word a few times writes nothing else.
+  // Without this a small model repeats a word forever.
   void discourage_repetition() {
     const std::set<Token> different(context_.begin(), context_.end());
     for (const Token v : different) {
@@ -87,7 +87,7 @@ class Sampler {
     const auto p = [&](Token v) { return double{probability_[static_cast<size_t>(v)]}; };
     std::sort(order_.begin(), order_.end(),
               [&](Token a, Token b) { return p(a) != p(b) ? p(a) > p(b) : a < b; });
-    // From 53 random bits, because a standard distribution differs from library to library.
+    // Uses 53 random bits, because standard distributions differ between libraries.
     double left = static_cast<double>(random_() >> 11) * 0x1p-53 * nucleus;
     for (const Token v : order_) {
       left -= p(v);
@@ -107,7 +107,7 @@ class Sampler {
   Buffer workspace_;
 };
 
-// Finds, among some places drawn, where a held-out line ends with the most varied words before it.
+// Finds, among some random places of the held-out part, the line end after the most varied words.
 int64_t choose_prompt(const std::vector<Token>& words, const Text& text, int64_t context,
                       uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -152,7 +152,7 @@ Sample write_text(const Text& text, const SampleOptions& options, Model* model) 
   Sampler sampler(text, options, std::move(nearest_first), model);
   Writer writer;
   int64_t words = 0;
-  // A model may write nothing but marks; that ends too.
+  // The second limit ends the loop if the model writes only marks.
   for (int64_t tokens = 0; words < options.words && tokens < 20 * options.words; ++tokens) {
     const std::string& word = text.words[static_cast<size_t>(sampler.next())];
     if (is_word(word)) ++words;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A trained model leaves this behind: text that it wrote, and itself in a .safetensors file.
+// The outputs of a trained model: text that it writes, and a .safetensors file of its parameters.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 namespace logitless::cli::demo {
 
 struct SampleOptions {
-  int64_t words = 250;     // punctuation marks and line breaks come on top
-  double temperature = 1;  // the logits are divided by it; below 1 likelier words come
+  int64_t words = 250;     // words only; punctuation marks and line breaks are not counted
+  double temperature = 1;  // divides the logits; below 1 favours likelier words
   uint64_t seed = 1;
 };
 
 struct Sample {
-  std::string prompt;  // the end of a held-out passage, from which the model goes on
+  std::string prompt;  // the end of a held-out passage, which the model continues
   std::string text;
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// c = a b^T is made in tasks of 32 rows: b is packed once, and a and the tile of c lie in the
-// scratch of a thread. Every element is one chain of additions, so the number of threads changes no
-// bit.
+// c = a b^T is computed in tasks of 32 rows: b is packed once; a and a tile of c are in a thread's
+// scratch. Every element is one chain of additions, so the number of threads changes no bit.
 #include "examples/demo/product.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo shows this: progress, the loss curve, memory, perplexities; or all of it as JSON.
+// The demo's output: progress, the loss curve, memory, perplexities; or all of it as JSON.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class Progress {
   enum class Mode { terminal, lines, silent };
   explicit Progress(Mode mode) : mode_(mode) {}
   void show(const TrainProgress& progress);
-  void say(const char* what);  // `what` names what takes its time now
+  void say(const char* what);  // prints the name of the current stage
 
  private:
   Mode mode_;
@@ -33,9 +33,9 @@ class Progress {
 std::string draw_curve(std::span<const float> values, int64_t columns, int64_t rows);
 
 struct Memory {
-  uint64_t logits = 0;      // [N, V]  f32 of one batch, which nobody holds
+  uint64_t logits = 0;      // [N, V]  f32 of one batch, which are never stored
   uint64_t workspace = 0;   // of the loss
-  uint64_t parameters = 0;  // with the copy that the products read
+  uint64_t parameters = 0;  // with the bf16 copy that the products read
   uint64_t gradients = 0;
   uint64_t optimizer = 0;
   uint64_t peak_resident = 0;  // of the process; 0: unknown
@@ -43,7 +43,7 @@ struct Memory {
 
 struct Exactness {
   int64_t words = 0;
-  // The largest difference of a word's loss from the same sum in double.
+  // The largest difference between a word's loss and its loss in double.
   double largest_difference = 0;
 };
 

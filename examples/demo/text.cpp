@@ -17,10 +17,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Reads no more, so that any folder can be named.
+// The most that is read, so that any folder can be given.
 constexpr int64_t most_bytes = int64_t{256} << 20;
 constexpr int64_t fewest_tokens = 1000;
-constexpr int64_t wanted_vocab = 30000;  // words seen once are taken in only to reach this
+constexpr int64_t wanted_vocab = 30000;  // words seen once are included only to reach this
 constexpr double heldout_share = 0.05;
 constexpr int64_t block_tokens = 1000;  // with few files, blocks of this size are held out instead
 
@@ -88,8 +88,8 @@ struct Part {
   size_t size() const { return word.size(); }
 };
 
-// Holds out whole files in an order drawn by the seed, but none so long that it would be the
-// held-out part by itself. Returns how many files, or 0 where that does not give the share wanted.
+// Holds out whole files in an order drawn by the seed, but none as long as the whole held-out part.
+// Returns how many files, or 0 if their words are less than the intended share.
 int64_t hold_out_files(const Corpus& corpus, uint64_t seed, Part* train, Part* heldout) {
   const auto share = static_cast<size_t>(heldout_share * static_cast<double>(corpus.tokens));
   std::vector<size_t> order(corpus.document.size());

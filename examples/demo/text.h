@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo's text is found in files, cut into words, numbered, and split into a training and a
+// The demo's text is read from files, split into words, numbered, and divided into a training and a
 // held-out part.
 //
-// A word is an identifier or a number; a punctuation mark owns the blanks around it (", " and ","
-// are two marks); a line break owns the next line's indentation. So prose and source code both come
-// back from their tokens as they were, up to runs of blanks and of empty lines.
+// A word is an identifier or a number; a punctuation mark includes the blanks around it (", " and
+// "," are two marks); a line break includes the next line's indentation. So prose and source code
+// can be restored from their tokens, except for runs of blanks and of empty lines.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,7 @@ struct Text {
   std::vector<Token> train;
   std::vector<Token> heldout;
   int64_t files = 0;
-  // 0 says that blocks of the text are held out, because there are too few files
+  // 0: blocks of the text are held out, because there are too few files
   int64_t heldout_files = 0;
   int64_t bytes = 0;
   int64_t distinct = 0;    // different words in the whole text
@@ -57,8 +57,8 @@ struct Text {
   int64_t vocab() const { return static_cast<int64_t>(words.size()); }
 };
 
-// Reads the files and builds all of the above. It throws BadInput where one is unreadable, binary
-// or too short.
+// Reads the files and builds all of the above. Throws BadInput if one is unreadable or binary, or
+// the text is too short.
 Text read_text(const std::vector<std::filesystem::path>& files, const TextOptions& options);
 
 }  // namespace logitless::cli::demo

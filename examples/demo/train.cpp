@@ -12,8 +12,8 @@
 namespace logitless::cli::demo {
 namespace {
 
-constexpr double warm_up = 0.03;        // share of the training in which the step grows
-constexpr double last_rate = 0.05;      // the step ends at this share of the full one
+constexpr double warm_up = 0.03;        // share of the training during which the rate grows
+constexpr double last_rate = 0.05;      // the rate ends at this share of the full one
 constexpr int64_t adam_task = 1 << 15;  // elements of a task
 
 // Returns every index once in a random order, then once more in another.
@@ -146,7 +146,7 @@ TrainResult train(const Text& text, const TrainOptions& options, Model* model,
     result.loss.push_back(static_cast<float>(loss));
     result.tokens += options.batch;
     ++progress.step;
-    // A mean over about the last hundred steps, without a start at 0.
+    // A running mean over about the last hundred steps, not biased towards 0 at the start.
     const double weight = 1 / static_cast<double>(std::min<int64_t>(progress.step, 100));
     progress.loss += weight * (loss - progress.loss);
     progress.seconds = elapsed();

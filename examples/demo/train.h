@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Training draws batches without replacement, runs Forward and Backward, and steps by Adam, with a
-// warm-up and a linear descent of its step.
+// Training draws batches without replacement, runs Forward and Backward, and updates by Adam, with
+// a warm-up and a linear decay of its rate.
 #pragma once
 
 #include <cstdint>
@@ -33,16 +33,17 @@ struct Batch {
 // Returns the indices of the words of a part that count: all but the first and the starts of
 // documents.
 std::vector<int64_t> countable(const std::vector<Token>& words);
-// Returns the words at these indices; what lies before the text's first word is a start of a
-// document.
+// Returns the words at these indices; positions before the text's first word count as document
+// starts.
 Batch make_batch(const std::vector<Token>& words, std::span<const int64_t> at, int64_t context);
 
-// Adam steps by m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  p -= rate m' / (sqrt(v') + eps),
-// where m', v' are without their bias towards 0.
+// Adam steps by m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= rate m' / (sqrt(v') + eps),
+// where m', v' are corrected for their bias towards 0.
 class Adam {
  public:
   explicit Adam(int64_t size);
-  // p and g are [size]. after(first, count) follows each stretch once it is done, on its thread.
+  // p and g are [size]. after(first, count) is called for each range once it is done, on its
+  // thread.
   void step(float rate, std::span<const float> g, std::span<float> p,
             const std::function<void(int64_t first, int64_t count)>& after);
   uint64_t bytes() const { return 2 * m_.size() * sizeof(float); }
@@ -56,9 +57,9 @@ class Model {
  public:
   Model(const Shape& shape, const Text& text, int64_t batch, DType dtype, uint64_t seed);
 
-  // Makes the loss and the gradients of one batch, and returns the mean loss.
+  // Computes the loss and the gradients of one batch, and returns the mean loss.
   double gradients(const Batch& batch);
-  double step(const Batch& batch, double rate);  // and takes one step of Adam
+  double step(const Batch& batch, double rate);  // also takes one step of Adam
   std::vector<float> losses(const Batch& batch, DeviceType device = DeviceType::cpu);
   std::span<const float> hidden(std::span<const Token> context);
 

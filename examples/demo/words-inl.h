@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// split_words is the scanner. Tokens are views into the text, except line breaks and marks whose
-// blanks are normalized, which are built in a small buffer valid until the next call of add.
-// Nothing but the standard library is needed here, for ../train.cpp reads words by it too.
+// The implementation of split_words. Tokens are views into the text, except line breaks and marks
+// whose blanks are normalized: those are in a buffer that the next token overwrites. Uses only the
+// standard library, because ../train.cpp includes it too.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ inline size_t word_length(std::string_view s) {
   return number ? n : n + contraction(s.substr(0, n), s.substr(n));
 }
 
-// Returns the length of a mark such as "==", "-----" or "->": a run of one character that is no
+// Returns the length of a mark such as "==", "-----" or "->": a run of one character other than a
 // bracket, or an operator that ends in '=' or '>'.
 inline size_t mark_length(std::string_view s) {
   if (const size_t n = unicode_mark(s); n > 0) return n;

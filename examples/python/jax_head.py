@@ -47,7 +47,7 @@ def initial(vocab: int, hidden: int) -> Parameters:
 
 
 def plain_loss(x: jax.Array, head: jax.Array, target: jax.Array) -> jax.Array:
-    logits = jnp.matmul(x, head.T, precision="highest")  # [N, V]  logitless never makes them
+    logits = jnp.matmul(x, head.T, precision="highest")  # [N, V]  logitless never stores them
     chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - chosen)
 
@@ -84,7 +84,7 @@ def train(loss: Any, ids: np.ndarray, vocab: int, args: argparse.Namespace) -> d
         start = time.perf_counter()
         value, parameters, moments = step(loss, parameters, moments, windows, float(count))
         losses.append(float(value))
-        # the first step compiles, and is not timed
+        # excludes the first step, which compiles
         elapsed += time.perf_counter() - start if count > 1 else 0
     return {
         "losses": losses,

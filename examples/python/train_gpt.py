@@ -186,7 +186,7 @@ def main() -> None:
     output = arguments.pop("output")
     s = Settings(**{**arguments, "text": tuple(arguments["text"])})
     results = {}
-    # Each runs in a process of its own, so that peak memory is its own.
+    # Each runs in a separate process, so that each has its own peak memory.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for name in ("plain", "logitless"):
             results[name] = pool.apply(train, (dataclasses.replace(s, loss=name),))
