@@ -118,8 +118,7 @@ class WebGpuBench final : public GpuBench {
   std::unique_ptr<WebGpuWorkspace> scratch_;
 };
 
-// The time of the backend's own product of two square matrices, with the kernel that computes
-// logits.
+// The time of a product of two square matrices, with the kernel that computes logits.
 double WebGpuBench::product_time(int64_t n, webgpu::Buffer a, webgpu::Buffer b, webgpu::Buffer c,
                                  webgpu::Buffer params) {
   const webgpu::Tile tile{.m = 128, .n = 128};
@@ -147,8 +146,7 @@ double WebGpuBench::product_time(int64_t n, webgpu::Buffer a, webgpu::Buffer b, 
 double WebGpuBench::product_rate(DType) {
   const webgpu::Buffer params = make(65536);
   double best = 0, elapsed = 0;
-  // The product grows until it takes 20 ms, because a large one takes very long on a software
-  // device.
+  // The product grows until it takes 20 ms, because a large one is very slow in software.
   for (int64_t n = 256; n <= 4096 && elapsed < 0.02; n *= 2) {
     const uint64_t bytes = static_cast<uint64_t>(n * n) * 4;
     const webgpu::Buffer a = make(bytes), b = make(bytes), c = make(bytes);

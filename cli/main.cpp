@@ -57,8 +57,7 @@ std::string field_of(const CLI::ParseError& error) {
 }
 
 int main(int argc, char** argv) {
-  // write() then fails with an error if a file exceeds the size limit, instead of a signal ending
-  // the process.
+  // write() then fails if a file exceeds the size limit, instead of a signal.
   std::signal(SIGXFSZ, SIG_IGN);
   CLI::App app{"Logitless: exact cross-entropy for language models without the logits",
                "logitless"};

@@ -182,8 +182,7 @@ cuda::DeviceInfo planned_device() {
   return {.major = 9, .minor = 0, .multiprocessors = 132, .name = "one H200 (none is here)"};
 }
 
-// Products of both heads, twice if dz is computed for a part of the columns at a time, and of the
-// gradients.
+// Both heads' products, twice if dz is computed for some columns at a time, and the gradients'.
 double products(const Call& call, const cuda::DivergencePlan& p) {
   using cuda::DivergenceWay;
   const int gradients = static_cast<int>(static_cast<bool>(call.grad_input)) +

@@ -18,8 +18,7 @@ using nlohmann::json;
 #ifdef LOGITLESS_WITH_WEBGPU
 namespace {
 
-// Gives a dense tensor a fake buffer of its own: a handle that is neither null nor another
-// tensor's.
+// Gives a dense tensor a fake buffer of its own: a handle neither null nor another tensor's.
 TensorView in_a_buffer(TensorView view, uintptr_t number) {
   view.data = reinterpret_cast<void*>(number);
   view.device.type = DeviceType::webgpu;

@@ -134,8 +134,7 @@ void append_line(std::string& lines, const HeadInputs& inputs, const ScoreArgume
   lines += "}\n";
 }
 
-// An invalid target must be an error before anything is written; the library's message names the
-// token.
+// An invalid target must fail before anything is written; the library's message names the token.
 void check_targets(const HeadInputs& inputs, const ScoreArguments& a) {
   if (a.options.out_of_range == OutOfRange::ignore) return;
   for (int64_t i = 0; i < inputs.tokens(); ++i) {

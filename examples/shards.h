@@ -192,8 +192,7 @@ struct Shard {
   int rank, ranks;
   LossOptions options{
       .reduction = Reduction::mean, .vocab_start = own.first, .vocab_total = sizes.vocab};
-  // Each rank adds up the parts of grad_input for its share of the tokens; the last share may be
-  // padded.
+  // Each rank adds up the parts of grad_input for its share of the tokens; the last may be padded.
   int64_t share_tokens = (sizes.tokens + ranks - 1) / ranks;
   int64_t share = share_tokens * sizes.hidden;  // elements
 

@@ -53,8 +53,7 @@ inline Outcome read(const Shard& s) {
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
-// Returns whether two ranks have the same bits; grad_weight is not compared, since each has its own
-// rows.
+// Returns whether two ranks have the same bits; grad_weight is not compared: each has its own rows.
 inline bool agree(const Outcome& a, const Outcome& b) {
   return same_bits(a.loss, b.loss) && same_bits(a.target_logit, b.target_logit) &&
          same_bits(a.grad_input, b.grad_input);

@@ -19,8 +19,8 @@ struct MpiRanks {
   int rank, ranks;
   int64_t received = 0;  // bytes
 
-  // Every rank gets the largest of all ranks' values; a maximum has no rounding, so the order does
-  // not matter.
+  // Every rank gets the largest of all ranks' values; a maximum is exact, so the order does not
+  // matter.
   void max(const Memory& values, int64_t count) {
     MPI_Allreduce(MPI_IN_PLACE, floats(values), static_cast<int>(count), MPI_FLOAT, MPI_MAX,
                   MPI_COMM_WORLD);

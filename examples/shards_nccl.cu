@@ -37,8 +37,8 @@ struct NcclRanks {
   bool waits = true;
   int64_t received = 0;  // bytes
 
-  // Every rank gets the largest of all ranks' values; a maximum has no rounding, so the order does
-  // not matter.
+  // Every rank gets the largest of all ranks' values; a maximum is exact, so the order does not
+  // matter.
   void max(const Memory& values, int64_t count) {
     check(ncclAllReduce(floats(values), floats(values), static_cast<size_t>(count), ncclFloat,
                         ncclMax, communicator, stream));

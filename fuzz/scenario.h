@@ -83,7 +83,7 @@ class Input {
 
 struct Sizes {
   int64_t tokens, vocab, hidden, vocab_total, shards, chosen;
-  bool lists;   // chosen columns as lists of different lengths
+  bool lists;   // chosen columns as a list per token
   DType dtype;  // of input and weight, or of logits
 };
 

@@ -84,8 +84,7 @@ def constants(case: Case, name: str) -> torch.Tensor | None:
 def token_losses(case: Case, z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     vocab_weight = constants(case, "vocab_weight")
     if case["input_kind"] == "probabilities":
-        # z holds probabilities: torch has no such loss with smoothing, so this writes out the
-        # formula.
+        # z holds probabilities. torch lacks this loss with smoothing, so this is the formula.
         v = case["columns"]
         c = torch.ones(v, dtype=torch.float64) if vocab_weight is None else vocab_weight
         valid = target != case["ignore_index"]

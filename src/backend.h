@@ -61,8 +61,7 @@ const Backend& cpu_backend();
 bool cpu_keeps(DType dtype, const LossOptions& options);
 #ifdef LOGITLESS_WITH_CUDA
 bool cuda_keeps(DType dtype, const LossOptions& options);
-// Returns nullptr and the reason if there is no usable driver. Each device is checked when it is
-// used.
+// Returns nullptr and the reason if there is no usable driver. Devices are checked when used.
 const Backend* cuda_backend(Status* status);
 #endif
 

@@ -126,8 +126,7 @@ Status from_c(const logitless_divergence_options* source, DivergenceOptions* opt
   return {};
 }
 
-// `executor` holds a copy of the caller's executor, zero-extended to this version, until the call
-// ends.
+// `executor` holds a copy of the caller's executor, zero-extended to this version.
 Status from_c(const logitless_execution* source, Execution* execution, Executor* executor) {
   if (source == nullptr) return {};
   logitless_execution e;

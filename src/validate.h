@@ -21,8 +21,7 @@ Status validate(const Call& call);
 // still be missing.
 Status validate_keeping(const Call& call);
 
-// Checks what only `run` requires: data pointers, alignment, overlaps, the workspace's size and
-// address.
+// Checks what only `run` requires: data pointers, alignment, overlaps, and the workspace.
 Status validate_data(const Call& call, const Workspace& workspace, const WorkspaceSize& size);
 
 }  // namespace logitless

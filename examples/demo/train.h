@@ -42,8 +42,7 @@ Batch make_batch(const std::vector<Token>& words, std::span<const int64_t> at, i
 class Adam {
  public:
   explicit Adam(int64_t size);
-  // p and g are [size]. after(first, count) is called for each range once it is done, on its
-  // thread.
+  // p and g are [size]. after(first, count) is called on the thread of each finished range.
   void step(float rate, std::span<const float> g, std::span<float> p,
             const std::function<void(int64_t first, int64_t count)>& after);
   uint64_t bytes() const { return 2 * m_.size() * sizeof(float); }

@@ -66,11 +66,9 @@ class ChosenColumns {
 
   // Sets where each token's columns begin; token n of the chunk is row rows[n] of the views.
   void begin_chunk(const Call& call, const int64_t* rows, int64_t count) const;
-  // Collects the columns of the chunk's n-th token, row `row` of the views, that are within the
-  // views.
+  // Collects the columns of the chunk's n-th token, row `row` of the views, within the views.
   void find(const Call& call, int64_t n, int64_t row, float inv_gradient_scale) const;
-  // Returns the columns of the chunk's n-th token in [first, first + width), by column and then by
-  // k.
+  // Returns the columns of the chunk's n-th token in [first, first + width), by column, then by k.
   std::span<const ChosenColumn> within(int64_t n, int64_t first, int64_t width) const;
 
  private:

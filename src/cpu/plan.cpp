@@ -50,13 +50,12 @@ constexpr int64_t many_tokens_depth = 256, few_tokens_depth = 1024, few_tokens =
 // 512 tokens do 144 flop per byte of weight at D 768, far above the machine's balance; 256 cost 3 %
 // more, 1024 gain nothing (docs/kernels/cpu.md).
 constexpr int64_t chunk_steps[] = {512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8};
-// If logits are computed again, both products' packed operands share the cache, so chunks are
-// smaller.
+// If logits are recomputed, both products' packed operands share the cache; chunks are smaller.
 constexpr int64_t largest_recomputed = 256;
 // Smaller chunks save little memory and take many times as long; only a default plan that needs
 // them uses them.
 constexpr int64_t smallest_chunk = 64;
-// More slots feed more threads without splitting the hidden axis, but take memory: at most this
+// More slots feed more threads without splitting the hidden axis, but need memory: at most this
 // much.
 constexpr int64_t slot_bytes = int64_t{12} << 20;
 // What the default may take beyond half of the f32 logits.

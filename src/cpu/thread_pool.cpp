@@ -138,8 +138,7 @@ class Pool {
 
 std::atomic<Pool*> current_pool{nullptr};
 
-// In a child the pool's threads, and whichever thread held its mutex, are gone, so it starts a new
-// pool.
+// A forked child lacks the pool's threads and the mutex's holder, so it starts a new pool.
 void forget_pool() { current_pool.store(nullptr, std::memory_order_relaxed); }
 
 // Returns nullptr if memory is exhausted.

@@ -34,8 +34,7 @@ LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowSta
   if (k.smoothing > 0)
     loss += k.smoothing_per_class * (k.class_weight_sum * lse - s.weighted_logit_sum);
   loss *= token_weight;
-  // The weight is multiplied before the square, which may overflow: a token of weight 0 has no
-  // loss.
+  // Multiplies by the weight before squaring, which may overflow: weight 0 means no loss.
   if (k.z_loss > 0) loss += token_weight * k.z_loss * lse * lse;
   return loss;
 }

@@ -24,7 +24,7 @@ constexpr int64_t kMostRows = 32768;
 // The most columns that one row of workgroups copies.
 constexpr int64_t kMostColumns = int64_t{kGroups} * 256;
 
-// Binds a dense buffer from element dense.base on, rounded down to 256 bytes; *base becomes the
+// Binds a dense buffer from element dense.base on, rounded down to 256 bytes; *base gets the
 // remainder.
 Binding slice(const Dense& dense, uint64_t most, int64_t* base) {
   const uint64_t start = static_cast<uint64_t>(dense.base) * 4 / 256 * 256;

@@ -209,8 +209,7 @@ bool is_direct(const Call& call) {
   const TensorView& out = call[!call.loss_op ? "probabilities" : "grad_logits"];
   if (call.linear || !out || in.data == nullptr || out.data == nullptr) return false;
   if (out.dtype != DType::f32 || (out.stride[1] != 1 && out.shape[1] > 1)) return false;
-  // A dispatch can bind a buffer that it writes only once, so input and output are one view or two
-  // buffers.
+  // A dispatch can bind a buffer that it writes only once, so in-place ops need equal views.
   return in.data != out.data ||
          (in.byte_offset == out.byte_offset && in.dtype == out.dtype && in.stride == out.stride);
 }
@@ -304,8 +303,7 @@ Problem problem_of(const Call& call) {
   p.has_vocab_weight = static_cast<bool>(call["vocab_weight"]);
   p.vocab_weight_bound = is_bound_vector(call["vocab_weight"]);
   p.direct = is_direct(call);
-  // A log-probability is computed from sums of slots, so that its order of additions is always the
-  // same.
+  // A log-probability is computed from sums of slots, so that its order of additions is fixed.
   p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce && !call["logprob"];
   p.temperatures = call["temperature"] && !call.combines;  // included in the shards' states
   p.more_statistics = asks_extras(call);

@@ -85,8 +85,7 @@ struct Problem {
   bool grad_weight_bound = false;
   int64_t grad_weight_row_bytes = 0;
   bool reduces = false;
-  // The op on given logits works in the matrix of its result: in f32 rows, in place or after a
-  // copy.
+  // An op on given logits works in its result's memory: in f32 rows, in place or after a copy.
   bool direct = false;
   bool rows_at_once = false;       // `direct`, and each row is read once
   bool in_place = false;           // the result's matrix holds the logits already

@@ -117,8 +117,7 @@ TEST(Call, AsksForTheSumsOfWhatItWrites) {
   EXPECT_TRUE(Call(backward).sums().empty());
 }
 
-// Plans read a tensor's alignment, never its address. A tensor without an address has no known
-// alignment.
+// Plans read a tensor's alignment, never its address. A null address has no known alignment.
 TEST(Call, ATensorCarriesItsAlignment) {
   alignas(32) char memory[64];
   Softmax op;

@@ -70,8 +70,7 @@ TEST(Overlap, OutputsWithRepeatedElementsAreExactlyTheOnesRefused) {
   EXPECT_GT(taken, kDraws / 10);
 }
 
-// A call is refused exactly where two tensors share a byte, except for in-place calls on the same
-// elements.
+// A call is refused exactly where two tensors share a byte, except in place on the same elements.
 TEST(Overlap, SharedBytesAreExactlyTheOnesRefused) {
   Random random;
   std::vector<char> buffer(4096);
@@ -140,8 +139,7 @@ TEST(Overlap, VectorsOfUnrelatedStridesMeetWhereTheyDo) {
     v.byte_offset = static_cast<uint64_t>(first) * 4;
     return v;
   };
-  // 3 s + 36 = 3 t: element 3 of one vector is element 3 of the other, and no earlier one is
-  // shared.
+  // 3 s + 36 = 3 t: element 3 of one vector is element 3 of the other, the first shared one.
   CrossEntropyForward op{.logits = matrix_view(none.data(), DType::f32, 3, 3)};
   op.logits.byte_offset = uint64_t{1} << 40;
   op.target = vector(int64_t{1} << 41, 1, n);

@@ -124,8 +124,7 @@ TEST(PlanRules, RefusesOtherAddresses) {
   EXPECT_TRUE(at(1, weight).ok());
 }
 
-// A plan created without an address, or with an unaligned one, runs on aligned and on unaligned
-// tensors.
+// A plan created without or with an unaligned address runs on aligned and unaligned tensors.
 TEST(PlanRules, APlanOfNoAddressTakesAny) {
   Head head;
   const auto op = head.op();

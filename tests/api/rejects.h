@@ -13,8 +13,7 @@ namespace logitless::testing {
 using Mistake = std::function<bool(Subject&)>;  // returns false where the op cannot make it
 using enum StatusCode;
 
-// Which verbs must see the mistake: `workspace` and `run`, or `run` alone because it is about
-// memory.
+// Which verbs must see the mistake: `workspace` and `run`, or `run` alone, if it is about memory.
 enum class Seen { by_both, by_run };
 
 struct Reject {

@@ -97,8 +97,8 @@ INSTANTIATE_TEST_SUITE_P(Divergences, RejectTable, ::testing::ValuesIn(kDivergen
 INSTANTIATE_TEST_SUITE_P(Fields, RejectTable, ::testing::ValuesIn(kFieldRejects), row_name);
 INSTANTIATE_TEST_SUITE_P(Memory, RejectTable, ::testing::ValuesIn(kMemoryRejects), row_name);
 
-// Breaks every field of every op in one way. `how` returns false where this field cannot be broken
-// so.
+// Breaks every field of every op in one way. `how` returns false if a field cannot be broken this
+// way.
 void break_every_field(StatusCode code, Seen seen,
                        const std::function<bool(Subject&, const std::string&)>& how) {
   int made = 0;
@@ -228,8 +228,7 @@ TEST(Rejects, WrongSizeOfAnyField) {
   }
 }
 
-// A weight of shape [D, V] gets a message that asks whether it was transposed: it is the common
-// mistake.
+// A weight of shape [D, V] gets a message that asks whether it was transposed, a common mistake.
 TEST(Rejects, ATransposedWeightIsSaidToBeOne) {
   int made = 0;
   for_each_judged_subject([&](Subject& s) {

@@ -285,8 +285,7 @@ TEST(Xla, KeptStateThatIsNoneIsAnError) {
   }
 }
 
-// A divergence with every option away from its default, which makes gradients or keeps state for
-// them.
+// A divergence with no option at its default, which computes gradients or keeps state for them.
 struct DivergenceFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3, Dt = 2;
   float input[N * D], weight[V * D], teacher_input[N * Dt], teacher_weight[V * Dt];

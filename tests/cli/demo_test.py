@@ -165,8 +165,7 @@ class DemoTest(unittest.TestCase):
         )
         self.assertEqual(done.returncode, 0, done.stderr)
         loss = json.loads(done.stdout)["loss"]
-        # The file holds a part of the held-out words, so its loss is near the mean over all of
-        # them.
+        # The file holds some of the held-out words, so its loss is near the overall mean.
         self.assertAlmostEqual(2.718281828**loss / outcome["perplexity"]["model"], 1, delta=0.4)
 
     def test_files_appear_only_if_all_went_well(self) -> None:

@@ -55,8 +55,7 @@ class FilesTest(CliTest):
                     (folder / other).write_bytes(content)
                 (folder / "victim").write_bytes(b"a victim")
                 (folder / "out.part").symlink_to("victim")
-                # The target of a symbolic link is replaced and keeps its mode; the link stays a
-                # link.
+                # A symbolic link's target is replaced and keeps its mode; the link stays.
                 (folder / "real").write_bytes(b"old")
                 (folder / "real").chmod(0o600)
                 (folder / "out").symlink_to("real")
@@ -264,8 +263,7 @@ class InterruptedTest(CliTest):
         path = self.long_input()
         size = path.stat().st_size
         here = self.left_behind()
-        # With many threads, most often a worker finds the end of the file, and two may do so at
-        # once.
+        # With many threads, usually a worker finds the file's end, and two may at once.
         for _ in range(8):
             os.truncate(path, size)
             process = self.start("loss", str(path), "--gradients", str(self.directory / "out"),

@@ -30,8 +30,7 @@ class NumbersTest(CliTest):
             for option in self.options(command, "FLOAT"):
                 for value in LOST + NONE:
                     with self.subTest(command=command, option=option, value=value):
-                        # One argument, because a separate word that begins with "-" would be an
-                        # option.
+                        # One argument, because a separate "-..." would be an option.
                         given = (*self.arguments(command), f"{option}={value}")
                         error = self.refuse(command, *given)
                         name = option[2:].replace("-", "[-_]")

@@ -162,8 +162,7 @@ class PlanTest(CliTest):
         # These logits are smaller than any workspace.
         self.assertRegex(self.avoided("2", "32", "10"), r"nothing is saved at this size$")
         self.assertRegex(self.avoided("0", "32", "10"), r"nothing is saved at this size$")
-        # Here too all tokens are one chunk: the workspace holds the logits and avoids their
-        # gradient.
+        # Here too all tokens are one chunk: the workspace holds the logits, not their gradient.
         one = ("128", "8", "30000")
         plan = self.json("plan", *one)["plan"]
         self.assertEqual((plan["chunks"], plan["name"]), (1, "stored chunks"))
@@ -202,8 +201,7 @@ class PlanTest(CliTest):
         self.refuse("plan", *shape, f"--memory={space['minimum'] - 1}")
         for op in OPS:
             self.assertIn(op, self.succeed("plan", *shape, "--op", op))
-        # Gradients in f32 need no scratch: they are computed in place, whatever the dtype of the
-        # logits.
+        # Gradients in f32 need no scratch: they are computed in place, for any dtype of logits.
         for op in ("forward-backward", "softmax"):
             spaces = [self.json("plan", *shape, "--op", op, "--dtype", dtype)["workspace"]
                       for dtype in ("f32", "f16")]  # fmt: skip
@@ -236,8 +234,7 @@ class PlanTest(CliTest):
         for given in (least, 192 << 20, 8 << 30):
             arguments = ("plan", *shape, f"--memory={max(given, least)}", "--steps")
             plan = self.json(*arguments)["plan"]
-            # predicted_ms beyond the steps is launch overhead: 0.09 ms for each of one or two
-            # passes.
+            # The rest of predicted_ms is launch overhead: 0.09 ms for each of one or two passes.
             launches = plan["predicted_ms"] - seconds(plan["steps"])
             self.assertAlmostEqual(launches / 0.09, round(launches / 0.09), places=6)
             self.assertIn(round(launches / 0.09), (1, 2))

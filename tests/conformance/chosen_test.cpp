@@ -188,8 +188,7 @@ TEST_P(ChosenColumns, TheMostThatATokenMayHave) {
   }
 }
 
-// Every sum of 7's gradients is exactly 0 in the order of k alone; in f64 another order would give
-// it too.
+// Every sum of 7's gradients is exactly 0 in the order of k alone; in f64 any order gives it.
 TEST_P(ChosenColumns, GradientsOfOneColumnAddUpInTheOrderOfK) {
   if (std::string(device_.name()) == "reference") return;  // which adds in f64
   Case c = plain(OpKind::linear_backward, {2, 8, 70}, 4);

@@ -370,8 +370,7 @@ TEST_P(Combines, ForwardOfShardsIsForwardOfTheWhole) {
 }
 
 // A single shard is the whole vocabulary, so Combine rounds nothing again. Left out: reduced losses
-// of CUDA's linear ops, which are added in another order, and the reference, whose states are not
-// f32.
+// of CUDA's linear ops, which are added in another order, and the reference, with f64 states.
 TEST_P(Combines, OneShardHasForwardsBits) {
   if (std::string(device_.name()) == "reference") return;
   const bool own_order = device_.tensors().type == DeviceType::cuda && is_linear(op_);

@@ -284,9 +284,8 @@ TEST_P(KeptState, ServesALikelyChosenColumn) {
   }
 }
 
-// Forward and Backward have the bits of one ForwardBackward where both divide the work alike (here
-// all tokens and columns are one piece): for a sum, and for upstream gradients that are powers of
-// two.
+// Forward and Backward have the bits of one ForwardBackward if both divide the work alike (here
+// into one piece): for a sum, and for upstream gradients that are powers of two.
 TEST_P(KeptState, HasTheBitsOfOneCall) {
   if (!device_.keeps_state(dtype_)) return;
   // In 16 bits the CPU keeps rounded exponentials, where ForwardBackward has logits in f32.
@@ -348,8 +347,7 @@ TEST_P(KeptState, IsUsedTwice) {
     write(op.grad_lse, lse);
     const Outcome second = backward(steps);
     expect_judged(steps, second, "used twice");
-    // A row that one Backward computed again is computed again by all later ones; other rows keep
-    // their bits.
+    // A row that one Backward recomputed is recomputed by all later ones; others keep their bits.
     const Outcome third = [&] {
       steps.take_kept(second);
       return backward(steps);

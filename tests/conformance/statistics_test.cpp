@@ -385,8 +385,7 @@ TEST_P(TokenStatistics, RankIsExactOnSeparatedLogits) {
   }
 }
 
-// Logits equal to the target's are not above it, in any column. Powers of two stay exact under the
-// maps.
+// Logits equal to the target's are not above it, in any column. The maps keep powers of two exact.
 TEST_P(TokenStatistics, RankCountsNoTie) {
   with_forward([&](auto op) {
     using Op = decltype(op);

@@ -252,8 +252,7 @@ TEST_P(Temperatures, OfATokenWithoutGradientIsReadByForwardBackward) {
   });
 }
 
-// Every token has another temperature, far from the others, and its row equals that of the token
-// alone.
+// Every token has another temperature, far from the others, and the results of the token alone.
 TEST_P(Temperatures, EachIsItsOwnRows) {
   with_loss_op([&](auto op) {
     using Op = decltype(op);

@@ -228,8 +228,7 @@ struct FewRows {
   }
 };
 
-// For few rows the product may read the weight without packing it, with the bits of packed
-// operands.
+// For few rows the product may read the weight without packing it, with the same bits.
 TEST_P(GemmTest, FewRowsNeedNoPackedWeight) {
   constexpr int64_t columns = 96, row0 = 5;
   const std::string& target = GetParam().target;

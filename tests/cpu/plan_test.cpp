@@ -66,8 +66,7 @@ TEST(Plan, ThreadsDoNotChangeTheDivisionOfWork) {
     for (const uint64_t given : {plan_linear(shape, 0, 1).bytes, bytes / 2, bytes, 4 * bytes}) {
       const LinearPlan one = plan_linear(shape, given, 1);
       for (const int64_t threads : {2, 3, 7, 64}) {
-        // Each number of threads is tested with one thread's sizes and with its own recommended
-        // size.
+        // Each number of threads is tested with one thread's sizes and with its own.
         for (const uint64_t size : {given, recommended_plan(shape, threads).bytes}) {
           const LinearPlan many = plan_linear(shape, size, threads);
           const LinearPlan& want = size == given ? one : plan_linear(shape, bytes, 1);

@@ -74,8 +74,8 @@ TEST_P(CudaChunks, PanelsInTheMemoryOfWhatComesLater) {
   judge_divisions(device_, c, {"two passes, of one chunk"});
 }
 
-// More f32 sums in grad_weight's memory than the chunk's E has room for, so they are rounded in
-// pieces.
+// More f32 sums in grad_weight's memory than the chunk's E has room for, so they are rounded
+// piecewise.
 TEST_P(CudaChunks, SumsThatLeaveTheirMemoryInPieces) {
   Case c = plain;
   c.shape = {3100, 1024, 300};

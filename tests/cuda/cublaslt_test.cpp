@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares our declarations of cuBLASLt with NVIDIA's header, if it is installed. Compiled, never
-// run.
+// Compares our declarations of cuBLASLt with NVIDIA's header, if installed. Compiled, never run.
 #include <cublasLt.h>
 
 #include <cstddef>
@@ -43,8 +42,7 @@ static_assert(offsetof(HeuristicResult, workspace_bytes) == offsetof(Theirs, wor
 static_assert(offsetof(HeuristicResult, state) == offsetof(Theirs, state));
 static_assert(offsetof(HeuristicResult, waves) == offsetof(Theirs, wavesCount));
 
-// Calls are compared by their number of arguments: enums and handles have other types but equal
-// sizes.
+// Calls are compared by their number of arguments: enums and handles differ in type, not in size.
 template <class>
 inline constexpr int arguments = -1;
 template <class Result, class... Arguments>

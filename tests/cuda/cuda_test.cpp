@@ -116,8 +116,7 @@ cudaGraphExec_t capture(cudaStream_t stream, const std::function<Status()>& run)
   return executable;
 }
 
-// A captured call, when replayed, reads the inputs of that time and gives the bits of a direct
-// call.
+// A replayed graph reads the current inputs and gives the bits of a direct call.
 TEST_P(Cuda, AGraphReplaysTheCall) {
   ASSERT_TRUE(warmup(device_.execution()).ok());
   with_resident({plain(), everything(), everything({1, 33, 40})}, [&](auto& p, auto& resident) {

@@ -170,8 +170,7 @@ TEST(DivergencePlan, KeptDzLeavesTwoProducts) {
   EXPECT_LT(p.seconds, 1.1 * 2 * 2.0 * 8192 * 4096 * 128256 / 680e12);
 }
 
-// Factors that differ per row would overflow an f16 input, so dz is multiplied by them while it is
-// copied.
+// Factors that differ per row would overflow an f16 input, so dz is multiplied by them in a copy.
 TEST(DivergencePlan, FactorsThatDifferAreNotMultipliedToAnInputOfF16) {
   for (const DType dtype : {DType::f16, DType::bf16}) {
     for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
@@ -269,8 +268,7 @@ TEST(DivergencePlan, ArraysLieApart) {
   });
 }
 
-// Where an engine stores the logits of a large vocabulary, chunks have 1024 tokens, which fill its
-// tiles.
+// If an engine stores a large vocabulary's logits, chunks have 1024 tokens, which fill its tiles.
 TEST(DivergencePlan, AnEnginesTilesAreFull) {
   for (const HeadSizes& s : {kLlama, HeadSizes{8192, 2048, 151936, 4096, DType::bf16}}) {
     const DivergencePlan p =

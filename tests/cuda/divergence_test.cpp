@@ -100,8 +100,7 @@ class StoredLogits : public CudaDivergence {
     c.teacher_hidden = 40;
     return c;
   }
-  // Compares the case with the reference, and expects stored logits where the device's engine can
-  // store them.
+  // Compares the case with the reference, and expects stored logits if the engine can store them.
   void judge_stored(const Case& c) const {
     const Problem<Both> p = build<Both>(c);
     const cuda::DeviceInfo* info = nullptr;
@@ -140,8 +139,7 @@ TEST_P(StoredLogits, OfATeacherNearBy) {
   }
 }
 
-// Equal heads give exactly 0. Very close heads stay accurate, so the states hold more digits than
-// f32.
+// Equal heads give exactly 0. Very close heads stay accurate: the states are more exact than f32.
 TEST_P(StoredLogits, OfATeacherAlike) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     for (const float temperature : {1.0f, 1.001f}) {
@@ -164,8 +162,7 @@ TEST_P(StoredLogits, OfATeacherAlike) {
   }
 }
 
-// Logits of any size: each tile's rows have their own maximum, and its sums must be relative to
-// that.
+// Logits of any size: each tile's rows have their own maximum, and its sums are relative to it.
 TEST_P(StoredLogits, OfAnySize) {
   for (const float scale : {1e-3f, 30.0f, 3000.0f, 1e10f, 1e25f}) {
     Case c = large();

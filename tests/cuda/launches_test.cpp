@@ -44,8 +44,7 @@ std::map<cudaGraphNodeType, int> nodes_of(cudaStream_t stream, F&& run) {
   return kinds;
 }
 
-// The limit of launches for a plain call whose logits are one block, or that takes Hopper's
-// kernels.
+// The limit of launches for a plain call whose logits are one block, or for Hopper's kernels.
 int most_launches(OpKind op, bool own_products) {
   switch (op) {
     case OpKind::softmax:

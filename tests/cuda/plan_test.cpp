@@ -14,8 +14,7 @@
 namespace logitless::cuda {
 namespace {
 
-// Only a grid's first axis takes more than 65535 blocks, which are 8.4 million columns at 128 a
-// block.
+// Only a grid's first axis takes more than 65535 blocks, 8.4 million columns at 128 a block.
 TEST(CudaPlan, AGridHoldsTheSecondAxisWhateverItsLength) {
   for (const int64_t count : {int64_t{1}, int64_t{32768}, int64_t{32769}, int64_t{65535},
                               int64_t{65536}, int64_t{16777217}, (int64_t{1} << 31) - 1}) {
@@ -106,8 +105,7 @@ TEST(CudaPlan, CoversEveryTokenAndColumn) {
   }
 }
 
-// Few columns and many tokens: two passes serve workspaces between the least one and the whole
-// plan's.
+// Few columns and many tokens: two passes serve workspaces from the least to the whole plan's.
 TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   LinearShape s{.tokens = 20480, .vocab = 50257, .hidden = 768};
   s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = s.kernels.plain = true;

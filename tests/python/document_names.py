@@ -267,8 +267,7 @@ def a_model_over_ranks() -> Names:
     return {"model": Model(), "loader": [[batch, batch]] * 2, "valid_tokens": 2.0 * B * T * size}
 
 
-# Names given to a page's code blocks: to the first block that contains the text, and to all later
-# ones.
+# Names given to a page's code blocks: to the first with the text, and all later ones.
 GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
     "README.md": [
         ("from logitless.torch import linear_cross_entropy", torch_tensors),

@@ -233,8 +233,7 @@ void spoil_memory(Random& random, Structs<Op>& s, Subject& subject) {
     case 2:
       for (size_t i = 0; i < s.fields.size(); ++i) {  // an output overlaps another tensor
         if (i == at || s.fields[i].access == Access::read) continue;
-        // Exactly equal memory of one dtype could be a call in place, so the tensor moves by one
-        // element.
+        // Exactly equal memory of one dtype could be a call in place, so the tensor is moved.
         s.c.tensors[i].data = static_cast<char*>(t.data) + (t.rank == 2 ? 4 : 0);
         return;
       }

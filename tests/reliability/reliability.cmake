@@ -20,8 +20,7 @@ target_compile_options(reliability_hostile PRIVATE -O1)
 add_reliability_program(bits --runs 8)
 add_reliability_program(divergences --calls 300)
 add_reliability_program(soak --calls 5000)
-# AddressSanitizer aborts if a thread cannot start, ThreadSanitizer if a forked child starts
-# threads.
+# AddressSanitizer aborts if a thread cannot start, ThreadSanitizer if a forked child starts one.
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=(address|thread)")
   add_reliability_program(faults --forks 20)
 endif()

@@ -42,8 +42,7 @@ class ThreadExecutor {
 
 #endif
 
-// One thread that claims to be `count` threads, and takes the items in ascending or descending
-// order.
+// One thread that claims to be `count` threads, and runs items in ascending or descending order.
 class SerialExecutor {
  public:
   explicit SerialExecutor(int count, bool backwards = false)

@@ -106,8 +106,7 @@ TEST_F(WebGpuDevice, ALostOneIsAStatusAndTheNextCallMakesAnother) {
   const float loss = before.loss();
   destroy(before.device);
   expect_error(before.run(scratch), "lost");
-  // An object of the lost device reports the loss and cannot be used on the next device, which
-  // works.
+  // An object of the lost device reports the loss and cannot be used on the next, working device.
   expect_error(before.run(scratch), "lost");
   const Call after(6, 50, 8);
   EXPECT_NE(after.device, before.device);

@@ -16,8 +16,7 @@
 namespace logitless::webgpu {
 namespace {
 
-// Answers that main() recorded: before and after the library is named, before and after there is an
-// adapter.
+// Answers that main() recorded: before and after the library is named, and an adapter exists.
 Status without_library, with_library, without_adapter, with_adapter;
 
 bool mentions(const Status& status, const std::string& text) {

@@ -158,8 +158,7 @@ TEST_F(WebGpu, SumsOfManyTokens) {
   expect_ok(judge(device_, c));
 }
 
-// With 16, 4 or 1 rows per workgroup, there are more workgroups than a grid's first dimension
-// allows.
+// With 16, 4 or 1 rows per workgroup, there are more workgroups than a grid's x dimension allows.
 TEST_F(WebGpu, PlainRowsInTwoDimensionsOfAGrid) {
   webgpu::Limits small = limits_;
   small.groups = 20;

@@ -15,8 +15,7 @@ namespace {
 
 // Logits of more tokens at a time do not speed up a product, whose tiles have 256 rows.
 constexpr std::array<int64_t, 8> chunk_sizes{2048, 1536, 1024, 768, 512, 256, 128, 64};
-// Smaller chunks, for plans that only compute states from whole rows; each chunk reads both
-// weights.
+// Smaller chunks, for plans that compute only states of whole rows; each reads both weights.
 constexpr std::array<int64_t, 4> state_chunks{128, 192, 256, 512};
 // The number of columns whose dz is made together with the states is a multiple of V /
 // stored_parts.

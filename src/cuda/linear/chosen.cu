@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chosen columns of each token (docs/semantics.md). Forward writes their logits, each by one dot
-// product; Backward adds their gradients to panels of dz before products read these.
+// product; Backward adds their gradients to panels of dz before products read the panels.
 #include <algorithm>
 #include <cfloat>
 #include <climits>

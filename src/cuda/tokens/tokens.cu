@@ -411,8 +411,7 @@ __global__ void __launch_bounds__(threads)
   compact<kPlaces>(in, t, b, all.valid, before);
 }
 
-// Finds, among `valid` compacted tokens with ascending places, the first with a place of at least
-// p.
+// Finds, among `valid` compacted tokens with ascending places, the first with a place >= p.
 __device__ int first_from(const Tokens& t, int valid, int p) {
   int first = 0;
   for (int count = valid; count > 0;) {

@@ -152,8 +152,7 @@ struct WeightArguments {
   TensorView gradient;
   bool add;
 };
-// A block computes one row of the gradient, which is a column of the panel; a thread a part of the
-// row.
+// A block computes one row of the gradient, a column of the panel; a thread a part of it.
 __global__ void __launch_bounds__(threads) weight_kernel(WeightArguments a) {
   const int64_t j = int64_t{blockIdx.x} + int64_t{gridDim.x} * block_of_second_axis();
   if (j >= a.panel.columns) return;

@@ -27,8 +27,7 @@ constexpr uint32_t counted_codes =
 static_assert(counted_codes + parts * (1 - near_cap) < 0x3f80, "with a sign: an infinity or NaN");
 __device__ inline float encode_left(const MapFactors& map, float z) {
   const float left = fmaxf(fmaf(-fabsf(z), map.backward, 1.0f), 0x1p-24f);
-  // The low bits of 2^23 + x are x, rounded; a conversion instruction would take four times as
-  // long.
+  // The low bits of 2^23 + x are x, rounded; a conversion instruction takes four times as long.
   const uint32_t count = __float_as_uint(fmaf(left, parts, 0x1p23f)) - 0x4b000000u;
   const uint32_t code = left < least_counted ? (__float_as_uint(left) >> 14) - first_left_code
                                              : count + counted_codes;

@@ -110,8 +110,7 @@ template <Set kSet>
 __device__ inline bool has_row_maps(const Arguments& a) {
   return has_more<kSet> && again(a.options.row_map != nullptr);
 }
-// map_block without the parts that rows have of their own; returns true if it has applied those
-// too.
+// map_block without the parts that rows have of their own; returns true if it applied them too.
 template <Set kSet>
 __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, const HalfRows& rows,
                                        int valid, int column) {

@@ -60,8 +60,7 @@ __device__ inline float capped(float backward, float z, float e) {
   const float t = z * backward;
   return e * fmaf(-t, t, 1.0f);
 }
-// z divided by a temperature. Its inverse has two parts, so that only the quotient's rounding
-// remains.
+// z divided by a temperature. Its inverse has two parts, so only the quotient is rounded.
 __device__ inline float divided(float z, const TokenMap& m) {
   const float quotient = z * m.inverse;
   return quotient + fmaf(z, m.inverse_low, fmaf(z, m.inverse, -quotient));

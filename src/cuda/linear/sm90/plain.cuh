@@ -229,8 +229,7 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
   if constexpr (kMode != Mode::dz) {
     float maximum[2] = {nan_value(), nan_value()};
     // Each lane decides alone whether its row may be too far from the anchor, without waiting for
-    // the others. It allows an eighth of the limit, so that four lanes' sums together stay within
-    // it.
+    // the others. It allows an eighth of the limit, so that four lanes' sums stay within it.
     bool far = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) far |= !(sum[h] > least_sum && sum[h] < a.most_sum / 8);

@@ -134,8 +134,7 @@ __device__ inline uint32_t fill(RowTable* table, int first, const PlainWork& wor
   return boxes;
 }
 
-// Copies this thread's 16 bytes of 8 rows of a box: every eighth row from the tile's row 8 `from`
-// on.
+// Copies this thread's 16 bytes of 8 rows of a box: every eighth row from row 8 `from` on.
 __device__ inline void copy_lines(const RowTable& table, int line, int from, const char* input,
                                   uint32_t stride, uint32_t to, int bytes) {
 #pragma unroll 1

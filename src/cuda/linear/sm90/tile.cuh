@@ -30,8 +30,7 @@ struct Team {
   __device__ int rank() const { return apart ? 0 : static_cast<int>(cluster_rank()); }
   __device__ int number() const { return static_cast<int>(apart ? blockIdx.x : blockIdx.x / 2); }
   __device__ int count() const { return static_cast<int>(apart ? gridDim.x : gridDim.x / 2); }
-  // Called when a warpgroup has finished with a stage: lanes 0 and 1 signal the blocks that fill
-  // it.
+  // Called when a warpgroup has finished with a stage: lanes 0 and 1 signal its producers.
   __device__ void release(uint64_t* empty, uint32_t lane) const {
     if (lane < 2) arrive_at(empty, apart ? cluster_rank() : lane);
   }
@@ -39,8 +38,7 @@ struct Team {
 // Whether a warpgroup has any of `rows` rows; one without rows skips the stages.
 __device__ inline bool has_some(int warpgroup, int rows) { return (warpgroup - 1) * 128 < rows; }
 
-// The position of tile t: rows of tiles vary fastest, in groups of `group` clusters, then the
-// columns.
+// The position of tile t: rows of tiles vary fastest, in groups of `group` clusters, then columns.
 struct Schedule {
   int row_clusters, column_tiles, group;
   LOGITLESS_HOST_DEVICE int tiles() const { return row_clusters * column_tiles; }
@@ -111,8 +109,7 @@ constexpr uint64_t right_step(int step) {
 // TMA stores a warpgroup's results in boxes of 64 rows x 64 columns.
 constexpr int box_rows = 64, box_bytes = box_rows * 128;
 
-// Writes four 8 x 8 blocks of a warp's 16 rows of a box: group `two` of its four groups of 16
-// columns.
+// Writes four 8 x 8 blocks of a warp's 16 rows of a box: the 16 columns of group `two` of four.
 __device__ inline void write_matrices(const uint8_t* box, int two, const uint32_t (&x)[4]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const int chunk = (2 * two + lane / 16) ^ lane % 8;  // the box is swizzled

@@ -76,8 +76,7 @@ class TiledEngine : public Engine {
   void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
            const DeviceInfo& device, Stream* stream) const override;
 
-  // The number of slots for slices (cut.h) that a plan's products can use; the plan is otherwise
-  // complete.
+  // The number of slots for slices (cut.h) that an otherwise complete plan's products can use.
   int32_t slots_of(const LinearShape& shape, const LinearPlan& plan,
                    const DeviceSpeed& speed) const;
 

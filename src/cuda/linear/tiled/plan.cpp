@@ -152,8 +152,7 @@ class Plans {
   // plan has no narrow panels; larger plans may use them to leave room for slices.
   static int64_t least_width(const LinearPlan& p) { return p.token_chunk > 8192 ? 8 : 12; }
 
-  // Considers the plans of a chunk in which columns are computed again, by the width of their
-  // panels.
+  // Considers the plans of a chunk that recompute columns, by the width of their panels.
   template <class F>
   void each_width(LinearPlan p, F&& use) const {
     const int64_t least = least_width(p);

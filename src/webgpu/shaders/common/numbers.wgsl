@@ -105,8 +105,7 @@ fn times(a: f32, b: f32, b_low: f32) -> f32 {
   if (is_infinite(whole)) {
     return whole;
   }
-  // The halves' products may be as small as 2^-24 of the whole; a device may flush such numbers to
-  // 0.
+  // The halves' products may be as small as 2^-24 of the whole; a device may flush these to 0.
   let is_small = abs(whole) < 0x1p-60f && abs(a) < 0x1p60f;
   let raised = select(a, a * 0x1p60f, is_small);
   let a_high = high_half(raised);
