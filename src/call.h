@@ -152,9 +152,9 @@ struct Call {
   SumSet sums_of_statistics() const;
   // All sums over a row that this call needs, other than the sum of exponentials.
   SumSet sums() const;
-  // Whether only logits of targets and of chosen columns are asked for, which need no product.
+  // Whether the call requests only logits of targets and of chosen columns, which need no product.
   bool targets_only() const;
-  // Whether a divergence is asked for the sums of its shard, given its rows' states.
+  // Whether a divergence requests the sums of its shard, given its rows' states.
   bool sums_of_shard() const { return divergence_sum || slope_sum; }
   bool state_given() const { return row_reference && (!forward || sums_of_shard()); }
   // The student's options with the teacher's map from raw to z.

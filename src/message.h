@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// error(code, format, ...) makes a Status with a printf-style message.
+// error(code, format, ...) returns a Status with a printf-style message.
 #pragma once
 
 #include <cstdarg>

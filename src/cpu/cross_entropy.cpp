@@ -18,7 +18,7 @@ bool needs_forward(const Call& call) { return !call.state_given(); }
 // Offsets in the workspace, in bytes.
 struct Layout {
   uint64_t states = 0;        // RowState [N] of ops with a loss, float [N] with probabilities
-  uint64_t rare = 0;          // RareStatistics [N], if any is asked for
+  uint64_t rare = 0;          // RareStatistics [N], if any is requested
   uint64_t class_weight = 0;  // [V]  a copy where the view is strided
   uint64_t lanes = 0;         // lane_bytes of each thread
   bool copies_weight = false;
@@ -66,7 +66,7 @@ struct Run {
   const float* class_weight;
   BlockWants wants;
   RowState* states;      // [valid]  only in ops with a loss
-  RareStatistics* rare;  // [valid]  null if none is asked for
+  RareStatistics* rare;  // [valid]  null if none is requested
 
   // Runs rows [begin, end) of the views.
   void operator()(int64_t begin, int64_t end, float* scratch) const {

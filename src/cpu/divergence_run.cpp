@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The divergences of two heads on the CPU. A chunk's logits of both heads are in the workspace,
-// [heads][tile][chunk][192]: the first pass makes them and both lse, the second sums over their
-// columns, the third makes the gradient. docs/semantics.md has the formulas, docs/kernels/cpu.md
-// the schedule and measurements. Forward may keep, for compacted tokens, the gradient of the raw
-// logits for an upstream gradient of 1, each row divided by a power of two that its row of
-// kept_rows records:
+// [heads][tile][chunk][192]: the first pass computes the logits and both lse, the second sums over
+// their columns, the third computes the gradient. docs/semantics.md has the formulas,
+// docs/kernels/cpu.md the schedule and measurements. Forward may keep, for compacted tokens, the
+// gradient of the raw logits for an upstream gradient of 1, each row divided by a power of two that
+// its row of kept_rows records:
 //   kept  [tile][R][192]  in the input's dtype, the last tile as narrow as whole blocks of 64
 #include <cmath>
 #include <limits>
@@ -216,7 +216,7 @@ void DivergenceRun::finish_row(int64_t n) const {
   }
 }
 
-// Writes those outputs of a token that are asked for.
+// Writes the requested outputs of a token.
 void DivergenceRun::put_outputs(int64_t i, const DivergenceOutputs& of_token) const {
   const auto put = [&](const TensorView& view, float value) {
     if (view) write_f32(view, i, value);
@@ -287,7 +287,7 @@ void DivergenceRun::keep_gradients() const {
   });
 }
 
-// Makes a row of a tile's gradient from what Forward kept.
+// Computes a row of a tile's gradient from what Forward kept.
 void DivergenceRun::kept_row_of(int64_t tile, int64_t n, float* row) const {
   const int64_t k = first_ + n, width = tile_width(tile);
   const KeptRow& kept = *kept_row(*tokens_, k);

@@ -69,11 +69,11 @@ void pack_b_along_columns(const Engine&, const Source&, int64_t row0, int64_t ro
 void pack_b_along_rows(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t column0,
                        int64_t columns, void* panels);
 
+inline constexpr int64_t gradient_group = 32;  // rows packed at a time
 // Packs rows [first, first + count) of a gradient tile both ways: as rows of A with k along the
 // vocabulary (for grad_input), and as rows of A^T with k along the tokens (for grad_weight); a null
 // destination is skipped. `rows` is [count][vocab_tile] in f32, zero where there is no token; count
 // and first are multiples of token_multiple.
-inline constexpr int64_t gradient_group = 32;  // rows packed at a time
 void pack_gradient(const Engine&, const float* rows, int64_t first, int64_t count, int64_t tokens,
                    void* along_vocab, void* along_tokens);
 

@@ -27,7 +27,8 @@ float element_as_f32(const TensorView& view, int64_t index);
 // Loads `count` elements of a vector view as f32 and fills up to vocab_tile with zeros.
 void load_vector(const TensorView& view, int64_t first, int64_t count, float* to);
 // Adds rows [0, count) of `rows` [count, vocab_tile] to `sum` in pairs, which destroys them. Added
-// one by one, the small terms of many tokens would be lost beside a target's large term.
+// one by one, the small terms of many tokens would be lost in rounding against a target's large
+// term.
 void add_rows(float* rows, int64_t count, int64_t width, float* sum);
 
 // Rows of a tile in memory.

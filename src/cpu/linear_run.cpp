@@ -48,7 +48,7 @@ class LinearRun : public LinearProducts {
   void consume_kept(const Tokens& tokens);
 
   RowState* states() const { return at<RowState>(plan_.states_at); }  // [N]
-  // [N], or null if no rare statistic is asked for.
+  // [N], or null if no rare statistic is requested.
   RareStatistics* rare() const {
     return wants_.rare() ? at<RareStatistics>(plan_.rare_at) : nullptr;
   }
@@ -238,7 +238,7 @@ void LinearRun::keep_states() {
     const float anchor = rounded ? row->target_logit : state.target_logit;
     const double above = static_cast<double>(anchor) - state.reference;
     // NaN does not fit. In a shard without the target, logits may be far below the anchor: such
-    // exponentials are negligible beside the target's.
+    // exponentials are negligible compared with the target's.
     const bool elsewhere = tokens_->target[first_ + n] < 0;
     const bool fits = above >= -most_below && (elsewhere || above - state.log_sum <= most_above);
     *row = {.reference = state.reference,

@@ -31,7 +31,7 @@ struct RowGroup {
 // What forward() computes for a group's rows.
 struct RowResults {
   RowState* states;                // [count]  with target_logit
-  RareStatistics* rare = nullptr;  // [count]  null if none is asked for
+  RareStatistics* rare = nullptr;  // [count]  null if none is requested
   int64_t whole = 0;               // V of the whole vocabulary, for mean_logit
 };
 

@@ -152,7 +152,7 @@ void OnlyChosen::pass_token(const Tokens& tokens, int64_t n, int64_t lane) const
   if (call_.grad_input) store_rows(sum, 0, 1, i, 1, 0, hidden, call_.grad_input);
 }
 
-// Sorts the places by column: the summands of a column lie together, in the order of the places.
+// Sorts the places by column: the summands of a column become adjacent, in the order of the places.
 void OnlyChosen::sort(const Tokens& tokens) const {
   int64_t* end = at<int64_t>(layout_.end_at);
   Summand* summands = at<Summand>(layout_.summands_at);

@@ -43,8 +43,8 @@ struct Layout {
   void at_least(uint64_t end) { at = std::max(at, end); }
 };
 
-// Columns of the weight packed at a time: 256 keep the block in L2 beside the packed input. With
-// few tokens reading the weight dominates, and longer runs are read faster (8 x 4096 x 128256, loss
+// Columns of the weight packed at a time: 256 keep the block and the packed input in L2. With few
+// tokens reading the weight dominates, and longer runs are read faster (8 x 4096 x 128256, loss
 // only: 119 ms with 256, 105 with 1024, 138 with 4096).
 constexpr int64_t many_tokens_depth = 256, few_tokens_depth = 1024, few_tokens = 64;
 // 512 tokens do 144 flop per byte of weight at D 768, far above the machine's balance; 256 cost 3 %

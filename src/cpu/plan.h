@@ -41,7 +41,7 @@ struct LinearShape {
   // Columns, from the first, whose state an earlier Forward kept.
   int64_t kept = 0;
   bool places = false;  // kept rows are found by Tokens::place
-  SumSet sums{};        // the row's sums that are asked for
+  SumSet sums{};        // the requested sums of the row
   // The number of chosen columns per token, or of all tokens' lists together.
   int64_t chosen = 0, chosen_of_lists = 0;
   int64_t listed = 0;  // k of top-k

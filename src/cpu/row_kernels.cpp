@@ -26,8 +26,8 @@ float map_with(const MapFactors& f, float* z, const float* bias, int64_t count) 
                          : map_and_maximum<kMap, false>(f, z, bias, count);
 }
 
-// Applies a softcap whose scale is so small that no finite logit has a tanh of 1, so that none can
-// stand in for an infinite one. With logits times 2^-8 and the scale times 2^8 there is one. The
+// Applies a softcap whose scale is so small that no finite logit has a tanh of 1, so that no finite
+// logit can replace an infinite one. With logits times 2^-8 and the scale times 2^8 one can. The
 // map is the same, since logits that become subnormal had a tanh below 2^-240.
 float cap_faint(LogitMap map, float* logits, const float* bias, int64_t count) {
   for (int64_t j = 0; j < count; ++j) {
@@ -170,7 +170,7 @@ int64_t find_at_least_on_target(const float* z, int64_t from, int64_t count, flo
   return from;
 }
 
-// destination_j = of(source_j), in vectors of as many elements as an f32 vector.
+// destination_j = of(source_j), in vectors with the element count of an f32 vector.
 template <class From, class To, class F>
 HWY_INLINE void convert(const From* HWY_RESTRICT source, int64_t count,
                         To* HWY_RESTRICT destination, const F& of) {

@@ -15,8 +15,8 @@ struct RowState {
   float log_sum = 0;             // log sum_j exp(z_j - m)
   float target_logit = 0;        // z_t
   float weighted_logit_sum = 0;  // sum_j c_j z_j, only with label smoothing
-  float entropy = 0;             // only if asked for
-  int64_t argmax = -1;           // only if asked for
+  float entropy = 0;             // only if requested
+  int64_t argmax = -1;           // only if requested
   LOGITLESS_HOST_DEVICE float lse() const { return reference + log_sum; }
   LOGITLESS_HOST_DEVICE float logprob() const {
     const float x = (target_logit - reference) - log_sum;

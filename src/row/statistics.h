@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The statistics of a token: name, tensor, the sums of its row that it needs, its value from the
-// row's state, and the input from which Combine makes it. docs/semantics.md defines each.
+// row's state, and the input from which Combine computes it. docs/semantics.md defines each.
 #pragma once
 
 #include <cmath>
@@ -51,7 +51,7 @@ inline constexpr Statistic kStatistics[] = {
     {"weighted_logit_sum", &Call::weighted_logit_sum, &TokenStatistics::weighted_logit_sum,
      SumKind::weighted, [](auto& s) { return s.weighted_logit_sum; }, nullptr,
      "shard_weighted_logit_sum"},
-    // A target in another shard has no probability here, whatever the row holds.
+    // A target in another shard has no probability here, even if the row has NaN.
     {"logprob", &Call::logprob, &TokenStatistics::logprob, SumKind::exponentials,
      [](auto& s) { return s.target_elsewhere ? -INFINITY : s.logprob(); }, nullptr},
     {"rank", &Call::rank, &TokenStatistics::rank, SumKind::above, nullptr,

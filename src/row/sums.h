@@ -56,7 +56,7 @@ struct Wide {
   using Index = int64_t;
 };
 
-// Makes the sums of a part relative to the row's new maximum.
+// Rescales the sums of a part relative to the row's new maximum.
 struct Rebase {
   double shift = 0;   // the part's maximum minus the new one
   double factor = 1;  // exp(shift)

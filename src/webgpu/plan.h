@@ -73,7 +73,7 @@ struct Problem {
   bool id_lists = false;      // ids are lists: refused
   bool only_chosen = false;   // only chosen columns have gradients: refused
   bool targets_only = false;  // no logits except of targets and chosen columns
-  bool lists = false;         // the largest logits are asked for: refused
+  bool lists = false;         // the largest logits are requested: an error
   bool reads_kept = false;    // a divergence whose gradient Forward kept
   TeacherProblem teacher;
   bool has_bias = false, bias_bound = false;
@@ -89,7 +89,7 @@ struct Problem {
   bool direct = false;
   bool rows_at_once = false;       // `direct`, and each row is read once
   bool in_place = false;           // the result's matrix holds the logits already
-  bool more_statistics = false;    // statistics of `extras` are asked for
+  bool more_statistics = false;    // statistics of `extras` are requested
   bool temperatures = false;       // per token
   bool ranks = false;              // rank or mass_above, which read the logits again
   bool plain = false;              // plain.wgsl serves the whole call

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Messages of the library use names instead of numbers: a reader of "reduction 1" would have to
-// look up what 1 is. A number stands only for a value that has no name.
+// look up what 1 is. A number is used only for a value that has no name.
 #pragma once
 
 #include <regex>
@@ -10,7 +10,7 @@
 
 namespace logitless::testing {
 
-// Returns the number that stands in a message in place of an enumerator's name, or "".
+// Returns the number used in a message in place of an enumerator's name, or "".
 inline std::string number_for_a_name(const std::string& message, StatusCode code) {
   // Always wrong: "2 (mean)" and "device 1:0". Right only if 3 is unknown: "reduction is 3".
   static const std::regex explained(

@@ -140,7 +140,7 @@ TEST(WebGpuVerbs, RefuseNullAndTellWhyThereIsNoDevice) {
   logitless_webgpu_destroy_workspace(nullptr);
 }
 
-// Makes a linear Forward whose tensors have no memory yet.
+// Returns a linear Forward whose tensors have no memory yet.
 LinearCrossEntropyForward keeping(int64_t tokens, int64_t vocab, DType dtype) {
   return {.input = matrix_view(nullptr, dtype, tokens, 4),
           .weight = matrix_view(nullptr, dtype, vocab, 4),

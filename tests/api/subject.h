@@ -265,7 +265,7 @@ inline void fill_subject(const TensorView& view, Access access, char* data) {
   }
 }
 
-// Gives Backward the key of the Forward that it follows. Called again after each change of the op.
+// Sets Backward's key to that of its Forward. Called again after each change of the op.
 template <class Op>
 void set_kept_key(const Subject& s, Op& op) {
   if constexpr (KeepingOp<Op> && GradientOp<Op>) {
@@ -277,8 +277,8 @@ void set_kept_key(const Subject& s, Op& op) {
   }
 }
 
-// Makes the subject ask the rules alone, without a device: what `workspace` and `run` check of a
-// call before they need one. The size of the workspace is invented.
+// Makes the subject run only the rules that `workspace` and `run` check before they need a device.
+// The size of the workspace is invented.
 template <class Op>
 void ask_the_rules_alone(Subject* s, Op& op) {
   static constexpr WorkspaceSize made_up{1024, 2048, Memory::alignment};

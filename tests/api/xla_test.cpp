@@ -346,7 +346,7 @@ struct DivergenceFrame : Frame {
     return run(LOGITLESS_LINEAR_DIVERGENCE_FORWARD,
                "input weight target teacher_input teacher_weight loss kept kept_rows");
   }
-  // Makes the gradients from kept state, without a teacher, or from both heads.
+  // Computes the gradients from kept state, without a teacher, or from both heads.
   Error backward(bool of_kept) {
     inputs(!of_kept);
     set("reduction", int32_t{LOGITLESS_REDUCTION_NONE});

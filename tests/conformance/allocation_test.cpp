@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU backend allocates nothing in a run, whatever is asked and even where it refuses: the
+// The CPU backend allocates nothing in a run, for any op and options and even if the run fails: the
 // workspace is all it needs. Only starting the threads of the library's own pool, once, allocates.
 #include <algorithm>
 #include <cstdlib>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks that the bounds are wide enough for honest f32 arithmetic and narrow enough to catch every
-// shortcut, with simulated implementations, judged as a backend is, at hidden sizes of at least
+// Checks that the bounds are wide enough for correct f32 arithmetic and narrow enough to detect
+// shortcuts, with simulated implementations checked like a backend, at hidden sizes of at least
 // 1024.
 #include <tuple>
 

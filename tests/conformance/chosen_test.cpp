@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chosen columns (ids): each logit has the bits of a target's logit, whatever else is computed.
+// Chosen columns (ids): each logit has the bits of a target's logit, with any other outputs.
 // Gradients add up in the order of k. Ids that are absent or outside, and rows that are ignored or
 // inactive, are not read.
 #include <algorithm>
@@ -108,7 +108,7 @@ TEST_P(ChosenColumns, HaveTheBitsOfATargetsLogit) {
   }
 }
 
-// Neither K, nor the other ids, nor the target, nor what else is asked, changes a bit.
+// A chosen logit has the same bits for any K, other ids, target and other outputs.
 TEST_P(ChosenColumns, DoNotDependOnWhatStandsBesideThem) {
   constexpr int64_t n = 70, v = 421;
   const int64_t most = std::min<int64_t>(device_.most_chosen(), 65);

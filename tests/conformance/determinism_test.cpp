@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call gives the same bits in every run: whatever its memory held before, on any number of
+// A call gives the same bits in every run: with any previous contents of memory, on any number of
 // threads, and while other calls run.
 #include <array>
 #include <cstring>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The divergence of two heads with a sharded vocabulary: Forward of each shard, Combine and a sum
-// over the shards, and Backward. Each shard is judged alone, and all together as the whole
+// over the shards, and Backward. Each shard is checked alone, and all together as the whole
 // vocabulary.
 #include <cmath>
 #include <functional>

@@ -321,7 +321,7 @@ TEST_P(Divergences, BetaNearItsEnds) {
 }
 
 // p and q are so far apart that their ratio has no digits left, but a column's gradient must be as
-// accurate as its p. The smallest nonzero beta must not vanish beside such a ratio.
+// accurate as its p. The smallest nonzero beta must not be lost in rounding against such a ratio.
 TEST_P(Divergences, OfHeadsThatAreEightyNatsApart) {
   for (const DivergenceKind kind : kDivergenceKinds) {
     const bool mixes = kind == DivergenceKind::jsd || kind == DivergenceKind::skew_kl;
@@ -411,8 +411,8 @@ TEST_P(Divergences, KeptStateServesAnyBackward) {
   }
 }
 
-// dz of reverse_kl has no bound: rows whose dz exceeds 16 bits' range are kept beside ordinary
-// rows, and serve a Backward with any upstream gradients.
+// dz of reverse_kl has no bound: rows whose dz exceeds 16 bits' range are kept together with
+// ordinary rows, and serve a Backward with any upstream gradients.
 TEST_P(Divergences, KeptStateOfRowsFarFromTheirTeacher) {
   if (std::string("reference") == device_.name()) return;
   for (const int64_t vocab : {5, 421, 20011}) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A token's loss and statistics have the same bits whatever its batch, its position, its neighbours
-// and the workspace.
+// A token's loss and statistics have the same bits in any batch, at any position, next to any other
+// tokens and in any workspace.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -76,7 +76,7 @@ std::vector<int64_t> range(int64_t first, int64_t end) {
   return rows;
 }
 
-// Batches of one token, a few and many, at other positions and with other neighbours.
+// Batches of one token, a few and many, at other positions and next to other tokens.
 std::vector<std::vector<int64_t>> batches(int64_t tokens) {
   std::vector<std::vector<int64_t>> all;
   for (const int64_t row : {int64_t{0}, tokens / 3, tokens / 2 + 1, tokens - 1})

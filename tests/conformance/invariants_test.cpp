@@ -140,7 +140,7 @@ TEST_P(Invariants, ShiftOfTheLogits) {
       const reference::Result want = expected(device_, p.op, p.model);
       for (double& z : logits) z += shift;
       write(rows_of(p.op), logits);
-      // The shifted result is judged by the bounds of the unshifted logits.
+      // The shifted result is compared within the bounds of the unshifted logits.
       const Comparison result = compare(want, run(p));
       EXPECT_TRUE(result.ok()) << "shift " << shift << "\n" << result.report;
     });

@@ -71,7 +71,7 @@ class KeptShards : public KeptState {
       make_room(problem, columns, &shards[s]);
       const Outcome outcome = run_forward(*problem, &shards[s]);
       if (!outcome.status.ok()) return {};
-      // The target logit has the same bits whatever other outputs there are.
+      // The target logit has the same bits with any other outputs.
       EXPECT_EQ(outcome.fields.at("target_logit").value, targets[s]);
       add_states(outcome.fields, s == 0, &states);
       if (shards[s].kept.columns > 0 && is_relative(op.options)) expect_anchors(outcome, anchor);

@@ -174,7 +174,7 @@ TEST_P(KeptState, ServesOneHotPartsOfAnotherOrder) {
   }
 }
 
-// A row of NaN or infinities beside usual rows, and a masked column that is the target of a row.
+// A row of NaN or infinities among ordinary rows, and a masked column that is the target of a row.
 TEST_P(KeptState, ServesRowsThatAreNotFinite) {
   for (const int64_t columns : {0, 192}) {
     for (const bool weight : {true, false}) {

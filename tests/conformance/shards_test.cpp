@@ -121,7 +121,7 @@ TEST_P(Shards, TargetFree) {
   });
 }
 
-// If the target is in another shard, its log-probability here is -inf, whatever the row holds.
+// If the target is in another shard, its log-probability here is -inf, even if the row has NaN.
 TEST_P(Shards, LogprobOfATargetElsewhere) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -191,7 +191,7 @@ TEST_P(Shards, MaskedShard) {
   });
 }
 
-// Only row states are asked for, and the target is in another shard for most tokens. All logits lie
+// Only row states are requested, and the target is in another shard for most tokens. All logits lie
 // near -30, so a sum that started from 0 would be inaccurate.
 TEST_P(Shards, RowsAloneCombine) {
   if (!is_linear(op_)) return;

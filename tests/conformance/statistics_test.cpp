@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Targets' log-probabilities are never above 0 and have the same bits whatever else is asked for.
-// Ranks are exact where logits differ by more than rounding.
+// Targets' log-probabilities are never above 0 and have the same bits with any other outputs. Ranks
+// are exact where logits differ by more than rounding.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -295,8 +295,8 @@ TEST_P(TokenStatistics, LogprobHasTheSameBitsBesideKeptState) {
   }
 }
 
-// A token at another position, with other neighbours and in a batch of another size, where the
-// device promises batch invariance.
+// A token at another position, next to other tokens and in a batch of another size, if the device
+// promises batch invariance.
 TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
   for (const bool every : {false, true}) {
     Case c = plain({70, 24, 421});

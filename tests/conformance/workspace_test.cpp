@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any workspace of at least the minimum gives right results. A run writes nothing beyond it, and
-// uses what it asked for to the end.
+// Any workspace of at least the minimum gives right results. A run writes nothing beyond the
+// workspace, and uses all of its recommended size.
 #include <algorithm>
 #include <utility>
 

@@ -262,8 +262,8 @@ TEST_P(GemmTest, FewRowsNeedNoPackedWeight) {
 }
 
 // multiply_unpacked refuses weights whose first or second row starts in the middle of 32 bits,
-// whose columns lie apart or whose rows are indexed, a part of a panel, and a row that ends in the
-// middle of 32 bits.
+// whose columns are strided or whose rows are indexed, a part of a panel, and a row that ends in
+// the middle of 32 bits.
 TEST_P(GemmTest, OtherWeightsArePackedForFewRowsToo) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     const Engine engine = choose_engine(dtype);

@@ -81,7 +81,7 @@ TEST(Tokens, GradientsOfStatisticsJoinTheScale) {
   Prepared p = prepare(op, 2);
   EXPECT_EQ(p.tokens.gradient_scale, 8);
   EXPECT_THAT(p.upstream, ElementsAre(1. / 16, 1. / 16));
-  // Only the statistics have gradients, so they alone make the scale.
+  // Only the statistics have gradients, so they alone determine the scale.
   const float none = 0;
   op.grad_loss = scalar_view(&none, DType::f32);
   p = prepare(op, 2);

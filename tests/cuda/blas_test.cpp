@@ -100,8 +100,8 @@ TEST_F(CudaBlas, WhereNothingSplitsItAsksForTheWhole) {
   EXPECT_EQ(machine_.heuristics(), 2);
 }
 
-// The last, smaller product of a call takes the algorithm of the first ones, so that a batch cut in
-// another way has the same bits. If that algorithm does not serve, it takes its own.
+// The last, smaller product of a call uses the algorithm of the first ones, so that a batch cut in
+// another way has the same bits. If that algorithm does not support it, it uses its own.
 TEST_F(CudaBlas, TakesTheChoiceOfTheLargestProductOfTheCall) {
   machine_.unsplit = {{{lt::tile_256x128, 1}, {lt::tile_128x128, 1}}};
   Product last = product();
@@ -112,7 +112,7 @@ TEST_F(CudaBlas, TakesTheChoiceOfTheLargestProductOfTheCall) {
   expect(last, lt::tile_128x128, 1);
 }
 
-// cuBLASLt is asked again where alignment may change its choice.
+// cuBLASLt is queried again if alignment may change its choice.
 TEST_F(CudaBlas, AsksAnewForAnotherAlignment) {
   expect(product(), 0, 0);
   Product p = product();

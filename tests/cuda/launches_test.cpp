@@ -88,7 +88,7 @@ Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
     if (s.forward) logits(s.vocab);
     if (!s.gradients()) continue;
     const bool mixed = plan.stored_columns > 0 && plan.stored_columns < s.vocab;
-    // Two kernels make dz from E and the extra rows, one product makes grad_weight.
+    // Two kernels compute dz from E and the extra rows, one product computes grad_weight.
     if (plan.stored_columns > 0) {
       all.kernels += 2;
       all.products += 1;

@@ -90,7 +90,7 @@ TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
 }
 
 // Most rows' losses exceed the exponent's range, as with a weight of too large an initialization.
-// They are recomputed 128 at a time, beside a few usual rows. A row's place in the list of such
+// They are recomputed 128 at a time; a few rows are ordinary. A row's place in the list of such
 // rows differs from run to run, and must not change a bit.
 TEST_P(CudaLinear, MoreThanATileOfRowsIsMadeAgain) {
   enum class With { nothing, weights, maps };
@@ -112,7 +112,7 @@ TEST_P(CudaLinear, MoreThanATileOfRowsIsMadeAgain) {
         }
         write(p.op.input, input);
         // The target's term is in the hundreds; the smoothing's terms of the other tokens are small
-        // beside it.
+        // compared with it.
         p.model.structured = with == With::weights;
         const reference::Result want = expected(device_, p.op, p.model);
         if (want.outputs.contains("loss")) {
@@ -316,8 +316,8 @@ std::vector<std::string> cuda_alone() {
 }
 
 // Few tokens of a large vocabulary: cuBLASLt may split the depth of grad_input in f32, because the
-// call lends it the block of logits (recorded_test.cpp). It adds the parts in a fixed order,
-// whatever their memory held before.
+// call lends it the block of logits (recorded_test.cpp). It adds the parts in a fixed order; the
+// previous contents of their memory do not matter.
 TEST_P(CudaLinear, ProductsOfASplitDepthRepeatTheirBits) {
   if (dtype_ != DType::f32) return;
   const Case c{.op = op_, .shape = {130, 64, 30000}, .dtype = dtype_};

@@ -267,7 +267,7 @@ class CudaHeads : public CudaOffsets {
       ASSERT_EQ(bits(op.grad_weight), weight) << "run " << time;
     }
   }
-  // Judges the outputs of a run.
+  // Compares the outputs of a run with their expected values.
   void expect_right(const Head& head, const LinearCrossEntropyForwardBackward& op) {
     std::vector<int64_t> tokens = spots(head.tokens, head.vocab);
     std::vector<int64_t> columns = spots(head.vocab, head.hidden);
@@ -331,8 +331,9 @@ TEST_P(CudaHeads, LogitsOfMoreThan2To31ElementsNeverHeldByTheCaller) {
   }
 }
 
-// With one step of depth the kernel makes E faster than memory takes it, so copies out of shared
-// memory fall behind. If a buffer were overwritten too early, bits would differ between runs.
+// With one step of depth the kernel computes E faster than memory can store it, so copies out of
+// shared memory fall behind. If a buffer were overwritten too early, bits would differ between
+// runs.
 TEST_P(CudaHeads, ExponentialsFasterThanMemoryTakesThem) {
   expect_same_bits(Head(8192, 64, 131101, 61, 127, false));
 }

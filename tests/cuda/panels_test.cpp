@@ -13,8 +13,8 @@
 namespace logitless::cuda {
 namespace {
 
-// Columns and rows put in grad_weight's memory. Its rows are written in order, so everything else
-// there must lie after the rows already written.
+// Columns and rows placed in grad_weight's memory. Its rows are written in order, so everything
+// else there must lie after the rows already written.
 struct Lent {
   int64_t panels = 0, in_place = 0, copied = 0, whole = 0, some = 0, sums = 0;
 };
@@ -134,7 +134,7 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
   }
 }
 
-// f32 sums lie in memory for half as many rows of f32 as of 16 bits. Each is rounded to its 16-bit
+// A memory of 16-bit rows holds the f32 sums of half as many rows. Each is rounded to its 16-bit
 // row there, and none is overwritten before it is read.
 TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
   for (const int64_t rows : {1, 2, 3, 7, 64, 1000}) {

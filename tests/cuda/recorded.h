@@ -31,8 +31,8 @@ class RecordedCuda {
     size_t shared_bytes = 232448;
   };
 
-  // Is called for each launch, with its arguments, in order. Its answers stand for the objects that
-  // a real machine would create.
+  // Is called for each launch, with its arguments, in order. Its return values replace the objects
+  // that a real machine would create.
   struct Listener {
     virtual ~Listener() = default;
     virtual void launch(const cudaLaunchConfig_t& config, const void* kernel, void** values,
@@ -96,7 +96,7 @@ class RecordedCuda {
   bool serves_others = true;  // whether cuBLASLt accepts an algorithm for another product
   std::vector<Device>& devices() { return devices_; }
 
-  // Makes the n-th question from now on fail, counted from 1; with 0 none.
+  // Makes the n-th query from now on fail, counted from 1; 0: none.
   void fail_question(int n) {
     asked_ = 0;
     failing_ = n;

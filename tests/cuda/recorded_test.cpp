@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Simulates machines that are not at hand: old devices beside new ones, devices that do not answer,
-// old drivers, and drivers and libraries that appear late or lack functions.
+// Simulates machines that are not available: old devices together with new ones, devices that do
+// not answer, old drivers, and drivers and libraries that appear late or lack functions.
 #include "recorded.h"
 
 #include <gtest/gtest.h>

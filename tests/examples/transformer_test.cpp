@@ -37,7 +37,8 @@ void disturb(Parameters<T>* parameters) {
   for (T& value : parameters->all) value += normal(random);
 }
 
-// Returns the mean loss and, if asked for, the gradients of h [N, D] and of the head.
+// Returns the mean loss and, if the pointers are not null, the gradients of h [N, D] and of the
+// head.
 double head_loss(const Shape& shape, const Parameters<double>& p, const std::vector<double>& h,
                  const std::vector<int32_t>& next, std::vector<double>* grad_h = nullptr,
                  double* grad_head = nullptr) {

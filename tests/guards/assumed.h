@@ -49,7 +49,7 @@ class AssumedMachine {
   cuda::RecordedCuda* operator->() { return &cuda_; }
 
  private:
-  // Sets the variables that are read when the machine is first asked for its devices.
+  // Sets the variables that are read when the devices are first listed.
   static void choose(bool portable) {
     setenv("LOGITLESS_CUDA_KERNELS", portable ? "portable" : "", 1);
   }

@@ -22,7 +22,7 @@ using AnyOp = std::variant<Softmax, CrossEntropyForward, CrossEntropyBackward,
 // an aligned address; rows padded to a multiple of 16 bytes, or not to one; column-major.
 enum class Place { dense, null, off, padded, odd, across };
 
-// Options of a call beside its shape; kOptions in plan_calls.cpp says which ops have them.
+// Options of a call besides its shape; kOptions in plan_calls.cpp says which ops have them.
 enum Option : uint32_t {
   bias,
   bias_f32,

@@ -172,8 +172,8 @@ void add_cuda(const Op& op, const Assumed& assumed, uint64_t bytes, Facts* facts
 
 // Part two: the CPU.
 
-// Named features of CPUs on which a plan depends, whatever CPU this is: AMX, AVX-512, AVX-512 with
-// bf16 dot products, AVX2 and NEON.
+// Named sets of CPU features on which a plan depends, independent of this machine's: AMX, AVX-512,
+// AVX-512 with bf16 dot products, AVX2 and NEON.
 struct NamedEngine {
   const char* name;
   bool well_known;

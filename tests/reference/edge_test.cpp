@@ -156,7 +156,7 @@ TEST(ReferenceEdges, AMinusInfiniteTarget) {
   EXPECT_EQ(forward(example).at("loss")[0], kInfinity);
   EXPECT_EQ(forward(example).at("target_logit")[0], -kInfinity);
   EXPECT_EQ(backward(example).at("grad_logits")[1], -1);
-  // A term with the factor 0 adds nothing, but a NaN in the row makes its loss NaN.
+  // A term with the factor 0 adds nothing, but a NaN in the row makes the row's loss NaN.
   example.vocab_weight = {1, 0, 1};
   EXPECT_EQ(forward(example).at("loss")[0], 0);
   example.logits[0] = kNan;

@@ -21,7 +21,7 @@ struct Example {
   std::vector<float> logits;               // [N, V]; the ops on given logits have it
   std::vector<int64_t> target;             // [N]
   LossOptions options{};
-  // Empty vectors are absent.
+  // An empty vector means an absent tensor.
   std::vector<float> token_weight, vocab_weight;                 // [N] [V or vocab_total]
   std::vector<float> normalizer;                                 // [1]
   std::vector<float> temperature;                                // [N]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference's conversions: all 65536 patterns of f16 and bf16, every midpoint between two
-// neighbours, and views of any stride.
+// The reference's conversions: all 65536 patterns of f16 and bf16, every midpoint between adjacent
+// values, and views of any stride.
 #include "src/reference/numbers.h"
 
 #include <gtest/gtest.h>
@@ -45,7 +45,7 @@ TEST_P(ReferenceNumbers, RoundToTheNearestAndTiesToEven) {
   const Format& format = GetParam();
   for (uint16_t bits = 0; bits < format.infinity; ++bits) {
     const double low = format.decode(bits);
-    // Infinity stands for the next step after the largest finite value.
+    // Infinity counts as the next value after the largest finite one.
     const uint16_t next = bits + 1;
     const double high =
         next == format.infinity ? 2 * low - format.decode(bits - 1) : format.decode(next);

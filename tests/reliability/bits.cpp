@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks that every op in every dtype gives the same bits in every run: on 1 to 8 threads of the
-// library's own pool, whatever memory held before, and with other load and other calls at the same
-// time in every second run. Prints one digest of all outputs, which must be the same in every
-// process.
+// library's own pool, with different previous contents of memory, and in every second run with
+// other load and other calls at the same time. Prints one digest of all outputs, which must be the
+// same in every process.
 //   --runs 1000   runs of each case
 //   --device 0    1: the CUDA device instead of the CPU
 #include <atomic>

@@ -37,7 +37,7 @@ constexpr const char* kKindNames[] = {"forward_kl", "reverse_kl", "jsd", "skew_k
 constexpr float kBelowOne = 1 - 0x1p-24f;
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// A number of at most `most`; half of them lie at an edge of tiles or next to one.
+// A number up to `most`; half of them are a multiple of a tile's size or next to one.
 int64_t size_of(Random& random, int64_t most) {
   constexpr int64_t edges[] = {1, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 16384};
   const int64_t edge = random.pick(edges) + random.between(-1, 1);
@@ -164,7 +164,7 @@ std::string poison(Random& random, const Case& c, const Problem<Op>& p) {
   return ", poisoned";
 }
 
-// Picks a workspace of any size and a way to run; sizes are asked for without addresses.
+// Picks a workspace of any size and a way to run; sizes are queried without addresses.
 template <class Op>
 RunPlan memory_of(Random& random, const TestDevice& device, Op op) {
   RunPlan plan{.fill = random.below(2) == 0 ? std::byte{0xFF} : std::byte{0x5A}};

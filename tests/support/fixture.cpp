@@ -186,7 +186,7 @@ void Comparison::merge(const Comparison& other, const std::string& context) {
 
 namespace {
 
-// One element's error divided by its bound: 0 where it is right, NaN where it is of another kind.
+// An element's error divided by its bound: 0 if exact, NaN if NaNs or infinities do not match.
 double error_ratio(double got, double want, double bound, DType dtype) {
   if (std::isnan(want)) return std::isnan(got) ? 0 : NAN;
   if (std::isnan(got) || !(bound >= 0)) return NAN;

@@ -185,8 +185,8 @@ class ShardJudge {
     return outcome.fields;
   }
   // Checks argmax and the exchanged target logits: among equal logits the first shard's is the
-  // argmax, and target_logit has the same bits if nothing else is asked for. Neither holds in rows
-  // with NaN.
+  // argmax, and target_logit has the same bits if no other output is requested. Neither holds in
+  // rows with NaN.
   void judge_exchange(const std::vector<Fields>& shards, const Fields& whole) {
     const auto found = whole.find("argmax");
     const std::vector<double>& target_logit = whole.at("target_logit").value;

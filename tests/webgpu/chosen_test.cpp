@@ -118,7 +118,7 @@ TEST_F(WebGpuChosen, WindowsAndChunksChangeNoLogit) {
   }
 }
 
-// If only target logits are asked for, there is neither a block nor a slot.
+// If only target logits are requested, there is neither a block nor a slot.
 TEST_F(WebGpuChosen, NoProductNeedsNoMemoryForOne) {
   Case c = plain(OpKind::linear_forward, {200, 12, 50000}, 4);
   Problem<Forward> p = build<Forward>(c);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // WebGPU's promises about kept state beyond the contract: it changes no bit of Forward or Backward,
-// whatever share is kept and whatever the chunks and windows; and Backward does read it.
+// for any kept share and any chunks and windows; and Backward does read it.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -51,7 +51,7 @@ class WebGpuKept : public testing::Test {
   }
   ~WebGpuKept() override { native_->set_limits(limits_); }
 
-  // Makes a Forward that keeps `blocks` blocks of 64 columns (0: all), and its Backward.
+  // Builds a Forward that keeps `blocks` blocks of 64 columns (0: all), and its Backward.
   void begin(const Case& c, int64_t blocks) {
     problem_ = build<Backward>(c);
     Backward& op = problem_.op;

@@ -32,7 +32,7 @@ inline TensorView paper_kept(const PaperCall& c, const std::string& name) {
   return matrix_view(nullptr, c.dtype, blocks * round_up(c.tokens, 64), 64);
 }
 
-// As many chosen columns as allowed, or few; with all other outputs, and in some calls alone.
+// As many chosen columns as allowed, or few; with all other outputs or, in some calls, none.
 inline TensorView paper_chosen(const PaperCall& c, const std::string& name) {
   if (name == "id_offsets") return {};  // this backend has no lists
   if (!c.targets_only && !c.optional && c.dtype != DType::bf16) return {};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // WebGPU's promises about tokens beyond the contract's common part: a log-probability has the same
-// bits whatever else is asked for, a token's own temperature gives the bits of options.temperature,
+// bits with any other outputs, a token's own temperature gives the bits of options.temperature,
 // ranks cover windows of the vocabulary, and nothing is read of a token without a gradient.
 #include <algorithm>
 #include <cfloat>
@@ -262,7 +262,7 @@ TEST_F(WebGpuToken, RanksOfManyWindows) {
   }
 }
 
-// Short rows of given logits are read once if no log-probability is asked for.
+// Short rows of given logits are read once if no log-probability is requested.
 TEST_F(WebGpuToken, RanksOfRowsThatAreReadOnce) {
   const double infinity = std::numeric_limits<double>::infinity();
   for (const int64_t vocab : {37, 300, 4000}) {

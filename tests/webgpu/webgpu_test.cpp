@@ -319,7 +319,7 @@ TEST_F(WebGpu, TwoTensorsInABufferAreRefusedWhereOneIsWritten) {
   EXPECT_EQ(status.code(), StatusCode::misaligned);
 }
 
-// A call of a program that has its own device, for which the library's handles stand in.
+// A program with its own device; the test uses the library's handles as that device.
 TEST_F(WebGpu, TheCallersDeviceAndBuffers) {
   void *instance, *handle, *queue;
   Status status;

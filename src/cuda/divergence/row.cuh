@@ -149,8 +149,8 @@ struct RowPair {
   }
 };
 
-// x y in [0, 1], and 0 below 2^-126, which counts as 0 beside a -inf logit. Clamped to 1: the state
-// may come from logits that another product rounded differently, and the exponential of large
+// x y in [0, 1], and 0 below 2^-126, which is treated like the 0 of a -inf logit. Clamped to 1: the
+// state may come from logits that another product rounded differently, and the exponential of large
 // logits may then overflow.
 __device__ inline float probability(float x, float y) {
   float product;
@@ -211,7 +211,7 @@ __device__ DzRow make_dz_row(const DivergenceRows& a, int row, const HeadRow<kMa
   }
   return made;
 }
-// Makes dz NaN if either head's row has no state.
+// Sets dz to NaN if either head's row has no state.
 __device__ inline DzRow with_state(DzRow row, const DivergenceState& state) {
   row.factor += 0 * state.apart;
   return row;

@@ -36,7 +36,7 @@ class Engine {
   // For `info`: whether a token's loss and statistics are independent of its batch for every call
   // with 16-bit inputs and aligned rows.
   virtual bool is_batch_invariant() const = 0;
-  // Whether the row_reference that this call writes is the row's maximum, not just near it.
+  // Whether the row_reference that this call writes is exactly the row's maximum.
   virtual bool finds_maximum(const LinearShape& shape) const = 0;
 
   virtual void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const = 0;
@@ -48,7 +48,7 @@ class Engine {
   // smallest plan.
   virtual void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,
                          const std::function<void(const LinearPlan&)>& consider) const = 0;
-  // Makes the decisions that take long, for the chosen plan only.
+  // Makes expensive decisions, for the chosen plan only.
   virtual void complete(const LinearShape&, const DeviceSpeed&, LinearPlan*) const {}
   // Returns `best`, or a better plan of several passes with `minimum` to `bytes` bytes. If `best`
   // has several passes and was planned for fewer bytes, they are planned again. With a minimum of 0

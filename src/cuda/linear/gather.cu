@@ -30,7 +30,7 @@ struct GatherArguments {
   bool reads_input;
   float* target_logit;
   float* slope;            // null if all tokens share one map
-  int32_t* again;          // null if no gradient is asked for
+  int32_t* again;          // null if no gradient is requested
   int32_t* rows_finished;  // set to 0 here, at the start of a chunk
 };
 

@@ -172,13 +172,13 @@ Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const Linear
 void finish_rows(const LinearWork& work, bool with_factors, const std::array<Panel, 2>& kept,
                  bool scales);
 
-// Writes the targets' logits, if nothing else is asked for.
+// Writes the targets' logits, if no other output is requested.
 void write_targets(const LinearWork& work);
 
 // finish_panel.cu: E of the rows beyond the exponent's range and, if E is computed after
 // finish_rows, E of the target's column.
 void finish_panel(const LinearWork& work, const Panel& panel, bool targets);
-// With smoothing: the input times v, followed by the rows that make the smoothing's term.
+// With smoothing: the input times v, followed by the rows that compute the smoothing's term.
 void scale_input(const LinearWork& work);
 // Moves rows of kept E, as arrange_tokens moved their tokens (`fills`), or back: each row is
 // swapped with the row of a token without a gradient. Products may read the following rows too, up

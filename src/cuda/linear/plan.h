@@ -79,7 +79,7 @@ struct LinearShape {
   // Some tokens may have no gradient and are left out (only in Backward).
   bool screens_gradients = false;
   bool bias = false, class_weights = false;  // read by the engine's kernels
-  bool targets_only = false;                 // only the targets' logits are asked for
+  bool targets_only = false;                 // only the targets' logits are requested
   bool chooses = false;                      // tokens have chosen columns
   int64_t chosen = 0;                        // chosen columns with gradients of their own, of
                                              // all tokens

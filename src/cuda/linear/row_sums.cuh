@@ -177,8 +177,8 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
 }
 
 // Changes a row's sums from an anchor to a reference near its maximum: the total is t 2^k with t in
-// [1, 2), and k ln 2 moves to the reference. The rounding error of that moves to log t, so that the
-// loss, most of which is log 2^k, stays as accurate as its own rounding.
+// [1, 2), and k ln 2 moves to the reference. The rounding error of the new reference is added to
+// log t, so that the loss, most of which is log 2^k, stays as accurate as its own rounding.
 __device__ inline void come_near(float total, RowState* state) {
   constexpr float ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;  // k ln2_high is exact
   if (!(total > 0 && total < infinity()) || (total >= 1 && total < 2)) return;

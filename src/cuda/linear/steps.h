@@ -20,13 +20,13 @@ enum class StepKind {
   trade_rows,    // move rows of kept E that have a gradient to the front
   // Once per chunk of tokens.
   gather,   // compact the chunk's rows of input and compute the target logits
-  targets,  // write the target logits, if nothing else is asked for
+  targets,  // write the target logits, if no other output is requested
   logits,   // partial sums of each row over the panel's columns, and E if kept
   states,   // from the sums: outputs, gradients' factors, input times v (scales)
   // E of rows beyond the exponent's range, and the padding rows after the panel's.
   finish_panel,
   form_dz,           // dz in place of E, and its part of grad_bias unless by rows
-  scale_input,       // input times v, and the rows that make the smoothing's term of E
+  scale_input,       // input times v, and the rows that give the smoothing's term of E
   remake,            // E or dz of the panel, from logits computed again
   form_panel,        // dz of the panel, from kept E
   copy_panel,        // E from grad_weight's memory to the workspace

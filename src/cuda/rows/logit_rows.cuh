@@ -40,7 +40,7 @@ __device__ inline void start_scalars(const TokenScalars* from, TokenScalars* to)
             reinterpret_cast<const char*>(from) + n * word_bytes);
 }
 
-// The coefficients of row i without the factors of the map. For a softmax they make the output p
+// The coefficients of row i without the factors of the map. For a softmax they give the output p
 // itself.
 __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
                                               const RowTarget& token, const TokenScalars& scalars,

@@ -6,7 +6,7 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int64_t column_multiple = 64;  // keeps the row's alignment in every tile
-// Shared memory beside the tile: the kernel's own variables, and what the driver reserves per
+// Shared memory besides the tile: the kernel's own variables, and what the driver reserves per
 // block.
 constexpr int64_t own_bytes = 1024, driver_bytes = 1024;
 constexpr int blocks_per_multiprocessor = 3;  // one loads while another computes or writes

@@ -41,7 +41,7 @@ void multiply(const Product& product, const DeviceInfo& device, void* library_me
 
 // Whether a product can read or write a matrix in place: its rows (or columns) are whole multiples
 // of 16 bytes, and multiples of 16 bytes apart. Does not check the address: the workspace may be
-// asked for before there is one.
+// sized before an address is known.
 bool serves_product(const TensorView& matrix);
 
 // Returns backend_unavailable with the names tried if cuBLASLt is not found.

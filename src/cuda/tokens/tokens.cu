@@ -425,8 +425,8 @@ __device__ int first_from(const Tokens& t, int valid, int p) {
   return first;
 }
 
-// There are as many places as compacted tokens. Place p goes to the token whose place it is; the
-// j-th place that is no token's goes to the j-th token whose own place is past the end.
+// There are as many places as compacted tokens. A token whose place is below their number gets that
+// place; the j-th free place goes to the j-th token whose own place is past the end.
 __global__ void __launch_bounds__(256) arrange_kernel(Tokens from, Tokens to) {
   const int64_t p = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (p >= from.total) return;

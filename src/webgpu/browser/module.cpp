@@ -136,7 +136,7 @@ int64_t size_of_tensor(const char* tensor, double value) {
 
 constexpr Execution kOnDevice{.device = {.type = DeviceType::webgpu}};
 
-// Makes the current op from the given tensors; a tensor that it does not have is an error.
+// Builds the current op from the given tensors; a tensor that it does not have is an error.
 Status make(const Execution& execution, DeviceType tensors_on, Call* call) {
   const State& s = state();
   if (!s.given.ok()) return s.given;

@@ -33,7 +33,7 @@ __device__ float dot(const E* a, const E* b, int64_t count) {
   return sum;
 }
 
-// Arguments of the kernels that make logits.
+// Arguments of the kernels that compute logits.
 struct LogitsArguments {
   Chunk chunk;
   Rows input, weight;

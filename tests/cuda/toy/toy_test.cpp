@@ -101,7 +101,7 @@ TEST_P(CudaToy, TheLossAndItsBackward) {
   }
 }
 
-// These calls go to the next engine in the list.
+// Calls that the toy engine does not support go to the next engine in the list.
 TEST_P(CudaToy, WhatItDoesNotServeGoesToTheNext) {
   Case c = plain;
   apply_everything(c);

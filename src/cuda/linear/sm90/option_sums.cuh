@@ -22,7 +22,8 @@ struct Sums {
   int lowest[2] = {no_column, no_column};
 };
 
-// sum c_j z_j of 64 columns. If kCareful, a column of weight 0 adds nothing, whatever its logit.
+// sum c_j z_j of 64 columns. If kCareful, a column of weight 0 adds nothing, even if its logit is
+// not finite.
 template <bool kRare, bool kCareful>
 __device__ inline float2 weigh_block(const float (&d)[96], const LeftOut& mask, const Arguments& a,
                                      int column) {
@@ -109,7 +110,7 @@ __device__ inline void add_above(const float (&d)[96], const HalfRows& rows, con
   add_mass<kRare>(d, rows, data, mask, a, sums);
 }
 
-// The element's value in the panel, beside its part of the sums.
+// The element's value in the panel, and its part of the sums.
 template <Mode kMode, Set kSet, bool kRare>
 __device__ inline float kept_of(const Arguments& a, float backward, float z, float e, bool masked) {
   if constexpr (kMode == Mode::sums_kept) {

@@ -6,8 +6,8 @@
 
 namespace logitless::cuda::sm90 {
 
-// z of a capped logit must be within the 3 u32 of its bound: if the product is about 0 and the bias
-// makes the logit, nothing else in the bound allows for more. The formula depends on tanh's
+// z of a capped logit must be within the 3 u32 of its bound: if the product is about 0 and the
+// logit is mostly bias, nothing else in the bound allows for more. The formula depends on tanh's
 // argument y:
 //   y <= 0.6   map_small: tanh y = y + y^3 P(y^2), coefficients and range of Cephes' tanhf
 //   y <= 1.4   map_large: the same with a longer polynomial (relative error 0.12 u32 as fitted)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The forward modes with options (forward.cuh): bias, the map from raw to z, more statistics, more
 // terms of dz. A warpgroup's epilogue runs during the other one's products: the second warpgroup
-// starts later by the stages of the ring, and stays behind.
+// starts later by the ring's stages, and stays that much later.
 //   warpgroup 1   products of t   | epilogue of t | products of t + 1 ...
 //   warpgroup 2   ... epilogue of t - 1 | products of t        | epilogue of t ...
 // During its epilogue each warp has a scheduler to itself: time depends on the number of

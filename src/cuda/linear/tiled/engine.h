@@ -53,7 +53,7 @@ class TiledEngine : public Engine {
   // If the plan has slots, a second launch adds them and reads nothing else.
   virtual void both_gradients(const LinearWork&, const Panel&, const char* /*rows*/, bool /*of_e*/,
                               bool /*add*/) const {}
-  // dz in place of E; its columns are added to bias_sum if grad_bias is asked for (`first`:
+  // dz in place of E; its columns are added to bias_sum if grad_bias is requested (`first`:
   // overwrites it). For calls with forms_in_place.
   virtual void form_dz(const LinearWork&, const Panel&, bool /*first*/) const {}
   // Whether form_dz serves a call with a softcap and smoothing, for which products cannot multiply

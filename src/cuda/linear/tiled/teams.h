@@ -18,7 +18,7 @@ inline bool works_apart(const LinearPlan& p) {
 inline int teams_on(const Tile& tile, const DeviceSpeed& speed) {
   return tile.teams(static_cast<int>(speed.multiprocessors));
 }
-// The number of teams under a plan: `teams`, or twice as many blocks that work apart.
+// The number of teams under a plan: `teams`, or twice as many independent blocks.
 inline int teams_of(const LinearPlan& p, int teams) { return works_apart(p) ? 2 * teams : teams; }
 // Rows per slot: those of a team's tile.
 inline int32_t slot_rows(const LinearPlan& p) {

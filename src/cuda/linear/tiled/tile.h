@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the planner knows of a family of GPUs: the size of its kernels' tile, the blocks that
-// compute it, what the kernels can do beside the products, and what that costs. Operands have 16
-// bits.
+// compute it, what else the kernels can do besides products, and its cost. Operands have 16 bits.
 #pragma once
 
 #include <cstdint>

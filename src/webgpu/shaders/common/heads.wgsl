@@ -25,7 +25,7 @@ struct PairSums {
   infinite: u32,  // not 0: a term of the divergence is infinite
 }
 
-const infinitely_far = 0x1p120f;  // stands for |d| if one head's logit is -inf
+const infinitely_far = 0x1p120f;  // replaces |d| if one head's logit is -inf
 
 // A column of both heads. If both probabilities are 0, it contributes 0, whatever d is.
 struct Column {

@@ -45,7 +45,7 @@ struct Params {
 @group(0) @binding(0) var<uniform> p: Params;
 
 override direct: bool = false;  // the block is the caller's matrix, with all tokens
-override more_statistics: bool = false;  // statistics of `extras` are asked for
+override more_statistics: bool = false;  // statistics of `extras` are requested
 
 const slot_columns = 1024u;
 const flag_nan = 1u;
