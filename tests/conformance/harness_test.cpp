@@ -177,7 +177,7 @@ TEST(Harness, WantsNaNForATargetOutsideOfAnAsynchronousBackend) {
   }
 }
 
-// Tensor cores do not compute in f32, so sums of few products get the wider of two bounds.
+// Only 16-bit inputs get the bound of tensor cores, which is narrower for sums of few products.
 TEST(Harness, BoundsFollowTheInputsDtype) {
   const AsynchronousDevice device;
   for (const DType dtype : {DType::f32, DType::bf16}) {

@@ -245,7 +245,7 @@ def test_the_calls_a_program_makes() -> None:
     assert kinds_of(return_statistics="argmax") == [BOTH]
     assert kinds_of(reduction="none") == [FORWARD, BACKWARD]
     assert kinds_of(return_statistics=("lse", "argmax")) == [FORWARD, BACKWARD]
-    for frozen, kept in ((1, "grad_input"), (0, "grad_weight")):  # the other gradient costs nothing
+    for frozen, kept in ((1, "grad_input"), (0, "grad_weight")):  # only one is computed
         (names,) = fields(jax.grad(step, 1 - frozen), x, w)
         assert names == f"input weight target loss {kept}"
     text = jax.jit(jax.grad(step, (0, 1))).lower(x, w).compile().as_text()

@@ -109,8 +109,8 @@ inline uint64_t hash_of(std::string_view text) {
   return hash;
 }
 
-// The third of them that runs. Selected by hash, because adjacent tests share a backend or an op,
-// and so that no commit gets the larger third of every test.
+// Returns the third of each test's cases that runs now. It is selected by hash, because adjacent
+// cases share a backend or an op, and so that no commit gets the larger third of every test.
 inline CasesByTest third_of(CasesByTest tests, size_t seed) {
   for (auto& [name, cases] : tests) {
     if (cases.size() <= kSwept) continue;
