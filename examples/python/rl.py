@@ -107,7 +107,7 @@ def nucleus_logprob(
 def packed_targets(ids: Tensor, learned: Tensor, cu_seqlens: Tensor) -> Tensor:
     target = torch.full_like(ids, -100)
     target[:-1] = ids[1:].where(learned[1:], -100)
-    target[cu_seqlens[1:].long() - 1] = -100  # the last token of a sequence has no next token
+    target[cu_seqlens[1:].long() - 1] = -100  # the last of a sequence predicts nothing
     return target
 
 
@@ -126,7 +126,7 @@ def last_stage(
 ) -> tuple[Tensor, Tensor | None]:
     hidden = received.detach().requires_grad_()
     loss = linear_cross_entropy(hidden, linear_weight, target, normalizer=tokens)
-    loss.backward()  # linear_weight.grad accumulates over the micro-batches
+    loss.backward()  # linear_weight.grad adds up over the micro-batches
     return loss.detach(), hidden.grad
 
 
