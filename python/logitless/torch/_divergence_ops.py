@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A divergence as torch's dispatcher knows it, and its one autograd rule. Eager calls come here
-too: they take milliseconds, beside which the dispatcher costs nothing.
+"""The ops of a divergence for torch's dispatcher, and its one autograd rule. Eager calls use them
+too: they take milliseconds, so the dispatcher's microseconds do not matter.
 
     divergence            the loss and statistics; with them (FUSED) the gradients for an upstream
                           gradient of 1, or (KEEP) dz for divergence_backward
@@ -194,7 +194,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     elif wanted & FUSED and not wanted & PLAIN:
         ctx.save_for_backward(*tensors, *grads)
     else:
-        # Saved tensors could be neither scaled in place nor given away.
+        # Tensors that autograd saves could neither be scaled in place nor become .grad.
         ctx.grads = list(grads) if wanted & FUSED else None
         ctx.save_for_backward(*tensors)
 
@@ -241,8 +241,8 @@ def _multiplied(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
 
 
 def _handed_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
-    """The waiting gradients, scaled in place, and no longer the context's, so that .grad may take
-    them. A second backward makes the call again."""
+    """The waiting gradients, scaled in place. The context gives up its references, so that .grad
+    can take the tensors. A second backward repeats the call."""
     made, ctx.grads = ctx.grads, None
     if made is None:
         again = ctx.wanted & ~sum(_run.BITS.values()) | _run.BITS["loss"]
@@ -304,9 +304,9 @@ def divergence(
 def _keeps(
     inputs: Inputs, options: Divergence, memory: int | None, wanted: int, dtype: torch.dtype | None
 ) -> bool:
-    """Whether Forward leaves dz for Backward: all of it or nothing. Nothing through hooks, in a
-    `memory` that is too small for it, or in any `memory` if sizes are symbols, for which no
-    workspace can be planned."""
+    """Whether Forward keeps dz for Backward, all of it. It keeps nothing under hooks on saved
+    tensors, if `memory` is too small for all of it, or with any `memory` if sizes are symbols, for
+    which no workspace can be planned."""
     if _ops.hooked() or inputs.tokens() == 0:
         return False
     if memory is None:
