@@ -43,8 +43,9 @@ AFTER_STATISTICS = 1 + len(_run.STATISTICS)
 
 
 def asked_of(grads: Sequence[Tensor | None], options: Options, vocab: Any, *saved: Any) -> Asked:
-    """The request to Backward. `grads` are those of the outputs, in their order; `vocab` is the
-    number of the head's columns here; `saved` are the constants, row_state and the entropy."""
+    """The request to Backward. `grads` are the upstream gradients of the outputs, in their order;
+    `vocab` is the number of the head's columns in this process; `saved` are the constants,
+    row_state and the entropy."""
     constants, (row_state, entropy) = Constants(*saved[:-2]), saved[-2:]
     grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = grads[:5]
     ids, grad_logits_at = constants.ids, grads[_LOGITS_AT]
@@ -84,8 +85,8 @@ def _difference(a: Tensor | None, b: Tensor) -> Tensor:
 
 
 def of_columns(grads: Sequence[Tensor | None]) -> bool:
-    """Whether Backward reads the logits of every column: for target_logit alone it does not, and
-    needs no kept state."""
+    """Whether Backward needs the logits of every column. For an upstream gradient of target_logit
+    alone it does not, and needs no kept state."""
     return any(g is not None for g, bit in zip(grads, _run.OUTPUTS) if bit != _run.TARGET_LOGIT)
 
 
@@ -143,8 +144,8 @@ class Call:
         self.main_grad = main_grad
 
     def release(self) -> Constants:
-        """Returns the constants and drops them: the call lives as long as the loss, they need
-        not."""
+        """Returns the constants and drops this object's references to them, because the call lives
+        as long as the loss, and the constants need not."""
         constants, self.constants = self.constants, _NONE
         return constants
 

@@ -232,8 +232,8 @@ def _needed(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _multiplied(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
-    """The gradients times the factor, in f32: rounding it to 16 bits would put an error into every
-    element."""
+    """The gradients times the factor, which stays f32: if it were rounded to 16 bits, every element
+    would have its error."""
     grads = _needed(ctx, ctx.saved_tensors[_FIRST_OPTION:])
     return [
         None if g is None else (g.float() * factor).to(dtype) for g, dtype in zip(grads, ctx.dtypes)
@@ -283,8 +283,8 @@ def divergence(
 ) -> Sequence[Tensor]:  # fmt: skip
     """The outputs that are `wanted`, in their order. `plain`: no graph is traced. `dtype`: that of
     the products, under autocast; gradients have that of their tensors."""
-    # A trace is one graph for calls with and without gradients: it records Forward, and its
-    # autograd rule.
+    # torch.jit.trace makes one graph for calls with and without gradients: it records Forward, and
+    # its autograd rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
     bits = wanted | (PLAIN if plain else 0)
     if torch.is_grad_enabled() and not tracing:
