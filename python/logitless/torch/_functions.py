@@ -670,7 +670,7 @@ def linear_logprobs_at(
     - `temperature`: a number, or a tensor in the shape of the tokens.
     - logit_scale, softcap, memory, group and vocab_ids: as in `linear_cross_entropy`; with the last
       two, `ids` are still ids of the whole vocabulary.
-    - `return_statistics`: names of those `Statistics` that are of no target.
+    - `return_statistics`: names of those `Statistics` that need no target.
 
     Returns f32 in the shape of `ids`, at most 0, each value differentiable. With
     `return_statistics` it returns (log-probabilities, Statistics).
@@ -768,7 +768,7 @@ def linear_topk(
     - `k`: from 1 to 256, and at most V. With `vocab_ids` [V'], which restrict the classes, at most
       V'.
     - linear_bias, logit_scale, softcap, temperature and memory: as in `linear_logprobs_at`.
-    - `return_statistics`: names of those `Statistics` that are of no target.
+    - `return_statistics`: names of those `Statistics` that need no target.
     - `group`, a Split and DTensors split the vocabulary over ranks; all ranks get the same bits.
 
     Raises LogitlessValueError for a k outside its range, and the errors of linear_cross_entropy.
