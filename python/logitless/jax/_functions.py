@@ -475,7 +475,7 @@ def linear_cross_entropy(
     token dimensions, with N tokens in all. Numbers, strings and `memory` are constants of the
     compiled program.
 
-    Arrays, or variables with a `__jax_array__` method, such as flax's nnx.Param:
+    Arrays, or variables with a __jax_array__ method, such as flax's nnx.Param:
 
     - `input` [..., D], `linear_weight` [V, D]: one dtype, f32, f16 or bf16.
     - `target` [...]: class indices, int32 or int64. Tokens whose target is `ignore_index` (None:
