@@ -49,7 +49,7 @@ def asked_of(grads: Sequence[Tensor | None], options: Options, vocab: Any, *save
     constants, (row_state, entropy) = Constants(*saved[:-2]), saved[-2:]
     grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = grads[:5]
     ids, grad_logits_at = constants.ids, grads[_LOGITS_AT]
-    if grad_logits_at is not None:  # of log-probabilities: logits less the lse
+    if grad_logits_at is not None:  # of log-probabilities: logits minus lse
         assert ids is not None
         ids = ids.reshape(grad_logits_at.shape)
         there = (ids >= 0) & (ids < (options.vocab_total or vocab))

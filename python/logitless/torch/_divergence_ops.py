@@ -93,7 +93,7 @@ def _held(inputs: Inputs, wanted: int) -> _run.Dtypes:
 
 
 def _kept_like(inputs: Inputs, dtype: torch.dtype | None, wanted: int) -> tuple[Tensor, Tensor]:
-    """Uninitialized dz, whose sizes may be symbols."""
+    """Uninitialized dz, whose sizes may be symbolic."""
     input = inputs.input
     if not wanted & KEEP:
         return input.new_empty(0), input.new_empty(0, dtype=torch.float32)

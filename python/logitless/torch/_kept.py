@@ -126,7 +126,7 @@ def room_of(memory: int | None, kept: int) -> int | None:
 def shapes(
     tokens: Any, vocab: Any, dtype: torch.dtype, bytes: Any
 ) -> tuple[tuple[Any, int], tuple[Any, int]]:
-    """The shapes of `kept` and `kept_rows` by the closed formula; the sizes may be symbols."""
+    """The shapes of `kept` and `kept_rows` by the closed formula; the sizes may be symbolic."""
     code = DTYPES.get(dtype, -1)
     return _abi.kept_formula(tokens, vocab, code, bytes, torch.sym_min, torch.sym_max)
 

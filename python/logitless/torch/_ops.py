@@ -108,7 +108,7 @@ def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
 def _kept_like(
     input: Tensor, weight: Tensor | None, target: Tensor, kept_bytes: Any
 ) -> tuple[Tensor, Tensor]:
-    """Uninitialized kept state, whose sizes may be symbols."""
+    """Uninitialized kept state, whose sizes may be symbolic."""
     if isinstance(kept_bytes, int) and not kept_bytes:
         return input.new_empty(0), input.new_empty(0, dtype=torch.float32)
     assert weight is not None
@@ -302,7 +302,7 @@ def bytes_to_keep(
     outputs: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
     """The bytes that the forward op may keep. Without `memory` this is a closed formula, in which
-    sizes may be symbols. With `memory`, which bounds the workspaces too, plans are needed, and so
+    sizes may be symbolic. With `memory`, which bounds the workspaces too, plans are needed, and so
     sizes that are numbers."""
     if not needs or weight is None or hooked():
         return 0

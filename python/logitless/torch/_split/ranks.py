@@ -111,7 +111,7 @@ def before_forward(
     }
     per_token = ("target", "token_weight", "temperature", "ids")
     for name, tensor in zip(constants._fields, constants):
-        if name == "target" and constants.ids is not None:  # made from the ids
+        if name == "target" and constants.ids is not None:  # the target follows from the ids
             continue
         known = argument(name)
         same[f"{known}'s dtype and shape"] = _like(tensor)
