@@ -122,7 +122,7 @@ def _on_host(value: Any) -> bool:
 
 
 def _looked_at(value: Any) -> Any:
-    """The values of an array that is on the host, else None, also for traced arrays."""
+    """The values of an array that is on the host. None for other arrays, and for traced ones."""
     value = _opened(value)
     if isinstance(value, np.ndarray):
         return value

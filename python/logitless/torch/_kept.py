@@ -305,8 +305,9 @@ def planned_bytes(
     outputs: tuple[str, ...], options: tuple[Any, ...], device: str, index: int, memory: int,
     of_entropy: bool,
 ) -> int:  # fmt: skip
-    """The bytes that an op of the dispatcher keeps, so that they and the workspaces, for tensors at
-    any addresses, fit `memory`; `given` are its inputs: name, dtype, shape, strides."""
+    """The bytes of state that an op in torch.ops keeps. These bytes plus the workspace, of forward
+    or of backward, fit into `memory` for tensors at any addresses. `given`: the op's inputs (name,
+    dtype, shape, strides)."""
     if device not in DEVICES:
         return 0
     where = (DEVICES[device], index)

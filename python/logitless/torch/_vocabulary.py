@@ -151,8 +151,9 @@ class Vocabulary(NamedTuple):
         return made
 
     def places(self, target: Tensor, ignored: int | None, shift: int, name: str) -> Tensor:
-        """[...] i64: the places in the list of a target, or ids, of the whole vocabulary. In them
-        ABSENT is the ignore_index."""
+        """[...] i64: the places in the list of a target or ids, which are given as ids of the whole
+        vocabulary. Ignored ones become ABSENT, which is therefore the ignore_index of the call on
+        the listed rows."""
         if target.dtype not in (torch.int32, torch.int64):
             raise wrong_dtype(f"{name} is {str(target.dtype)[6:]}; allowed: int32, int64")
         if target.device != self.rows.device:
