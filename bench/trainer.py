@@ -96,6 +96,12 @@ WAYS = {
         'Logitless, memory="512MiB"', {}, functools.partial(ours, memory="512MiB"), "ours"
     ),
     "ours-1g": Way('Logitless, memory="1GiB"', {}, functools.partial(ours, memory="1GiB"), "ours"),
+    "ours-metrics": Way(
+        "Logitless, accuracy and entropy",
+        {},
+        functools.partial(ours, metrics=("accuracy", "entropy")),
+        "ours",
+    ),
     "ours-compile": Way("Logitless, torch_compile", COMPILE, ours, "ours"),
 }
 DEFAULT_WAYS = ("unpatched", "compile", "liger", "ours", "ours-512")

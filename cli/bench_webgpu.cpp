@@ -26,19 +26,19 @@ namespace {
 using webgpu::Binding;
 using webgpu::NativeDevice;
 
-constexpr Device kDevice{DeviceType::webgpu, 0};
+constexpr Device kAdapter{DeviceType::webgpu, 0};
 constexpr int kRepeats = 3;
 
 NativeDevice* own_device() {
   Status status;
-  NativeDevice* device = webgpu::find_device(kDevice.index, &status);
+  NativeDevice* device = webgpu::find_device(kAdapter.index, &status);
   check(status);
   return device;
 }
 
 class WebGpuBench final : public GpuBench {
  public:
-  WebGpuBench() : GpuBench(kDevice), device_(own_device()) {}
+  WebGpuBench() : GpuBench(kAdapter), device_(own_device()) {}
   ~WebGpuBench() override { forget(); }
 
   const char* name() const override { return device_->description().c_str(); }
@@ -94,7 +94,7 @@ class WebGpuBench final : public GpuBench {
   Workspace reserve(uint64_t bytes) override {
     if (scratch_ == nullptr || scratch_->workspace().bytes != bytes) {
       scratch_.reset();
-      scratch_ = std::make_unique<WebGpuWorkspace>(kDevice.index, bytes);
+      scratch_ = std::make_unique<WebGpuWorkspace>(kAdapter.index, bytes);
       check(scratch_->status());
     }
     return scratch_->workspace();

@@ -17,7 +17,7 @@ namespace logitless::cli {
 #ifdef LOGITLESS_WITH_CUDA
 namespace {
 
-constexpr Device kDevice{DeviceType::cuda, 0};
+constexpr Device kGpu{DeviceType::cuda, 0};
 
 void check_cuda(cudaError_t code, const char* what) {
   if (code != cudaSuccess) throw Failure(fmt::format("{}: {}", what, cudaGetErrorString(code)));
@@ -67,11 +67,11 @@ nlohmann::json measure(const OpShape& shape, bool warmed) {
     uint64_t bytes = static_cast<uint64_t>(size_of(view.dtype));
     for (int d = 0; d < view.rank; ++d) bytes *= static_cast<uint64_t>(view.shape[d]);
     view.data = zeros.take(bytes);
-    view.device = kDevice;
+    view.device = kGpu;
     return view;
   });
   check_cuda(cudaDeviceSynchronize(), "the tensors");
-  const Execution execution{.device = kDevice};
+  const Execution execution{.device = kGpu};
   if (warmed) out["warmup_ms"] = milliseconds([&] { check(warmup(execution)); });
   WorkspaceSize size;
   const double asked = milliseconds([&] { check(workspace(op, execution, &size)); });

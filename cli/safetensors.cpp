@@ -55,7 +55,7 @@ const KnownDtype& known_dtype(const HeaderEntry& entry) {
 }
 
 // The bytes of the entry's data; an element has `bits` bits.
-uint64_t bytes_of(const HeaderEntry& entry, uint64_t bits) {
+uint64_t entry_bytes(const HeaderEntry& entry, uint64_t bits) {
   // A dimension of 0 makes the tensor empty, even if the product of the others overflows.
   if (std::find(entry.shape.begin(), entry.shape.end(), 0) != entry.shape.end()) return 0;
   uint64_t total = bits;
@@ -77,7 +77,7 @@ SafetensorsTensor checked(const HeaderEntry& entry, std::span<const std::byte> d
   if (entry.end > data.size()) {
     fail("tensor {} ends at byte {} of the data, which has {}", name, entry.end, data.size());
   }
-  const uint64_t bytes = bytes_of(entry, known.bits);
+  const uint64_t bytes = entry_bytes(entry, known.bits);
   if (bytes != entry.end - entry.begin) {
     fail("tensor {} has {} bytes; its dtype {} and its shape need {}", name,
          entry.end - entry.begin, entry.dtype, bytes);

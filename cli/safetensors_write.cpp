@@ -13,7 +13,7 @@ const char* dtype_name(DType dtype) {
   return kNames[static_cast<int>(dtype)];
 }
 
-uint64_t bytes_of(const TensorToWrite& tensor) {
+uint64_t tensor_bytes(const TensorToWrite& tensor) {
   uint64_t bytes = static_cast<uint64_t>(size_of(tensor.dtype));
   for (const int64_t size : tensor.shape) bytes *= static_cast<uint64_t>(size);
   return bytes;
@@ -26,7 +26,7 @@ std::string head(const std::vector<TensorToWrite>& tensors,
   if (!metadata.empty()) header["__metadata__"] = metadata;
   uint64_t at = 0;
   for (const TensorToWrite& tensor : tensors) {
-    const uint64_t end = at + bytes_of(tensor);
+    const uint64_t end = at + tensor_bytes(tensor);
     header[tensor.name] = {
         {"dtype", dtype_name(tensor.dtype)}, {"shape", tensor.shape}, {"data_offsets", {at, end}}};
     at = end;
@@ -44,7 +44,7 @@ std::string head(const std::vector<TensorToWrite>& tensors,
 void write_safetensors(OutputFile& file, const std::vector<TensorToWrite>& tensors,
                        const std::map<std::string, std::string>& metadata) {
   file.write(head(tensors, metadata));
-  for (const TensorToWrite& tensor : tensors) file.write(tensor.data, bytes_of(tensor));
+  for (const TensorToWrite& tensor : tensors) file.write(tensor.data, tensor_bytes(tensor));
 }
 
 }  // namespace logitless::cli

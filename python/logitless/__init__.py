@@ -56,8 +56,9 @@ else:
 
 
 def describe_backend(device: str = "cpu") -> str:
-    """One line about the backend of a `device` ("cpu", "cuda" or "webgpu"): the instruction set
-    chosen, threads, devices. Raises if this machine does not have it."""
+    """One line of text about the backend of a `device` ("cpu", "cuda" or "webgpu"): the instruction
+    set in use, the number of threads, the devices. Raises if the backend is not available on this
+    machine."""
     kinds = {"cpu": _abi.CPU, "cuda": _abi.CUDA, "webgpu": _abi.WEBGPU}
     if device not in kinds:
         raise LogitlessValueError(f"device is {device!r}; allowed: {', '.join(kinds)}")
@@ -65,14 +66,15 @@ def describe_backend(device: str = "cpu") -> str:
 
 
 def num_threads() -> int:
-    """Threads of the library's own pool."""
+    """The number of threads in the library's pool."""
     return int(_abi.library.logitless_num_threads())
 
 
 def set_num_threads(threads: int) -> int:
-    """Sets the threads of the library's pool, 0 for the default; returns the number in force.
+    """Sets the number of threads in the library's pool (0: the default), and returns the new
+    number.
 
-    Results do not depend on it. `logitless.torch` follows torch.set_num_threads instead.
+    Results do not depend on it. `logitless.torch` sets it to torch.get_num_threads() instead.
     """
     if isinstance(threads, bool) or not isinstance(threads, int):
         raise LogitlessTypeError(f"threads is a {type(threads).__name__}; allowed: an int >= 0")

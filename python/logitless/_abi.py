@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C interface (include/logitless/c.h) by ctypes: structs, the library, prepared calls."""
+"""The C interface (include/logitless/c.h) by ctypes: structs, loading the library, prepared
+calls."""
 
 from __future__ import annotations
 
@@ -45,31 +46,31 @@ TENSORS = (
     "grad_entropy", "grad_logits", "grad_input", "grad_weight", "grad_bias", "fault", "kept",
     "kept_rows",
 )  # fmt: skip
-# Added later, at the end of the struct.
+# The struct grew at its end, so these groups follow in the order in which they were added.
 MORE_TENSORS = (
     "temperature", "logprob", "sum_p_squared", "mean_logit", "rank", "anchor",
     "shard_row_reference", "shard_row_log_sum", "shard_target_logit", "shard_entropy",
     "shard_argmax", "shard_weighted_logit_sum", "shard_sum_p_squared", "shard_mean_logit",
     "max_logprob", "shard_max_logprob",
 )  # fmt: skip
-# Added then, after the options of a divergence.
+# These follow the field `divergence`.
 DIVERGENCE_TENSORS = (
     "teacher_input", "teacher_weight", "teacher_bias", "teacher_logits", "teacher_temperature",
     "teacher_entropy", "acceptance", "mass_above", "teacher_row_reference", "teacher_row_log_sum",
     "divergence_sum", "slope_sum", "slope_mean",
 )  # fmt: skip
-# Added for chosen columns.
+# For chosen columns.
 CHOSEN_TENSORS = ("ids", "logits_at", "grad_logits_at")
-MOST_CHOSEN = 1024  # chosen columns of a token
-# Added for the largest logits.
+MOST_CHOSEN = 1024  # chosen columns per token, at most
+# For the largest logits.
 TOP_TENSORS = ("top_logits", "top_ids", "shard_top_logits", "shard_top_ids")
-MOST_LISTED = 256  # entries of a token's list
-# Added for lists of chosen columns.
+MOST_LISTED = 256  # largest logits per token, at most
+# For lists of chosen columns.
 LIST_TENSORS = ("id_offsets",)
 
 
 class _Sized(ctypes.Structure):
-    """A struct that carries its own size first."""
+    """A struct whose first field is its size."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(struct_size=ctypes.sizeof(self), **values)
@@ -155,7 +156,8 @@ class PlanArguments(_Sized):
 
 
 def library_path() -> str:
-    """$LOGITLESS_LIBRARY, else the library beside this file."""
+    """The path of the shared library: $LOGITLESS_LIBRARY, or by default the one next to this
+    file."""
     given = os.environ.get("LOGITLESS_LIBRARY")
     if given:
         return given
@@ -183,8 +185,8 @@ def _load() -> ctypes.CDLL:
 
 
 library = _load()
-# Bound once, because looking a function up costs as much as calling it. Without argtypes, which
-# ctypes does not need to pass its own pointers.
+# Bound once, because looking a function up costs as much as calling it. They have no argtypes:
+# ctypes does not need them to pass its own pointers.
 _workspace = library.logitless_workspace
 _plan_create = library.logitless_plan_create
 _plan_run = library.logitless_plan_run
@@ -195,7 +197,8 @@ _keeps = library.logitless_keeps
 
 
 class Options(NamedTuple):
-    """LossOptions as plain values, in its order, without those that stay at their defaults here."""
+    """The fields of LossOptions as plain values, in its order, without those that Python always
+    leaves at their defaults."""
 
     reduction: int = REDUCTION_MEAN
     ignore_index: int = -100
@@ -217,7 +220,7 @@ class Options(NamedTuple):
 
 class Divergence(NamedTuple):
     """The options of LinearDivergence ops as plain values: those of Options that they have, and
-    those of DivergenceOptions. Taken wherever Options are."""
+    those of DivergenceOptions. Functions that take Options take these too."""
 
     reduction: int = REDUCTION_MEAN
     ignore_index: int = -100
@@ -252,9 +255,9 @@ class View(NamedTuple):
 
 
 class KeptSize(NamedTuple):
-    """What Forward keeps in a number of bytes: docs/semantics.md, "Kept state"."""
+    """What Forward keeps within a given number of bytes: docs/semantics.md, "Kept state"."""
 
-    columns: int  # kept columns, the vocabulary's first; 0: none
+    columns: int  # the number of kept columns, the first of the vocabulary; 0: none
     shape: tuple[int, int]  # of `kept`, in the input's dtype
     rows_shape: tuple[int, int]  # of `kept_rows`, in f32
     bytes: int  # of both
@@ -274,8 +277,8 @@ def kept_formula(
 ) -> tuple[tuple[Any, int], tuple[Any, int]]:
     """The shapes of `kept` and `kept_rows` within `bytes`, by the formula of docs/semantics.md.
 
-    The sizes may be symbols, if `least` and `most` take them: their values are not read, so that
-    one graph serves them all. `kept` without rows: nothing is kept.
+    The sizes may be symbolic, if `least` and `most` accept symbols: their values are not read, so
+    that one compiled graph works for all sizes. A `kept` of 0 rows means that nothing is kept.
     """
     element = KEPT_ELEMENT.get(dtype)
     if element is None:
@@ -289,13 +292,14 @@ def kept_formula(
 
 
 def kept_bytes(tokens: Any, elements: Any, element: int) -> Any:
-    """The bytes of `kept`, with `elements` of `element` bytes, and of `kept_rows` [tokens, 8]."""
+    """The bytes of `kept`, which has `elements` elements of `element` bytes, plus those of
+    `kept_rows` [tokens, 8]."""
     return elements * element + 4 * _KEPT_ROW_WIDTH * tokens
 
 
 def whole_kept(tokens: Any, vocab: Any, dtype: int) -> Any:
-    """The bytes for kept state if `memory` does not bound it: those of all logits, in the input's
-    dtype. The sizes may be symbols."""
+    """The bytes for kept state if `memory` does not bound it: those of all logits in the input's
+    dtype. The sizes may be symbolic."""
     return kept_bytes(tokens, _padded(tokens) * _padded(vocab), KEPT_ELEMENT.get(dtype, 0))
 
 
@@ -318,8 +322,8 @@ _NUMBERS = {
 
 
 def _check_number(name: str, value: object) -> None:
-    """Refuses a number that its field would hold as 0 or as an infinity, which means another
-    option: a softcap of 1e-46 would be none."""
+    """Refuses a number that the field's dtype would round to 0 or to infinity, which may mean
+    something else: a softcap of 1e-46 would become 0, no softcap."""
     if not isinstance(value, (int, float)):
         raise error_of(3, f"{name} is a {type(value).__name__}; allowed: a Python number")
     if name not in _NUMBERS:
@@ -353,7 +357,7 @@ def _divergence_struct(options: Divergence) -> DivergenceOptions:
 
 
 class _Call:
-    """The structs of a call, filled except for addresses. `fields` are the op's own beside its
+    """The structs of a call, filled except for addresses. `fields`: the op's fields that are not
     tensors."""
 
     def __init__(
@@ -388,8 +392,8 @@ def _error(code: int, status: Status) -> Exception:
 
 
 class _Run:
-    """The structs of one run of a plan, filled except for the arguments of run(). One run at a
-    time."""
+    """The structs of one run of a plan, filled except for the arguments of run(). Only one run may
+    use them at a time."""
 
     def __init__(self, plan: ctypes.c_void_p, tensors: int, bytes: int) -> None:
         self.addresses = (void_p * tensors)()
@@ -404,7 +408,7 @@ _PLACE = {name: place for place, (name, *_) in enumerate(Op._fields_)}
 
 
 def _in_words(bytes: int) -> str:
-    """As "502272 (490.5 KiB)", rounded like the command line's."""
+    """A number of bytes as in "502272 (490.5 KiB)", rounded as the command line does it."""
     number, unit = float(bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if number >= 1024:
@@ -413,7 +417,7 @@ def _in_words(bytes: int) -> str:
 
 
 def too_small(memory: int, least: int, recommended: int) -> LogitlessError:
-    """The error about a `memory` in bytes."""
+    """The error about a `memory` that is too small, in bytes."""
     return error_of(
         7,
         f"memory is {memory} bytes; allowed: >= {_in_words(least)}; "
@@ -422,12 +426,13 @@ def too_small(memory: int, least: int, recommended: int) -> LogitlessError:
 
 
 class Plan:
-    """A prepared call: one shape, one set of options, one device. Threads may share it.
+    """A prepared call: for one set of shapes, options and device. Threads may share it.
 
-    `memory` bounds the workspace in bytes (None: what the core recommends); more than `most` would
-    not be used. `room` bounds it too, but never below the minimum, as a `memory` below 0 does (see
-    Room). The plan serves tensors that are aligned as `addresses` are, in the views' order; without
-    them it serves any, for which the workspace may have to be larger.
+    `memory` bounds the workspace in bytes (None: what the core recommends); more bytes than
+    `most` would not be used. `room` bounds it too, but never below the minimum; a negative
+    `memory` means a `room` (see Room). `addresses`, in the views' order, tell the alignment of
+    the tensors: the plan is then valid only for tensors with at least this alignment. Without
+    addresses it is valid for all tensors, but the workspace may have to be larger.
     """
 
     def __init__(
@@ -469,13 +474,14 @@ class Plan:
             self.bytes = max(self.minimum, min(room, max(most, self.recommended)))
         self.room = room
         self.kept = kept
-        # logitless_op has its own order of tensors.
+        # Addresses are passed in the order of logitless_op's fields, which differs from the views'.
         self._order = sorted(range(len(views)), key=lambda i: _PLACE[views[i].name])
         self._plan: ctypes.c_void_p | None = None
-        self._runs: list[_Run] = []  # not in use; append and pop are atomic
+        self._runs: list[_Run] = []  # those not in use; append and pop are atomic
 
     def _create(self) -> ctypes.c_void_p:
-        """Creates the plan at the first run: a plan that only tells its bytes needs none."""
+        """Creates the core's plan. This happens at the first run, because an object that is only
+        asked for its bytes needs none."""
         plan, call = void_p(), self._call
         structs = byref(call.op), byref(call.execution), u64(self.bytes), byref(plan)
         code = _plan_create(*structs, byref(call.status))
@@ -489,8 +495,8 @@ class Plan:
     def run(
         self, addresses: Sequence[int], workspace: int, stream: int = 0, normalizer: float = 0.0
     ) -> None:
-        """Runs on the tensors at `addresses`, in the views' order, and `bytes` of workspace. A
-        `normalizer` other than 0 replaces the planned one."""
+        """Runs on the tensors at `addresses`, in the views' order. `workspace` is the address of
+        `self.bytes` bytes. A `normalizer` other than 0 replaces the planned one."""
         try:
             run = self._runs.pop()
         except IndexError:
@@ -511,7 +517,7 @@ class Plan:
 def kept_size(
     views: Sequence[View], options: AnyOptions, device: tuple[int, int], bytes: int
 ) -> KeptSize:
-    """What a linear Forward of these inputs keeps in `bytes`."""
+    """What a linear Forward of these inputs keeps within `bytes` bytes."""
     kind = LINEAR_CROSS_ENTROPY_FORWARD
     if isinstance(options, Divergence):
         kind = LINEAR_DIVERGENCE_FORWARD
@@ -529,22 +535,24 @@ def kept_size(
 
 
 def keeps(device_type: int, dtype: int, options: Options) -> bool:
-    """Whether Backward uses what a linear Forward keeps, whatever the sizes."""
+    """Whether a linear Forward can keep state that Backward uses, at any size."""
     return bool(_keeps(device_type, dtype, byref(_options_struct(options))))
 
 
 def follow_threads(threads: int) -> None:
-    """Takes a framework's number of threads, unless the user named one for this library."""
+    """Uses a framework's number of threads, unless $LOGITLESS_NUM_THREADS sets one for this
+    library."""
     if not os.environ.get("LOGITLESS_NUM_THREADS"):
         library.logitless_set_num_threads(threads)
 
 
-MOST_SCALED = 4  # vectors of one logitless_scale_each
+MOST_SCALED = 4  # vectors per logitless_scale_each, at most
 
 
 class Scale:
-    """One logitless_scale_each of contiguous vectors (dtype, count) on a CUDA device, at most
-    MOST_SCALED, filled except for addresses and the stream. One call at a time."""
+    """The structs of one logitless_scale_each on a CUDA device, filled except for addresses and the
+    stream. `vectors` (dtype, count): at most MOST_SCALED, contiguous. Only one call may use them at
+    a time."""
 
     def __init__(self, vectors: Sequence[tuple[int, int]], device_index: int) -> None:
         cuda: dict[str, int] = {"device_type": CUDA, "device_index": device_index}
@@ -563,7 +571,8 @@ class Scale:
             values.data = address
 
     def run(self, factor: int, stream: int) -> None:
-        """Multiplies every value by the f32 at `factor`; reads and writes nothing if that is 1."""
+        """Multiplies every value by the f32 at the address `factor`. If the factor is 1, no value
+        is read or written."""
         self.factor.data = factor
         self.execution.stream = stream
         code = _scale_each(self._each, self._count, *self._pointers)
@@ -576,15 +585,15 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 class Room(NamedTuple):
-    """A `memory` that gives way: a call that needs more bytes gets its minimum instead of an
-    error."""
+    """A `memory` that is only a wish: a call whose minimum is more than these bytes gets its
+    minimum instead of an error."""
 
     bytes: int
 
 
 def parse_memory(memory: Any) -> int | None:
-    """Bytes of `memory`: a number of bytes, or a text such as "64MiB". A Room becomes a number
-    below 0, because torch's ops take only numbers."""
+    """The bytes of a `memory` argument: a number of bytes, or a text such as "64MiB". A Room
+    becomes a negative number, because torch's ops take only numbers. None stays None."""
     if memory is None:
         return None
     if isinstance(memory, Room):
@@ -599,7 +608,7 @@ def parse_memory(memory: Any) -> int | None:
             bytes = None if unit is None else int(number * unit)
         except (ValueError, OverflowError):
             bytes = None
-    elif isinstance(memory, float) and memory.is_integer():  # as 1e9 is
+    elif isinstance(memory, float) and memory.is_integer():  # such as 1e9
         bytes = int(memory)
     if isinstance(bytes, bool) or not isinstance(bytes, int) or not 0 <= bytes < _INT64:
         given = f'"{memory}"' if isinstance(memory, str) else repr(memory)
@@ -611,7 +620,7 @@ def parse_memory(memory: Any) -> int | None:
 
 
 def describe_backend(device_type: int) -> str:
-    """One line about a backend; raises if it is not available."""
+    """One line of text about a backend; raises if it is not available."""
     text = ctypes.create_string_buffer(512)
     status = Status()
     code = library.logitless_describe_backend(device_type, text, len(text), byref(status))
@@ -621,7 +630,7 @@ def describe_backend(device_type: int) -> str:
 
 
 def warmup(device_type: int, device_index: int) -> None:
-    """Loads the device's kernels, so that no call does."""
+    """Loads the device's kernels, so that no later call has to."""
     execution = Execution(device_type=device_type, device_index=device_index)
     status = Status()
     code = library.logitless_warmup(byref(execution), byref(status))

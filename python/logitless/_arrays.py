@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host arrays in the core's dtypes, for the bindings that take NumPy arrays. What the dtype cannot
-hold is an error, never lost silently."""
+"""NumPy arrays in the core's dtypes, for the bindings that take NumPy arrays. A value that the
+dtype cannot represent is an error."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from logitless._errors import error_of, invalid, placed, wrong_dtype
 
 
 def check_unmasked(name: str, value: Any) -> None:
-    """A masked array would be read without its mask."""
+    """Refuses a masked array, whose mask would be ignored."""
     if isinstance(value, np.ma.MaskedArray):
         raise wrong_dtype(f"{name} is a masked array; allowed: an array without a mask (filled())")
 
 
 def check_real(name: str, dtype: np.dtype[Any]) -> None:
-    """Refuses imaginary parts, texts and objects, which f32 cannot hold."""
+    """Refuses complex numbers, strings and objects, which f32 cannot represent."""
     # ml_dtypes' types have another kind, but can be cast.
     if dtype.kind not in "biuf" and not np.can_cast(dtype, np.float32):
         raise wrong_dtype(f"{name} is {dtype}; allowed: real numbers")
 
 
 def with_cast(message: str) -> str:
-    """A message about two dtypes, with how to cast one to the other."""
+    """The message; if it is about two different dtypes, it also says how to cast."""
     if not message.endswith("the dtype of input"):
         return message
     return f"{message}; use {message.split(' ', 1)[0]}.astype(input.dtype)"
 
 
 def check_range(target: NDArray[Any], vocab: int, ignore_index: int, shift: int = 0) -> None:
-    """Raises if a host target [...] that counts is no class; a shift leaves out the first ones."""
+    """Raises if a target [...] is neither a class nor `ignore_index`. The first `shift` of a
+    sequence are not read, and so not checked."""
     wrong = (target != ignore_index) & ((target < 0) | (target >= vocab))
     if shift and wrong.ndim:
         wrong[..., :shift] = False
@@ -52,8 +53,8 @@ def check_range(target: NDArray[Any], vocab: int, ignore_index: int, shift: int 
 
 
 def as_f32(name: str, value: Any) -> NDArray[np.float32]:
-    """Real numbers, rounded to f32. One that would become 0 or infinite is refused: a weight of 0
-    means something else than a small one."""
+    """Real numbers, rounded to f32. A number that would round to 0 or infinity is refused, because
+    a weight of 0 does not mean the same as a small one."""
     check_unmasked(name, value)
     given = np.asarray(value)
     check_real(name, given.dtype)
@@ -91,11 +92,12 @@ def places_in(
     target: NDArray[Any], ordered: NDArray[np.int64], order: NDArray[np.int64], ignored: int,
     shift: int, name: str, listed: str,
 ) -> NDArray[np.int64]:  # fmt: skip
-    """The place of each target, or id, in the list; ABSENT where it is `ignored`."""
+    """The place of each target (or id) in a list of rows, from the result of sorted_list; ABSENT
+    for targets that are `ignored`. `name` and `listed` are the names of both in messages."""
     at = np.searchsorted(ordered, target).clip(max=len(ordered) - 1)
     counts = target != ignored
     missing = counts & (ordered[at] != target)
-    if shift:  # the shift drops them: nobody reads them
+    if shift:  # the shift drops the first ones, so they are not read
         missing[..., :shift] = False
     if missing.any():
         place = int(missing.argmax())

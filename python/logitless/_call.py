@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A caller's options as the core takes them, once for all bindings."""
+"""Converts a caller's options to the core's, for all bindings."""
 
 from __future__ import annotations
 
@@ -61,10 +61,11 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict of a type variable
         temperature: float | A
 
     class ModuleOptions(_OfLogits[A], _OfLoss, total=False):
-        """The options that a module of given logits keeps, beside weight and reduction."""
+        """The options that the module of a loss of given logits stores, besides weight and
+        reduction."""
 
     class LinearModuleOptions(ModuleOptions[A], _OfHead[A], total=False):
-        """The same for a linear loss."""
+        """The options that the module of a linear loss stores, besides weight and reduction."""
 
 
 REDUCTIONS = {
@@ -87,8 +88,9 @@ def options_of(
     reduction: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, logit_scale: Any,
     softcap: Any, temperature: Any, empty_mean: Any,
 ) -> Options:  # fmt: skip
-    """The options without the normalizer. None means the default ignore_index, as in
-    torch.nn.functional.linear_cross_entropy, and no softcap, as in models' configurations."""
+    """The options without the normalizer. An ignore_index of None means the default, as in
+    torch.nn.functional.linear_cross_entropy; a softcap of None means none, as in models'
+    configurations."""
     return Options(
         one_of("reduction", reduction, REDUCTIONS),
         IGNORE_INDEX if ignore_index is None else ignore_index,
@@ -102,8 +104,9 @@ def options_of(
 
 
 def is_flat(temperature: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether a temperature of that shape is [N] while the target has another shape; raises if it
-    is neither [N] nor broadcastable to the target's shape."""
+    """Whether a temperature of this shape must be reshaped to the target's: it is [N], and the
+    target has another shape. Raises if it is neither [N] nor broadcastable to the target's
+    shape."""
     tokens = math.prod(target)
     if len(temperature) == 1 and len(target) != 1 and temperature[0] == tokens:
         return True
@@ -117,8 +120,8 @@ def is_flat(temperature: Sequence[int], target: Sequence[int]) -> bool:
 
 
 def check_shift(shift: int, shape: Sequence[int]) -> None:
-    """Checks a shift of targets of `shape` [..., T]. A shift by one may leave no target, as of a
-    single token: the mean is then empty."""
+    """Checks a shift of targets of `shape` [..., T]. A shift by one may leave no target if T is 1;
+    a mean is then empty."""
     if not shape:
         raise wrong_shape("target has shape (); allowed with shift: [..., T]")
     tokens = shape[-1]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences of two heads: the names of their kinds and statistics, and a caller's options as the
-core takes them, once for all bindings. docs/semantics.md has the formulas."""
+"""Divergences of two heads: the names of their kinds and statistics, and the conversion of a
+caller's options to the core's, for all bindings. docs/semantics.md has the formulas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         logprob: A | None = None
 
     class ModuleOptions(TypedDict, Generic[A], total=False):
-        """The options that a module keeps, beside the kind and the reduction."""
+        """The options that a module stores, besides the kind and the reduction."""
 
         beta: float
         label_weight: float
@@ -89,7 +89,7 @@ else:
 
 
 def names_of(names: Any) -> tuple[str, ...]:
-    """The statistics asked for, each once, in the table's order."""
+    """The names of statistics that the caller asks for, each once, in the table's order."""
     return _statistics.names_of(names, STATISTICS) if names else ()
 
 
@@ -98,9 +98,9 @@ def options_of(
     softcap: Any, temperature: Any, teacher_logit_scale: Any, teacher_softcap: Any,
     teacher_temperature: Any, empty_mean: Any,
 ) -> Divergence:  # fmt: skip
-    """The options without the normalizer. For kinds that do not read it, beta is not checked and
-    does not tell one call from another. None means what it does in _call.options_of; as the
-    teacher's temperature, the student's."""
+    """The options without the normalizer. For kinds that do not read beta, any value is replaced by
+    the default, so that it is not checked and does not make two calls differ. None means the same
+    as in _call.options_of; a teacher_temperature of None means the student's."""
     code = _call.one_of("kind", kind, KINDS)
     return Divergence(
         reduction=_call.one_of("reduction", reduction, _call.REDUCTIONS),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core's status as exceptions. A message names the field, its value and what is allowed, in the
-names of the Python function's arguments."""
+"""The core's status codes as exceptions. A message names the argument of the Python function, its
+value and what is allowed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class LogitlessTypeError(LogitlessError, TypeError):
 
 
 class LogitlessRuntimeError(LogitlessError, RuntimeError):
-    """A device or backend that does not serve the call."""
+    """A device or backend that is missing, fails, or cannot run the call; or an internal error."""
 
 
 class LogitlessNotSupportedError(LogitlessRuntimeError, NotImplementedError):
     """Something this library does not do; the message says what to do instead."""
 
 
-# By code of c.h: its name and its exception.
+# The status codes of c.h: the name and the exception of each.
 _STATUS: dict[int, tuple[str, type[LogitlessError]]] = {
     1: ("invalid_argument", LogitlessValueError),
     2: ("wrong_shape", LogitlessValueError),
@@ -83,14 +83,15 @@ def not_supported(message: str) -> LogitlessError:
 
 
 def _replaced(text: str, names: Mapping[str, str]) -> str:
-    """`text` with each name that is a whole word replaced, once."""
+    """`text`, in which each whole word that is a key of `names` is replaced by its value.
+    Replacements are not replaced again."""
     longest_first = sorted(map(re.escape, names), key=len, reverse=True)
     words = rf"(?<![\w.-])(?:{'|'.join(longest_first)})(?!\w)"
     return re.sub(words, lambda found: names[found.group()], text)
 
 
-# The core's names for arguments of linear_cross_entropy, cross_entropy and softmax, which all
-# bindings share. The core's weight and bias are the head's.
+# The core's names of arguments, and the names in linear_cross_entropy, cross_entropy and softmax,
+# which all bindings share. In the core `weight` and `bias` are those of the head.
 _ARGUMENTS = {
     "weight": "linear_weight",
     "bias": "linear_bias",
@@ -99,7 +100,7 @@ _ARGUMENTS = {
     "id_offsets": "offsets",
     "probabilities": "logits",  # softmax in place calls it logits
     "grad_logits": "logits",  # cross_entropy in place calls it logits
-    "0: counted": "None: counted",  # in Python 0 is a normalizer
+    "0: counted": "None: counted",  # in Python 0 is a valid normalizer
 }
 
 
@@ -109,7 +110,7 @@ _DTYPES = {
 
 
 def argument(name: str) -> str:
-    """The argument that the core calls `name`."""
+    """The Python name of the argument that the core calls `name`."""
     return _ARGUMENTS.get(name, name)
 
 
@@ -122,23 +123,23 @@ def placed(
     message: str, shape: Sequence[int], shift: int = 0, name: str = "target",
     ranks: tuple[int, int] | None = None,
 ) -> str:  # fmt: skip
-    """A message about one element of a tensor that the core was given flat, with the caller's
-    index: "target[8] is 99; ..." for a target of `shape` (2, 5) becomes "target[1, 3] (flat:
-    target[8]) is 99; ...". Other messages are returned unchanged.
+    """A message about one element of a tensor that the core saw flattened, with the index in the
+    caller's tensor: "target[8] is 99; ..." for a target of `shape` (2, 5) becomes "target[1, 3]
+    (flat: target[8]) is 99; ...". Other messages are returned unchanged.
 
     For a matrix whose rows have that `shape`, "ids[8, 1] is 99; ..." becomes "ids[1, 3, 1] (flat:
     ids[8, 1]) is 99; ...".
 
-    `shape` is the caller's. `shift`: the places along the last dimension by which the binding had
-    moved the elements before the core counted them. `name`: the tensor's name in the message.
-    `ranks` (dim, size): the core counted a tensor that was gathered from `size` ranks along that
-    dimension of `shape`, and the message names the rank too.
+        `shape`: that of the caller's tensor. `shift`: the places along the last dimension by which
+        the binding had moved the elements before the core saw them. `name`: the tensor's name in
+        the message. `ranks` (dim, size): the core saw a tensor that was gathered from `size` ranks
+        along dimension `dim`, and the message also names the rank.
 
         except LogitlessError as error:
             error.args = (placed(str(error), target.shape, shift),)
             raise
 
-    or, where a microsecond does not matter, `with places(target.shape, shift):`."""
+    or, if a microsecond does not matter, `with places(target.shape, shift):`."""
     found = re.search(rf"(?<![\w.-]){re.escape(name)}\[(\d+)((?:, \d+)*)\](?= is )", message)
     if found is None:
         return message
@@ -172,7 +173,7 @@ def places(
     shape: Sequence[int], shift: int = 0, name: str = "target",
     ranks: tuple[int, int] | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """A context in which errors name their element as `placed` does."""
+    """A context manager that rewrites the messages of errors with `placed`."""
     try:
         yield
     except LogitlessError as error:
@@ -181,8 +182,9 @@ def places(
 
 
 def renames(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function that calls another one of this package with differently named
-    arguments, so that errors have its own names. `names`: {the other's: its own}."""
+    """Decorates a function that calls another function of this package, whose arguments have other
+    names, so that error messages have the decorated function's names. `names`: {name in the called
+    function: name in the decorated one}."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
@@ -199,8 +201,8 @@ def renames(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_
 
 
 def refuses(old: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function whose keywords were renamed. `old`: {a name that it no longer takes: the
-    one that it takes instead}."""
+    """Decorates a function whose keyword arguments were renamed, so that an old name is an error
+    that gives the new one. `old`: {old name: new name}."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
@@ -227,5 +229,5 @@ def entropy_detached(entropy: object) -> bool:
     return entropy == "detached"
 
 
-# linear_logprob's former names; elsewhere `weight` is the class weights.
+# linear_logprob's former names of arguments. In other functions `weight` is the class weights.
 OLD_OF_LOGPROB = {"weight": "linear_weight", "bias": "linear_bias"}

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statistics of a token: the one table that every binding reads. docs/semantics.md defines
-them."""
+"""The statistics of a token, in one table for all bindings. docs/semantics.md defines them."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ A = TypeVar("A")
 
 
 class Statistic(NamedTuple):
-    """What bindings must know of a statistic."""
+    """What the bindings must know about a statistic."""
 
     formula: str
     differentiable: bool = False
     indexes: bool = False  # an integer, not f32
-    extra: bool = False  # Combine needs it from each shard, beside the state that every loss has
+    extra: bool = False  # Combine needs it from each shard, besides the state of every loss
     of_whole_rows: bool = False  # not available for a shard of the vocabulary
-    of_target: bool = False  # of the target, or compared with it
+    of_target: bool = False  # it needs a target
 
 
 STATISTICS = {
@@ -44,7 +43,7 @@ OF_ROWS = {name: statistic for name, statistic in STATISTICS.items() if not stat
 
 
 def listed(table: Mapping[str, Statistic]) -> str:
-    """A table as a list in a docstring."""
+    """A table of statistics as a list for a docstring."""
     return "\n".join(f"- `{name}`: {formula_of(statistic)}" for name, statistic in table.items())
 
 
@@ -53,7 +52,7 @@ def formula_of(statistic: Statistic) -> str:
 
 
 def describe(cls: Any, table: Mapping[str, Statistic]) -> None:
-    """Gives the fields of a tuple of statistics their docstrings."""
+    """Sets the docstrings of the fields of `cls`, a NamedTuple of statistics."""
     for name, statistic in table.items():
         getattr(cls, name).__doc__ = formula_of(statistic)
 
@@ -63,7 +62,7 @@ StatisticName: TypeAlias = Literal[
     "max_logprob", "mass_above",
 ]  # fmt: skip
 
-# For calls without targets.
+# The statistics that a call without targets can return.
 RowStatisticName: TypeAlias = Literal[
     "lse", "entropy", "argmax", "sum_p_squared", "mean_logit", "max_logprob"
 ]
@@ -96,7 +95,7 @@ else:
 
 
 def names_of(names: Any, table: Mapping[str, Statistic] = STATISTICS) -> tuple[str, ...]:
-    """The statistics asked for, each once, in the table's order."""
+    """The names of statistics that the caller asks for, each once, in the table's order."""
     if isinstance(names, str):
         names = (names,)
     allowed = ", ".join(map(repr, table))

@@ -21,7 +21,8 @@ ABSENT = -1  # an ignored target, in a call on listed rows
 
 
 def check_list(name: str, dtype: str, shape: Sequence[int], vocab: Any, rows: Any = None) -> None:
-    """Checks what is known of a list without its ids. `rows`: the number it must have."""
+    """Checks the dtype and shape of a list of rows. `rows`: the number of ids that it must have, if
+    not None."""
     if dtype not in ("int32", "int64"):
         raise wrong_dtype(f"{name} is {dtype}; allowed: int32, int64")
     if rows is not None and tuple(shape) != (rows,):
@@ -46,8 +47,8 @@ def given_twice(name: str, place: int, first: int, value: int) -> LogitlessError
 def not_listed(
     name: str, place: int, value: int, shape: Sequence[int], listed: str, ignored: int
 ) -> LogitlessError:
-    """The error about the element at the flat `place` of a target, or of ids [..., K], of that
-    `shape`."""
+    """The error about an element that is not in the list. `place` is its flat index in a target, or
+    in ids [..., K], of this `shape`."""
     none = f"ignore_index ({ignored})"
     where = f"{name}[{place}]"
     if name == "ids":
@@ -59,14 +60,14 @@ def not_listed(
 
 
 def check_over(over: Any) -> bool:
-    """Whether a softmax at chosen ids is over the ids alone."""
+    """Whether `over` means a softmax over the chosen ids alone; raises if it is not allowed."""
     if over not in ("vocab", "ids"):
         raise invalid(f"over is {over!r}; allowed: 'vocab', 'ids'")
     return bool(over == "ids")
 
 
 def refuse_beside_ids(vocab_ids: Any, return_statistics: Any) -> None:
-    """Refuses what does not go with a softmax over the ids alone."""
+    """Refuses arguments that are not allowed with a softmax over the chosen ids alone."""
     if vocab_ids is not None:
         raise not_supported("vocab_ids is given with over='ids'; allowed: None, for only ids count")
     if return_statistics not in ((), [], None):
@@ -91,7 +92,8 @@ def no_teacher() -> LogitlessError:
 
 
 def wrong_extent(name: str, shape: Sequence[int], vocab: Any, last: bool = False) -> LogitlessError:
-    """The error about a tensor of which the core sees only the listed part."""
+    """The error about a tensor whose vocabulary dimension is not V. The core cannot find it,
+    because it sees only the listed rows."""
     of = "last" if last else "first"
     return wrong_shape(
         f"{name} has shape {tuple(shape)}; allowed: {vocab} in its {of} dimension, the vocabulary's"

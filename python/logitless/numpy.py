@@ -70,7 +70,8 @@ if TYPE_CHECKING:
 
 
 class Gradients(NamedTuple):
-    """The loss's gradients by the arguments of these names; None if there is no bias."""
+    """The loss's gradients with respect to the arguments of the same names. linear_bias is None if
+    the call has no bias."""
 
     input: Array
     linear_weight: Array
@@ -88,7 +89,8 @@ class Gradients(NamedTuple):
 
 
 def _view(name: str, array: Array) -> tuple[View, Array]:
-    """A view that the core can read; a copy for another byte order, or a negative or odd stride."""
+    """A view that the core can read, and the array that it describes: a copy if the byte order is
+    foreign, or a stride is negative or not a multiple of the element size."""
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None:
         indexes = name in ("target", "ids", "id_offsets")
@@ -151,7 +153,7 @@ def _target(value: Any, rows: Array, what: str) -> Array:
 
 
 def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
-    """[N], from an array in the shape of the tokens; moved with the target."""
+    """[N], from an array in the shape of the tokens; shifted like the target."""
     held = as_f32("token_weight", value)
     if held.shape != shape:
         raise wrong_shape(f"token_weight has shape {held.shape}; allowed: {shape}")
@@ -159,7 +161,7 @@ def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
 
 
 class _Call:
-    """One loss: the flattened inputs, the options, and the outputs made so far."""
+    """One loss: the flattened inputs and the options."""
 
     def __init__(self, rows: Array, target: Array, what: str, options: dict[str, Any]) -> None:
         rows = _array(what, rows)
@@ -194,7 +196,7 @@ class _Call:
     def run(
         self, kind: int, arrays: dict[str, Array | None], memory: int | None, most: int = 0
     ) -> None:
-        """Errors name a target as the caller has it."""
+        """Runs the op. Errors about a target give its index in the caller's array."""
         try:
             _run(kind, arrays | self.constants, self.options, memory, most)
         except LogitlessError as error:
@@ -219,8 +221,8 @@ class _Call:
 
 
 def _normalizer(value: Any) -> float:
-    """The normalizer as the core's options take it, in double. There 0 means that the tokens are
-    counted, so a normalizer of 0 is passed as an array."""
+    """The normalizer as a number of the core's options. There 0 means that the tokens are counted,
+    so the caller of this function passes a normalizer of 0 as an array."""
     if value is None:
         return 0.0
     array = np.asarray(value)
@@ -250,8 +252,8 @@ def _moved(values: Array, shift: int, rest: float) -> Array:
 def _temperature(
     value: Array, shape: tuple[int, ...], shift: int, name: str = "temperature"
 ) -> Array:
-    """[N], from an array in the target's shape, [N] or broadcastable to it; moved with the
-    target."""
+    """[N], from an array in the target's shape, of shape [N], or broadcastable to the target's
+    shape; shifted like the target."""
     held = as_f32(name, value)
     flat = is_flat(held.shape, shape)
     held = held.reshape(shape) if flat else np.broadcast_to(held, shape)
@@ -260,10 +262,12 @@ def _temperature(
 
 class _Listed:
     """A list of rows as the vocabulary: turns a call's arguments into those of a call on these rows
-    alone, and its results back. docs/semantics.md, "A list of rows as the vocabulary"."""
+    alone, and the ids in its results into ids of the whole vocabulary. The contract is
+    docs/semantics.md, "A list of rows as the vocabulary"."""
 
     def __init__(self, name: str, ids: Any, vocab: int, rows: int | None = None) -> None:
-        """With `rows` the order is theirs, else ascending."""
+        """`rows`: the number of ids that the list must have; the listed rows then keep the order of
+        `ids`, and are in ascending order otherwise."""
         ids = _array(name, ids)
         _vocabulary.check_list(name, str(ids.dtype), ids.shape, vocab, rows)
         self.name, self.vocab = name, vocab
@@ -284,7 +288,8 @@ class _Listed:
     def places(
         self, target: Array, ignored: int | None, shift: int = 0, name: str = "target"
     ) -> Array:
-        """The place of each target, or id, in the list; ABSENT is then the ignore_index."""
+        """The place of each target, or id, in the list; ABSENT for `ignored` ones, so that ABSENT
+        is the ignore_index of the call on the listed rows."""
         ignored = IGNORE_INDEX if ignored is None else ignored
         _abi.check_ignore_index(ignored)
         if shift:
@@ -292,7 +297,8 @@ class _Listed:
         return places_in(target, self.ordered, self.order, ignored, shift, name, self.name)
 
     def whole(self, places: Array | None) -> Array | None:
-        """Ids of the whole vocabulary."""
+        """The ids of the whole vocabulary at these `places` of the list; negative values are
+        kept."""
         return None if places is None else np.where(places < 0, places, self.ordered[places])
 
     def gradients(self, made: Gradients) -> Gradients:
@@ -397,14 +403,17 @@ def linear_cross_entropy(
     - `target` [...]: class indices, int64 or int32.
     - `linear_bias` [V]: the input's dtype or float32.
 
-    The options mean what they mean in logitless.torch: `weight` [V] of classes, `token_weight`
-    [...], `temperature` (a number, or an array in the target's shape, [N] or broadcastable to it),
-    `shift` (which moves token_weight and temperature with the targets), `vocab_ids` [V'] (the
-    softmax is over these rows alone), and the others.
+    All options mean the same as in logitless.torch. Those that take arrays are:
 
-    Returns the loss, float32, a scalar or [...] with reduction "none"; with `return_statistics`
-    (loss, Statistics); with `return_gradients`, for "mean" and "sum", (that result, Gradients),
-    made in one pass. Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError.
+    - `weight` [V] of classes and `token_weight` [...]: factors of the loss.
+    - `temperature`: a number, or an array in the target's shape, of shape [N] (N tokens in all), or
+      broadcastable to the target's shape. `shift` moves it, and token_weight, with the targets.
+    - `vocab_ids` [V']: the softmax is over these rows of linear_weight alone.
+
+    Returns the loss, float32: a scalar, or [...] with reduction "none". With `return_statistics`
+    the result is (loss, Statistics). With `return_gradients`, for reductions "mean" and "sum", the
+    function returns (result, Gradients), computed in one pass. Raises LogitlessValueError,
+    LogitlessTypeError or LogitlessNotSupportedError.
     """
     options = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
@@ -434,9 +443,10 @@ def linear_logprob(
     softcap: float | None = 0.0, shift: bool | int = False, memory: int | str | None = None,
     entropy: bool | str = False, vocab_ids: Array | None = None,
 ) -> Any:  # fmt: skip
-    """Log-probability of every target token, [...] float32, never above 0. `entropy` (True, or
-    "detached", which means the same here) gives the pair (logprob, entropy). Tokens that do not
-    count give 0. The arrays and the other options are as in `linear_cross_entropy`.
+    """Log-probability of every target token: [...], float32, at most 0. With `entropy` (True, or
+    "detached", which means the same here) it returns the pair (logprob, entropy). Both are 0 for
+    tokens whose target is `ignore_index`. The arrays and the other options are as in
+    `linear_cross_entropy`.
     """
     entropy_detached(entropy)
     _, made = linear_cross_entropy(
@@ -457,7 +467,7 @@ def _integers(name: str, value: Any) -> Array:
 
 
 def _ids(value: Any, rows: Array) -> Array:
-    """Columns of each token, [..., K] of `rows` [..., D]."""
+    """The chosen columns [..., K] of each token, checked against the tokens of `rows` [..., D]."""
     ids = _integers("ids", value)
     most = _abi.MOST_CHOSEN
     of_tokens = rows.ndim > 0 and ids.ndim == rows.ndim and ids.shape[:-1] == rows.shape[:-1]
@@ -471,7 +481,7 @@ def _ids(value: Any, rows: Array) -> Array:
 
 
 def _lists(ids: Any, offsets: Any, tokens: int) -> tuple[Array, Array]:
-    """Columns [M] of all tokens, and the start of each token's, [N + 1]."""
+    """The chosen columns [M] of all tokens, and where each token's begin [N + 1], checked."""
     listed, ends = _integers("ids", ids), _integers("offsets", offsets)
     if listed.ndim != 1:
         raise wrong_shape(f"ids has shape {listed.shape}; allowed beside offsets: (M,)")
@@ -481,7 +491,8 @@ def _lists(ids: Any, offsets: Any, tokens: int) -> tuple[Array, Array]:
 
 
 def _among_ids(logits: Array, token: Array, tokens: int) -> Array:
-    """The log-softmax over each token's own logits [P]; `token` [P] says whose each one is."""
+    """The log-softmax over each token's own logits. `logits` [P] are those of all tokens, and
+    `token` [P] is the token of each."""
     z = logits.astype(np.float64)
     most = np.full(tokens, -np.inf)
     np.maximum.at(most, token, z)
@@ -498,14 +509,14 @@ def linear_logprobs_at(
     linear_bias: Array | None = None, logit_scale: float = 1.0, softcap: float | None = 0.0,
     memory: int | str | None = None, vocab_ids: Array | None = None,
 ) -> Array:  # fmt: skip
-    """Log-probabilities of some columns of each token: float32, in the shape of `ids`, at most 0.
+    """Log-probabilities of chosen columns of each token: float32, in the shape of `ids`, at most 0.
 
-    - `ids` [..., K], int64 or int32: the columns. -1 is none, and gives -inf; tokens without any
-      other id are not computed.
+    - `ids` [..., K], int64 or int32: the columns, or -1 for none, which gives -inf. Tokens whose
+      ids are all -1 are not computed.
     - `over`: "vocab", the softmax over the vocabulary; or "ids", over the token's ids alone, which
-      takes no product of the whole vocabulary.
-    - `offsets` [N + 1], with `ids` [M]: token i, counted over all leading dimensions, has
-      ids[offsets[i]:offsets[i + 1]].
+      does not need the other columns' logits.
+    - `offsets` [N + 1], int64 or int32, with `ids` [M]: for tokens with different numbers of
+      columns. Token i, counted over all leading dimensions, has ids[offsets[i]:offsets[i + 1]].
 
     The arrays and the other options are as in `linear_cross_entropy`; a `temperature` is in the
     shape of the tokens.
@@ -560,8 +571,8 @@ def _state_of(
     rows: Array, weight: Array, bias: Array | None, options: AnyOptions, memory: Any,
     more: dict[str, Array | None], states: bool = True,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Runs a Forward with the outputs `more`, and returns row_reference and row_log_sum [N], which
-    it writes if `states`."""
+    """Runs a Forward with the further tensors `more`, and returns row_reference and row_log_sum
+    [N]. Without `states` these two are not computed and hold arbitrary values."""
     tokens, hidden, vocab = math.prod(rows.shape[:-1]), rows.shape[-1], weight.shape[0]
     reference, log_sum = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
     arrays: dict[str, Array | None] = {
@@ -603,13 +614,14 @@ def linear_topk(
     temperature: float | Array = 1.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
     memory: int | str | None = None, return_statistics: Any = (), vocab_ids: Array | None = None,
 ) -> Any:  # fmt: skip
-    """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D]:
-    (log-probabilities, float32, never above 0, ids, int64), both [..., k]. The likeliest comes
-    first, and of equal logits the lowest id. A row that holds a NaN is NaN, with any ids.
+    """The `k` most likely classes of each token of `input` [..., D] by the head `linear_weight` [V,
+    D]: (log-probabilities, ids), both [..., k], float32 (at most 0) and int64. The most likely
+    class comes first, and of equal logits the lowest id. If one of a token's logits is NaN, its
+    log-probabilities are NaN and its ids arbitrary.
 
     `k` is from 1 to 256 and at most V; with `vocab_ids` [V'], which are then the only classes, at
-    most V'. `return_statistics`, of those that need no target, makes it a triple. The other options
-    are as in `linear_logprobs_at`.
+    most V'. With `return_statistics`, names of statistics that need no target, it returns
+    (log-probabilities, ids, Statistics). The other options are as in `linear_logprobs_at`.
     """
     rows, weight = _array("input", input), _weight(linear_weight)
     listed = None
@@ -648,7 +660,7 @@ def linear_topk(
     return logprobs, ids, _statistics.Statistics(**kept)
 
 
-# For calls without targets.
+# The statistics that a call without targets can return.
 _TARGETLESS = {
     name: statistic for name, statistic in _statistics.STATISTICS.items() if not statistic.of_target
 }
@@ -717,7 +729,7 @@ class _Divergence:
         return {n: None if a is None else np.empty(a.shape, a.dtype) for n, a in zip(names, of)}
 
     def run(self, kind: int, made: dict[str, Any], memory: int | None) -> None:
-        """Errors name a target as the caller has it."""
+        """Runs the op. Errors about a target give its index in the caller's array."""
         rows, weight = self.arrays["input"], self.arrays["weight"]
         assert rows is not None and weight is not None
         (tokens, hidden), vocab = rows.shape, weight.shape[0]
@@ -767,9 +779,10 @@ def linear_divergence(
     memory: int | str | None = None, return_statistics: Any = (), vocab_ids: Array | None = None,
     teacher_vocab_ids: Array | None = None, return_gradients: bool = False,
 ) -> Any:  # fmt: skip
-    """How far the student's head is from the teacher's, without either's logits: as in
-    logitless.torch, with the formulas of docs/semantics.md, "Divergences of two heads". With
-    `return_gradients` (mean, sum) the pair (result, Gradients) of the student's arrays."""
+    """The divergence of the student's head from the teacher's for each token, without the logits of
+    either. Arguments and result are as in logitless.torch; the formulas are in docs/semantics.md,
+    "Divergences of two heads". With `return_gradients`, for reductions "mean" and "sum", it returns
+    (result, Gradients), where the gradients are those of the student's arrays."""
     listed = paired = None
     if vocab_ids is not None and teacher_vocab_ids is not None:
         raise _vocabulary.both_given()
@@ -822,7 +835,8 @@ def linear_divergence(
 
 
 def _teachers_vocab(weight: Any, logits: Any) -> int:
-    """The number of the teacher's classes; the core checks that only one of both is given."""
+    """The number of the teacher's classes; the core checks that weight and logits are not both
+    given."""
     if weight is None and logits is None:
         raise _vocabulary.no_teacher()
     if weight is not None:
@@ -859,8 +873,8 @@ def cross_entropy(
     return_gradients: bool = False,
 ) -> Any:  # fmt: skip
     """Cross-entropy of given `logits` [..., V]. `target` [...], options and result are those of
-    `linear_cross_entropy`; with `return_gradients`, for "mean" and "sum", (that result,
-    grad_logits).
+    `linear_cross_entropy`. With `return_gradients`, for reductions "mean" and "sum", it returns
+    (result, grad_logits).
     """
     options = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
@@ -883,7 +897,7 @@ def cross_entropy(
 
 
 def softmax(logits: Array, axis: int = -1) -> Array:
-    """Softmax of `logits` along `axis`, as a new array in their dtype."""
+    """Softmax of `logits` along `axis`, as a new array of the same dtype."""
     moved = np.moveaxis(_array("logits", logits), axis, -1)
     rows = moved.reshape(-1, moved.shape[-1]) if moved.size else moved.reshape(0, 1)
     result = np.empty(rows.shape, rows.dtype)

@@ -151,7 +151,7 @@ def test_the_bits_of_rows(platform: str, over: Any) -> None:  # noqa: F811
         lambda *a: linear_logprobs_at(*a, ids.flatten(), over=over, offsets=offsets),
         g.flatten(), x, w,
     )  # fmt: skip
-    if over == "vocab":
+    if over == "vocab" and platform == "cpu":  # on CUDA the anchor is another id's logit
         assert np.array_equal(of_rows.flatten(), of_lists)
     same(of_lists, to_torch(of_rows).double().flatten())
     for mine, of in zip(ours, theirs):
@@ -437,7 +437,7 @@ def test_checkpoint_scan_and_memory(over: Any, lists: bool) -> None:
     @jax.checkpoint
     def one(x: Any, w: Any, b: Any) -> Any:
         return linear_logprobs_at(
-            x, w, ids, linear_bias=b, over=over, offsets=offsets, memory="2MiB"
+            x, w, ids, linear_bias=b, over=over, offsets=offsets, memory="8MiB"
         )
 
     def call(x: Any, w: Any, b: Any) -> Any:

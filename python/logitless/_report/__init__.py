@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m logitless report`: whether the library is right and fast on this machine."""
+"""`python -m logitless report`: checks that the library is right and fast on this machine."""

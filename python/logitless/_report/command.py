@@ -20,15 +20,15 @@ from typing import Any
 import logitless
 from logitless._errors import LogitlessError
 
-VERSION = 1  # of the file
+VERSION = 1  # of the JSON file's format
 LIMIT = 290.0
 KERNELS = "LOGITLESS_CUDA_KERNELS"
 WHO = {"ours": "ours", "compile": "torch.compile"}
 
 
 def engines() -> list[str]:
-    """The engines that serve this GPU, best first, from the library's error about an unknown
-    name."""
+    """The names of the engines (sets of CUDA kernels) for this GPU, best first. They are in the
+    library's error about an unknown name."""
     code = "import logitless\ntry: logitless.describe_backend('cuda')\nexcept "
     code += "logitless.LogitlessError as error: print(error)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
@@ -38,7 +38,7 @@ def engines() -> list[str]:
 
 
 def scrubbed(text: str) -> str:
-    """The last line, without paths, the user and the host."""
+    """The last line of `text`, without paths and the names of user and host."""
     line = (text.strip().splitlines() or [""])[-1]
     for name in (str(Path.home()), getpass.getuser(), socket.gethostname()):
         line = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", line)
@@ -58,7 +58,7 @@ class Report:
         return self.limit - (time.monotonic() - self.start)
 
     def part(self, name: str, engine: str, seconds: float, *options: str) -> None:
-        """Runs one part and takes in its records."""
+        """Runs one part in its own process, and adds its records to the report."""
         if seconds < 5:
             self.whole["left_out"].append({"part": name, "engine": engine, "reason": "time"})
             return
@@ -67,7 +67,7 @@ class Report:
         environment = os.environ | ({KERNELS: engine} if self.device == "cuda" else {})
         out, why = "", ""
         try:
-            # A worker that hangs is killed; the records that it wrote are read all the same.
+            # A worker that hangs is killed. The records that it wrote before are still read.
             done = subprocess.run(command, env=environment, capture_output=True, text=True,
                                   timeout=seconds + 45)  # fmt: skip
             out, why = done.stdout, scrubbed(done.stderr) if done.returncode else ""
@@ -93,7 +93,8 @@ class Report:
             self.whole[key].append({"engine": engine, **record})
 
     def right(self, engines: list[str]) -> bool | None:
-        """None where nothing is wrong, and not all kernels were looked at."""
+        """False if something is wrong or failed; otherwise True, or None if some kernels were not
+        checked."""
         rows = self.whole["conformance"]
         if self.whole["failed"] or any(row["failures"] for row in rows):
             return False
@@ -111,7 +112,8 @@ def _cell(figures: dict[str, Any], floor: dict[str, Any], name: str) -> str:
 
 
 def table(whole: dict[str, Any]) -> list[str]:
-    """The report for people: one line per head and section, times in units of the bare products."""
+    """The report as text: one line per head and section, times in units of the time of the matrix
+    products alone."""
     lines = [", ".join(f"{k} {v}" for k, v in whole["machine"].items()), ""]
     for row in whole["conformance"]:
         verdict = "; ".join(row["failures"][:3]) or "right"
@@ -159,7 +161,7 @@ def make(device: str, quick: bool, compiled: bool, limit: float) -> dict[str, An
 
 
 def write(path: Path, whole: dict[str, Any]) -> None:
-    """The file appears whole or not at all."""
+    """Writes the file. If writing fails, no partial file is left at `path`."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(whole, indent=1) + "\n")
     partial.replace(path)

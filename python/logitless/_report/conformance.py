@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sample of calls, compared with the formulas of docs/semantics.md in double on the same device.
 
-The conformance suite judges every element by the contract's own bound, which needs the reference in
-C++. This sample is for machines that have only the package: it judges whole gradients, in the
-2-norm, by limits of 3 to 10 times the error of a correct kernel."""
+The conformance suite compares every element with the contract's bound, which needs the C++
+reference. This sample is for machines that have only the package: it compares whole gradients, in
+the 2-norm, with limits of 3 to 10 times the error of a correct kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from logitless.torch import (
     linear_logprobs_at,
 )
 
-# Relative to the whole gradient; a value may be off by `_VALUE` times 1 plus its largest logit.
+# The limits: of a gradient's error, relative to its 2-norm; and of a value's error, relative to 1
+# plus its absolute value.
 _GRADIENT = {"f32": 2e-5, "f16": 2e-3, "bf16": 1.2e-2}
 _VALUE = 1e-5
 
@@ -37,7 +38,7 @@ KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd", "skew_kl")
 
 @dataclass
 class Sample:
-    """A call on random operands: its results, and those of the formula in double."""
+    """A call on random operands, as a function `ours` and as the formula in double, `exact`."""
 
     ours: Callable[[list[Tensor]], Tensor]
     exact: Callable[[list[Tensor]], Tensor]
@@ -140,7 +141,7 @@ def _logprob(draw: Draw) -> Sample:
 
 def _logprobs_at(draw: Draw) -> Sample:
     options, count = draw.row_options(), draw.random.choice([1, 2, 31, 64])
-    draw.vocab = max(draw.vocab, 50)  # 64 upstreams of few columns cancel to rounding
+    draw.vocab = max(draw.vocab, 50)  # with few columns 64 upstream gradients nearly cancel
     ids = torch.randint(
         0, draw.vocab, (draw.tokens, count), device=draw.device, generator=draw.generator
     )  # [N, K]
@@ -213,7 +214,7 @@ def _value_and_gradients(
 
 
 def check(draw: Draw, make: Callable[[Draw], Sample], dtype: str) -> tuple[float, str | None]:
-    """The largest error in units of its limit; what is wrong, or None."""
+    """Returns the largest error in units of its limit, and a text about what is wrong, or None."""
     sample = make(draw)
     with torch.no_grad():
         shape = sample.ours([leaf.clone() for leaf in sample.leaves]).shape

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time and memory of one LM head on random data: ours, the matrix products that cannot be
-avoided, and torch.compile of the same. The contenders take turns in bursts, in an order that is
-reversed every round."""
+"""The time and memory of one LM head on random data, of three contenders: this library, the matrix
+products that cannot be avoided, and torch.compile of the formula. They take turns in bursts of
+calls, in an order that is reversed every round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from logitless.torch import linear_cross_entropy, linear_logprob
 
 MIB = 1 << 20
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-SECTIONS = {  # the number of products that each one's time is compared with
+SECTIONS = {  # the number of matrix products whose time each one is compared with
     "loss + gradients": 3,
     "none + gradients": 3,
     "log-probability + entropy": 3,
@@ -59,8 +59,8 @@ class Bench:
         self.x, self.w = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
         self.t = torch.randint(0, head.vocab, (head.tokens,), device=device)
         self.upstream = [torch.randn(head.tokens, device=device) for _ in range(2)]
-        # Without a scaler's factor the dz of a mean is 0 in f16 except at the targets, and products
-        # of zeros take less power and time.
+        # A loss scale for f16, as training uses it: without it the gradients of a mean's logits are
+        # 0 in f16 except at the targets, and products of zeros take less power and time.
         self.factor = torch.tensor(2.0**16 if head.dtype == "f16" else 1.0, device=device)
         padded = (head.vocab + 63) // 64 * 64
         self.padded = torch.zeros(padded, head.hidden, device=device, dtype=dtype)
@@ -92,7 +92,7 @@ class Bench:
         return self._calls("ours", linear_cross_entropy, none, logprob)
 
     def compiled(self) -> Calls:
-        torch._dynamo.reset()  # after eight shapes it would silently fall back to eager
+        torch._dynamo.reset()  # after eight shapes torch.compile would silently run eagerly
         return self._calls("compile", *map(torch.compile, (_mean, _none, _logprob)))
 
     def _calls(self, who: str, mean: Any, none: Any, logprob: Any) -> Calls:
@@ -112,7 +112,8 @@ class Bench:
             torch.cuda.synchronize()
 
     def burst(self, call: Callable[[], None], seconds: float) -> float:
-        """Milliseconds per call, over as many calls as fill `seconds`."""
+        """Milliseconds per call, as the mean over the calls that fit into `seconds`, at least
+        two."""
         self.wait()
         start, count = time.perf_counter(), 0
         while count < 2 or time.perf_counter() - start < seconds:
@@ -124,7 +125,8 @@ class Bench:
         return (time.perf_counter() - start) * 1e3 / count
 
     def peak(self, call: Callable[[], None]) -> float | None:
-        """The most MiB that the allocator holds beyond the inputs and their gradients."""
+        """The largest number of MiB that torch has allocated during a call, beyond the inputs and
+        their gradients; None on the CPU."""
         if not self.x.is_cuda:
             return None
         self.x.grad = self.w.grad = None
@@ -139,7 +141,8 @@ class Bench:
 
 
 def measure(bench: Bench, calls: Calls, rounds: int, seconds: float) -> Figures:
-    """By contender {"ms", "mib"}, medians of `rounds`; {"failed"} for one that raises."""
+    """{"ms", "mib"} for each contender, medians of `rounds` rounds; {"failed"} for one that
+    raises."""
     figures: Figures = {}
     taken: dict[str, list[float]] = {}
     for name, call in calls.items():
@@ -150,7 +153,7 @@ def measure(bench: Bench, calls: Calls, rounds: int, seconds: float) -> Figures:
             taken[name] = []
         except torch.OutOfMemoryError:
             figures[name] = {"failed": "does not fit"}
-        except Exception as failure:  # torch.compile raises whatever its compiler does
+        except Exception as failure:  # torch.compile may raise any exception
             figures[name] = {"failed": type(failure).__name__}
         if "failed" in figures[name] and bench.x.is_cuda:
             torch.cuda.empty_cache()
@@ -164,13 +167,13 @@ def measure(bench: Bench, calls: Calls, rounds: int, seconds: float) -> Figures:
 
 
 def of_sections(calls: Calls, sections: Iterable[str]) -> Calls:
-    """The contenders of these sections."""
+    """Those of the calls that belong to these sections."""
     chosen = tuple(sections)
     return {name: call for name, call in calls.items() if name.rpartition(", ")[0] in chosen}
 
 
 def ratio(figures: Figures, section: str, who: str) -> float | None:
-    """The time of a contender in units of the bare products."""
+    """The time of a contender, divided by that of the section's matrix products."""
     found = figures.get(f"{section}, {who}", {}).get("ms")
     floor = figures.get(f"{SECTIONS[section]} products", {}).get("ms")
     return found / floor if found and floor else None

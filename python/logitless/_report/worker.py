@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One part of a report, in its own process: the library reads only once which kernels to use, and a
-crash here does not end other parts. Each record is a line of JSON on stdout."""
+"""One part of a report, in its own process, because the library reads only once which kernels to
+use, and because a crash then does not end other parts. Each record is a line of JSON on stdout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _of_nvidia_smi(fields: list[str]) -> dict[str, str]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Facts without names of people, hosts or folders."""
+    """Facts about this machine, without the names of people, hosts and folders."""
     library = Path(logitless.library_path()).read_bytes()
     facts: dict[str, Any] = {
         "logitless": logitless.__version__,
@@ -75,7 +75,8 @@ def _that_fits(head: heads.Head) -> heads.Head:
     size: int = heads.DTYPES[head.dtype].itemsize
     free, _ = torch.cuda.mem_get_info()
     while head.tokens > 512:
-        # Weight, its gradient and the padded copy; then twice the logits of the products.
+        # The weight, its gradient and the padded copy, and the same for the input; then, below, two
+        # copies of the logits of the products.
         need = size * (3 * head.vocab * head.hidden + 3 * head.tokens * head.hidden)
         if need + 2 * size * head.tokens * head.vocab <= 0.9 * free:
             break

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signatures that frameworks already call, and a patch for Hugging Face models.
+"""Functions with the signatures that other frameworks call, and patches for Hugging Face models and
+trainers.
 
 `liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl`, `unsloth` and `vllm` are
-modules of drop-in names; `patch_transformers` makes a causal LM compute its loss without logits,
-and `patch_trl` does so for TRL's log-probabilities and divergences; `lm_eval` has a model class for
-lm-evaluation-harness; `levanter` is in JAX. An argument without a counterpart raises unless it is
-at its default. Each is imported when it is first used: JAX users need not have torch.
+modules of drop-in replacements, named as in these libraries. `patch_transformers` makes a causal LM
+compute its loss without logits, and `patch_trl` makes TRL's trainers compute log-probabilities and
+divergences without logits. `lm_eval` has a model class for lm-evaluation-harness. `levanter` is for
+JAX. An argument that has no counterpart here raises unless it has its default value. Each module is
+imported when it is first used, so that JAX users need not have torch.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ _MODULES = {
     "patch_trl": "trl",
 }
 
-# `import *` leaves these out: two hold the patches and are named like what they patch; the others
-# need more than torch, and would fail without it.
+# `import *` leaves these out: the first two contain the patches and are named like what they patch;
+# the others need more packages than torch, and would fail without them.
 _UNSTARRED = ("transformers", "trl", "levanter", "lm_eval")
 
 
@@ -82,7 +84,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Only names whose requirements are installed."""
+    """The names whose requirements are installed."""
     needs: dict[str, tuple[str, ...]] = dict.fromkeys((*__all__, *_UNSTARRED), ("torch",))
     needs |= {"levanter": ("jax", "haliax"), "lm_eval": ("torch", "lm_eval")}
     there = [name for name, need in needs.items() if all(map(importlib.util.find_spec, need))]

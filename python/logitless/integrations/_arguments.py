@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of other libraries that have no counterpart here."""
+"""Checks arguments of other libraries that have no counterpart here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who calls a patched model: raises early for a Trainer that will ask for logits, and lets one log
-metrics."""
+"""Finds the transformers Trainer that calls a patched model: raises early if it will ask for
+logits, and lets it log metrics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from logitless._errors import not_supported
 
 _TRAINER, _STEPS = "transformers.trainer", ("training_step", "prediction_step")
-_MODES = ("training_step", "evaluation_loop")  # where it calls train() and eval()
-# Whose frames are between such a call and the model's train().
+_MODES = ("training_step", "evaluation_loop")  # where a Trainer calls train() and eval()
+# Modules whose frames may be between such a call and the model's train().
 _WRAPPERS = ("torch", "accelerate", "deepspeed", "peft", "logitless", "transformers.modeling_utils")
 
 
@@ -30,14 +30,15 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _trainer_frame(names: tuple[str, ...] = _STEPS) -> FrameType | None:
-    """The frame of one of these methods of transformers' Trainer in which this thread is, if
-    any."""
+    """The innermost frame of this thread that is in one of these methods of transformers' Trainer,
+    if any."""
     found = (f for f in _frames() if f.f_code.co_name in names and _module_of(f) == _TRAINER)
     return next(found, None)
 
 
 def _wants_logits(frame: FrameType) -> bool:
-    """Whether the call is an evaluation that needs logits, or training before one."""
+    """Whether the call is an evaluation that needs logits, or training before such an
+    evaluation."""
     if frame.f_code.co_name == "prediction_step":
         return not frame.f_locals.get("prediction_loss_only", True)
     trainer: Any = frame.f_locals.get("self")
@@ -51,9 +52,10 @@ def _wants_logits(frame: FrameType) -> bool:
 
 
 def check(raises: bool = True, compiled: bool = False) -> bool:
-    """Raises if a Trainer up the stack will use logits that are not made, or returns whether the
-    call's go to its preprocess_logits_for_metrics, for which their argmax may do. Not in
-    `compiled` code, which has no argmax for it."""
+    """Raises if a Trainer up the stack will use logits, which are not made. Returns whether this
+    call's logits go to the Trainer's preprocess_logits_for_metrics, for which their argmax may be
+    enough; in `compiled` code, which does not compute the argmax, this case raises too. With
+    `raises` False it never raises."""
     frame = _trainer_frame()
     if frame is None or not _wants_logits(frame):
         return False
@@ -72,7 +74,7 @@ def check(raises: bool = True, compiled: bool = False) -> bool:
 
 
 def logs_steps() -> bool:
-    """Whether the Trainer logs its steps, which it does in every process."""
+    """Whether the Trainer is logging its steps, which it does in every process."""
     return _trainer_frame(("_maybe_log_save_evaluate",)) is not None
 
 
@@ -81,9 +83,9 @@ def _is_wrapper(module: str) -> bool:
 
 
 def tell(model: Any, tally: Any) -> None:
-    """Lets the Trainer that begins a step or an evaluation, and so has called the model's train()
-    or eval() itself, log what is added to the tally from now on. Calls by what it calls in between
-    (a compute_loss that samples, compute_metrics) begin nothing."""
+    """If a Trainer begins a step or an evaluation, lets it log what is added to the tally from now
+    on. This is so if the Trainer itself has called the model's train() or eval(); calls by other
+    functions (a compute_loss that samples, compute_metrics) do not count."""
     frame = next((f for f in _frames() if not _is_wrapper(_module_of(f))), None)
     if frame is None or frame.f_code.co_name not in _MODES:
         return

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drop-in divergences of a student's and a teacher's head share: one dtype for both heads,
-and the default memory."""
+"""What the drop-in divergences of a student's and a teacher's head have in common: one dtype for
+both heads, and the default memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Head(NamedTuple):
     bias: Tensor | None = None  # [V]
 
     def to(self, own: torch.dtype, dtype: torch.dtype) -> Head:
-        """Rounded to `own`, then cast to `dtype`, which holds that exactly."""
+        """Hidden states and weight, rounded to the dtype `own` and then cast to `dtype`, which can
+        represent every value of `own`."""
         hidden, weight = (_rounded(t, own, dtype) for t in (self.hidden, self.weight))
         return self._replace(hidden=hidden, weight=weight)
 
@@ -62,11 +63,12 @@ def generalized_jsd(
     student: Head, teacher: Head, of: Literal["hidden", "weight"], memory: int | str | None,
     peak: Callable[[Sizes], int], held: int = 0, **options: Any,
 ) -> Any:  # fmt: skip
-    """linear_divergence of the kind that others call the generalized JSD. Outside autocast they
-    make each head's product in the dtype `of` its hidden states or of its weight, and round the
-    other operand to it. If the two heads' dtypes differ, both products are made in the wider one
-    here, which holds the other's numbers exactly. `held`: bytes that their `peak` counts and this
-    call's memory does not."""
+    """linear_divergence of the kind "jsd", which other libraries call the generalized JSD. Outside
+    of autocast those libraries compute each head's product in the dtype `of` its hidden states or
+    its weight, and round the other operand to it. If the dtypes of the two heads differ, both
+    products are computed here in the wider dtype, which can represent every value of the other.
+    `peak`: the bytes that the replaced function needs; `held`: those of them that this call's
+    memory does not count."""
     check_heads(student, teacher)
     dtypes = getattr(student, of).dtype, getattr(teacher, of).dtype
     context: Any = contextlib.nullcontext()
@@ -75,7 +77,7 @@ def generalized_jsd(
         dtype = torch.promote_types(*dtypes)
         mixed = any(t.dtype is not dtype for t in (*student[:2], *teacher[:2]))
         if dtype.itemsize < 4 and mixed and not student.hidden.is_meta:
-            # the gradient of an f32 weight is formed in f32
+            # the gradient of an f32 weight is computed in f32
             context = torch.autocast(student.hidden.device.type, dtype)
     with context:
         weights = (student.weight, teacher.weight)
@@ -90,7 +92,7 @@ def generalized_jsd(
 
 
 def bias_of(head: Head) -> Any:
-    """The bias in f32, [V]; it may be given as a row [1, V]."""
+    """The bias in f32, [V]. The given one may also be [1, V]."""
     bias = head.bias
     if not isinstance(bias, Tensor):
         return bias
@@ -98,5 +100,5 @@ def bias_of(head: Head) -> Any:
 
 
 def counted(keep: Tensor) -> Tensor:
-    """A target that only says which tokens count."""
+    """A target that only says which tokens count: class 0 if `keep`, otherwise the ignore_index."""
     return torch.zeros_like(keep, dtype=torch.int64).masked_fill(~keep, IGNORE_INDEX)

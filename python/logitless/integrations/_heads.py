@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The head of a model: a plain Linear, or what PEFT has made of it.
 
-PEFT is no dependency: its classes are only looked up if it has been imported, because no module can
-be one of them otherwise.
+PEFT is not a dependency: its classes are looked up only if PEFT has been imported, because
+otherwise no module can be of one of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ALLOWED = (
 
 
 def through(head: Any, function: Callable[[Tensor], Any], input: Tensor) -> Any:
-    """function(input) in place of the head's forward. The head's hooks run: they gather its
-    parameters under FSDP, and wait for them under Megatron's distributed optimizer."""
+    """Returns function(input), called in place of the head's forward. The head's hooks run: they
+    gather its parameters under FSDP, and wait for them under Megatron's distributed optimizer."""
     own = head.__dict__.get("forward")
     head.forward = function
     try:
@@ -39,7 +39,8 @@ def through(head: Any, function: Callable[[Tensor], Any], input: Tensor) -> Any:
 
 
 def _is(module: Any, name: tuple[str, str]) -> bool:
-    """Whether it is of that class, or of a derived one that computes the same (as FSDP's do)."""
+    """Whether the module is of that class, or of a derived class that computes the same (such as
+    FSDP's)."""
     known = getattr(sys.modules.get(name[0]), name[1], None)
     return known is not None and isinstance(module, known) and _computes_as(module, known)
 
@@ -64,11 +65,11 @@ def is_lora(module: Any) -> bool:
 
 
 def parts(head: Any) -> tuple[Any, ...]:
-    """The modules of the head that may be called to make its logits; raises for a head of an
-    unknown kind."""
+    """The modules of the head that may be called to compute its logits. Raises for an unknown kind
+    of head."""
     if _is_linear(head):
         return (head,)
-    # One of them is called: a copy of the head for every adapter, or the head itself.
+    # Only one of these is called: the copy of the head for an adapter, or the head itself.
     if _is(head, _SAVED):
         within = (head.original_module, *head.modules_to_save.values())
         return tuple(part for module in within for part in parts(module))
@@ -85,8 +86,8 @@ _UNQUANTIZED = (
 
 
 def check_weight(part: Any) -> None:
-    """Refuses a weight that is no matrix of numbers: other dtypes, and tensors of a class that says
-    itself what an operation is (torchao's), but for distributed ones."""
+    """Refuses a weight that is not a plain matrix of f32, f16 or bf16: other dtypes, and tensor
+    classes that redefine operations (such as torchao's), except distributed tensors."""
     weight = getattr(part, "weight", None)
     if not isinstance(weight, Tensor):
         return
@@ -105,7 +106,8 @@ def check_weight(part: Any) -> None:
 
 
 def slot(part: Any) -> str:
-    """The name of the part's forward, which is another one behind accelerate's hooks."""
+    """The name of the attribute that is the part's own forward: accelerate's hooks move it to
+    another one."""
     found = vars(part)
     if "_hf_hook" in found and "_old_forward" in found:
         return "_old_forward"
@@ -119,12 +121,13 @@ def slot(part: Any) -> str:
 
 
 def is_off(layer: Any) -> bool:
-    """Whether the base layer makes the logits, as it is or with the LoRA merged into its weight."""
+    """Whether the base layer alone computes the logits, because the LoRA is disabled or merged into
+    its weight."""
     return bool(layer.disable_adapters or layer.merged)
 
 
 def is_random(part: Any) -> bool:
-    """Whether two calls make different logits, because of a LoRA's dropout."""
+    """Whether two calls compute different logits, because of a LoRA's dropout."""
     if not is_lora(part) or is_off(part):
         return False
     dropouts = [part.lora_dropout[name] for name in _active(part)]
@@ -136,7 +139,8 @@ def _active(layer: Any) -> list[str]:
 
 
 def _check_lora(layer: Any) -> None:
-    """PEFT's variants (DoRA, ...) have formulas of their own."""
+    """Raises for LoRAs that with_lora does not compute: offloaded ones, PEFT's variants (such as
+    DoRA), and matrices that are no plain Linear or have a bias."""
     if is_off(layer):
         return
     variants = {name: "DoRA" for name, used in getattr(layer, "use_dora", {}).items() if used}
@@ -155,10 +159,10 @@ def _check_lora(layer: Any) -> None:
 
 
 def with_lora(layer: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(input [..., D + r], weight [V, D + r], bias) whose logits are those of PEFT's LoRA on the
-    head: W·x + s·B·(A·x) is one product of [W, B] and [x, s·A·x], so that the two terms are never
-    rounded before their sum. A and B are cast to the dtypes of input and weight if PEFT keeps them
-    wider."""
+    """(input [..., D + r], weight [V, D + r], bias) that give the logits of PEFT's LoRA of rank r
+    on the head. W·x + s·B·(A·x) is one product of [W, B] and [x, s·A·x], so that the two terms are
+    not rounded before they are added. A·x and B are cast to the dtypes of input and weight, even if
+    PEFT keeps them in a wider dtype."""
     base = layer.base_layer
     input = input.to(base.weight.device)
     inputs, weights = [input], [base.weight]

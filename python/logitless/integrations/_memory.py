@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default `memory` of drop-in functions: what the function that they replace takes beyond its
-inputs and gradients, since that is chosen for taking little."""
+"""The default `memory` of drop-in functions: the bytes that the replaced function needs beyond its
+inputs and gradients. Users chose that function because it needs little memory, so a replacement
+must not need more."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class Sizes(NamedTuple):
     width: int
     vocab: int  # rows of the weight
     size: int  # bytes of an element of the products' operands
-    gradients: bool  # whether there will be any
-    f32_sums: int  # bytes of f32 sums beside the 16-bit gradients of input and weight
+    gradients: bool  # whether gradients will be computed
+    f32_sums: int  # bytes of f32 sums of the 16-bit gradients of input and weight
     f32_weight_sums: int  # the weight's part of these
 
 
@@ -35,11 +36,12 @@ def frugal(
     memory: int | str | None, hidden: Any, weight: Any, peak: Callable[[Sizes], int],
     tokens: int | None = None,
 ) -> Any:  # fmt: skip
-    """The `memory` of a call: its caller's, or default_memory's, or else `peak` of hidden [..., D]
-    and weight [V, D], the most bytes that the replaced function takes. That is bounded by all
-    logits in 16 bits, or a third of them in f32, plus the sums, because in a small call one chunk
-    may be most of the logits; and it gives way to the call's own minimum. `tokens`: their number,
-    if it is not that of hidden. If sizes are a compiler's symbols, the minimum is taken."""
+    """The `memory` of a call: the caller's, or that of default_memory, or else `peak`, the largest
+    number of bytes that the replaced function needs for hidden [..., D] and weight [V, D]. This is
+    bounded by the bytes of all logits in 16 bits (in f32, of a third of the logits) plus those of
+    f32 sums, because in a small call one chunk may be most of the logits. If the call's minimum is
+    more, the call gets its minimum. `tokens`: the number of tokens, if it is not that of `hidden`.
+    If sizes are symbolic, in a compiler, the call gets its minimum."""
     if memory is not None or _memory.default() is not None:
         return memory
     call = _sizes(hidden, weight, tokens)
@@ -52,9 +54,9 @@ def frugal(
 def frugal_beside(
     memory: int | str | None, hidden: Any, weight: Any, peak: Callable[[Sizes], int], held: int
 ) -> Any:
-    """The same for a divergence: a twentieth more than the replaced function takes, less the bytes
-    `held` outside the call, such as copies of weights; without the bound, which is meant for one
-    head's logits."""
+    """Like frugal, for a divergence: 5 % more than the replaced function needs, minus the bytes
+    `held` outside of the call, such as copies of weights. The bound of frugal is not applied,
+    because it is for one head's logits."""
     if memory is not None or _memory.default() is not None:
         return memory
     call = _sizes(hidden, weight)
@@ -62,7 +64,7 @@ def frugal_beside(
 
 
 def _sizes(hidden: Any, weight: Any, tokens: int | None = None) -> Any:
-    """The Sizes, or the `memory` to take if there are none."""
+    """The Sizes, or the `memory` to use if they are unknown."""
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
         return None  # the call itself raises
     hidden, weight = (t.to_local() if hasattr(t, "to_local") else t for t in (hidden, weight))

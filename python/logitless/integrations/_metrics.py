@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a patched model's calls: means of statistics over the tokens that count.
 
-They are kept as sums of each sequence, in f64 and without a wait for the device: a Trainer adds
-those of many calls, weighed by tokens, and drops sequences that a process was given twice.
+They are stored as sums over each sequence, in f64, on the device, so that the host never waits. A
+Trainer adds the sums of many calls, so that every token has the same weight, and drops sequences
+that a sampler repeated.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from logitless._statistics import StatisticName
 from logitless.torch import cross_entropy
 from logitless.torch._functions import _moved
 
-# The statistic from which each is made. Accuracy is not rank 0, which all of several equal largest
-# logits have: the first of them is predicted, as by torch's argmax.
+# The statistic from which each metric is computed. Accuracy does not use rank 0, which all of
+# several equal largest logits have: only the first of them is predicted, as with torch's argmax.
 METRICS: dict[str, StatisticName] = {
     "accuracy": "argmax", "entropy": "entropy", "logprob": "logprob", "rank": "rank",
 }  # fmt: skip
 COUNT = "tokens"
-_MOST = 256  # calls in a Trainer's step; what others make is not kept for ever
+_MOST = 256  # calls in a Trainer's step, at most; a bound, in case nobody takes the sums
 
 
 def names_of(metrics: Any) -> tuple[str, ...]:
-    """The metrics asked for, each once, in the order of METRICS."""
+    """The names of metrics that the caller asks for, each once, in the order of METRICS."""
     allowed = ", ".join(map(repr, METRICS))
     given = (metrics,) if isinstance(metrics, str) else metrics
     if not isinstance(given, (tuple, list, set, frozenset)):
@@ -43,7 +44,7 @@ def names_of(metrics: Any) -> tuple[str, ...]:
 
 
 class Tally:
-    """The sums that a model's calls made, until its Trainer takes them."""
+    """The sums of a model's calls, until its Trainer takes them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -52,12 +53,12 @@ class Tally:
         self.last: Tensor | None = None
 
     def __reduce__(self) -> Any:
-        """Copies begin anew: nobody watches them."""
+        """A copy is empty and is not watched."""
         return Tally, (self.names,)
 
     def add(self, sums: Tensor) -> None:
         if torch.compiler.is_compiling():
-            self.last = sums  # compiled code that only writes is not compiled anew
+            self.last = sums  # only written, which never makes torch recompile
         elif self.watched:
             self.made.append(sums)
 
@@ -68,12 +69,13 @@ class Tally:
 
 
 def target_of(labels: Tensor, shifted: bool, ignore_index: int) -> Tensor:
-    """The token after each position, [B, T]; `shifted`: the labels are that already."""
+    """The token after each position, [B, T]. `shifted`: the labels already are these tokens."""
     return labels if shifted else _moved(labels, 1, ignore_index)
 
 
 def sums_of(statistics: Any, target: Tensor, ignore_index: int, names: Sequence[str]) -> Tensor:
-    """[B, 1 + K] f64: how many tokens of each sequence count, and the sum of each metric."""
+    """[B, 1 + K] f64: for each sequence the number of tokens that count, and the sum of each of K
+    metrics."""
     counts = target != ignore_index
     made = [counts]
     for name in names:
@@ -86,7 +88,7 @@ def sums_of(statistics: Any, target: Tensor, ignore_index: int, names: Sequence[
 def of_logits(
     logits: Tensor, target: Tensor, ignore_index: int, names: Sequence[str]
 ) -> Tensor:  # fmt: skip
-    """The sums of a call that made its logits."""
+    """The sums of a call whose logits exist."""
     with torch.no_grad():
         _, statistics = cross_entropy(
             logits.detach(), target.to(logits.device), reduction="sum", ignore_index=ignore_index,
@@ -96,7 +98,8 @@ def of_logits(
 
 
 def means_of(sums: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """The metrics [] f32 of a call, and how many tokens they are means of; NaN if none is."""
+    """The metrics of a call, [] f32 each, and the number of tokens that they are means of. They are
+    NaN if no token counts."""
     count, *totals = sums.sum(0)
     return {name: (total / count).float() for name, total in zip(names, totals)} | {
         COUNT: count.float()
@@ -108,7 +111,8 @@ def _values_of(output: Any) -> dict[str, Any]:
 
 
 def _reduce(output: Any) -> Any:
-    """By the class that it was made of: this one has no name that pickle would find."""
+    """Pickles an output by the class that with_metrics was called with, because pickle cannot find
+    the class that it made."""
     return _made, (type(output).__mro__[1], _values_of(output))
 
 
@@ -126,11 +130,11 @@ def _class_with_metrics(cls: Any) -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
 def with_metrics(cls: Any) -> Any:
-    """The class of outputs with one more field. A field, because what only is an attribute or a key
-    is lost or refused where outputs are taken apart and put together (FSDP, DDP, pytrees)."""
+    """The class of outputs with the additional field `metrics`. A mere attribute or key would be
+    lost or refused when outputs are taken apart and rebuilt (by FSDP, DDP, pytrees)."""
     return _class_with_metrics(cls)
 
 
 def added(output: Any, metrics: dict[str, Tensor]) -> Any:
-    """The output with them."""
+    """The output with these metrics."""
     return with_metrics(type(output))(**_values_of(output), metrics=metrics)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Trainer's preprocess_logits_for_metrics is given in place of logits."""
+"""The object that a Trainer's preprocess_logits_for_metrics gets in place of logits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _aten = torch.ops.aten
 
 
 class Predicted(Tensor):
-    """Logits [..., V] without memory, of which the likeliest tokens are known. argmax(-1) gives
-    them; what a Trainer does on the way there is served; anything else is an error."""
+    """Logits [..., V] without storage: only the most likely tokens, `ids` [...], are known.
+    argmax(-1) returns them, and the operations that a Trainer applies before it are supported; all
+    others raise."""
 
     ids: Tensor
 
@@ -66,11 +67,11 @@ def _slice(
 
 def _to(logits: Predicted, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
     if dtype not in (None, logits.dtype, torch.float32, torch.float64):
-        return NotImplemented  # a rounding makes equals
+        return NotImplemented  # rounding may make logits equal, and so change the argmax
     return _like(logits, logits.ids.to(device or logits.device), dtype)
 
 
-# A Trainer of several processes copies shorter logits into such a tensor, where all are equal.
+# A Trainer with several processes pads shorter logits by copying them into such a tensor.
 def _new_zeros(logits: Predicted, size: Any, *, dtype: Any = None, **_: Any) -> Any:
     if list(size)[-1] != logits.shape[-1]:
         return NotImplemented

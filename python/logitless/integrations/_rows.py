@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a model does to its head's logits what the loss assumes.
+"""Checks that a patched model changes its head's logits only in the way that the loss assumes.
 
-In place of logits, the head gives the model a few rows of all columns: logits of some of the call's
-hidden states, and made-up ones. What the model makes of them must, in every column, be what the
-loss was told of scale, softcap and vocabulary. Some rows are NaN, so that a model that uses its
-logits for more than the loss gets a loss of NaN. In the backward pass a gradient of ones goes the
-same way back and must arrive as the loss's gradient would, which finds uses that the forward pass
-does not show, and detached logits.
+In place of the logits, the head gives the model a few probe rows of V columns, here called the
+answer: logits of some of the call's hidden states, and invented ones. What the model makes of them
+must in every column agree with the scale, the softcap and the vocabulary size that the loss uses.
+Some rows are NaN, so that a model that uses its logits for more than the loss gets a loss of NaN.
+In the backward pass a gradient of ones flows back through the model and must arrive as the loss's
+gradient would. This finds uses that the forward pass does not show, and detached logits.
 
-The checks are ops, so that compiled code makes them too. On the CPU every call is checked before
-its loss is used. On a GPU only a new call is; for any other the device makes the loss NaN if the
-rows differ, and a later call raises.
+The checks are ops, so that they also run in compiled code. On the CPU every call is checked before
+its loss is used. On a GPU this is so for a new kind of call only (one whose key is not settled); in
+other calls the device makes the loss NaN if the rows differ, and a later call raises.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from torch import Tensor
 from logitless._errors import not_supported
 from logitless.integrations import _callers
 
-# Keys of calls that are not compiled. A compiled program has its own key, because it checks at its
-# first run.
+# The keys of calls outside of compiled programs: already checked, or not yet. A compiled program
+# has its own key, because its check is at its first run.
 SETTLED, NEW = 0, -1
 
 _REAL = 3  # rows that are logits of hidden states
-# Each byte of a number times one of these makes a row: small ones show a scale under a softcap,
-# the largest are bent by any softcap, and all are exact in 16 bits.
+# Each invented row is one byte of a number per column, times one of these factors. Small values
+# show a scale under a softcap, any softcap changes the largest, and all are exact in 16 bits.
 _FACTORS = (2.0**-6, 2.0**-2, 1.0, 2.0**6)
-# Rows of NaN are first, in the middle and last, because a model may leave some out. The small
-# made-up rows, which no softcap in use bends much, follow the real ones.
+# Rows of NaN come first, in the middle and last, because a model may leave some rows out. The
+# invented rows of small values, which no common softcap changes much, follow the real rows.
 _COUNT = 11
 _MIDDLE = slice(1 + _REAL, 3 + _REAL)
-_MASKED = -6e4  # the logit of a masked column; 16 bits hold it
+_MASKED = -6e4  # the logit of a masked column; f16 can represent it
 _BLOCK = 8192  # columns whose weights are cast at a time
 
-_settled: set[int] = set()  # programs that passed the check
+_settled: set[int] = set()  # keys of programs that passed the check
 _programs = itertools.count(1)
 _late: deque[tuple[Any, Tensor, str]] = deque()  # unread reports: event, report, model
 _late_lock = threading.Lock()
@@ -55,11 +55,11 @@ def new_program() -> int:
 
 
 class Transform(NamedTuple):
-    """What a model makes of its head's logits, as the loss was told."""
+    """How a model changes its head's logits, as the loss assumes it."""
 
     scale: float
     softcap: float  # 0: none
-    columns: int  # further ones are no words
+    columns: int  # the vocabulary size; further columns are padding
 
 
 class _Report(NamedTuple):
@@ -67,11 +67,11 @@ class _Report(NamedTuple):
 
     differing: float  # number of columns
     first: float  # of these columns
-    made: float  # the model's value there
-    known: float  # the expected value there
-    ratio: float  # of all columns' values to the expected ones, or 0
-    poisoned: float  # whether the loss is NaN and ours is not
-    others: float  # the first of the other tensors that differs, counted from 1
+    made: float  # the model's value in this column
+    known: float  # the expected value in this column
+    ratio: float  # model's values to expected ones, if the same everywhere; otherwise 0
+    poisoned: float  # 1 if the model's loss is NaN and ours is not
+    others: float  # number of the first other tensor that differs, from 1; 0: none
 
 
 def _is_settled(key: int) -> bool:
@@ -114,7 +114,7 @@ def _answer(real: Tensor) -> Tensor:
         for shift, factor in zip((0, 8, 16, 24), _FACTORS)
     ]
     zeros = torch.zeros_like(rows[0])  # shows an addition
-    # autograd's search for NaN would find it too
+    # no NaN under anomaly detection, which would raise
     nan = torch.full_like(zeros, 0 if torch.is_anomaly_enabled() else torch.nan)
     made_up = [torch.stack(part).to(real.dtype) for part in ([*rows[:2], nan, *rows[2:]], [zeros])]
     nan = nan[None].to(real.dtype)
@@ -135,7 +135,8 @@ def _report_of(made: Tensor, rows: Tensor, transform: Transform) -> list[Tensor]
     words, behind = made[:, :columns].float(), _finite(made)[:, columns:].float()
     if torch.float16 in (rows.dtype, made.dtype):  # f16 has infinities where f32 has numbers
         words, known = (t.clamp(_MASKED, -_MASKED) for t in (words, known))
-    # roundings of a division, a tanh, a product, one more, and the expected value's own
+    # Allows for the roundings of a division, a tanh, a product, one more operation, and the
+    # expected value.
     wrong = ~words.isclose(known, rtol=6 * u, atol=1e-6, equal_nan=True)
     small, known_small = words[_MIDDLE], known[_MIDDLE]
     ratio = (small * known_small).sum() / known_small.square().sum()
@@ -143,7 +144,7 @@ def _report_of(made: Tensor, rows: Tensor, transform: Transform) -> list[Tensor]
     if columns >= 64:  # roundings have both signs, so a wrong scale shows in the ratio first
         columns_wrong |= ~((ratio - 1).abs() <= 2 * u)
     first = columns_wrong.int().argmax()
-    # By ops: the host would read an index that is a tensor [], and wait for it.
+    # index_select, because indexing with a tensor [] would make the host wait for its value.
     at = first.clamp(max=columns - 1)[None]
     row = wrong.index_select(1, at)[:, 0].int().argmax()[None]
     picked = [t.index_select(1, at).index_select(0, row).sum() for t in (words, known)]
@@ -154,7 +155,8 @@ def _report_of(made: Tensor, rows: Tensor, transform: Transform) -> list[Tensor]
 
 
 def _finite(rows: Tensor) -> Tensor:
-    """The rows that are not NaN, by slices: the host would wait for a list's copy to a GPU."""
+    """The rows that are not NaN. Slices, because a list of indices would be copied to the GPU, and
+    the host would wait."""
     return torch.cat([rows[1:6], rows[7:10]])
 
 
@@ -168,7 +170,7 @@ def _differ(given: Tensor, known: Tensor) -> Tensor:
 
 
 def _check_shapes(made: Tensor, rows: Tensor, transform: Transform, who: str) -> None:
-    """Checks what is known without reading from the device."""
+    """Checks the shapes, which does not need values from the device."""
     count, total = rows.shape[1:]
     columns = transform.columns
     if made.dim() == 3 and made.shape[:2] == (1, count) and made.shape[2] in (columns, total):
@@ -210,8 +212,8 @@ def _raise(report: _Report, names: Sequence[str], total: int, who: str) -> None:
 
 
 def check_head(own: Tensor, real: Tensor) -> None:
-    """Compares, for the same hidden states, the output of the head's own forward with ours from its
-    weight and bias."""
+    """Compares the output of the head's own forward with the logits that we compute from its weight
+    and bias, for the same hidden states."""
     half = own.dtype != torch.float32 or real.dtype != torch.float32
     own, real = own.detach().float(), real.float()
     if own.shape != real.shape:
@@ -268,7 +270,7 @@ def _checked(
     known: Sequence[Tensor], scale: float, softcap: float, columns: int, names: str, who: str,
     key: int, asks: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, the factor of its gradient)."""
+    """Returns `out`, or NaN if the check fails, and the factor of its gradient."""
     _raise_late()
     if asks and not _is_settled(key):
         _callers.check(compiled=key > 0)
@@ -316,7 +318,8 @@ _GRADIENT = (
 def _returned(
     grad: Tensor, real: Tensor, scale: float, softcap: float, columns: int, who: str
 ) -> Tensor:
-    """0, or NaN if the gradient of the answer [1, K, V] is not what ones at the logits give."""
+    """0, or NaN if the gradient of the answer [1, K, V] is not the one that follows from a gradient
+    of ones at the logits."""
     rows = _finite(_answer(real)[0])[:, :columns].float()
     given = _finite(grad[0])[:, :columns].float()
     known = torch.full_like(rows, scale)
@@ -373,14 +376,16 @@ _ops: Any = torch.ops.logitless
 def real_rows(
     input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, key: int
 ) -> Tensor:
-    """[3, V]: logits of three of the hidden states [..., D], or zeros if nothing is new."""
+    """[3, V]: logits of three of the hidden states [..., D], or zeros if the call's `key` is
+    settled."""
     bias = None if bias is None else bias.detach()
     made: Tensor = _ops.rows_real(input.detach(), weight.detach(), bias, dtype, key)
     return made
 
 
 def answer(real: Tensor) -> Tensor:
-    """[1, K, V], what the head gives the model in place of logits: `real` and made-up rows."""
+    """[1, K, V]: the rows that the head gives the model in place of logits: `real` and invented
+    ones."""
     made: Tensor = _ops.rows_answer(real)
     return made
 
@@ -399,8 +404,8 @@ class _Asked(torch.autograd.Function):
 
 
 class _Answered(torch.autograd.Function):
-    """The answer. Its backward pass comes before the loss's: hooks around the head see it begin, so
-    that FSDP gathers what it has freed since."""
+    """The answer. Its backward pass runs before the loss's, so that hooks around the head see the
+    head's backward pass begin, and FSDP gathers parameters that it freed since."""
 
     @staticmethod
     def forward(
@@ -430,7 +435,8 @@ def answered(made: Tensor, loss: Tensor, real: Tensor, transform: Transform, who
 
 
 def asked(loss: Tensor, logits: Tensor) -> Tensor:
-    """The loss, for a model that asks for it with what it made of the answer."""
+    """The loss, as the result of a loss_function of `logits`, which the model made from the
+    answer."""
     apply: Any = _Asked.apply
     result: Tensor = apply(loss, logits)
     return result
@@ -440,9 +446,9 @@ def checked(
     out: Tensor, loss: Tensor, made: Tensor, real: Tensor, pairs: Sequence[tuple[str, Any, Any]],
     transform: Transform, who: str, key: int, asks: bool,
 ) -> Tensor:  # fmt: skip
-    """`out`, the model's loss, which contains our `loss`, if `made` is what `transform` makes of
-    the answer and the two tensors of each pair are the same; else an error, or NaN. If the call
-    `asks`, raises for a Trainer that will want logits."""
+    """Returns `out`, the model's loss, which contains our `loss`. If `made` is not what `transform`
+    makes of the answer, or if the two tensors of a pair differ, it raises or returns NaN. If
+    `asks`, it also raises for a Trainer that will need logits."""
     given = [a.detach() for _, a, _ in pairs]
     known = [b.detach() for _, _, b in pairs]
     names = " ".join(name for name, _, _ in pairs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' Trainer logs the metrics of a patched model.
+"""Makes transformers' Trainer log the metrics of a patched model.
 
-It is found when it calls the model's train() or eval(), before the model's forward. Then it is
-given a callback, and a prediction_step that does not take the metrics for logits.
+The Trainer is found when it calls the model's train() or eval(), before the model's forward. It
+then gets a callback, and a prediction_step that does not mistake the metrics for logits.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from transformers import TrainerCallback
 
 from logitless.integrations import _callers
 
-_RUNTIME = "_runtime"  # ends a name in the logs of every evaluation
+_RUNTIME = "_runtime"  # the end of a name in the logs of every evaluation
 _OF_TRAINING = "total_flos"  # in the last log of a training, which has a runtime too
-# What transformers ignores of outputs where a configuration says nothing.
+# The outputs that transformers ignores if a configuration does not name others.
 _IGNORED = ("cache",)
 
 
 class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Adds the sums of a model's calls, and the means to what its Trainer logs. It is the first of
-    the Trainer's callbacks, so that those that report see the means."""
+    """Adds up the sums of a model's calls, and adds their means to what the Trainer logs. It is the
+    first of the Trainer's callbacks, so that callbacks that report logs see the means."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -35,11 +35,11 @@ class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.means: dict[str, float] = {}  # of the evaluation that was logged last
 
     def follow(self, tally: Any, evaluates: bool) -> None:
-        """Watches the calls of the Trainer's model, which may be another one since."""
+        """Watches the calls of the Trainer's model, which may have changed."""
         if tally is not self.tally:
             self.tally, self.trained = tally, None
         tally.watched = True
-        tally.take()  # of calls that were not the Trainer's
+        tally.take()  # drops the sums of calls that were not the Trainer's
         if evaluates:
             self.evaluated, self.means = None, {}
 
@@ -52,7 +52,7 @@ class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._rest()
 
     def _rest(self) -> None:
-        """Outside of training nothing is kept of the calls after an evaluation."""
+        """Stops watching after an evaluation outside of training."""
         if not self.training and self.tally is not None:
             self.tally.watched = False
             self.tally.take()
@@ -67,8 +67,8 @@ class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
     on_step_end = on_substep_end
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        """Gathers rows as the Trainer gathers losses: those that the sampler repeats in the last
-        batch, to give every process as many, are dropped."""
+        """Gathers rows as the Trainer gathers losses. Rows that the sampler repeated in the last
+        batch, to give every process the same number, are dropped."""
         made = self.tally.take()
         if not made:
             return
@@ -88,7 +88,7 @@ class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
         _add(state.log_history[-1], found)
 
     def _of_all_processes(self) -> dict[str, float]:
-        """The means since the last log. Every process comes here, with sums or without."""
+        """The means since the last log. Every process calls this, even one without sums."""
         sums, self.trained = self.trained, None
         if sums is None:
             sums = torch.zeros(
@@ -99,13 +99,13 @@ class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
-        """For a Trainer whose log makes a copy of what it is given."""
+        """For a Trainer whose log() copies its argument, so that on_log's additions are lost."""
         _add(metrics, self.means)
         self.means = {}
         self._rest()
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
-        """A prediction is not logged."""
+        """A prediction is not logged, so on_log is not called."""
         prefix = _prefix_of(metrics)
         if prefix is not None and self.evaluated is not None:
             self._end_evaluation(prefix)
@@ -117,18 +117,20 @@ class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.evaluated, self.means = None, {f"{prefix}_{k}": v for k, v in made.items()}
 
     def _means(self, sums: Tensor) -> dict[str, float]:
-        """None, where no token counts."""
+        """The means by name; empty if no token counts."""
         count, *totals = sums.tolist()
         return {name: total / count for name, total in zip(self.tally.names, totals) if count}
 
 
 def _add(logs: Any, means: dict[str, float]) -> None:
-    """Names that the Trainer or its compute_metrics has stay what they are."""
+    """Adds the means to the logs. Names that the Trainer or its compute_metrics has set are not
+    overwritten."""
     logs.update({name: mean for name, mean in means.items() if name not in logs})
 
 
 def _prefix_of(logs: Any) -> str | None:
-    """That of an evaluation's names."""
+    """The prefix of an evaluation's names, such as "eval"; None if these are not the logs of an
+    evaluation."""
     if _OF_TRAINING in logs:
         return None
     found = (name for name in logs if name.endswith(_RUNTIME))
@@ -136,8 +138,8 @@ def _prefix_of(logs: Any) -> str | None:
 
 
 def watch(trainer: Any, model: Any, tally: Any, evaluates: bool) -> None:
-    """Lets the Trainer log what the model's calls add to `tally`, if the model is the one that it
-    trains, or is within that."""
+    """Lets the Trainer log what the model's calls add to `tally`, if the model is the one that the
+    Trainer trains, or a part of it."""
     callbacks = trainer.callback_handler.callbacks
     watcher = next((c for c in callbacks if isinstance(c, Watcher)), None)
     known = watcher is not None and watcher.tally is tally

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut Cross Entropy's signature. Gradients here are always exact and summed in f32: filtering of
-small ones cannot be asked for."""
+"""A replacement for Cut Cross Entropy. Gradients here are always exact and summed in f32; small
+gradients cannot be filtered."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import Split
 from logitless.torch import linear_cross_entropy as _linear_cross_entropy
 
-# Cut Cross Entropy's presets; all but the first ask for sums in f32. The gradients here are always
-# those of the most exact one.
+# Cut Cross Entropy's presets; all except the first need sums in f32. The gradients here are always
+# those of the most exact preset.
 _PRESETS = (
     "cce", "cce_exact", "cce_kahan", "cce_kahan_full", "cce_kahan_full_c", "cce_kahan_full_e",
     "cce_kahan_full_c_full_e",
@@ -28,12 +28,12 @@ _PRESETS = (
 
 @dataclasses.dataclass
 class VocabParallelOptions:
-    """Which columns [start, stop) this rank has, of the vocabulary that `group` shares (None: all
+    """This rank's columns [start, stop) of the vocabulary, which is split over `group` (None: all
     processes), and whether the gradient of `e` is summed over the ranks.
 
-    The signature is that of cut_cross_entropy/vocab_parallel/utils.py at commit d42911f. Where
-    `vocab_size` is None, as in Cut Cross Entropy's own options, every call asks the ranks for
-    the largest `stop`, for which a GPU waits; `from_vocab` sets it.
+    The signature is that of cut_cross_entropy/vocab_parallel/utils.py at commit d42911f, with the
+    additional `vocab_size`. If this is None, as it is with Cut Cross Entropy's own options, every
+    call makes the ranks exchange the largest `stop`, which waits for the GPU. `from_vocab` sets it.
     """
 
     start: int
@@ -46,7 +46,8 @@ class VocabParallelOptions:
     def from_vocab(
         cls, vocab_size: int, group: Any = None, reduce_e_grad: bool = True
     ) -> VocabParallelOptions:
-        """Shares whose sizes differ by one at most, the larger ones first."""
+        """The options of this rank, if the vocabulary is split into shares whose sizes differ by at
+        most one, the larger shares first."""
         rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         each, more = divmod(vocab_size, size)
         start = rank * each + min(rank, more)
@@ -54,7 +55,7 @@ class VocabParallelOptions:
 
 
 def _where(options: Any, e: Tensor, c: Tensor) -> Split | None:
-    """The shard as linear_cross_entropy takes it."""
+    """The `group` argument of linear_cross_entropy for these options."""
     if options is None:
         return None
     if not hasattr(options, "reduce_e_grad"):
@@ -94,16 +95,16 @@ def linear_cross_entropy(
     *,
     memory: int | str | None = None,
 ) -> Any:
-    """The loss, or with `return_lse` the pair (loss, lse). With `shift` and reduction "none" they
-    have the shape of targets[..., shift:].
+    """The loss of `e` [..., D], `c` [V, D] and `targets` [...], or with `return_lse` the pair
+    (loss, lse). With `shift` and reduction "none" both have the shape of targets[..., shift:].
 
-    With `vocab_parallel_options` (ours or Cut Cross Entropy's own), c and bias hold that rank's
-    columns, e [..., D] and targets [...] of whole-vocabulary indices are the same on every rank,
-    and so are the results. A mean is over the valid tokens of this call. Of `impl` every preset is
-    taken, by its name in any case or as a member of Cut Cross Entropy's enumeration. `memory`,
-    which is ours, is that of logitless.torch's function; None is what Cut Cross Entropy takes (the
-    f32 sums that are asked for) or the least that ours takes where that is more, unless
-    default_memory says another.
+    With `vocab_parallel_options` (ours or Cut Cross Entropy's own), c and bias hold this rank's
+    columns. e and targets, whose indices are of the whole vocabulary, are the same on every rank,
+    and so are the results. A mean is over the valid tokens of this call. `impl` may be every
+    preset, by its name in upper or lower case or as a member of Cut Cross Entropy's enumeration.
+    `memory` is an additional argument, that of logitless.torch's function. Its default is the bytes
+    that Cut Cross Entropy needs (those of the f32 sums that the options request), or the minimum of
+    our function if that is more, unless default_memory sets another.
     """
     only("filter_eps", filter_eps, "auto", None, 0.0)
     for name, value in (("filter_e_grad", filter_e_grad), ("filter_c_grad", filter_c_grad)):
@@ -114,7 +115,7 @@ def linear_cross_entropy(
     name = name.lower() if isinstance(name, str) else name
     only("impl", name, *_PRESETS)
 
-    def peak(call: Sizes) -> int:  # the f32 sums that are asked for
+    def peak(call: Sizes) -> int:  # bytes of the f32 sums that the options request
         of_c = call.f32_weight_sums if accum_c_fp32 or name != "cce" else 0
         of_e = call.f32_sums - call.f32_weight_sums if accum_e_fp32 or name != "cce" else 0
         return of_c + of_e

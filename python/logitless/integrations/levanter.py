@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levanter's losses of a language model's head, of haliax' NamedArrays, in JAX. torch is not
-needed.
+"""Replacements for Levanter's losses of a language model's head, on haliax's NamedArrays, in JAX.
+torch is not needed.
 
     import levanter.models.lm_model
     from logitless.integrations.levanter import maybe_fused_next_token_loss
@@ -32,7 +32,7 @@ _NAMES = {
 
 
 def _weights(weight: Any, where: Any, axes: Any) -> Any:
-    """Each token's weight, or None if all count alike."""
+    """Each token's weight, or None if all tokens have the same weight."""
     if where is not None:
         chosen = (where != 0).astype(jnp.float32)
         weight = chosen if weight is None else weight.astype(jnp.float32) * chosen
@@ -70,15 +70,16 @@ def fused_cross_entropy_loss_and_logsumexp_penalty(
     where: Any = None,
     memory: int | str | None = None,
 ) -> Any:
-    """-log softmax(logits)[target] + logsumexp_weight · lse² of each token, reduced, where logits
-    are pred_embeddings · pred_lm_head along Contract, softcapped: a NamedArray in f32.
+    """-log softmax(logits)[target] + logsumexp_weight · lse² of each token, reduced: a NamedArray
+    in f32. The logits are pred_embeddings · pred_lm_head along the axis Contract, softcapped.
 
-    pred_embeddings has Contract and axes of tokens, target_y [tokens] numbers along Label, and
-    pred_lm_head Contract and Label in any order; where Contract is not its last axis in memory, the
-    program makes a transposed copy. `weight` are the tokens' weights, over whose sum hax.mean
-    divides (0 where it is 0); `where`, which releases on PyPI have in its place, a mask. Loss and
-    gradients are one call where all of it is reduced by hax.mean or hax.sum; else Forward and
-    Backward, which keep what `memory` allows. `block_size` means nothing.
+    pred_embeddings has the axis Contract and axes of tokens. target_y has the axes of tokens, and
+    holds indices along Label. pred_lm_head has Contract and Label in any order; if Contract is not
+    its last axis in memory, the program makes a transposed copy. `weight` has the tokens' weights.
+    hax.mean divides by their sum; if this is 0, the result is 0. `where` is a mask, which releases
+    on PyPI take instead of weights. If hax.mean or hax.sum reduces all axes, loss and gradients are
+    computed in one call; otherwise in Forward and Backward, which keep as much state as `memory`
+    allows. `block_size` has no effect.
     """
     only("dtype", None if dtype is None else jnp.dtype(dtype).name, None, "float32")
     only("precision", precision, *_EXACT)
@@ -129,8 +130,9 @@ def maybe_fused_next_token_loss(
     loss_mask: Any = None,
     memory: int | str | None = None,
 ) -> Any:
-    """The loss of each token's successor along Pos; the last token has none. Makes no logits,
-    whatever `block_size` is. `loss_mask` is what releases on PyPI call `loss_weight`."""
+    """The loss of each token's successor along Pos; the last token has none. The logits are never
+    computed as a whole, and `block_size` has no effect. `loss_mask` is the name of `loss_weight` in
+    releases on PyPI."""
     Pos = pred_embeddings.resolve_axis(Pos.name)
     weight = hax.arange(Pos) != Pos.size - 1
     for given in (loss_weight, loss_mask):

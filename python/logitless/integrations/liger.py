@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger's fused losses of a head: their argument order, weight first in the cross-entropy's module,
-which is not so in those of two heads."""
+"""Replacements for Liger's fused losses of a head, with Liger's argument order: the module of the
+cross-entropy takes the weight first, those of two heads do not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from logitless.torch._checks import check_tensor
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The result where more than the loss is asked for."""
+    """The result if the caller asks for more than the loss."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -48,9 +48,9 @@ _ARGUMENTS = {
 def _peak(
     call: Sizes, reduction: str, accum_dtype: torch.dtype | None, chunk_mem_const: int
 ) -> int:
-    """The most bytes that Liger's function takes: the logits of a chunk of tokens, twice if their
-    gradients are multiplied by an upstream gradient, and the weight gradient's f32 sums if
-    `accum_dtype` asks for them."""
+    """The largest number of bytes that Liger's function needs: the logits of a chunk of tokens,
+    twice if their gradients are multiplied by an upstream gradient, and f32 sums of the weight's
+    gradient if `accum_dtype` requests them."""
     chunks = -(-call.vocab // max(chunk_mem_const * call.width, 1))
     rows = -(-call.tokens // max(chunks, 1))
     rows = min(1 << max(rows - 1, 0).bit_length(), call.tokens)
@@ -64,10 +64,11 @@ def _tp_peak(call: Sizes) -> int:
 
 
 class FusedLinearCrossEntropyFunction:
-    """`apply` with the positional arguments of LigerFusedLinearCrossEntropyFunction.apply; returns
-    (loss, z_loss, token_accuracy, predicted_tokens), None where not asked for. `memory`, which is
-    ours, is linear_cross_entropy's; None is what Liger's function takes, or the least that ours
-    takes where that is more, unless default_memory says another."""
+    """`apply` has the positional arguments of LigerFusedLinearCrossEntropyFunction.apply. It
+    returns (loss, z_loss, token_accuracy, predicted_tokens), where outputs that were not requested
+    are None. `memory` is an additional argument, that of linear_cross_entropy. Its default is the
+    bytes that Liger's function needs, or the minimum of ours if that is more, unless default_memory
+    sets another."""
 
     @staticmethod
     @renames(_ARGUMENTS)
@@ -103,14 +104,15 @@ class FusedLinearCrossEntropyFunction:
             lambda call: _peak(call, reduction, accum_dtype, chunk_mem_const),
         )  # fmt: skip
         token_weight = None
-        if use_token_scaling:  # each loss times its own probability, held constant
+        if use_token_scaling:  # each loss times its token's probability, as a constant
             with torch.no_grad():
                 loss = linear_cross_entropy(
                     _input, weight, target, linear_bias=bias, ignore_index=ignore_index,
                     softcap=softcap, reduction="none", memory=memory,
                 )  # fmt: skip
                 token_weight = loss.neg().exp()
-        # A mean divides by the classes' weights, but the z-loss by the number of tokens.
+        # With class weights a mean divides by their sum, but Liger's z-loss by the number of
+        # tokens.
         apart = ce_weight is not None and reduction == "mean" and lse_square_scale > 0
         names: list[StatisticName] = []
         if return_z_loss or apart:
@@ -143,8 +145,9 @@ class FusedLinearCrossEntropyFunction:
 
 
 class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
-    """forward(lin_weight, _input, target, bias): the loss, or a CrossEntropyOutput where more than
-    the loss is asked for. `memory` is ours, as in FusedLinearCrossEntropyFunction."""
+    """forward(lin_weight, _input, target, bias) returns the loss, or a CrossEntropyOutput if the
+    constructor's arguments request more than the loss. `memory` is an additional argument, as in
+    FusedLinearCrossEntropyFunction."""
 
     ce_weight: Tensor | None
 
@@ -186,8 +189,9 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
 
 
 class LigerFusedLinearScaledCrossEntropyTPFunction:
-    """`apply` with the arguments of Liger 0.8.5's class of that name,
-    liger_kernel/ops/fused_linear_scaled_cross_entropy.py; nothing is configured before."""
+    """`apply` has the arguments of the class of this name in Liger 0.8.5,
+    liger_kernel/ops/fused_linear_scaled_cross_entropy.py. Unlike there, nothing needs to be
+    configured first."""
 
     @staticmethod
     @renames(_ARGUMENTS)
@@ -203,12 +207,13 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
         *,
         memory: int | str | None = None,
     ) -> Any:
-        """The loss of every token [N] in f32, 0 where ignored, or the pair (loss, entropy), both
-        differentiable and the same on every rank. _input [N, D] and target [N] are the same on all
-        ranks of `tp_group` (None: all processes), weight [V / P, D] is the rank's equal share. The
-        gradient of _input is the sum over the ranks, as Liger's. `tiles_per_reduce` is about
-        Liger's kernel. `memory`, which is ours, is linear_cross_entropy's; None is the logits'
-        gradients of 1024 tokens, as Liger's function of one device takes them."""
+        """The loss of every token, [N] in f32 (0 for ignored tokens), or with `return_entropy` the
+        pair (loss, entropy). Both are differentiable and the same on every rank. _input [N, D] and
+        target [N] are the same on all P ranks of `tp_group` (None: all processes); weight [V / P,
+        D] is the rank's equal share. The gradient of _input is the sum over the ranks, as in Liger.
+        `tiles_per_reduce` concerns Liger's kernel and has no effect. `memory` is an additional
+        argument, that of linear_cross_entropy. Its default is the bytes of the gradients of 1024
+        tokens' logits, which Liger's function for one device needs."""
         only("tiles_per_reduce", tiles_per_reduce, 1, 2, 4)
         group = torch.distributed.group.WORLD if tp_group is None else tp_group
         result: Any = linear_cross_entropy(
@@ -220,8 +225,9 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
 
 
 def _jsd_peak(call: Sizes) -> int:
-    """The most bytes that Liger's function takes on a GPU before Blackwell: nine f32 tensors of a
-    chunk's logits, eight if there is one chunk, and the weight's f32 sums."""
+    """The largest number of bytes that Liger's function needs on a GPU before Blackwell, without
+    the f32 sums of the weight's gradient: nine f32 tensors of a chunk's logits, or eight if there
+    is only one chunk."""
     chunks = -(-call.vocab // max(call.width, 1))
     rows = -(-call.tokens // max(chunks, 1))
     rows = min(1 << max(rows - 1, 0).bit_length(), call.tokens)
@@ -239,10 +245,11 @@ _JSD_ARGUMENTS = {
 
 
 class LigerFusedLinearJSDFunction:
-    """`apply` with the positional arguments of LigerFusedLinearJSDFunction.apply of Liger 0.8.5's
-    liger_kernel.ops; the mean over tokens whose label is not ignored, f32. `memory`, which is ours,
-    is linear_divergence's; None is a twentieth more than what Liger's function takes on a GPU
-    before Blackwell, or the least that ours takes, unless default_memory says another."""
+    """`apply` has the positional arguments of LigerFusedLinearJSDFunction.apply in Liger 0.8.5's
+    liger_kernel.ops. It returns the mean over tokens whose label is not ignored, f32. `memory` is
+    an additional argument, that of linear_divergence. Its default is 5 % more than the bytes that
+    Liger's function needs on a GPU before Blackwell, or the minimum of ours if that is more, unless
+    default_memory sets another."""
 
     @staticmethod
     @renames(_JSD_ARGUMENTS)
@@ -277,8 +284,8 @@ class LigerFusedLinearJSDFunction:
 
 
 class LigerFusedLinearJSD(torch.nn.Module):
-    """forward(student_input, student_weight, teacher_input, teacher_weight, shift_labels): the
-    loss. `memory` is ours, as in LigerFusedLinearJSDFunction."""
+    """forward(student_input, student_weight, teacher_input, teacher_weight, shift_labels) returns
+    the loss. `memory` is an additional argument, as in LigerFusedLinearJSDFunction."""
 
     def __init__(
         self,
@@ -315,12 +322,13 @@ class LigerFusedLinearJSD(torch.nn.Module):
 
 
 class LigerFusedLinearJSDLoss(torch.nn.Module):
-    """That of liger_kernel.chunked_loss: weight_hard_loss times the mean cross-entropy of the
-    labels, which has no temperature, and weight_soft_loss times the mean divergence, which has. One
-    pass where the temperature is 1 and both weights are above 0; else one for each.
-    `return_soft_hard_loss` gives the parts too, which have no gradient here or there. `compiled` is
-    about Liger's code; `chunk_size` says what that takes, and so what is taken here by default.
-    `memory` is ours."""
+    """The loss of this name in liger_kernel.chunked_loss: weight_hard_loss times the mean
+    cross-entropy of the labels, without the temperature, plus weight_soft_loss times the mean
+    divergence, with the temperature. It is computed in one pass if the temperature is 1 and both
+    weights are above 0, otherwise in one pass for each term. With `return_soft_hard_loss` both
+    terms are returned too, without gradients, as in Liger. `compiled` concerns Liger's code and has
+    no effect. `chunk_size` determines the bytes that Liger's loss needs, which are the default of
+    the additional argument `memory`."""
 
     def __init__(
         self,
@@ -379,7 +387,7 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
                 student, teacher, target=true_labels, ignore_index=self.ignore_index,
                 label_weight=hard / soft,
             )  # fmt: skip
-        # With two passes, the first one's gradients wait in memory during the second.
+        # With two passes, the gradients of the first stay in memory during the second.
         both = parts or (hard != 0 and soft != 0)
         if not both and hard != 0:
             self._check_teacher(student, teacher)
@@ -408,13 +416,14 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
         return loss
 
     def _check_teacher(self, student: Head, teacher: Head) -> None:
-        """Liger makes the divergence even if its weight is 0, and raises its errors. Here a call on
-        tensors without memory finds them."""
+        """Raises the errors that the divergence would raise. Liger computes the divergence even if
+        its weight is 0; here a call on meta tensors finds the same errors."""
         with torch.no_grad():
             self._divergence(student.on_meta(), teacher.on_meta())
 
     def _peak(self, call: Sizes) -> int:
-        """The least bytes that Liger's loss takes, compiled: a chunk's logits of both heads and
-        their gradients, and a chunk's gradient of the weight beside the whole one."""
+        """The smallest number of bytes that Liger's compiled loss needs: a chunk's logits of both
+        heads and their gradients, and a chunk's gradient of the weight in addition to the whole
+        gradient."""
         rows = -(-call.tokens // max(call.tokens // self.chunk_size, 1))
         return call.size * (3 * rows * call.vocab + call.vocab * call.width)

@@ -7,9 +7,9 @@ logits.
 
     lm_eval.simple_evaluate(model=LogitlessLM("meta-llama/Llama-3.1-8B", batch_size=8), tasks=[...])
 
-Their HFLM with its options, except for how log-likelihoods are made: by the head itself, in f32, at
-the continuations' positions only. Prefix, windows and truncation are theirs, and generate_until is
-the model's own.
+The class is the harness's HFLM with all its options, except that log-likelihoods are computed from
+the head, in f32, at the continuations' positions only. Prefix, windows, truncation and
+generate_until are unchanged.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _Answer = tuple[float, bool]
 
 @register_model("logitless")  # type: ignore[untyped-decorator,unused-ignore]
 class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
-    """HFLM, with `memory` of linear_cross_entropy beside its options. A model that is passed as an
-    object is patched by patch_transformers, and stays so: without labels it works as ever."""
+    """HFLM, with linear_cross_entropy's `memory` as an additional option. A model that is passed as
+    an object is patched by patch_transformers and stays patched; without labels it works as
+    before."""
 
     def __init__(
         self, pretrained: Any, backend: str = "causal", *, memory: int | str | None = None,
@@ -63,7 +64,8 @@ class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
             return score(self.model, input, *wanted)  # type: ignore[no-any-return]
 
     def _model_call(self, inps: Tensor, attn_mask: Any = None, labels: Any = None) -> Tensor:
-        """Their search for a batch size calls it for whole logits, which are not made here."""
+        """The harness's search for a batch size calls this for all logits. During the search it
+        returns log-probabilities [B, T, 1] instead."""
         if not self._detects:
             return super()._model_call(inps, attn_mask, labels)  # type: ignore[no-any-return]
         count, length = inps.shape
@@ -107,8 +109,8 @@ class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
     def _batches(
         self, requests: list[_Request], override_bs: int | None
     ) -> Iterator[list[tuple[tuple[int, ...], list[int]]]]:
-        """Batches of inputs with the requests that they serve, the longest first. Continuations
-        that differ only in their last token share an input."""
+        """Batches of (input, indices of the requests with this input), the longest inputs first.
+        Continuations that differ only in their last token share an input."""
         served: dict[Any, list[int]] = {}
         for index, request in enumerate(requests):
             tokens = self._input(request)
@@ -137,7 +139,7 @@ class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
             rows += [row] * len(continuation)
             positions += range(length - len(continuation), length)
             target += continuation
-        # Padding behind the end, which no earlier position sees.
+        # Padding after the end, which no earlier position attends to.
         padded = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(tokens) for tokens, _ in batch], batch_first=True
         ).to(self.device)  # [B, T]

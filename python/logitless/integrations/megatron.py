@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's heads: its fused function, the output layer that gives a loss, and the hook of
-its models that is given the hidden states. Tensor-parallel ranks share the vocabulary; collectives
-are those of the layer's `tp_group` alone, which lies within the last pipeline stage."""
+"""Replacements for Megatron-Core's heads: its fused function, an output layer that returns the
+loss, and an output_processor, which its models call with the hidden states. The vocabulary is split
+over the tensor-parallel ranks. All collectives are on the layer's `tp_group`, which lies within the
+last pipeline stage."""
 
 from __future__ import annotations
 
@@ -21,19 +22,21 @@ from logitless.torch import linear_cross_entropy as _linear_cross_entropy
 _ARGUMENTS = {"input": "hidden", "linear_weight": "weight", "target": "labels", "group": "tp_group"}
 
 
-# Columns whose logits, and gradients, Megatron's kernels make at a time.
+# Columns whose logits and gradients Megatron's kernels compute at a time.
 _COLUMNS = 3072
 
 
 def _peak(call: Sizes) -> int:
-    """The most bytes that Megatron's fused function takes: the gradients of _COLUMNS columns'
-    logits, f32 sums of the gradient of hidden, and two numbers per token and _COLUMNS columns."""
+    """The largest number of bytes that Megatron's fused function needs: the gradients of _COLUMNS
+    columns' logits, f32 sums of the gradient of hidden, and two numbers per token and _COLUMNS
+    columns."""
     columns = call.size * min(_COLUMNS, call.vocab) + 8 * -(-call.vocab // _COLUMNS)
     return call.tokens * (columns + 4 * call.width)
 
 
 def _where(group: Any, sequence_parallel: bool, reduce_input_grad: bool = True) -> Split | None:
-    """The group's Split. Under sequence parallelism the first dimension of tokens is split too."""
+    """The Split for a group. With sequence parallelism the first dimension of the tokens is split
+    too."""
     if group is None:
         return None
     return Split(
@@ -59,13 +62,14 @@ def linear_cross_entropy(
     """The loss in f32: of every token [N], or a scalar.
 
     The signature is that of Megatron-LM's megatron/core/fusions/fused_linear_cross_entropy.py at
-    commit 020c805. hidden [..., D] and labels [...] of as many tokens, weight [V / P,
-    D] the rank's equal share of the rows. With `sequence_parallel` hidden is the rank's part along
-    its first dimension, labels and results are those of all tokens. The gradient of hidden is
-    reduced here, as there: the sum over the ranks, or the own tokens' part of it. A mean is over
-    the tokens of this call; where data or context parallel ranks have other tokens, `normalizer` is
-    the number of valid tokens of all of them. `memory` is that of logitless.torch's function; None
-    is what Megatron's kernels take, unless default_memory says another.
+    commit 020c805. hidden [..., D] and labels [...] have the same number of tokens; weight [V / P,
+    D] is the equal share of this rank, one of P. With `sequence_parallel`, hidden is this rank's
+    part along its first dimension; labels and results are those of all tokens. The gradient of
+    hidden is reduced, as in Megatron: it is the sum over the ranks or, with `sequence_parallel`,
+    this rank's tokens' part of the sum. A mean is over the tokens of this call. If data or context
+    parallel ranks have other tokens, pass as `normalizer` the number of valid tokens on all these
+    ranks. `memory` is that of logitless.torch's function; its default is the bytes that Megatron's
+    kernels need, unless default_memory sets another.
     """
     loss: Tensor = _linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), reduction=reduction,
@@ -92,7 +96,8 @@ def _check(layer: Any) -> None:
 def _loss_of(
     layer: Any, input_: Tensor, weight: Tensor | None, labels: Tensor | None, **options: Any
 ) -> Tensor:
-    """[b, s], or a scalar, of the logits that a ColumnParallelLinear would make of [s, b, h]."""
+    """The loss, [b, s] or a scalar, of the logits that a ColumnParallelLinear would compute from
+    `input_` [s, b, h]."""
     _check(layer)
     weight = layer.weight if weight is None else weight
     if weight is None or labels is None:
@@ -118,17 +123,17 @@ def output_processor(
     config: Any = None,
     **_rest: Any,
 ) -> Tensor:
-    """What GPTModel.forward(..., output_processor=output_processor) of Megatron-Core 0.18 and later
-    calls in place of its output layer: the loss of every token [b, s] in f32, as
-    compute_language_model_loss gives it, of hidden_states [s, b, h] (under sequence parallelism the
-    rank's part of s) and labels [b, s]. An ignored label (-100) has a loss of 0.
+    """For Megatron-Core 0.18 and later: GPTModel.forward(..., output_processor=output_processor)
+    calls this function instead of its output layer. It returns the loss of every token, [b, s] in
+    f32, as compute_language_model_loss does, for hidden_states [s, b, h] (with sequence parallelism
+    the rank's part of s) and labels [b, s]. The loss of an ignored label (-100) is 0.
 
     `context` (forward's output_processor_context) may hold options of logitless.torch's
     linear_cross_entropy: z_loss, softcap, temperature, memory, ... With {"reduction": "sum"}, or
-    "mean" and the "normalizer" of all data and context parallel ranks, the result is a scalar
-    weighted by loss_mask [b, s]. The arguments are those of gpt_model.py at commit d98e8a6. The
-    output layer's hooks run; its logits are not made. Raises NotImplementedError for a layer that
-    defers the embedding's weight gradient.
+    with "mean" and the "normalizer" of all data and context parallel ranks, the result is a scalar,
+    in which loss_mask [b, s] weights the tokens. The arguments are those of gpt_model.py at commit
+    d98e8a6. The output layer's hooks run; its logits are not computed. Raises NotImplementedError
+    for a layer that defers the embedding's weight gradient.
     """
     options = dict(context or {"reduction": "none"})
     if options.setdefault("reduction", "none") == "mean" and options.get("normalizer") is None:
@@ -149,7 +154,7 @@ def output_processor(
 
 
 class _GivesLoss:
-    """A forward in front of ColumnParallelLinear's."""
+    """A forward that calls ColumnParallelLinear's only if no loss is wanted."""
 
     def forward(
         self,
@@ -161,8 +166,9 @@ class _GivesLoss:
         reduction: str = "none",
         ignore_index: int = -100,
     ) -> Any:
-        """With `labels` [b, s] the loss of input_ [s, b, h] in f32, [b, s] or a scalar; without
-        them, or with output_cross_entropy_loss=False, what ColumnParallelLinear gives."""
+        """With `labels` [b, s] it returns the loss of input_ [s, b, h] in f32, [b, s] or a scalar.
+        Without labels, or with output_cross_entropy_loss=False, it returns the result of
+        ColumnParallelLinear."""
         asked = output_cross_entropy_loss
         if not (labels is not None if asked is None else asked):
             whole: Any = super()
@@ -178,7 +184,7 @@ class _GivesLoss:
 
 @functools.cache
 def module_of(column_parallel_linear: type) -> type:
-    """A LinearCrossEntropyModule that is derived from the given ColumnParallelLinear."""
+    """The class LinearCrossEntropyModule, derived from the given ColumnParallelLinear."""
     text = (
         "A ColumnParallelLinear whose forward gives the loss where it is given labels, with the "
         "arguments of Megatron-LM's module of this name at commit 0053230."
@@ -190,7 +196,8 @@ def module_of(column_parallel_linear: type) -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """LinearCrossEntropyModule, made late because it imports Megatron-Core's class."""
+    """LinearCrossEntropyModule, which is made at its first use because it imports Megatron-Core's
+    class."""
     if name != "LinearCrossEntropyModule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megatron.core.tensor_parallel import (  # type: ignore[import-not-found,unused-ignore]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NeMo-RL's DistillationLossFn needs of a student at its teacher's likeliest tokens, made from
-the student's hidden states and head. The loss itself is small and stays NeMo-RL's."""
+"""The log-probabilities that NeMo-RL's DistillationLossFn needs: a student's, at its teacher's most
+likely tokens, computed from the student's hidden states and head. The loss itself needs little
+memory, and NeMo-RL computes it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from logitless.torch import linear_logprobs_at
 
 
 def _peak(call: Sizes) -> int:
-    """The least bytes that NeMo-RL's function takes: f32 logits and their log-softmax, and with
-    gradients those of the logits."""
+    """The smallest number of bytes that NeMo-RL's function needs: f32 logits and their log-softmax,
+    and the gradients of the logits if there are gradients."""
     return (12 if call.gradients else 8) * call.tokens * call.vocab
 
 
@@ -38,15 +39,16 @@ def get_distillation_topk_logprobs(
     memory: int | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(student_topk_logprobs [B, S - 1, k], teacher_topk_logprobs, H_all [B, S - 1] or None), as
-    get_distillation_topk_logprobs_from_logits makes them from student_logits [B, S, V]; here hidden
-    states [B, S, D] and the head [V, D] are given instead.
+    NeMo-RL's get_distillation_topk_logprobs_from_logits computes them from student_logits [B, S,
+    V]. This function takes hidden states [B, S, D] and the head `weight` [V, D] instead.
 
-    With `zero_outside_topk` the student's log-probabilities are those of the whole vocabulary, else
-    of the k tokens alone, without a product of the vocabulary where that is not split. H_all is the
-    sum of p log p, less than 0, with its gradient, where both flags are set.
-    `vocab_parallel_group`: the head is this rank's equal share of the rows, and the hidden states
-    are the same on every rank, whose gradients come summed. `memory`, which is ours, is
-    linear_logprobs_at's; None is what NeMo-RL's function takes, unless default_memory says
+    With `zero_outside_topk` the student's log-probabilities are over the whole vocabulary,
+    otherwise over the k tokens alone; in this case the other tokens' logits are not computed,
+    unless the vocabulary is split. H_all is the sum of p log p (at most 0), with a gradient; it is
+    returned if both flags are set. With `vocab_parallel_group` the head is this rank's equal share
+    of the rows; the hidden states are the same on every rank, and their gradient is summed over the
+    ranks. `temperature` and `memory` are additional arguments, those of linear_logprobs_at. The
+    default of `memory` is the bytes that NeMo-RL's function needs, unless default_memory sets
     another."""
     only("context_parallel_group", context_parallel_group, None)
     if teacher_topk_logits.shape != teacher_topk_indices.shape:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prime-rl's output layer: log-probabilities and entropies of every token, whose temperatures may
-differ."""
+"""A replacement for prime-rl's output layer: log-probabilities and entropies of every token, where
+each token may have a different temperature."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from logitless._errors import invalid, renames, wrong_shape
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_logprob
 
-# Columns whose logits prime-rl's layer makes at a time, for `chunk_size` tokens.
+# Columns whose logits prime-rl's layer computes at a time, for `chunk_size` tokens.
 _COLUMNS = 8192
 
 
 class FusedOutputLinear(torch.nn.Linear):
-    """forward(hidden_states, labels, temperature): {"logprobs", "entropy"}, both differentiable, of
-    the shape of the labels. `chunk_size` says what prime-rl's layer takes, which is what this one
-    takes unless `memory`, which is ours, or default_memory says another."""
+    """forward(hidden_states, labels, temperature) returns {"logprobs", "entropy"}, both
+    differentiable and in the shape of the labels. `chunk_size` determines the bytes that prime-rl's
+    layer needs. They are the default of `memory`, an additional argument, unless default_memory
+    sets another."""
 
     def __init__(
         self, in_features: int, out_features: int, chunk_size: int, *,
@@ -29,8 +30,8 @@ class FusedOutputLinear(torch.nn.Linear):
         self.memory = memory
 
     def _peak(self, call: Sizes) -> int:
-        """The most bytes that prime-rl's layer takes: a tile's logits and five f32 tensors of it,
-        or three without gradients."""
+        """The largest number of bytes that prime-rl's layer needs: a tile's logits and five f32
+        tensors of the same size, or three without gradients."""
         tile = min(call.tokens, self.chunk_size) * min(call.vocab, _COLUMNS)
         return (call.size + (20 if call.gradients else 12)) * tile
 

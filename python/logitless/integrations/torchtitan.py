@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's loss, with the interface of ChunkedLossWrapper, which it replaces. The trainer gives
-it hidden states and the lm_head, on the last pipeline stage only."""
+"""A loss for torchtitan, with the interface of ChunkedLossWrapper, which it replaces. The trainer
+passes hidden states and the lm_head to it, on the last pipeline stage only."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from logitless.torch._split import placed
 
 
 class HeadLoss:
-    """loss(pred, labels, global_valid_tokens) of hidden states, for torchtitan's class."""
+    """The part of LinearCrossEntropyLoss that does not need torchtitan: loss(pred, labels,
+    global_valid_tokens), where pred are hidden states."""
 
     lm_head: Any = None
     global_vocab_size: int | None = None
     num_chunks = 8
 
     def set_lm_head(self, lm_head: Any) -> None:
-        """The module whose weight [V, D] (and bias) makes the logits; before the first call."""
+        """Sets the module whose weight [V, D] (and bias) makes the logits. Call it before the first
+        loss."""
         self.lm_head = lm_head
 
     def tp_group(self) -> Any:
-        """The group that shares the rows of a plain weight, or None."""
+        """The group over which the rows of a plain weight are split, or None."""
         return None
 
     def _peak(self, call: Sizes) -> int:
-        """The most bytes that torchtitan's wrapper takes: a chunk's logits and two f32 tensors of
-        it, and f32 sums of the gradient of hidden."""
+        """The largest number of bytes that torchtitan's wrapper needs: a chunk's logits and two f32
+        tensors of the same size, and f32 sums of the gradient of the hidden states."""
         chunk = -(-call.tokens // self.num_chunks) * call.vocab
         return (call.size + 8) * chunk + 4 * call.tokens * call.width
 
@@ -46,15 +48,15 @@ class HeadLoss:
         global_valid_tokens: Any = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss, {}): a sum in f32 over the tokens of pred [..., D] whose label [...] is not -100,
-        divided by `global_valid_tokens` where they are given: those of all data and context
-        parallel ranks, so that the ranks' losses add up to the mean.
+        """Returns (loss, {}). The loss is a sum in f32 over the tokens of pred [..., D] whose label
+        [...] is not -100, divided by `global_valid_tokens` if given. This is the number of valid
+        tokens on all data and context parallel ranks, so that the ranks' losses add up to the mean.
 
         The interface is that of torchtitan 0.3.0, torchtitan/components/loss.py, and `loss_inputs`
-        are unused as in its CrossEntropyLoss. Hooks of the lm_head run, FSDP's among them. A weight
-        that is a DTensor tells over which ranks it is split; a plain one is a share of `tp_group`,
-        and the gradient of pred is then the rank's part of a sum, like that of lm_head's product
-        under spmd_types, which sums it where pred was gathered.
+        are unused as in its CrossEntropyLoss. Hooks of the lm_head run, including FSDP's. If the
+        weight is a DTensor, its placements tell over which ranks it is split. A plain weight is the
+        rank's share within `tp_group`; the gradient of pred is then the rank's part of a sum.
+        spmd_types adds the parts up where pred was gathered, as for the product of lm_head.
         """
         head = self.lm_head
         if head is None:
@@ -104,8 +106,9 @@ def _loss_class() -> Any:
     )
 
     class Loss(HeadLoss, ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
-        """ChunkedLossWrapper's place in a trainer's configuration; `num_chunks` says what that
-        takes, which is what is taken here unless default_memory says another."""
+        """Takes ChunkedLossWrapper's place in a trainer's configuration. `num_chunks` determines
+        the bytes that ChunkedLossWrapper needs, which bound the memory here too, unless
+        default_memory sets another."""
 
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(ChunkedLossWrapper.Config):  # type: ignore[misc,unused-ignore]
@@ -128,7 +131,8 @@ def _loss_class() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """LinearCrossEntropyLoss, made late because it imports torchtitan's class."""
+    """LinearCrossEntropyLoss, which is made at its first use because it imports torchtitan's
+    class."""
     if name != "LinearCrossEntropyLoss":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _loss_class()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face causal LM that computes its loss without logits.
+"""A patch that makes a Hugging Face causal LM compute its loss without logits.
 
-With labels the model's own forward runs, but its lm_head makes the loss instead of the logits (as a
-module call, so that hooks of FSDP, DDP and accelerate run), and its loss_function returns that
-loss. Whatever the model adds to its loss, it still adds.
+With labels the model's own forward runs, but its lm_head computes the loss instead of the logits
+(as a module call, so that hooks of FSDP, DDP and accelerate run), and its loss_function returns
+this loss. Terms that the model adds to its loss are still added.
 """
 
 from __future__ import annotations
@@ -31,34 +31,36 @@ from logitless.torch._functions import measured
 _PATCH, _OWN_FORWARD, _OWN_LOSS = "_logitless_patch", "_logitless_forward", "_logitless_loss"
 _REPLICATE = "_replicate_for_data_parallel"
 _KINDS = ("cpu", "cuda")
-_STATES = 64  # a model that is new in every call is checked in every call, and `seen` stays small
+_STATES = 64  # states in `seen`, at most: a model may be in a new state at every call
 # accelerate's names for a module's forward, and for the one before its hooks.
 _FORWARDS = ("forward", "_old_forward")
-_OWN_INIT = "_logitless_init"  # where a patched class keeps its own __init__
-# Where transformers keeps a loss_function other than that of the model's kind.
+_OWN_INIT = "_logitless_init"  # the attribute that stores a patched class's own __init__
+# The attribute in which transformers stores a loss_function that differs from the default of the
+# model's kind.
 _LOSS_FUNCTION = "_loss_function"
 # Options of linear_cross_entropy that the user may set; the model and its call set the others.
 _OPTIONS = (
     "weight", "reduction", "label_smoothing", "z_loss", "temperature", "token_weight", "normalizer",
     "memory", "empty_mean",
 )  # fmt: skip
-# What the model does to its logits. Found in the model or its configuration under these names,
-# unless the user sets it; the check finds out whether it is true.
+# What the model does to its logits. Unless the user sets these, they are read from the model or its
+# configuration, under the names below; the check of the model's calls finds out whether they are
+# true.
 _TRANSFORM = ("logit_scale", "softcap", "vocab_size")
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# The power of logits_scaling that multiplies the logits; other models divide by it. MiniCPM 3
-# divides before its head.
+# The logits are multiplied by this power of logits_scaling; for models that are not listed it is
+# -1. MiniCPM 3 divides its hidden states before the head, so its power is 0.
 _POWERS = {"hyperclovax": 1.0, "minicpm3": 0.0}
 
 
 class _Calls(threading.local):
-    """The forward calls that this thread is in: several threads may call one model, and autograd's
-    threads rerun a checkpointed one while others are in it."""
+    """The forward calls that this thread is in. It is per thread, because several threads may call
+    one model, and autograd's threads may rerun a checkpointed model at the same time."""
 
     def __init__(self) -> None:
         self.pending: dict[Any, _Pending] = {}  # by model, and by part of its head
-        self.inside: tuple[_Settings, ...] = ()  # those of the models that run
+        self.inside: tuple[_Settings, ...] = ()  # of the models whose forward is running
         self.kind: Callable[..., _Pending] | None = None  # None: _Pending, for a loss
 
 
@@ -67,7 +69,8 @@ _counting = threading.Lock()
 
 
 class _Pending:
-    """One forward call with labels: what the head needs, and the loss it gave."""
+    """One forward call with labels: what the head needs for the loss, and the loss that it
+    computed."""
 
     def __init__(self, settings: _Settings, labels: Tensor, kwargs: dict[str, Any]) -> None:
         self.settings = settings
@@ -77,18 +80,18 @@ class _Pending:
         self.ignore_index = kwargs.get("ignore_index", -100)
         self.model: Any = None
         self.key = _rows.NEW
-        self.state: tuple[Any, ...] = ()  # what the call depends on
+        self.state: tuple[Any, ...] = ()  # what the call's result depends on
         self.loss: Tensor | None = None
         self.asked = False  # whether the model has asked for the loss
         self.looked = False  # whether the head's own forward has been checked
         self.sums: Tensor | None = None  # of the metrics
-        self.predicts = False  # whether the Trainer wants the likeliest tokens
-        self.logits: Tensor | None = None  # what it is given in place of logits
+        self.predicts = False  # whether the Trainer wants the most likely tokens
+        self.logits: Tensor | None = None  # what the Trainer gets in place of logits
         self.pairs: list[tuple[str, Tensor, Tensor]] = []  # (name, the model's, the head's)
 
     @renames({"target": "labels", "linear_weight": "lm_head.weight", "linear_bias": "lm_head.bias"})
     def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Makes the loss from the head's input and its parameters."""
+        """Computes the loss from the head's input and parameters."""
         if self.loss is not None:
             raise not_supported("the model calls its lm_head more than once in a forward")
         labels = self.labels.to(input.device)
@@ -103,7 +106,7 @@ class _Pending:
         options |= {"logit_scale": scale, "softcap": softcap}
         if (items := self.items) is not None:
             if isinstance(items, Tensor):
-                # A replica of DataParallel is given [1, 1].
+                # A replica of DataParallel gets a tensor [1, 1].
                 items = items.to(input.device).reshape(() if items.numel() == 1 else items.shape)
             options["normalizer"] = items
         words, their_bias = weight, bias
@@ -121,7 +124,7 @@ class _Pending:
         self, input: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
         options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
-        if self.predicts:  # of ignored positions too, which no statistic has
+        if self.predicts:  # not the statistic argmax, which ignored positions do not have
             made = ("softcap", "logit_scale", "memory")
             given = {name: options[name] for name in made if name in options}
             ids = linear_topk(input, weight, 1, linear_bias=bias, **given)[1][..., 0]
@@ -140,7 +143,8 @@ class _Pending:
 
     def answer(self) -> Tensor:
         """What the head returns in place of logits. In autograd's graph it depends on the loss, and
-        the loss that loss_function returns depends on it."""
+        the loss that loss_function returns depends on it, so that the model's operations on logits
+        are part of the backward pass."""
         assert self.loss is not None
         made = _rows.answer(self.real)
         if not self.loss.requires_grad:
@@ -157,8 +161,8 @@ class _Pending:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Stands for ForCausalLMLoss during the call: the loss that the head made, if the model
-        asks for that one."""
+        """Replaces ForCausalLMLoss during the call: returns the loss that the head computed, if the
+        model's arguments are those of this loss."""
         if self.asked:
             raise not_supported("the model asks for its loss more than once in a forward")
         self.asked = True
@@ -195,7 +199,8 @@ class _Pending:
             raise _rows.other(name)
 
     def checked(self, out: Tensor) -> Tensor:
-        """The model's loss, if its logits are those that our loss assumes."""
+        """The model's loss `out`, if its logits are those that our loss assumes; otherwise an error
+        or NaN."""
         assert self.loss is not None
         return _rows.checked(
             out, self.loss, self.made, self.real, self.pairs, self.transform, self.who, self.key,
@@ -209,7 +214,7 @@ def _dtype_of_logits(input: Tensor) -> torch.dtype:
 
 
 def _check_head(part: Any, input: Tensor, pending: _Pending) -> None:
-    """Raises unless the head's own forward makes the logits that the loss assumes."""
+    """Raises unless the head's own forward computes the logits that the loss assumes."""
     if input.numel() == 0:
         return
     pending.looked = True
@@ -237,8 +242,8 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
 
 
 def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of PEFT's LoRA around the head. If it is off or merged, the head within makes the
-    loss."""
+    """The forward of PEFT's LoRA around the head. If the LoRA is disabled or merged, the head
+    inside it computes the loss."""
     pending = _calls.pending.get(self)
     if pending is None or _heads.is_off(self):
         logits: Tensor = _own_forward(self)(input, *args, **kwargs)
@@ -255,8 +260,8 @@ def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 
 class Scored(_Pending):
-    """A forward call for statistics of chosen positions. Its loss is only made for the check of the
-    model's logits."""
+    """A forward call that computes statistics at chosen positions. Its loss is only needed for the
+    check of the model's logits."""
 
     def __init__(
         self, length: int, rows: Tensor, positions: Tensor, target: Tensor, *call: Any
@@ -269,7 +274,7 @@ class Scored(_Pending):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
         options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
-        virtual = input.shape[-2] - self.length  # a learned prompt's, before the tokens
+        virtual = input.shape[-2] - self.length  # positions of a learned prompt, which come first
         chosen = input[self.rows, self.positions + virtual]  # [M, D]
         given = {
             name: options[name] for name in ("softcap", "logit_scale", "memory") if name in options
@@ -283,8 +288,8 @@ class Scored(_Pending):
 
 
 def score(model: Any, input: Tensor, rows: Tensor, positions: Tensor, target: Tensor) -> Any:
-    """(log-probability f32, whether it is the likeliest token) [M] of target[m] after position
-    positions[m] of input[rows[m]], by a patched model that is called with input [B, T]."""
+    """(log-probability in f32, whether it is the most likely token), both [M], of target[m] after
+    position positions[m] of input[rows[m]]. The patched `model` is called with input [B, T]."""
     made: list[Scored] = []
 
     def kind(*call: Any) -> Scored:
@@ -306,16 +311,16 @@ def score(model: Any, input: Tensor, rows: Tensor, positions: Tensor, target: Te
 
 
 class _Loss(NamedTuple):
-    """The loss_function that a patched model had."""
+    """The loss_function that a model had before it was patched."""
 
-    own: Any  # makes the loss of calls that the patch leaves alone
+    own: Any  # computes the loss of calls that the patch does not change
     in_dict: bool  # whether the model held it in its __dict__
     kind: Any  # the model's loss_type, by which transformers finds the function
 
 
 def _own_loss(model: Any) -> _Loss:
-    """The loss before the patch, as the class that looks for _LOSS_FUNCTION finds it: derived ones
-    may change that."""
+    """The loss before the patch, by the property of the class that reads _LOSS_FUNCTION: derived
+    classes may override this property."""
     own = None
     for cls in reversed(type(model).__mro__):
         if isinstance(found := vars(cls).get("loss_function"), property):
@@ -357,8 +362,8 @@ def _names_in_forward(cls: Any) -> tuple[str, ...]:
 
 
 def _check_no_loss_of_its_own(cls: Any) -> None:
-    """Raises for a cross-entropy of its own in place of loss_function, which shows before a
-    forward."""
+    """Raises for a class whose forward calls a cross-entropy itself instead of loss_function. This
+    can be seen from its code, before the first call."""
     names = _names_in_forward(cls)
     if "loss_function" not in names and {"CrossEntropyLoss", "cross_entropy"} & set(names):
         raise not_supported(
@@ -374,7 +379,7 @@ def _own_forward(module: Any) -> Any:
 
 def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     settings: _Settings | None = self.__dict__.get(_PATCH)
-    if settings is None:  # unpatched, while others' wrappers stay
+    if settings is None:  # unpatched, but other libraries' wrappers still call this
         return _own_forward(self)(*args, **kwargs)
     names = settings.names[: len(args)]
     # Labels were passed by position; other arguments may be too.
@@ -421,7 +426,8 @@ def _sums_of_logits(
 
 
 def _train(self: Any, mode: bool = True) -> Any:
-    """nn.Module's train. A Trainer calls it before its steps and its evaluations."""
+    """nn.Module's train, which also tells the Trainer about the metrics. A Trainer calls it before
+    its steps and its evaluations."""
     type(self).train(self, mode)
     settings: _Settings | None = self.__dict__.get(_PATCH)
     if settings is not None:
@@ -430,7 +436,7 @@ def _train(self: Any, mode: bool = True) -> Any:
 
 
 def _through_its_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own forward, whose call of the backbone gives no warning."""
+    """Calls the model's own forward, which may call the backbone without a warning."""
     before = _calls.inside
     _calls.inside = (*before, model.__dict__[_PATCH])
     try:
@@ -440,8 +446,8 @@ def _through_its_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Warns in training: TRL's trainers call the backbone in place of the model, and keep the
-    labels."""
+    """The backbone's forward, which warns if it is called in training by anything but the model:
+    TRL's trainers call the backbone instead of the model, and do not pass the labels."""
     settings: _Settings | None = self.__dict__.get(_PATCH)
     trained = self.training and torch.is_grad_enabled()
     if trained and settings is not None and settings not in _calls.inside:
@@ -450,14 +456,15 @@ def _backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own forward, with `pending`'s head and loss_function in this thread."""
+    """Calls the model's own forward, in which head and loss_function use `pending` in this
+    thread."""
     _check_loss_function(model)
     if not isinstance(model.__dict__.get(_LOSS_FUNCTION), _BoundLoss):
-        _install_loss(model)  # the model's function was set anew since
+        _install_loss(model)  # somebody has replaced the model's function since the patch
     _check_loss_type(model)
     parts = _heads.parts(model.get_output_embeddings())
     for part in parts:
-        if _PATCH not in part.__dict__:  # a part that came later, like an adapter
+        if _PATCH not in part.__dict__:  # a part that was added later, such as an adapter
             _install_part(part, pending.settings)
     pending.settings.prepare(pending, model, parts)
     before = _calls.pending
@@ -472,7 +479,7 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
         ours = isinstance(error, (LogitlessError, torch.cuda.OutOfMemoryError))
         if pending.loss is None or pending.asked or ours:
             raise
-        # The model has a cross-entropy of its own, so shapes do not match.
+        # The model calls a cross-entropy itself, and the answer's shape does not match.
         raise not_supported(foreign) from error
     finally:
         _calls.pending = before
@@ -483,8 +490,8 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
 def _say_of_no_use(what: str) -> bool:
-    """Warns, and returns whether it did. Compiled code warns when it is compiled, not when it
-    runs."""
+    """Warns that the patch has no effect, and returns whether it warned. Compiled code warns when
+    it is compiled, not when it runs."""
     if trl.is_patched():
         return False
     warnings.warn(
@@ -497,7 +504,7 @@ def _say_of_no_use(what: str) -> bool:
     return True
 
 
-_left_alone: weakref.WeakSet[type] = weakref.WeakSet()  # classes with a warning
+_left_alone: weakref.WeakSet[type] = weakref.WeakSet()  # classes warned about
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
@@ -512,9 +519,9 @@ def _say_of_a_derived_class(cls: type, patched: str, why: str) -> None:
 
 
 def _is_left_alone(model: Any, patched: str) -> bool:
-    """Whether a model of a class that is derived from the patched one cannot be served: then it
-    works as ever, because the user did not name its class. Known after the __init__ of its
-    class."""
+    """Whether a model, of a class that is derived from the patched class, cannot be patched. It
+    then works as without the patch, with a warning instead of an error, because the user did not
+    name its class. This can be known only after the __init__ of its class."""
     try:
         _check_model(model)
     except LogitlessError as error:
@@ -532,17 +539,19 @@ def _number(owner: Any, names: tuple[str, ...]) -> float | None:
 
 
 def _state_of(module: Any) -> tuple[Any, ...]:
-    """What decides the result of a module's call, besides its parameters."""
+    """What determines the result of a module's call, besides its parameters."""
     found = vars(module)
     hooks = [tuple(found[name]) for name in ("_forward_pre_hooks", "_forward_hooks")]
-    # Without the binding, which would keep the module alive and differs between replicas.
+    # The functions without the module they are bound to, which would stay alive and differs between
+    # replicas.
     bound = map(found.get, _FORWARDS)
     held = (f.func if isinstance(f, _Bound) else getattr(f, "__func__", f) for f in bound)
     return type(module).forward, *held, *hooks
 
 
 class _Settings:
-    """How the model makes logits from its head's products. Plain data: copied with the model."""
+    """The options of a patched model, and how it makes logits from its head's products. Plain data,
+    which is copied with the model."""
 
     def __init__(self, model: Any, options: dict[str, Any], derived_of: str = "") -> None:
         self.given = options
@@ -552,7 +561,7 @@ class _Settings:
         self.eval_logits: bool | None = options.get("eval_logits")
         self.metrics: tuple[str, ...] = options.get("metrics", ())
         self.tally = _metrics.Tally(self.metrics)
-        self.derived_of = derived_of  # the patched class, if not the model's own
+        self.derived_of = derived_of  # the patched class, if it is a base of the model's class
         self.config = model.config.get_text_config() if hasattr(model, "config") else None
         self.seen: set[tuple[Any, ...]] = set()  # states in which a call passed the check
         self.warned = False
@@ -565,7 +574,8 @@ class _Settings:
         return {**self.__dict__, "seen": set()}
 
     def transform(self, model: Any, rows: int) -> _rows.Transform:
-        """What the model and its configuration say now, for a head with `rows` rows."""
+        """The Transform that the model and its configuration have now, for a head with `rows`
+        rows."""
         config, told = self.config, self.told
         scale = _number(model, ("logit_scale",)) or _number(config, _SCALES)
         if scale is None and (scaling := _number(config, ("logits_scaling",))):
@@ -578,18 +588,19 @@ class _Settings:
         )
 
     def prepare(self, pending: _Pending, model: Any, parts: tuple[Any, ...]) -> None:
-        """Before the model's own forward."""
+        """Prepares a call; runs before the model's own forward."""
         pending.model = model
         if torch.compiler.is_compiling():
             pending.key = _rows.new_program()
             return
         pending.state = self._state(model, parts)
         pending.key = _rows.SETTLED if pending.state in self.seen else _rows.NEW
-        if not (self.eval_logits or model.training):  # this call's Trainer may be another one
+        if not (self.eval_logits or model.training):  # in each call: the Trainer may change
             pending.predicts = _callers.check(raises=self.eval_logits is None)
 
     def _state(self, model: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The state in which one checked call vouches for others."""
+        """The state of a model's call: if one call in a state passed the check, others in it need
+        none."""
         everywhere = torch.nn.modules.module
         hooks = everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks
         heads = [
@@ -602,7 +613,8 @@ class _Settings:
         return *map(tuple, hooks), *modes, *transform, *_state_of(model), *heads
 
     def count(self, pending: _Pending) -> None:
-        """Counts a loss, but not in compiled code, which a changing number would compile anew."""
+        """Counts a loss. Compiled code does not count, because a changing number would make torch
+        recompile."""
         if not torch.compiler.is_compiling():
             with _counting:
                 self.calls += 1
@@ -612,7 +624,8 @@ class _Settings:
                 self.seen.add(pending.state)
 
     def warn(self, what: str) -> None:
-        """Warns once: a trainer that keeps the labels silently makes the patch useless."""
+        """Warns once: with a trainer that does not pass the labels to the model, the patch has no
+        effect."""
         if torch.compiler.is_compiling():
             _say_of_no_use(what)
         elif not self.warned:
@@ -620,12 +633,13 @@ class _Settings:
 
 
 class _Bound:
-    """A function as a method of one module. Unlike a method it is copied, pickled and replicated
-    with that module, and it has the signature of the module's own forward, which trainers read."""
+    """A function that is bound to one module, like a method. Unlike a method it is copied, pickled
+    and replicated with the module, and it has the signature of the module's own forward, which
+    trainers read."""
 
     def __init__(self, module: Any, function: Callable[..., Any]) -> None:
         self.module = module
-        self.func = function  # named as in functools.partial
+        self.func = function  # the name that functools.partial uses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.func(self.module, *args, **kwargs)
@@ -636,8 +650,8 @@ class _Bound:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """Like a method's: accelerate wraps it and binds the result to the module, so that a copy
-        of the module calls the copy."""
+        """The unbound function, as a method has it. accelerate wraps it and binds the result to the
+        module, so that in a copy of the module it calls the copy."""
         function, own = self.func, self.__signature__
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -651,7 +665,8 @@ class _Bound:
 
 
 class _BoundLoss(_Bound):
-    """transformers finds it in place of the function whose name it has."""
+    """A loss_function. It has the name of the function that it replaces, which transformers looks
+    up."""
 
     __name__ = "ForCausalLMLoss"
 
@@ -667,7 +682,8 @@ class _BoundTrain(_Bound):
 
 
 def _replicate(self: Any) -> Any:
-    """Binds functions anew: DataParallel's replicas are shallow copies."""
+    """Makes a replica for DataParallel. Replicas are shallow copies, so the functions are bound to
+    the replica here."""
     replica = type(self)._replicate_for_data_parallel(self)
     for name, value in self.__dict__.items():
         if isinstance(value, _Bound):
@@ -679,9 +695,10 @@ def _install(
     module: Any, function: Callable[..., Any], settings: _Settings, slot: str = "forward"
 ) -> None:
     """Replaces the forward of a module: a patched model, backbone, head or LoRA."""
-    # If it is there, the patched forward still is too, within others' wrappers.
+    # If this attribute exists, so does the patched forward, perhaps inside other libraries'
+    # wrappers.
     if _OWN_FORWARD not in module.__dict__:
-        # Another thread may do the same: the first one has found the module's own.
+        # Another thread may do the same; only the first one has seen the module's own forward.
         module.__dict__.setdefault(_OWN_FORWARD, module.__dict__.get(slot))
         module.__dict__[slot] = _Bound(module, function)
         module.__dict__[_REPLICATE] = _Bound(module, _replicate)
@@ -696,7 +713,7 @@ def _install_part(part: Any, settings: _Settings) -> None:
 
 def _install_loss(model: Any) -> None:
     loss = _own_loss(model)
-    if not isinstance(loss.own, _BoundLoss):  # else another thread has done it
+    if not isinstance(loss.own, _BoundLoss):  # otherwise another thread has done it
         model.__dict__[_OWN_LOSS] = loss
         model.__dict__[_LOSS_FUNCTION] = _BoundLoss(model, _loss_function)
 
@@ -704,7 +721,7 @@ def _install_loss(model: Any) -> None:
 def _restore_loss(module: Any) -> None:
     known: _Loss | None = module.__dict__.pop(_OWN_LOSS, None)
     if known is None or not isinstance(module.__dict__.get(_LOSS_FUNCTION), _BoundLoss):
-        return  # the user has set another one since
+        return  # the user has replaced the function since the patch
     if known.in_dict:
         module.__dict__[_LOSS_FUNCTION] = known.own
     else:
@@ -720,14 +737,14 @@ def _restore(model: Any) -> None:
         _restore_loss(module)
         held = [name for name in _FORWARDS if isinstance(module.__dict__.get(name), _Bound)]
         if not held:
-            continue  # wrapped since (by accelerate's autocast), so it stays and passes calls on
+            continue  # inside a wrapper (accelerate's autocast): it stays, and passes calls on
         del module.__dict__[_REPLICATE]
         own = module.__dict__.pop(_OWN_FORWARD)
         if own is not None:
             module.__dict__[held[0]] = own
         elif held[0] == "forward":
             del module.__dict__["forward"]
-        else:  # accelerate's hooks came since
+        else:  # accelerate's hooks were added after the patch
             module.__dict__[held[0]] = types.MethodType(type(module).forward, module)
 
 
@@ -744,15 +761,16 @@ def _base_of(model: Any) -> Any:
 
 
 class Patch:
-    """A patched model, or a patched class of models. `with` unpatches at its end; so does
-    `unpatch()`. `calls` counts the losses that were made here, but not those of compiled code."""
+    """A patched model, or a patched class of models. The patch lasts until `unpatch()` or the end
+    of a `with` block. `calls` counts the losses that the patch has computed, except in compiled
+    code."""
 
     def __init__(self, model: Any, **given: Any) -> None:
         self.model = model
         self.given = given  # options for a class's models
         settings = None if isinstance(model, type) else _base_of(model).__dict__.get(_PATCH)
         self._settings: list[_Settings] = [] if settings is None else [settings]
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # a class's models
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # the models of a patched class
 
     def __repr__(self) -> str:
         model = self.model
@@ -772,7 +790,7 @@ class Patch:
         self.unpatch()
 
     def unpatch(self) -> None:
-        """Restores the model, or the class and its models; a second time does nothing."""
+        """Restores the model, or the class and its models. A second call has no effect."""
         if not isinstance(self.model, type):
             _restore(self.model)
             return
@@ -798,7 +816,7 @@ def _head_of(model: Any) -> Any:
 
 
 def _check_model(model: Any) -> tuple[Any, ...]:
-    """The modules that may make its logits; raises where its loss cannot be made here."""
+    """The modules that may compute the model's logits. Raises if the model cannot be patched."""
     head = _head_of(model)
     parts = _heads.parts(head)
     for part in parts:
@@ -806,7 +824,7 @@ def _check_model(model: Any) -> tuple[Any, ...]:
     trl.check_forward(model)
     _check_loss_function(model)
     if "loss_function" not in _names_in_forward(type(model)):
-        for module in model.modules():  # XLM's loss is made in the module around its head
+        for module in model.modules():  # XLM computes its loss in the module around its head
             if module is not model and head in module.children():
                 _check_no_loss_of_its_own(type(module))
     return parts
@@ -827,7 +845,8 @@ def _patch_model(model: Any, options: dict[str, Any]) -> _Settings:
 
 
 def _check_alike(known: dict[str, Any], given: dict[str, Any], what: str, way: str) -> None:
-    """Raises unless a second patch has the same options, as when a notebook's cell runs twice."""
+    """Raises unless a second patch has the same options as the first. A notebook's cell that runs
+    twice is allowed."""
     alike = known.keys() == given.keys() and all(
         value is known[name] or (not isinstance(value, Tensor) and bool(value == known[name]))
         for name, value in given.items()
@@ -848,8 +867,9 @@ def _install_model(model: Any, settings: _Settings) -> None:
 
 
 def _patch_derived(model: Any, cls: type, options: dict[str, Any]) -> _Settings | None:
-    """Patches a model of a class that is derived from the patched one. Its __init__ may still run,
-    so its head and its loss_function are found in its forward. None: it works as ever."""
+    """Patches a model of a class that is derived from the patched class `cls`. Its __init__ may
+    still be running, so its head and loss_function are patched only in its first forward. None: the
+    model is not patched."""
     try:
         _check_no_loss_of_its_own(type(model))
     except LogitlessError as error:
@@ -861,13 +881,13 @@ def _patch_derived(model: Any, cls: type, options: dict[str, Any]) -> _Settings 
 
 
 def _class_patch(cls: type) -> Patch | None:
-    """The patch of the class, or of its nearest base."""
+    """The patch of the class, or of its nearest patched base class."""
     found = (vars(c)[_PATCH] for c in cls.__mro__ if _PATCH in vars(c))
     return next(found, None)
 
 
 def _patch_class(cls: type, options: dict[str, Any]) -> Patch:
-    """Patches every model at the end of the class's __init__."""
+    """Patches the class, so that every new model of it is patched at the end of __init__."""
     if not (hasattr(cls, "can_generate") and hasattr(cls, "forward") and cls.can_generate()):
         raise invalid(
             f"{cls.__name__} is no class of models that generate; allowed: that of a "
@@ -926,25 +946,27 @@ def _check_options(options: dict[str, Any], rows: int | None) -> None:
 def patch_transformers(
     model: Any, *, eval_logits: bool | None = None, metrics: Sequence[str] = (), **options: Any
 ) -> Patch:  # fmt: skip
-    """Makes `model` (Llama, Qwen, Gemma, GPT-2, ... ForCausalLM) compute its loss without logits.
+    """Makes `model` (a causal LM of transformers, such as LlamaForCausalLM) compute its loss
+    without logits.
 
-    `model` may be one of PEFT's around such a model, or a class, as LlamaForCausalLM: then every
-    model of it that is made from now on is patched. With labels, output.loss is the loss and
-    output.logits is None; without them nothing changes. A call with `skip_logits=False` has logits
-    [B, T, V] beside labels too, and the model's own loss.
+    `model` may also be a PEFT model around a causal LM, or a class such as LlamaForCausalLM; then
+    every model of this class that is made from now on is patched. If the model is called with
+    labels, output.loss is the loss and output.logits is None; without labels nothing changes. A
+    call with labels and `skip_logits=False` returns logits [B, T, V] and the model's own loss.
 
     - `metrics`: some of "accuracy", "entropy", "logprob" and "rank". output.metrics is then a dict
-      of them, [] f32 on the model's device, each a mean over the call's labels that are not
-      ignored; NaN if there is none. "tokens" in it is their number. A Trainer logs means over all
-      labels since its last log, and evaluates means over all labels of a dataset.
-    - `eval_logits`: True leaves the model as it is in eval mode, for metrics made of logits. False
-      says that a Trainer's metrics need none, which is an error otherwise.
-    - `logit_scale`, `softcap`, `vocab_size`: the scale and softcap of the logits, and which rows of
-      the head are words. They are found in the model's configuration if not told here. A model that
-      does something else to its logits is an error.
-    - `options` go to `linear_cross_entropy`: label_smoothing, z_loss, memory, ...
+      of these, [] f32 on the model's device. Each is a mean over the call's labels that are not
+      ignored, and NaN if all are ignored; "tokens" is the number of these labels. A Trainer logs
+      means over all labels since its last log, and in an evaluation over all labels of the dataset.
+    - `eval_logits`: with True the model computes its logits in eval mode, for metrics that need
+      them. By default it is an error if a Trainer's metrics seem to need logits; False says that
+      they do not.
+    - `logit_scale`, `softcap`, `vocab_size`: the scale and softcap of the logits, and the number of
+      the head's rows that are tokens (further rows are padding). By default they are read from the
+      model's configuration. A model that changes its logits in another way is an error.
+    - `options` are passed to `linear_cross_entropy`: label_smoothing, z_loss, memory, ...
 
-    Returns a `Patch`, whose `calls` counts the losses made here.
+    Returns a `Patch`, whose `calls` counts the losses that the patch has computed.
     """
     given = options if eval_logits is None else {**options, "eval_logits": eval_logits}
     if names := _metrics.names_of(metrics):

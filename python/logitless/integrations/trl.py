@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's trainers without logits.
+"""A patch that makes TRL's trainers compute their losses without logits.
 
 SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer replace the model's forward by one
-that runs the backbone and gives its hidden states and the head's weight to a function of TRL's own.
-DistillationTrainer gives those of its student and its teacher to another. Both functions are
-replaced here, for all trainers at once.
+that runs the backbone and passes its hidden states and the head's weight to a function of TRL.
+DistillationTrainer passes those of its student and its teacher to another function. The patch
+replaces both functions, for all trainers at once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from logitless.torch._functions import _autocast_dtype
 
 
 class _Known(NamedTuple):
-    """A function of TRL's."""
+    """What this module assumes about a function of TRL."""
 
     name: str
     module: str  # where its trainers look it up at every call
     arguments: tuple[str, ...]
-    also: str | None = None  # a module from which others would import it
+    also: str | None = None  # another module that has it
 
 
 _LOGPROB = _Known(
@@ -49,10 +49,10 @@ _DIVERGENCE = _Known(
      "student_final_logit_softcapping", "teacher_logit_scale", "teacher_final_logit_softcapping"),
     "trl.kernels.chunked_divergence",
 )  # fmt: skip
-# What TRL's function returns beside the log-probabilities; None unless `outputs` names it.
+# What TRL's function returns besides the log-probabilities; None unless `outputs` names it.
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# The statistic from which each output is made. Not the rank, which is 0 for all of several equal
-# largest logits.
+# The statistic from which each output is computed. is_top1 does not use the rank, which is 0 for
+# all of several equal largest logits.
 _STATISTICS: dict[str, StatisticName] = {
     "entropy": "entropy", "log_sum_sq_probs": "sum_p_squared", "mean_logits": "mean_logit",
     "is_top1": "argmax",
@@ -60,9 +60,9 @@ _STATISTICS: dict[str, StatisticName] = {
 
 
 class TrlPatch:
-    """TRL patched. `with` unpatches at its end; so does `unpatch()`. `calls` counts how often a
-    trainer came here: once for every forward of a model, or of a student and its teacher together,
-    but not in compiled code."""
+    """The patch of TRL, until `unpatch()` or the end of a `with` block. `calls` counts the calls of
+    its functions: one for every forward of a model, or of a student and its teacher together. Calls
+    in compiled code are not counted."""
 
     def __init__(self, memory: int | None) -> None:
         self.calls = 0
@@ -77,7 +77,7 @@ class TrlPatch:
         self.unpatch()
 
     def unpatch(self) -> None:
-        """Gives TRL its own functions back; a second time does nothing."""
+        """Restores TRL's functions. A second call has no effect."""
         for module, name, function in self._own:
             setattr(importlib.import_module(module), name, function)
         self._own = []
@@ -112,8 +112,9 @@ class TrlPatch:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = _OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
-        """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1) of every token, as TRL's
-        function; `chunk_size` says what that takes, and so what is taken here by default."""
+        """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1) of every token, like TRL's
+        function; None for results that `outputs` does not name. `chunk_size` determines the bytes
+        that TRL's function needs, which are the default memory here."""
         self._count()
         if unknown := sorted(set(outputs) - {"log_probs", *_OUTPUTS}):
             raise invalid(f"outputs has {unknown[0]!r}; allowed: log_probs, {', '.join(_OUTPUTS)}")
@@ -138,7 +139,7 @@ class TrlPatch:
 
 
 class TrlDivergence:
-    """TRL's ChunkedDivergenceFunction, of a patch that counts its calls."""
+    """The replacement for TRL's ChunkedDivergenceFunction. Its patch counts the calls."""
 
     def __init__(self, patch: TrlPatch) -> None:
         self._patch = patch
@@ -202,22 +203,23 @@ def _check_whole(name: str, weight: Tensor) -> None:
         )
 
 
-# Tokens whose logits TRL's function makes at a time, for `chunk_size` columns.
+# Tokens whose logits TRL's function computes at a time, for `chunk_size` columns.
 _TOKENS = 4096
 
 
 def _peak(call: Sizes, chunk_size: int) -> int:
-    """The most bytes that TRL's function takes: a tile of logits, and f32 sums of 16-bit gradients
-    from its first tile on."""
+    """The largest number of bytes that TRL's function needs: a tile of logits, and from the first
+    tile on f32 sums of 16-bit gradients."""
     return call.size * min(call.tokens, _TOKENS) * chunk_size + call.f32_sums
 
 
-_COLUMNS = 32768  # of a tile of the divergence's, even if the vocabulary has fewer
+_COLUMNS = 32768  # columns of the divergence's tile, even if the vocabulary has fewer
 
 
 def _divergence_peak(call: Sizes) -> int:
-    """The most bytes that TRL's function takes, at the end of its Backward: a tile of f32 logits of
-    either head, a copy of the last one's gradients in 16 bits, and their f32 sums."""
+    """The largest number of bytes that TRL's function needs, which is at the end of its backward
+    pass: a tile of f32 logits for each head, a 16-bit copy of the gradients of the last tile, and
+    f32 sums of the gradients."""
     tiles = 8 * min(call.tokens, _TOKENS) * _COLUMNS
     if not call.gradients or call.size == 4:
         return tiles
@@ -230,8 +232,9 @@ def _divergence_peak(call: Sizes) -> int:
 def _alike(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Any]:
-    """(weight, bias, context) for products in TRL's dtype of them: that of autocast, or else that
-    of the hidden states. The gradient of an f32 weight is formed in f32."""
+    """(weight, bias, context) with which products have the same dtype as in TRL: that of autocast,
+    or outside of autocast that of the hidden states. The gradient of an f32 weight is computed in
+    f32."""
     kind, dtype = hidden.device.type, hidden.dtype
     context: Any = contextlib.nullcontext()
     if _autocast_dtype(hidden) is not None:
@@ -244,8 +247,8 @@ def _alike(
 
 
 def _functions() -> tuple[Any, Any]:
-    """TRL's own functions, if everything known about them holds; else an error about what does
-    not."""
+    """TRL's own two functions. Raises if anything that this module assumes about them does not
+    hold."""
     try:
         trl = importlib.import_module("trl")
     except ModuleNotFoundError as error:
@@ -295,19 +298,19 @@ def _own(version: str, known: _Known, outputs: tuple[str, ...] | None = None) ->
     return function
 
 
-# If TRL's formulas are the known ones, ours differ from them by a few roundings in f32.
+# If TRL uses the known formulas, its results differ from ours by a few roundings in f32.
 _PROBE_ERROR = 1e-4
 _TOKENS_OF_PROBE, _VOCAB_OF_PROBE = 6, 11
 
 
 def _wave(*shape: int, step: float) -> Tensor:
-    """Numbers between -2 and 2 that require a gradient, without the use of a random generator."""
+    """Numbers between -2 and 2 that require a gradient, made without a random generator."""
     count = torch.arange(shape[0] * (shape[1] if len(shape) > 1 else 1), device="cpu")
     return (2 * (step * (count + 1)).sin()).float().reshape(shape).requires_grad_()
 
 
 def _probe_logprob(function: Any) -> list[Tensor]:
-    """All outputs that the trainers ask for, and gradients, on the CPU."""
+    """All outputs of `function` that the trainers ask for, and gradients, on the CPU."""
     x, w = _wave(_TOKENS_OF_PROBE, 5, step=0.7), _wave(_VOCAB_OF_PROBE, 5, step=1.3)
     b, t = _wave(_VOCAB_OF_PROBE, step=2.1), torch.arange(_TOKENS_OF_PROBE, device="cpu")
     t = t.masked_fill(t == 2, IGNORE_INDEX)
@@ -339,7 +342,8 @@ def _probe_divergence(function: Any) -> list[Tensor]:
 
 @torch.enable_grad()
 def _check_numbers(version: str, known: _Known, theirs: Any, ours: Any, probe: Any) -> None:
-    """Raises unless both give the same numbers: a signature says nothing about the formula."""
+    """Raises unless TRL's function and ours give the same numbers: a signature says nothing about
+    the formula."""
     full = f"{known.module}.{known.name}"
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
         exact = probe(ours)
@@ -359,8 +363,8 @@ def _check_numbers(version: str, known: _Known, theirs: Any, ours: Any, probe: A
 
 
 def check_forward(model: Any) -> None:
-    """Raises if a trainer of TRL has replaced the model's forward, which then makes its own
-    loss."""
+    """Raises if a trainer of TRL has replaced the model's forward. The replacement computes the
+    loss itself."""
     forward = vars(model).get("forward")
     while forward is not None:
         function = getattr(forward, "func", None) or getattr(forward, "__func__", forward)
@@ -374,15 +378,15 @@ def check_forward(model: Any) -> None:
 
 
 def is_patched() -> bool:
-    """Whether TRL's trainers come here, whatever models they train."""
+    """Whether TRL is patched, so that all of its trainers use this module's functions."""
     return isinstance(getattr(sys.modules.get(_LOGPROB.module), _LOGPROB.name, None), TrlPatch)
 
 
 def patch_trl(*, memory: int | str | None = None) -> TrlPatch:
-    """Makes TRL's trainers compute log-probabilities, entropies and divergences without logits, all
-    of this process, until `unpatch()` of the result or the end of its `with`. `memory` is that of
-    linear_cross_entropy and linear_divergence; None is what TRL's own functions take, unless
-    default_memory says another."""
+    """Makes all TRL trainers in this process compute log-probabilities, entropies and divergences
+    without logits, until the result's `unpatch()` or the end of a `with` block. `memory` is that of
+    linear_cross_entropy and linear_divergence; its default is the bytes that TRL's own functions
+    need, unless default_memory sets another."""
     patch = TrlPatch(parse_memory(memory))
     logprob, divergence = _functions()
     patch._replace(_LOGPROB, logprob, patch)

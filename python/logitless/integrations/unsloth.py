@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unsloth's functions of hidden states: log-probabilities for its GRPO and DPO trainers, and the
-divergence of two heads for distillation."""
+"""Replacements for Unsloth's functions of hidden states: log-probabilities for its GRPO and DPO
+trainers, and the divergence of two heads for distillation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from logitless.integrations._divergence import Head, check_heads, counted, gener
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_logprob
 
-# Bytes of logits that Unsloth's function makes at a time.
+# Bytes of logits that Unsloth's function computes at a time.
 _TILE = 256 << 20
 
 
 def _peak(call: Sizes) -> int:
-    """The most bytes that Unsloth's function takes, for a head that is trained: a tile of logits,
-    and f32 sums of the gradient of hidden_states."""
+    """The largest number of bytes that Unsloth's function needs for a head that is trained: a tile
+    of logits, and f32 sums of the gradient of hidden_states."""
     sums = 4 * call.tokens * call.width if call.gradients else 0
     return min(_TILE, call.size * call.tokens * call.vocab) + sums
 
@@ -45,9 +45,10 @@ def chunked_hidden_states_selective_log_softmax(
     *,
     memory: int | str | None = None,
 ) -> Any:
-    """Of every index, [B, T] in f32. A scale of 0 is none; `chunks` means nothing here. `memory`,
-    which is ours, is linear_logprob's; None is what Unsloth 2026.10.9's function takes, unless
-    default_memory says another."""
+    """The log-probability of every token of `index`, [B, T] in f32. A scale of 0 means no scale;
+    `chunks` has no effect. `memory` is an additional argument, that of linear_logprob. Its default
+    is the bytes that the function of Unsloth 2026.10.9 needs, unless default_memory sets
+    another."""
     return linear_logprob(
         hidden_states.to(lm_head.dtype), lm_head, index, temperature=temperature,
         logit_scale=(logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0),
@@ -56,9 +57,9 @@ def chunked_hidden_states_selective_log_softmax(
 
 
 def _jsd_peak(call: Sizes, rows: int | None) -> int:
-    """The most bytes that Unsloth's function takes on a GPU with Triton: a chunk's logits of both
-    heads in f32 and their gradients; in 16 bits also the weight's f32 sums, and at the end its
-    gradient instead of the chunk."""
+    """The largest number of bytes that Unsloth's function needs on a GPU with Triton: a chunk's
+    logits of both heads in f32 and their gradients; in 16 bits also f32 sums of the weight's
+    gradient. At the end the 16-bit gradient replaces the chunk."""
     rows = rows or min(
         1024, max(64, 1 << max(((1 << 26) // max(call.vocab, 1)).bit_length() - 1, 0))
     )
@@ -101,12 +102,13 @@ def fused_linear_jsd(
     rows_per_chunk: int | None = None,
     memory: int | str | None = None,
 ) -> Tensor:
-    """The sum over tokens that count, where `mask` is not 0 and the label is not ignored, divided
-    by `num_items_in_batch` or else by their number; 0 counts as 1. f32. A scale of 0 is none.
-    `scaling` means nothing here, for gradients wait in f32 where they are of f16; `rows_per_chunk`
-    says what Unsloth's function takes. `memory`, which is ours, is linear_divergence's; None is a
-    twentieth more than what Unsloth 2026.10.9's function takes, or the least that ours takes,
-    unless default_memory says another."""
+    """The sum of the divergences over the tokens that count, divided by `num_items_in_batch`, or by
+    the number of these tokens if it is None; a divisor of 0 counts as 1. f32. A token counts if
+    `mask` is not 0 and its label is not ignored. A scale of 0 means no scale. `scaling` has no
+    effect, because f16 gradients are kept in f32. `rows_per_chunk` determines the bytes that
+    Unsloth's function needs. `memory` is that of linear_divergence. Its default is 5 % more than
+    the bytes that the function of Unsloth 2026.10.9 needs, or the minimum of ours if that is more,
+    unless default_memory sets another."""
     student = Head(student_hidden, student_weight, student_bias)
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
     check_heads(student, teacher)
@@ -133,7 +135,7 @@ def fused_linear_jsd(
 
 
 def _number(name: str, value: Any) -> float:
-    """A number, or as Unsloth allows, a tensor of one element."""
+    """A number as a float. Unsloth also allows a tensor of one element."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise wrong_shape(f"{name} has shape {tuple(value.shape)}; allowed: one element")
     try:

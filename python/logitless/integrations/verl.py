@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's fused kernels: log-probabilities and entropies of every token, both differentiable; and
-its distillation from a teacher's likeliest tokens."""
+"""Replacements for verl's fused kernels (log-probabilities and entropies of every token, both
+differentiable) and for its distillation from a teacher's most likely tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from logitless._errors import invalid, renames, wrong_shape
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import Split, linear_logprob, linear_logprobs_at, linear_topk
 
-# verl's kernel makes gradients of the logits for _COLUMNS columns at a time; its forward pass makes
-# three numbers per token and _SPLIT columns.
+# verl's kernel computes gradients of the logits for _COLUMNS columns at a time; its forward pass
+# computes three numbers per token and _SPLIT columns.
 _COLUMNS, _SPLIT = 9504, 1024
 
 
 def _peak(call: Sizes) -> int:
-    """The most bytes that verl's kernel takes: those and, beside the gradients of the logits, a
-    product that is added to the gradient of hidden, or a copy of the last columns' gradients."""
+    """The largest number of bytes that verl's kernel needs: those of _COLUMNS and _SPLIT and, in
+    addition to the gradients of the logits, a product that is added to the gradient of hidden, or a
+    copy of the last columns' gradients."""
     if not call.gradients:
         return 12 * call.tokens * -(-call.vocab // _SPLIT)
     columns = max(min(_COLUMNS, call.vocab), 1)
@@ -39,16 +40,17 @@ def linear_cross_entropy(
     *,
     memory: int | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs, entropy) of every token in f32, flattened to [N]; `reduction` is that of logprobs.
+    """(logprobs, entropy) of every token in f32, flattened to [N]. `reduction` ("none", "sum" or
+    "mean") applies to logprobs only.
 
-    The signature is verl 0.9.1's, verl/utils/kernel/linear_cross_entropy.py: hidden [..., D] and
-    labels [...] of as many tokens, which need not be ordered in alike shapes ([T, 1, D] and [1, T]
-    come from Megatron), weight [V, D]. With `dist_process_group` the weight is this rank's equal
-    share of the vocabulary's rows, hidden and labels are the same on every rank, and so are both
-    results. The gradient of hidden is then this rank's part of a sum, as verl's kernel leaves it:
-    its callers add the parts up (the backward of Megatron's gather_from_sequence_parallel_region
-    does). `memory`, which is ours, is linear_logprob's; None is what verl's kernel takes, unless
-    default_memory says another. Raises ValueError for another reduction.
+    The signature is that of verl 0.9.1, verl/utils/kernel/linear_cross_entropy.py. hidden [..., D]
+    and labels [...] have the same number of tokens, but may have different leading shapes (Megatron
+    passes [T, 1, D] and [1, T]); weight is [V, D]. With `dist_process_group` the weight is this
+    rank's equal share of the vocabulary's rows; hidden and labels are the same on every rank, and
+    so are both results. The gradient of hidden is then this rank's part of a sum, as in verl, whose
+    callers add the parts up (in the backward of Megatron's gather_from_sequence_parallel_region).
+    `memory` is an additional argument, that of linear_logprob. Its default is the bytes that verl's
+    kernel needs, unless default_memory sets another. Raises ValueError for another reduction.
     """
     reduction = "none" if reduction is None else reduction.lower()
     if reduction not in ("none", "sum", "mean"):
@@ -67,7 +69,7 @@ def linear_cross_entropy(
 
 
 def _flat(temperature: float | Tensor | None, labels: Tensor) -> float | Tensor:
-    """A number, or one per token [N]."""
+    """The temperature: a number, or one for each token, [N]."""
     if not isinstance(temperature, Tensor):
         return 1.0 if temperature is None else temperature
     if temperature.numel() != labels.numel():
@@ -76,15 +78,16 @@ def _flat(temperature: float | Tensor | None, labels: Tensor) -> float | Tensor:
 
 
 class LinearCrossEntropy:
-    """The class behind verl's linear_cross_entropy."""
+    """The replacement for the autograd function of verl's linear_cross_entropy."""
 
     apply = staticmethod(linear_cross_entropy)
 
 
 class FusedLinearForPPO(torch.nn.Module):
-    """forward(hidden_states, vocab_weights, input_ids, temperature): (log_probs, entropy), in the
-    shape of input_ids and in f32. `chunk_size` and `impl_backend` say what verl's module takes,
-    which is what this one takes unless `memory`, which is ours, or default_memory says another."""
+    """forward(hidden_states, vocab_weights, input_ids, temperature) returns (log_probs, entropy),
+    in the shape of input_ids and in f32. `chunk_size` and `impl_backend` determine the bytes that
+    verl's module needs. They are the default of `memory`, an additional argument, unless
+    default_memory sets another."""
 
     def __init__(
         self, chunk_size: int = 512, impl_backend: str = "torch", *,
@@ -96,9 +99,10 @@ class FusedLinearForPPO(torch.nn.Module):
         self.memory = memory
 
     def _peak(self, call: Sizes) -> int:
-        """The most bytes that verl's module takes. Its own forward has three f32 tensors of a
-        chunk's logits at once; its backward has five beside the logits, and a product that is added
-        to the gradient of the weight. Liger's has the gradients of 1024 tokens' logits."""
+        """The largest number of bytes that verl's module needs. Its own forward has three f32
+        tensors of a chunk's logits at once; its backward has five in addition to the logits, and a
+        product that is added to the gradient of the weight. The "liger" backend has the gradients
+        of 1024 tokens' logits."""
         if self.impl_backend == "liger":
             return call.size * min(call.tokens, 1024) * call.vocab
         chunk = min(call.tokens, self.chunk_size) * call.vocab
@@ -121,8 +125,8 @@ class FusedLinearForPPO(torch.nn.Module):
 
 
 def _topk_peak(call: Sizes) -> int:
-    """The least bytes that verl's function takes: the logits and their log-softmax, and with
-    gradients those of the logits."""
+    """The smallest number of bytes that verl's function needs: the logits and their log-softmax,
+    and the gradients of the logits if there are gradients."""
     return (3 if call.gradients else 2) * call.size * call.tokens * call.vocab
 
 
@@ -140,15 +144,17 @@ def compute_forward_kl_topk(
     memory: int | str | None = None,
 ) -> dict[str, Tensor]:
     """{"distillation_losses", "student_mass", "teacher_mass", "overlap_count",
-    "overlap_token_advantage"} [1, T] each, as verl 0.9.1's function of this name in
-    verl/trainer/distillation/fsdp/losses.py makes them from student_logits [1, T, V]; here
-    hidden_states [1, T, D] and the head [V, D] are given instead. Only the first has a gradient.
+    "overlap_token_advantage"} [1, T] each, as the function of this name in verl 0.9.1,
+    verl/trainer/distillation/fsdp/losses.py, computes them from student_logits [1, T, V]. This
+    function takes hidden_states [1, T, D] and the head `weight` [V, D] instead. Only the first
+    result has a gradient.
 
-    The teacher's tensors [1, T, k] may be nested, of sequences [T_i, k]. Of `config` its
-    distillation_loss.log_prob_min_clamp is read. The overlap takes a product of its own;
-    `overlap=False`, which is ours, leaves both out. `temperature` is what verl's engine divides the
-    logits by before; `memory`, which is ours too, is linear_logprobs_at's, and None what verl's
-    function takes, unless default_memory says another."""
+    The teacher's tensors [1, T, k] may be nested tensors of sequences [T_i, k]. Of `config` only
+    distillation_loss.log_prob_min_clamp is read. The additional arguments are these three.
+    `overlap=False` leaves out the two results of the overlap, which needs another product with the
+    weight. `temperature` is the number by which verl's engine divides the logits before it calls
+    its function. `memory` is that of linear_logprobs_at; its default is the bytes that verl's
+    function needs, unless default_memory sets another."""
     if data_format not in ("thd", "bshd"):
         raise invalid(f"data_format is {data_format!r}; allowed: 'thd', 'bshd'")
     log_q, ids = (

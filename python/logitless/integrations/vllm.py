@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's log-probabilities in vLLM's shapes: each token's own, its rank, and the likeliest
-tokens, from hidden states and head, without logits.
+"""A prompt's log-probabilities in vLLM's formats: each token's log-probability, its rank, and the
+most likely tokens, from hidden states and head, without logits.
 
-vLLM is not imported. LogprobsTensors and Logprob are tuples with the names and the order of vLLM's
-own; `LogprobsTensors(*ours)` makes one of theirs.
+vLLM is not imported. LogprobsTensors and Logprob are tuples with the field names and the order of
+vLLM's; vLLM's `LogprobsTensors(*ours)` converts one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from logitless.torch._functions import linear_outputs
 
 
 class LogprobsTensors(NamedTuple):
-    """The prompt's own token comes first, then the likeliest ones."""
+    """In each row the prompt's token comes first, then the most likely ones."""
 
     logprob_token_ids: Tensor  # [N, k + 1] int32
     logprobs: Tensor  # [N, k + 1] f32
@@ -35,7 +35,7 @@ class Logprob(NamedTuple):
 
 
 _NEVER = -(1 << 63)  # an ignore_index that no token has
-_MEMORY = 92 << 20  # with the results of 8192 tokens and 20 likeliest ones 96 MiB
+_MEMORY = 92 << 20  # 96 MiB with the results of 8192 tokens and their 20 most likely ones
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
@@ -53,10 +53,11 @@ def gather_logprobs(
     linear_bias: Tensor | None = None, temperature: float | Tensor = 1.0, logit_scale: float = 1.0,
     softcap: float | None = 0.0, memory: int | str | None = None,
 ) -> LogprobsTensors:  # fmt: skip
-    """Of token_ids [N] behind hidden_states [N, D], as vLLM's Sampler.gather_logprobs makes them of
-    log-probabilities [N, V]. `num_logprobs` is 0 to 256 and at most V. The options are
-    linear_topk's; `memory` is 92 MiB unless it or default_memory says another, or the least that
-    serves, if that is more."""
+    """The log-probabilities and ranks of token_ids [N], where hidden_states[i] ([N, D]) predicts
+    token_ids[i], and the `num_logprobs` most likely tokens, as vLLM's Sampler.gather_logprobs
+    computes them from log-probabilities [N, V]. `num_logprobs` is 0 to 256 and at most V. The
+    options are those of linear_topk. The default of `memory` is 92 MiB, or the call's minimum if
+    that is more, unless default_memory sets another."""
     if isinstance(num_logprobs, bool) or not isinstance(num_logprobs, int) or num_logprobs < 0:
         raise invalid(f"num_logprobs is {num_logprobs!r}; allowed: 0 to 256, and at most V")
     if hidden_states.dim() != 2 or token_ids.shape != hidden_states.shape[:1]:
@@ -66,7 +67,8 @@ def gather_logprobs(
         )
     if token_ids.is_floating_point():
         raise wrong_dtype(f"token_ids is {str(token_ids.dtype)[6:]}; allowed: int32, int64")
-    # In one call, so that a token that is also in the list has the same number there, to the bit.
+    # In one call, so that a token which is also among the most likely ones has the same
+    # log-probability there, to the bit.
     wanted = _run.LOGPROB | _run.BITS["rank"]
     if num_logprobs:
         wanted |= _top.wanted_of(num_logprobs)
@@ -88,9 +90,10 @@ def prompt_logprobs(
     hidden_states: Tensor, weight: Tensor, prompt_token_ids: Sequence[int] | Tensor,
     num_prompt_logprobs: int, *, tokenizer: Any = None, **options: Any,
 ) -> PromptLogprobs:  # fmt: skip
-    """RequestOutput.prompt_logprobs of a prompt of T tokens with hidden_states [T, D] (those of the
-    last position are not read, and may be absent): None for the first token, and for each other one
-    a dict of its own id and the likeliest ones. `tokenizer` decodes them, by its decode([id])."""
+    """The list RequestOutput.prompt_logprobs for a prompt of T tokens with hidden_states [T, D];
+    the last row is not read, and may be absent. The list has None for the first token, and for each
+    other token a dict from ids (its id and the most likely ones) to Logprob. `tokenizer`, if given,
+    decodes them with its decode([id])."""
     tokens = torch.as_tensor(prompt_token_ids, device=hidden_states.device)  # [T]
     if tokens.dim() != 1 or len(tokens) < 1 or len(tokens) - len(hidden_states) not in (0, 1):
         raise wrong_shape(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call's request, and its Backward's: the same on one device and on many."""
+"""What a call asks for, and what its Backward asks for: the same on one device and on many."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class Call(NamedTuple):
 
 
 def tokens_of(operands: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of the tokens. Not always the target's: a divergence may have none, and given
-    logits may have any number of dimensions beside a target [N]."""
+    """The shape of the tokens. It is not always the target's: a divergence may have no target, and
+    given logits may have any number of dimensions with a target [N]."""
     shape = operands["input"].shape[:-1] if "input" in operands else operands["target"].shape
     return tuple(shape)
 
@@ -118,9 +118,9 @@ def output_of(call: Call, name: str, operands: Mapping[str, Any]) -> Tensor:
 
 
 def kept_of(call: Call, input: Array, weight: Array) -> list[Tensor]:
-    """What Forward keeps for Backward, by a closed formula: a program may run on any platform, and
-    nothing is planned yet. Nothing with a `memory`, whose bound needs plans, and nothing where the
-    CPU would not use it; every backend uses a divergence's."""
+    """What Forward keeps for Backward, by a closed formula, because the program may run on any
+    platform and nothing is planned yet. Nothing is kept with `memory`, whose bound needs plans, and
+    nothing if the CPU would not use it. What a divergence keeps is used by every backend."""
     tokens, vocab = math.prod(input.shape[:-1]), weight.shape[0]
     dtype = np.dtype(input.dtype)
     code = DTYPES.get(dtype.name, -1)
@@ -136,7 +136,8 @@ def kept_of(call: Call, input: Array, weight: Array) -> list[Tensor]:
 
 
 def reads_logits(call: Call, cotangents: Sequence[Any]) -> bool:
-    """Whether Backward reads all logits: the gradient of target_logit alone reads no other."""
+    """Whether Backward needs all logits. The gradient of target_logit alone needs no other
+    logit."""
     moving = {n for n, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)}
     return bool(moving - {"target_logit"})
 
@@ -144,8 +145,8 @@ def reads_logits(call: Call, cotangents: Sequence[Any]) -> bool:
 def asked_of(
     call: Call, cotangents: Sequence[Any], tokens: tuple[int, ...]
 ) -> tuple[Call, dict[str, Array]]:
-    """Backward's call and its upstream gradients. An absent one of a statistic means 0; of the loss
-    it would mean 1."""
+    """Backward's call and its upstream gradients. An absent upstream gradient means 0 for a
+    statistic, but 1 for the loss."""
     given = {
         name: ct
         for name, ct in zip(call.outputs, cotangents)

@@ -96,8 +96,8 @@ def linear_divergence(
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
-    """How far a student's head is from a teacher's, token by token over the whole vocabulary,
-    without the logits of either: for distillation.
+    """The divergence of a student's head from a teacher's for each token, over the whole
+    vocabulary, without the logits of either: for distillation.
 
     Between p = softmax(input @ linear_weight.T + linear_bias), the student's, and q =
     softmax(teacher_input @ teacher_weight.T + teacher_bias), the divergence of a token by `kind` is
@@ -109,44 +109,45 @@ def linear_divergence(
         "tv"           1/2 sum |p - q|
 
     and its loss is token_weight (divergence + label_weight (lse - z of its target)). There is no
-    factor of a temperature's square. docs/semantics.md, "Divergences of two heads", has formulas,
-    edges and error bounds.
+    factor T². docs/semantics.md, "Divergences of two heads", has formulas, edges and error bounds.
 
-    Arrays, all of one dtype, f32, f16 or bf16, but biases, which may be f32 too:
+    Arrays, all of one dtype, f32, f16 or bf16, except biases, which may also be f32:
 
     - `input` [..., D], `linear_weight` [V, D], `linear_bias` [V]: the student's.
-    - `teacher_input` [..., Dt], `teacher_weight` [V, Dt], `teacher_bias` [V]; or instead of the
-      head `teacher_logits` [..., V], in any of these dtypes.
-    - `target` [...], optional: class indices, int32 or int64. Of a token whose target is
-      `ignore_index` nothing is read, and a mean does not count it. Without a target all tokens
-      count. A label_weight other than 0, the statistic "logprob" and `shift` need one.
-    - `token_weight` [...]: a constant, made f32.
+    - `teacher_input` [..., Dt], `teacher_weight` [V, Dt], `teacher_bias` [V]; or, instead of this
+      head, `teacher_logits` [..., V] in any of these dtypes.
+    - `target` [...], optional: class indices, int32 or int64. Tokens whose target is `ignore_index`
+      do not count and are not read. Without a target all tokens count. A `label_weight` other than
+      0, the statistic "logprob" and `shift` need a target.
+    - `token_weight` [...]: a factor of the loss, converted to f32, without a gradient.
 
     Options:
 
     - `beta`: 0 or in [2^-90, 1]; read by "jsd" and "skew_kl" alone.
     - `logit_scale`, `softcap` and `temperature`, `teacher_logit_scale`, `teacher_softcap` and
       `teacher_temperature` (None: `temperature`): each head's own, as in `linear_cross_entropy`.
-    - `shift`: as there; both temperatures move with the label.
-    - reduction, normalizer, empty_mean and memory: as there.
+    - `shift`: as in `linear_cross_entropy`; both temperatures move with the label.
+    - reduction, normalizer, empty_mean and memory: as in `linear_cross_entropy`.
     - `return_statistics`: names of `DivergenceStatistics`.
     - `vocab_ids` [V'], each once: both softmaxes are over these rows of the heads, or columns of
       teacher_logits, alone.
-    - `teacher_vocab_ids` [V']: the same for the teacher alone, where linear_weight is [V', D] and
-      its row j belongs to the teacher's row teacher_vocab_ids[j]. With either list targets are ids
-      of the whole vocabulary, and wrong lists are as in linear_cross_entropy.
+    - `teacher_vocab_ids` [V']: for a student with a smaller vocabulary, such as a draft model.
+      linear_weight is [V', D], and its row j corresponds to row teacher_vocab_ids[j] of the
+      teacher. With either list targets are ids of the whole vocabulary, and wrong lists are treated
+      as in linear_cross_entropy.
 
-    Sharded arrays: tokens may be split along any dimension. The vocabulary is whole on every
-    device; one that is split over devices is an error.
+    Sharded arrays: tokens may be split along any dimension. The vocabulary must be whole on every
+    device; a split vocabulary is an error.
 
     Inside of jax.shard_map, `axis_name` and `upstream` are as in linear_cross_entropy. A device's
     linear_weight, linear_bias, teacher_weight, teacher_bias and teacher_logits are then its own
-    columns. All else is the same on all devices of the axes, and so are all results, to the bit.
+    columns. All other arguments are the same on all devices of the axes, and so are all results, to
+    the bit.
 
-    Returns the loss, f32: [], or [...] with reduction "none". With statistics, which have no
-    gradient: (loss, DivergenceStatistics). Differentiable once in input, linear_weight and
-    linear_bias. The gradients of the teacher's arrays are zeros, for which nothing is computed, so
-    that one weight may serve both heads.
+    Returns the loss, f32: [], or [...] with reduction "none". With `return_statistics` it returns
+    (loss, DivergenceStatistics); the statistics have no gradient. Differentiable once in input,
+    linear_weight and linear_bias. The gradients of the teacher's arrays are zeros and cost nothing,
+    so that both heads may share a weight.
 
     Raises as linear_cross_entropy does.
     """
@@ -247,8 +248,9 @@ def _of_tokens(
     arrays: dict[str, Array], target: Any, token_weight: Any, normalizer: Any, options: Divergence,
     shift: int, one_temperature: bool, whole: bool, listed: Any = None,
 ) -> tuple[dict[str, Array], Divergence]:  # fmt: skip
-    """The arrays of tokens, those of labels moved by `shift`, and the normalizer; and the options,
-    with temperatures and a normalizer that are numbers."""
+    """The arrays that have a value for each token, where those that belong to labels are moved by
+    `shift`, and the normalizer if it is an array; and the options, which include temperatures and a
+    normalizer that are numbers."""
     shape = arrays["input"].shape[:-1]
     ignored = _integer("ignore_index", options.ignore_index)
     _abi.check_ignore_index(ignored)

@@ -122,7 +122,7 @@ def _on_host(value: Any) -> bool:
 
 
 def _looked_at(value: Any) -> Any:
-    """The values of an array on the host; None for others, and for traced ones."""
+    """The values of an array that is on the host. None for other arrays, and for traced ones."""
     value = _opened(value)
     if isinstance(value, np.ndarray):
         return value
@@ -130,7 +130,8 @@ def _looked_at(value: Any) -> Any:
 
 
 def _f32(name: str, value: Any) -> Array:
-    """A constant of the loss: JAX itself drops imaginary parts and makes infinities."""
+    """A constant of the loss as f32. Refuses what JAX's own cast would lose: imaginary parts, and
+    numbers that would become 0 or infinite."""
     value = _opened(value)
     array = _array(name, as_f32(name, value) if isinstance(value, np.ndarray) else value)
     check_real(name, np.dtype(array.dtype))
@@ -144,7 +145,7 @@ _INT32 = np.iinfo(np.int32)
 
 def _as_int32(target: np.ndarray[Any, Any], ignore_index: int) -> tuple[Array, int]:
     """A host target and its ignore_index in int32. An ignore_index that does not fit becomes the
-    least int32, which is then no target."""
+    least int32, which is then not allowed as a target."""
     ignored = target == ignore_index
     beyond = not _INT32.min <= ignore_index <= _INT32.max
     least = _INT32.min + beyond
@@ -187,7 +188,8 @@ def _target(value: Any, ignore_index: int) -> tuple[Array, int]:
 
 
 def _number(name: str, value: Any) -> float:
-    """A Python number, because options are part of the compiled program."""
+    """`value` as a float. Raises unless it is a Python number, because options are constants of the
+    compiled program."""
     real = isinstance(value, (int, float, np.integer, np.floating))
     if isinstance(value, bool) or not real:
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a Python number")
@@ -230,14 +232,15 @@ def _check_target(rows: Array, target: Array, what: str) -> None:
 
 
 def _moved(values: Array, shift: int, rest: float) -> Array:
-    """Position i gets the value of i + shift, and the last `shift` positions `rest`; sharded as
-    they are."""
+    """Position i gets the value of position i + shift, and the last `shift` positions get `rest`.
+    The result is sharded like `values`."""
     given = explicit_sharding(values)
     shift = min(shift, values.shape[-1])
     if given is None:
         end = jnp.full_like(values[..., :shift], rest)
         return jnp.concatenate([values[..., shift:], end], axis=-1)
-    # JAX slices only dimensions that are whole, and joins only arrays with the same sharding.
+    # JAX can slice only dimensions that are not sharded, and join only arrays with the same
+    # sharding.
     spec = (*given.spec, *[None] * values.ndim)[: values.ndim - 1]
     whole = jax.sharding.NamedSharding(given.mesh, jax.sharding.PartitionSpec(*spec, None))
     values = jax.sharding.reshard(values, whole)
@@ -248,8 +251,8 @@ def _moved(values: Array, shift: int, rest: float) -> Array:
 
 
 def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float, Array | None]:
-    """A number, which is part of the program, or an array: in the target's shape, [N] or
-    broadcastable to it; `shift` moves it with the target."""
+    """Returns (number, None) for a number, which is a constant of the program, or (1.0, array) for
+    an array in the target's shape, [N] or broadcastable to it; `shift` moves it with the target."""
     value = _opened(value)
     if not isinstance(value, (jax.Array, np.ndarray)):
         return _number("temperature", value), None
@@ -260,7 +263,7 @@ def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float,
 
 
 def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
-    """[...], moved with the target."""
+    """The token weights [...], moved with the target."""
     weights = _f32("token_weight", value)
     if weights.shape != shape:
         raise wrong_shape(f"token_weight has shape {weights.shape}; allowed: {shape}")
@@ -284,20 +287,22 @@ def _normalizer(value: Any) -> tuple[float, Array | None]:
 
 
 def _exact_products() -> bool:
-    """Whether f32 products take operands unrounded: the default, unless JAX's switch was set."""
+    """Whether f32 products use unrounded operands, which is the default unless JAX's switch is
+    set."""
     precision = jax.config.values["jax_default_matmul_precision"]
     return precision in (None, "highest", "float32", "F32_F32_F32")
 
 
 def _vocab_of(arrays: dict[str, Array]) -> int:
-    """V; 0 if the array that has it has a wrong shape, which is an error later."""
+    """V, or 0 if the array that has it has a wrong shape, which raises later."""
     if "weight" in arrays:
         return arrays["weight"].shape[0] if arrays["weight"].ndim == 2 else 0
     return arrays["logits"].shape[-1]
 
 
 def listed_of(name: str, value: Any, vocab: int, axis_name: Any, rows: int | None = None) -> Listed:
-    """A list of rows as the vocabulary; with `rows`, one for each of these rows, in their order."""
+    """A list of rows as the vocabulary. With `rows` it must have that many ids, in the order of the
+    student's rows."""
     refuse_axes(name, axis_name)
     return Listed(name, _array(name, value), host_of(_looked_at(value)), vocab, rows)
 
@@ -329,7 +334,7 @@ def _labels(
 
 @contextlib.contextmanager
 def _casts_named() -> Iterator[None]:
-    """Errors about a dtype say how to cast to the input's."""
+    """Adds to errors about a dtype how to cast to the input's."""
     try:
         yield
     except LogitlessError as error:
@@ -340,7 +345,7 @@ def _casts_named() -> Iterator[None]:
 def _shaped(
     made: dict[str, Array], shape: tuple[int, ...], lists: bool = False
 ) -> dict[str, Array]:
-    """Outputs of tokens, in the tokens' shape; logits in `lists` as they are."""
+    """Reshapes the outputs of tokens to the tokens' `shape`; with `lists`, logits_at [M] stays."""
     columns = {name: (x.shape[-1],) for name, x in made.items() if name in ("logits_at", *TOP)}
     return {
         name: x.reshape(*shape, *columns.get(name, ()))
@@ -414,7 +419,7 @@ def _loss(
 
 
 def _listed_rows(vocab_ids: Any, arrays: dict[str, Array], axis_name: Any) -> Listed:
-    """Replaces the head's arrays by their listed rows."""
+    """Replaces the head's arrays in `arrays` by their listed rows, and returns the list."""
     head = arrays["weight"]
     if head.ndim != 2:
         raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
@@ -466,52 +471,56 @@ def linear_cross_entropy(
 ) -> Any:
     """Cross-entropy of the logits input @ linear_weight.T + linear_bias, without the logits.
 
-    docs/semantics.md has the formulas, edges and error bounds. [...] are the dimensions of tokens,
-    N tokens in all. Numbers, texts and `memory` are part of the compiled program.
+    docs/semantics.md has the formulas, edge cases and error bounds. [...] stands for any number of
+    token dimensions, with N tokens in all. Numbers, strings and `memory` are constants of the
+    compiled program.
 
-    Arrays, or variables that stand for one, as flax's nnx.Param:
+    Arrays, or variables with a __jax_array__ method, such as flax's nnx.Param:
 
     - `input` [..., D], `linear_weight` [V, D]: one dtype, f32, f16 or bf16.
     - `target` [...]: class indices, int32 or int64. Tokens whose target is `ignore_index` (None:
       -100) do not count.
     - `linear_bias` [V]: the input's dtype or f32.
-    - `weight` [V] of classes and `token_weight` [...]: factors of the loss, constants, made f32.
+    - `weight` [V] of classes and `token_weight` [...]: factors of the loss. They are converted to
+      f32 and have no gradient.
 
     Options:
 
-    - `reduction`: "mean", "sum" or "none". `normalizer`: what "mean" divides by, a number or an
-      array [], instead of the class weights' sum over the tokens that count. `empty_mean`: a mean
-      over no token is "zero" or "nan".
+    - `reduction`: "mean", "sum" or "none". `normalizer`: the divisor of "mean", a number or an
+      array []; by default the sum of the class weights over the tokens that count. `empty_mean`:
+      the mean over no token, "zero" or "nan".
     - `label_smoothing` in [0, 1]; `z_loss`, the factor of lse^2.
     - `logit_scale`, `softcap`, `temperature`: a logit x becomes softcap tanh(logit_scale x /
-      softcap) / temperature; a softcap of 0 or None is none. A temperature may be an array: in the
-      target's shape, [N] or broadcastable to it, made f32. It has no gradient, and a token whose
-      temperature is not a positive normal number has a NaN loss.
-    - `shift`: True or k, for next-token prediction. Position i gets the target of i + k with the
-      token_weight and temperature of that label; the last k positions do not count.
-    - `memory`: the most for the workspace, in bytes or as "64MiB".
-    - `return_statistics`: names of `Statistics`, which says what they are.
+      softcap) / temperature; a softcap of 0 or None means none. A temperature may be an array in
+      the target's shape, [N] or broadcastable to it; it is converted to f32 and has no gradient. A
+      token whose temperature is not a positive normal number has a NaN loss.
+    - `shift`: True or k, for next-token prediction. Position i gets the target of position i + k,
+      with the token_weight and temperature of that label; the last k positions do not count.
+    - `memory`: the most bytes for the workspace, or a text such as "64MiB".
+    - `return_statistics`: names of fields of `Statistics`.
     - `vocab_ids` [V'], each once, in any order: the softmax is over these rows of linear_weight
-      alone, which are copied. Arrays [V] stay, with gradients of 0 at other rows. Targets and the
-      statistic argmax are ids of the whole vocabulary; a target that is not in the list is out of
-      range. A wrong list is an error where it can be looked at, else every result is NaN.
+      alone, which are copied. linear_bias and weight still have V elements, and gradients are 0 at
+      other rows. Targets and the statistic argmax are ids of the whole vocabulary; a target that is
+      not in the list is out of range. A wrong list raises if its values can be read without waiting
+      (NumPy, or JAX on the CPU outside of jit); otherwise every result is NaN.
 
     Sharded arrays need no option: tokens may be split along any dimension, and the vocabulary along
-    the rows of linear_weight. Under jax.jit and outside of it each device then has its own part,
-    and no device all of linear_weight.
+    the rows of linear_weight. Under jax.jit and outside of it each device then computes its own
+    part, and no device has all of linear_weight.
 
     Inside of jax.shard_map, `axis_name` names the mesh axes over which the vocabulary is split. A
-    device's linear_weight is [V/P, D], its linear_bias [V/P], and the rest is the same on all of
-    them. With check_vma=False gradients need `upstream` too: "whole" where every device is handed
-    the whole upstream gradient and gets that of input whole (jax.grad inside of jax.shard_map),
-    "parts" where the devices' ones add up, as JAX's own collectives have it (jax.grad around it).
+    device's linear_weight is then [V/P, D] and its linear_bias [V/P]; all other arguments are the
+    same on all devices of these axes. With check_vma=False gradients need `upstream` too: "whole"
+    if every device gets the whole upstream gradient and returns the whole gradient of input
+    (jax.grad inside of jax.shard_map), "parts" if the devices' upstream gradients add up to the
+    whole, as with JAX's own collectives (jax.grad around it).
 
-    Returns the loss, f32: [], or [...] with reduction "none". With statistics: (loss, Statistics).
-    Differentiable once in input, linear_weight and linear_bias.
+    Returns the loss, f32: [], or [...] with reduction "none". With `return_statistics` it returns
+    (loss, Statistics). Differentiable once with respect to input, linear_weight and linear_bias.
 
     Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError where the call is
-    traced; the message names the argument, its value and what is allowed. Of a target out of range
-    docs/python.md says when it raises.
+    traced; the message names the argument, its value and what is allowed. docs/python.md says when
+    a target out of range raises.
     """
     made = _loss(
         {"input": input, "weight": linear_weight, "bias": linear_bias}, target,
@@ -552,13 +561,14 @@ def linear_logprob(
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
-    """Log-probability of every target token, [...] f32, never above 0; for reinforcement learning.
+    """Log-probability of every target token, [...] f32, at most 0; for reinforcement learning.
 
-    `entropy=True` gives the pair (logprob, entropy), both differentiable; with "detached" the
-    entropy has no gradient. Tokens that do not count give 0.
+    With `entropy=True` it returns the pair (logprob, entropy), both differentiable; with "detached"
+    the entropy has no gradient. Tokens that do not count give 0.
 
-    All else is as in `linear_cross_entropy`: the arrays, linear_bias, ignore_index, logit_scale,
-    softcap, temperature, shift, memory, vocab_ids, sharded arrays, axis_name and upstream.
+    Everything else is as in `linear_cross_entropy`: the arrays, linear_bias, ignore_index,
+    logit_scale, softcap, temperature, shift, memory, vocab_ids, sharded arrays, axis_name and
+    upstream.
     """
     detached = entropy_detached(entropy)
     made = _loss(
@@ -589,7 +599,7 @@ _as_offsets = renames({"target": "offsets"})(_as_target)
 
 
 def _ids(value: Any, input: Array, vocab: int, listed: Listed | None) -> Array:
-    """The checked ids [..., K]. `vocab`: the number of columns."""
+    """The checked ids [..., K]. `vocab`: the number of classes."""
     ids = _as_ids(value)
     tokens = input.shape[:-1]
     if ids.ndim == 0 or ids.shape[:-1] != tokens or not 1 <= ids.shape[-1] <= _abi.MOST_CHOSEN:
@@ -603,8 +613,8 @@ def _ids(value: Any, input: Array, vocab: int, listed: Listed | None) -> Array:
 def _checked_ids(
     ids: Array, looked_at: Any, vocab: int, listed: Listed | None, tokens: tuple[int, ...] | None
 ) -> Array:
-    """The ids, if those that can be looked at exist, as places of a list of rows. `tokens`: the
-    shape of theirs, or None if they are [M]."""
+    """The ids, or with a list of rows their places in it. Raises for an id that does not exist, if
+    ids can be read. `tokens`: the shape of the tokens, or None if ids are [M]."""
     if listed is not None:
         listed.check(looked_at, _ABSENT, 0, "ids")
         return listed.places(ids, _ABSENT)
@@ -641,7 +651,7 @@ def _listed_ids(
 
 
 def _check_offsets(ends: np.ndarray[Any, Any], places: int) -> None:
-    """The core's own check: they begin at 0, do not fall, and end at M."""
+    """Like the core's check: offsets begin at 0, do not decrease, and end at M."""
     least, most = np.append(0, ends[:-1]), np.full(len(ends), places)
     least[-1], most[0] = places, 0
     wrong = (ends < least) | (ends > most)
@@ -654,13 +664,13 @@ def _check_offsets(ends: np.ndarray[Any, Any], places: int) -> None:
 def _logprobs_at(
     logits: Array, lse: Array, reference: Array, log_sum: Array, ids: Array, there: Array
 ) -> Array:
-    """The logits at `ids` less the lse, -inf for absent ids; gradients are for those that are
-    `there`. All have the shape of `ids`."""
+    """The logits at `ids` minus the lse, -inf for absent ids. Only ids that are `there` have
+    gradients. All arguments have the shape of `ids`."""
     return jnp.where(ids == _ABSENT, -jnp.inf, _less_lse(logits, reference, log_sum))
 
 
 def _less_lse(logits: Array, reference: Array, log_sum: Array) -> Array:
-    """[..., K], never above 0."""
+    """[..., K]: the logits minus the lse, at most 0."""
     return jnp.minimum(0, (logits - reference) - log_sum)  # a NaN stays
 
 
@@ -707,15 +717,15 @@ def _over_vocabulary(
 def _among_ids(
     rows: dict[str, Any], ids: Array, offsets: Array | None, options: dict[str, Any]
 ) -> Array:
-    """The log-probabilities at the ids, over a token's ids alone. The logits' Backward takes no
-    product of the vocabulary, because nothing but they is asked for."""
+    """The log-probabilities at the ids, over a token's ids alone. Backward of the logits takes no
+    product of the whole vocabulary, because the call asks for nothing else."""
     target = jnp.zeros(rows["input"].shape[:-1], jnp.int32)
     logits = _loss(rows, target, ("logits_at",), ids=ids, offsets=offsets, **options)["logits_at"]
     if offsets is None:
         among = jax.nn.log_softmax(logits, axis=-1)
     else:
         among = _lists.log_softmax(logits, offsets)
-    # Stops the upstream gradient of absent ids.
+    # where() also stops the upstream gradient of absent ids.
     made: Array = jnp.where(ids == _ABSENT, -jnp.inf, among)
     return made
 
@@ -748,27 +758,27 @@ def linear_logprobs_at(
     axis_name: str | tuple[str, ...] | None = None,
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
-    """Log-probabilities of the columns `ids` [..., K] of each token, int32 or int64, K from 1 to
-    1024: f32 in the shape of `ids`, never above 0, each differentiable with any upstream gradient.
-    For a teacher's likeliest tokens, candidates, what a sampler drew.
+    """Log-probabilities of the classes `ids` [..., K] of each token, int32 or int64, K from 1 to
+    1024: f32 in the shape of `ids`, at most 0, each differentiable. For a teacher's likeliest
+    tokens, candidates, or the tokens that a sampler drew.
 
-    The id -1 is none: -inf, and its upstream gradient is not read. A token without any other id is
-    not computed, and its statistics are 0. Any other id outside the vocabulary is an error on the
-    CPU; on a GPU it is NaN, without a gradient (over the ids alone, all of that token's are NaN).
-    An id may be given more than once.
-
-    `over`: "vocab", the softmax over the whole vocabulary, or "ids", over the token's ids alone, an
-    id that is given twice counted twice. That takes no product of the vocabulary, and has neither
-    `return_statistics` nor `vocab_ids`. `offsets` [N + 1], int32 or int64, with `ids` [M]: lists of
-    any length; token i of the N, counted over all leading dimensions, has
-    ids[offsets[i]:offsets[i + 1]]. They begin at 0, do not fall, and end at M, else it is an error
-    on the CPU; on a GPU a place in no list is NaN. Neither goes with `axis_name` or a split
-    vocabulary.
-
-    The options are those of linear_logprob: temperature (a number, or an array in the shape of the
-    tokens), logit_scale, softcap, linear_bias, memory, vocab_ids (`ids` stay those of the whole
-    vocabulary), axis_name, upstream. `return_statistics`: names of `Statistics` that are of no
-    target; the result is then (logprobs, Statistics)."""
+    - The id -1 stands for no class: its log-probability is -inf, and its upstream gradient is not
+      read. A token whose ids are all -1 is not computed, and its statistics are 0. Any other id
+      outside the vocabulary is an error on the CPU; on a GPU it gives NaN, without a gradient (with
+      over="ids" all values of that token are NaN). An id may be given more than once.
+    - `over`: "vocab": the softmax is over the whole vocabulary. "ids": it is over the token's ids
+      alone, where an id that is given twice counts twice. That multiplies only these classes, and
+      cannot be combined with `return_statistics` or `vocab_ids`.
+    - `offsets` [N + 1], int32 or int64, with `ids` [M]: lists of any length. Token i of the N,
+      counted over all leading dimensions, has ids[offsets[i]:offsets[i + 1]]. Offsets that do not
+      begin at 0, that decrease or do not end at M are an error on the CPU; on a GPU an id that
+      belongs to no list gives NaN.
+    - over="ids" and `offsets` cannot be combined with `axis_name` or a split vocabulary.
+    - The options are those of linear_logprob: temperature (a number, or an array in the shape of
+      the tokens), logit_scale, softcap, linear_bias, memory, vocab_ids (`ids` are still ids of the
+      whole vocabulary), axis_name, upstream.
+    - `return_statistics`: names of those `Statistics` that need no target. The result is then
+      (log-probabilities, Statistics)."""
     alone = _vocabulary.check_over(over)
     if axis_name is not None and (alone or offsets is not None):
         beside = "over='ids'" if alone else "offsets"
@@ -837,18 +847,19 @@ def linear_topk(
 ) -> Any:
     """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D].
 
-    Returns (log-probabilities, f32 and never above 0, ids, int32), both [..., k]; with statistics
-    (log-probabilities, ids, Statistics). The likeliest comes first, and of equal logits the lowest
-    id. Neither has a gradient. A row that holds a NaN is NaN, with any ids. docs/semantics.md,
-    "Top-k", says what the list is.
+    Returns (log-probabilities, ids), both [..., k]: f32, at most 0, and int32. With
+    `return_statistics` it returns (log-probabilities, ids, Statistics). The likeliest comes first,
+    and of equal logits the lowest id. The results have no gradient. A token with a NaN among its
+    logits gets log-probabilities that are NaN, and arbitrary ids. docs/semantics.md, "Top-k", has
+    the definition.
 
-    - `k`: a Python int from 1 to 256, and at most V; with `vocab_ids` [V'], which are then the only
+    - `k`: a Python int from 1 to 256, and at most V. With `vocab_ids` [V'], which restrict the
       classes, at most V'.
     - linear_bias, logit_scale, softcap, temperature, memory and axis_name: as in
       `linear_logprobs_at`.
-    - `return_statistics`: names of those `Statistics` that are of no target.
+    - `return_statistics`: names of those `Statistics` that need no target.
 
-    Raises LogitlessValueError for a k outside its range, and else as linear_cross_entropy does.
+    Raises LogitlessValueError for a k outside its range, and the errors of linear_cross_entropy.
     """
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
@@ -912,9 +923,9 @@ def cross_entropy(
     return_statistics: Any = (),
     empty_mean: EmptyMean = "zero",
 ) -> Any:
-    """Cross-entropy of given `logits` [..., V], f32, f16 or bf16. `target` [...], the options,
-    result and errors are those of `linear_cross_entropy`. Under jit the gradient takes the logits'
-    memory where nothing else needs them (within a program, or as a donated argument).
+    """Cross-entropy of given `logits` [..., V], f32, f16 or bf16. `target` [...], options, result
+    and errors are those of `linear_cross_entropy`. Under jit the gradient reuses the logits' memory
+    if nothing else needs them (within a program, or if they are a donated argument).
     """
     made = _loss(
         {"logits": logits}, target, _outputs(return_statistics), weight=weight,
@@ -944,8 +955,8 @@ def _softmax_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tu
 
 
 def softmax(logits: Any, axis: int = -1) -> Array:
-    """Softmax along `axis`, in the dtype of `logits`; differentiable as often as wished. Under jit
-    it takes the logits' memory where nothing else needs them.
+    """Softmax along `axis`, in the dtype of `logits`; differentiable any number of times. Under jit
+    it reuses the logits' memory if nothing else needs them.
     """
     logits = _array("logits", logits)
     axis = _integer("axis", axis)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists: places [M] of N tokens, those of token i from offsets[i] to offsets[i + 1]. Traced offsets
-are not looked at: whatever they are, nothing outside [M] and [N] is touched.
+"""Lists: M places in all, of N tokens; those of token i are offsets[i] to offsets[i + 1] - 1. The
+values of traced offsets cannot be checked: whatever they are, nothing outside [M] and [N] is
+touched.
 
-A token's values are folded by doubling: after k rounds every place has the fold of the 2^k places
-of its list that end there. So no atomics are needed, and a sum's bits do not depend on other lists
-or on where it lies. Sums are of pairs of f32: a list may have every class, and PyTorch sums in
-f64."""
+A token's values are folded by doubling: after k rounds every place has the fold of the last 2^k
+places of its list up to and including itself. So no atomics are needed, and a sum's bits do not
+depend on other lists or on where its list begins. Sums are pairs of f32 (a sum and its rounding
+error), because a list may have every class; PyTorch sums in f64."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def _token_of(ends: Array, places: int) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(2,))
 def _folded(values: Any, offsets: Array, combine: Callable[[Any, Any], Any], none: Any) -> Any:
-    """[N]: each token's values [M], combined; `none` of a token without any. Values may be tuples
-    of arrays."""
+    """[N]: each token's values, out of `values` [M], combined; `none` for a token without places.
+    Values may be tuples of arrays."""
     places, tokens = jax.tree.leaves(values)[0].shape[0], offsets.shape[0] - 1
     if not places:
         return jax.tree.map(lambda x: jnp.full(tokens, none, x.dtype), values)
@@ -54,7 +55,7 @@ def _folded(values: Any, offsets: Array, combine: Callable[[Any, Any], Any], non
 
 
 def _added(x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The sum of two sums, each beside what its rounding lost."""
+    """The sum of two sums. Each is a pair: the sum, and what its rounding lost."""
     (a, lost_a), (b, lost_b) = x, y
     total = a + b
     of_b = total - a
@@ -63,22 +64,23 @@ def _added(x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def sums(values: Array, offsets: Array) -> Array:
-    """[N]: the sum of each token's values [M], rounded once."""
+    """[N]: the sum of each token's values, out of `values` [M], rounded once."""
     total, lost = _folded((values, jnp.zeros_like(values)), offsets, _added, 0.0)
     summed: Array = total + lost
     return summed
 
 
 def any_of(values: Array, offsets: Array) -> Array:
-    """[N]: whether any of a token's values [M] is true."""
+    """[N]: whether any of each token's values, out of `values` [M], is true."""
     found: Array = _folded(values, offsets, jnp.logical_or, False)
     return found
 
 
 def part_of(offsets: Array, places: int, tokens: Array) -> tuple[Array, Array]:
-    """The lists of these `tokens` [n] alone, one behind the other: which of all places each place
-    [M] of them is, or M, and their offsets [n + 1], of which the last goes on to M. A token beyond
-    N has none, and a list that is wrong is empty."""
+    """The lists of these `tokens` [n] alone, one after another in an array of M places. Returns
+    which of the original places each of the M places is, or M if it is not used, and the new
+    offsets [n + 1], the last of which is M. A token number of N or more has no places, and a list
+    with wrong offsets is empty."""
     begin, end = offsets[:-1], offsets[1:]
     right = (begin >= jnp.maximum(lax.cummax(offsets)[:-1], 0)) & (end >= begin) & (end <= places)
     own = jnp.minimum(tokens, begin.shape[0] - 1)
@@ -99,7 +101,7 @@ def first_wrong(offsets: Array, places: int) -> tuple[Array, Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def spread(values: Array, offsets: Array, places: int) -> Array:
-    """[M]: at each place the value [N] of its token."""
+    """[M]: at each place the value of its token, out of `values` [N]."""
     return jnp.take(values, _token_of(ends_of(offsets, places), places), mode="clip")
 
 
@@ -116,7 +118,7 @@ spread.defvjp(_spread_forward, _spread_backward)
 
 @jax.custom_vjp
 def log_softmax(logits: Array, offsets: Array) -> Array:
-    """[M]: over each token's logits."""
+    """[M]: the log-softmax over each token's logits."""
     places = logits.shape[0]
     most = _folded(logits, offsets, jnp.maximum, -jnp.inf)
     shifted = logits - spread(most, offsets, places)

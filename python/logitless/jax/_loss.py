@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of tokens as a JAX primitive with its own rules.
 
-Gradients, by jax.custom_vjp. Sum and mean of a linear loss: made with the loss, in one pass, and
-multiplied by the upstream gradient in backward. Otherwise (reduction "none", a differentiable
-statistic, given logits): Forward, then Backward, which for a linear loss uses what Forward kept.
+Gradients use jax.custom_vjp. For sum and mean of a linear loss they are computed with the loss, in
+one pass, and multiplied by the upstream gradient in backward. Otherwise (reduction "none", a
+differentiable statistic, given logits) Forward runs, then Backward, which for a linear loss uses
+what Forward kept.
 
-vmap over only tokens and targets: one call on all tokens with reduction "none", reduced for each
-element of the batch, so that there is one gradient of the weight and not one per element. Only a
-primitive of our own sees whether vmap is inside grad (this) or around it (gradients of each
-element, one call after another).
+A vmap over only tokens and targets becomes one call on all tokens with reduction "none", which is
+then reduced for each element of the batch. So there is one gradient of the weight and not one per
+element. This needs a primitive of our own, which sees whether vmap is inside grad (this case) or
+around it (gradients of each element, one call after another).
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dic
 
 
 def _gradients(wrt: Sequence[Tensor], held: bool) -> list[Tensor]:
-    """The gradients. If `held`, f16 ones wait for their upstream factor in f32, which has the
-    range."""
+    """The gradients, as results of a call. If `held`, f16 ones are f32 until they are multiplied by
+    their upstream factor, because f16 lacks the range."""
     return [
         Tensor(f"grad_{name}", shape, _F32 if held and dtype == np.float16 else dtype)
         for name, shape, dtype in wrt
@@ -124,8 +125,8 @@ def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangen
 
 
 def _as_given(primal: Array, gradient: Array) -> Array:
-    """The gradient, sharded like its primal's type: that of given logits is made whole on every
-    device."""
+    """The gradient, sharded like its primal's type. (The gradient of given logits is computed whole
+    on every device.)"""
     given = explicit_sharding(primal)
     if given is None or given == explicit_sharding(gradient):
         return gradient
@@ -139,7 +140,7 @@ loss_p = Primitive("logitless_loss")
 
 
 def loss(call: Call, operands: Sequence[Array]) -> dict[str, Array]:
-    """The outputs by name. Tokens have one dimension, in a linear loss any number."""
+    """The outputs by name. Tokens have one dimension; in a linear loss they may have more."""
     lowered = _partition.FOR_DEVICES if call.linear else None
     return dict(zip(call.outputs, loss_p.bind(*operands, call=call, lowered=lowered)))
 
@@ -179,8 +180,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, **_: An
 
 
 def _normalizer(call: Call, operands: dict[str, Array], tokens: int, target: Array | None) -> Array:
-    """What the mean of each element of the batch, with `tokens` tokens, divides by, as the core
-    counts it."""
+    """The divisor of the mean for each element of the batch, which has `tokens` tokens, counted as
+    in the core."""
     if "normalizer" in operands:
         return operands["normalizer"]
     if call.options.normalizer:
@@ -196,7 +197,7 @@ def _normalizer(call: Call, operands: dict[str, Array], tokens: int, target: Arr
 
 
 def _mean(call: Call, total: Array, divisor: Array) -> Array:
-    """[B]. If there is nothing to divide by: 0 without a gradient, or NaN with a NaN gradient."""
+    """[B]: the means. If the divisor is 0: 0 without a gradient, or NaN with a NaN gradient."""
     some = divisor != 0
     if call.options.empty_mean == _abi.EMPTY_MEAN_NAN:
         return total / jnp.where(some, divisor, jnp.nan)
@@ -204,10 +205,11 @@ def _mean(call: Call, total: Array, divisor: Array) -> Array:
 
 
 def _one_call(call: Call, given: dict[str, tuple[Array, int | None]]) -> bool:
-    """Whether one call on all tokens serves: elements differ only in tokens and normalizers; a
-    normalizer comes with a mean (the core refuses it elsewhere); and if it is a number, XLA can
-    divide by it, which multiplies by the f32 inverse. Lists that were joined would no longer show
-    where one element's offsets are wrong."""
+    """Whether one call on all tokens can be used. It can if elements differ only in tokens and
+    normalizers, if a normalizer comes with a mean (otherwise the core refuses it), and if XLA can
+    divide by a normalizer that is a number, which it does by multiplying with the f32 inverse. It
+    cannot be used with lists, because an error in one element's offsets could not be located in
+    joined lists."""
     if "id_offsets" in given:
         return False
     if any(d is not None and n not in (*_OF_ROWS, "normalizer") for n, (_, d) in given.items()):

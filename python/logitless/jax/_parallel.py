@@ -2,24 +2,24 @@
 """A vocabulary that is split over mesh axes, inside jax.shard_map: every device holds V/P rows of
 the weight; hidden states and targets are the same on all P.
 
-    forward    where gradients follow, the targets' logits first, exchanged by 4 bytes a token and
-               device: what each device's Forward keeps of its columns is relative to them. Then
-               each device's Forward; one all-gather of the rows' states, 12 bytes a token and
-               device, and 4 more for each of entropy, smoothing and the like; every device combines
-               them in the axis' order, by the core's Combine
-    backward   each device's Backward on its columns, from the global states and what it has kept:
-               its grad_weight is done, its grad_input is a part in f32; the parts are exchanged and
-               added up in the axis' order
+    forward    If gradients follow, the targets' logits are gathered first, 4 bytes per token and
+    device: the state that each device keeps of its columns is relative to them. Then each device
+    runs its Forward; one all-gather of the rows' states, 12 bytes per token and device, and 4 more
+    for entropy, smoothing and other statistics; every device combines them in the axis' order, with
+    the core's Combine backward   Each device runs Backward on its columns, from the global states
+    and its kept state. Its grad_weight is then complete, its grad_input a part in f32; the parts
+    are exchanged and added up in the axis' order
 
-One program runs on every device, and options are part of it, so vocab_start cannot differ. Each
-device calls its columns the first ones, and rotates targets and class weights by its start:
-(target - start) mod V is below V/P exactly if the target is among its columns.
+One program runs on every device, and options are part of it, so vocab_start cannot differ. Instead
+each device numbers the vocabulary from its own first column, `start`, and rotates targets and class
+weights accordingly: (target - start) mod V is below V/P exactly if the target is among its columns.
 
-The meaning of an upstream gradient. With check_vma=True JAX's types tell: the outputs are the same
-on all devices, and so are their gradients; hidden states of which every device has its own copy get
-their own part of the gradient. With check_vma=False nothing tells. jax.grad inside of jax.shard_map
-hands every device the whole upstream gradient; jax.grad around it hands each 1/P, and JAX's own
-collectives take gradients for parts that add up. The caller says which.
+What an upstream gradient means depends on jax.shard_map. With check_vma=True it follows from JAX's
+types: the outputs are the same on all devices, and so are their gradients; hidden states whose type
+varies over the axes get each device's own part of the gradient. With check_vma=False it cannot be
+known. jax.grad inside of jax.shard_map hands every device the whole upstream gradient; jax.grad
+around jax.shard_map hands each device 1/P of it, and JAX's own collectives treat gradients as parts
+that add up. So the caller says which, by `upstream`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WHOLE, _PARTS = "whole", "parts"
 _PRIMALS = ("input", "weight", "bias")
 _STATE = ("row_reference", "row_log_sum")
 _EXTRA = (*names_where("extra"), "weighted_logit_sum")
-# And `ids`, if their logits are asked for.
+# The operands of each device's Forward; and `ids`, if logits_at is asked for.
 _OF_FORWARD = ("input", "weight", "bias", "target", "vocab_weight", "normalizer", "temperature")
 _OF_COMBINE = ("target", "token_weight", "vocab_weight", "normalizer")
 _OWN_IGNORED = np.iinfo(np.int32).min
@@ -65,7 +65,7 @@ class Shard(NamedTuple):
     size: int  # P
     checked: bool  # jax.shard_map checks types
     upstream: str | None
-    part_of_input: bool  # a device's gradient of hidden states is only its part
+    part_of_input: bool  # whether a device returns only its part of the input's gradient
 
 
 # --- the axis ---
@@ -91,7 +91,7 @@ def _size_of(axes: tuple[str, ...]) -> int:
 
 
 def size_of(axis_name: Any) -> int:
-    """The number of devices over which the vocabulary is split."""
+    """The number of devices over which the vocabulary is split, P."""
     return _size_of(_axes_of(axis_name))
 
 
@@ -100,7 +100,7 @@ def _shard_of(axes: tuple[str, ...], operands: dict[str, Array], upstream: Any) 
     if upstream not in (None, _WHOLE, _PARTS):
         raise invalid(f"upstream is {upstream!r}; allowed: None, {_WHOLE!r}, {_PARTS!r}")
     size = _size_of(axes)
-    found = varying(lax.axis_index(axes))  # without axes of one device
+    found = varying(lax.axis_index(axes))  # empty unless check_vma; lacks axes of one device
     if not found:
         return Shard(axes, size, False, upstream, upstream == _PARTS)
     for name in ("weight", "bias"):
@@ -126,7 +126,8 @@ def _shard_of(axes: tuple[str, ...], operands: dict[str, Array], upstream: Any) 
 
 
 def _gather(x: Array, shard: Shard) -> Array:
-    """[P, ...] from every device's [...], in the axis' order; the same on all, also by its type."""
+    """[P, ...] from every device's [...], in the axis' order; the same on all devices, and also of
+    a type that says so."""
     if not shard.checked:
         gathered: Array = lax.all_gather(x, shard.axes)
         return gathered
@@ -163,7 +164,7 @@ def _own_options(call: Call) -> Any:
 
 
 def _rotated(call: Call, shard: Shard, operands: dict[str, Array]) -> dict[str, Array]:
-    """The operands as the device's own call takes them."""
+    """The operands of the device's own call, with columns counted from its first one."""
     total = call.options.vocab_total
     start = lax.axis_index(shard.axes) * (total // shard.size)
     target, ignore = operands["target"], _own_options(call).ignore_index
@@ -181,8 +182,8 @@ def _rotated(call: Call, shard: Shard, operands: dict[str, Array]) -> dict[str, 
 
 
 def _from(start: Array, columns: Array, total: int) -> tuple[Array, Array]:
-    """Columns counted from a device's `start`, and which of them exist; the others stay as they
-    are."""
+    """Columns counted from a device's `start`, and which of them are in the vocabulary; the others
+    are left unchanged."""
     local = columns - start.astype(columns.dtype)
     local = jnp.where(local < 0, local + total, local)
     inside = (columns >= 0) & (columns < total)
@@ -203,15 +204,16 @@ def _run(
 
 
 def _anchor(own: Array, shard: Shard) -> Array:
-    """[N]: the targets' logits, from each device's `own`: -inf except at its columns."""
+    """[N]: the targets' logits, from each device's `own` [N], which is -inf for targets of other
+    devices."""
     return _gather(own, shard).max(0)  # a NaN stays
 
 
 def _states(
     call: Call, shard: Shard, operands: dict[str, Array], keeps: bool
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The states of every device's columns [P, N], as Combine takes them; and what this device
-    kept, with the whole vocabulary's `logits_at`."""
+    """The states [P, N] of every device's columns, as operands of Combine; and this device's kept
+    state, together with `logits_at` over the whole vocabulary."""
     rotated, options = _rotated(call, shard, operands), _own_options(call)
     given = {name: rotated[name] for name in _OF_FORWARD if name in rotated}
     shape = operands["target"].shape
@@ -252,7 +254,7 @@ def _states(
 def forward(
     call: Call, shard: Shard, operands: dict[str, Array], keeps: bool = False
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The outputs, and what Backward needs, with kept state if `keeps`."""
+    """The outputs, and what Backward needs besides the operands, with kept state if `keeps`."""
     states, kept = _states(call, shard, operands, keeps)
     given = {name: operands[name] for name in _OF_COMBINE if name in operands} | states
     names = dict.fromkeys((*call.outputs, *_STATE))
@@ -292,7 +294,8 @@ def _differentiable(
 
 
 def refuse_to_differentiate(shard: Shard, rest: Any) -> None:
-    """Refuses tangents of constants, and gradients if nothing tells what `upstream` means."""
+    """Refuses gradients of constants, and all gradients if it is unknown whether upstream gradients
+    are whole or parts."""
     for name, p in rest.items():
         if p.perturbed and jnp.issubdtype(p.value.dtype, jnp.floating):
             name = argument(name)
@@ -374,8 +377,8 @@ def applied(
     shard: Shard, operands: dict[str, Array], axes: Sequence[str],
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs of a call whose vocabulary is split over the axes."""
-    # From here on all vary over the same other axes: JAX itself sums the gradients of those that
-    # did not.
+    # From here on all operands vary over the same other axes: JAX itself sums the gradients of
+    # those that did not.
     others = _union(map(varying, operands.values())) - set(axes)
     alike = {name: pvary(x, others) for name, x in operands.items()}
     primals = {name: alike.pop(name) for name in _PRIMALS if name in alike}

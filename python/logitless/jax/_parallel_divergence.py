@@ -2,13 +2,13 @@
 """A divergence of two heads whose vocabulary is split over mesh axes, inside jax.shard_map: every
 device holds V/P rows of both heads, and the hidden states of both are the same on all P.
 
-    forward    each device's states of both heads, one all-gather of 16 to 28 bytes a token and
-               device, combined in the axis' order by the core's Combine; each device's sums over
-               its columns, one all-gather of 4 to 12 bytes, added in that order
-    backward   each device's Backward on its columns, from the global states and the global mean
-               that dz subtracts; grad_input's parts are exchanged as _parallel.py has it
+        forward    Each device's states of both heads are gathered, 16 to 28 bytes per token and
+        device, and combined in the axis' order by the core's Combine. Each device's sums over its
+        columns are gathered, 4 to 12 bytes, and added in the same order backward   Each device runs
+        Backward on its columns, from the global states and the global mean that dz subtracts; the
+        parts of grad_input are exchanged as in _parallel.py
 
-Targets are rotated and upstream gradients treated as there.
+Targets are rotated and upstream gradients treated as in _parallel.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _subtracts_mean(options: Divergence) -> bool:
 
 
 def _tokens(call: Call, operands: dict[str, Array]) -> tuple[Array, Options]:
-    """The targets and options for Combine; without targets, one that is never ignored."""
+    """The targets and options for Combine. If the call has no targets, all are class 0, which is
+    never ignored."""
     options = _options(call)
     ignored = options.ignore_index if "target" in operands else -1
     target = operands.get("target")
@@ -96,7 +97,7 @@ def _folded(
 
 
 def _losses(call: Call, operands: dict[str, Array], found: dict[str, Array]) -> Array:
-    """[] or [N]"""
+    """The loss: [], or [N] if it is per token."""
     options = _options(call)
     losses = found["divergence_sum"]
     if options.label_weight:
@@ -105,7 +106,7 @@ def _losses(call: Call, operands: dict[str, Array], found: dict[str, Array]) -> 
         losses = losses * operands["token_weight"]
     target, of_combine = _tokens(call, operands)
     tokens = _shards.Tokens(target, of_combine.ignore_index, options.vocab_total)
-    losses = jnp.where(tokens.outside(), jnp.nan, losses)  # on the CPU an error already
+    losses = jnp.where(tokens.outside(), jnp.nan, losses)  # on the CPU the core raised already
     losses = jnp.where(tokens.ignored(), 0.0, losses)
     if call.per_token:
         return losses
@@ -123,7 +124,7 @@ def _losses(call: Call, operands: dict[str, Array], found: dict[str, Array]) -> 
 def forward(
     call: Call, shard: Shard, operands: dict[str, Array], gradients: bool = False
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The outputs, and what Backward needs."""
+    """The outputs, and what Backward needs besides the operands."""
     own, options = _own(call, shard, operands)
     found = _folded(call, shard, operands, own, options)
     names = ["divergence_sum"]
@@ -178,7 +179,7 @@ _differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _check_split(shard: Shard, operands: dict[str, Array]) -> None:
-    """Checks which of the teacher's arrays are split over the axes, as far as JAX's types tell."""
+    """Checks that both heads' arrays are split over the axes, as far as JAX's types show it."""
     axes = varying(jax.lax.axis_index(shard.axes)) if shard.checked else frozenset[str]()
     for name in _SPLIT:
         if name in operands and not axes <= varying(operands[name]):
@@ -191,7 +192,7 @@ def _check_split(shard: Shard, operands: dict[str, Array]) -> None:
 def divergence(
     call: Call, operands: dict[str, Array], axis_name: Any, upstream: Any
 ) -> dict[str, Array]:
-    """The outputs by name, of tokens [N] and heads whose rows are split."""
+    """The outputs by name, for tokens [N] and heads whose rows are split."""
     axes = _parallel._axes_of(axis_name)
     if operands["weight"].ndim != 2:
         raise wrong_shape(

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear losses of sharded arrays under plain jax.jit: XLA's partitioner asks, through
-jax.experimental.custom_partitioning, what each device has to do.
+jax.experimental.custom_partitioning, what each device has to compute.
 
-    tokens       [...], split over the mesh axes of the input's dimensions but the last: every
-                 device has its own; a mean's normalizer, a reduced loss and the gradients of weight
-                 and bias are summed over these axes, the gradients in f32 before their one rounding
-    vocabulary   split over the axes of the weight's rows, as _parallel.py does it inside of
-                 jax.shard_map: the targets' logits and the shards' states are gathered and
-                 combined, the parts of the input's gradient exchanged and added up. A divergence
-                 of two heads refuses it
+        tokens       [...], split over the mesh axes of the input's dimensions except the last:
+        every device has its own tokens; a mean's normalizer, a reduced loss and the gradients of
+        weight and bias are summed over these axes, the gradients in f32, rounded once vocabulary
+        split over the mesh axes of the weight's rows, as in _parallel.py inside of jax.shard_map:
+        the targets' logits and the shards' states are gathered and combined, the parts of the
+        input's gradient exchanged and added up. A divergence of two heads refuses a split
+        vocabulary
 
-The hidden dimension is whole on every device. If the axes do not divide the tokens, ignored ones
-pad the last device's; a vocabulary that they do not divide is whole on every device.
+The hidden dimension is whole on every device. If the number of devices does not divide the tokens,
+ignored tokens pad those of the last device. A vocabulary that it does not divide is whole on every
+device.
 
-Only the call that made kept state knows its layout. A device keeps that of its own tokens and
-columns, as [..., b, 64] and [..., p, 8], if its tokens are a multiple of 64 and its columns whole
-blocks of 64; p is the number of parts into which a vocabulary can then be split. `kept_parts` holds
-the number of parts of each dimension of the tokens, and last of the vocabulary, or 0 if nothing was
-kept. The partitioner may split Backward otherwise: then these numbers differ, and it makes the
-logits again. Loss and gradients in one call leave nothing for another: there a device keeps state
-of any tokens and columns.
+Kept state has no layout that another split could read. A device keeps the state of its own tokens
+and columns, as arrays [..., b, 64] and [..., p, 8], if its tokens are a multiple of 64 and its
+columns whole blocks of 64; b counts the blocks, and p is the number of parts into which the
+vocabulary can be split. `kept_parts` holds the number of parts of each dimension of the tokens and,
+as its last element, of the vocabulary; it is 0 if nothing was kept. The partitioner may split
+Backward differently from Forward: then these numbers differ, and Backward computes the logits
+again. If one call computes loss and gradients, no other call reads its kept state, so a device
+keeps it for any number of tokens and columns.
 """
 
 from __future__ import annotations
@@ -49,12 +51,13 @@ from logitless.jax._call import Call, tokens_of
 from logitless.jax._run import Array, Tensor
 
 _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
-_BLOCK = 64  # columns in a block of kept state, whose tokens are a multiple of it too
+_BLOCK = 64  # columns in a block of kept state; its tokens must be a multiple of 64 too
 _PARTS = "kept_parts"
 KEPT = (*_run.KEPT, _PARTS)
-# The factors of dimensions, by which the partitioner splits arrays alike. Those of the tokens are
-# n0, n1, ...; v is the vocabulary, and k its blocks of kept state, split like v or not at all; no
-# other may be split. Arrays that are not listed are [...].
+# The factors (names of dimensions in Shardy's rule): the partitioner splits dimensions of the same
+# factor alike. The tokens' factors are n0, n1, ...; v is the vocabulary, and k its blocks of kept
+# state, split like v or not at all; no other may be split. Arrays that are not listed have only the
+# tokens' dimensions.
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "weight": ("v", "d"),
     "bias": ("v",),
@@ -63,7 +66,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "teacher_weight": ("v", "t"),
     "teacher_bias": ("v",),
 }
-_ROWS: dict[str, tuple[str, ...]] = {  # dimensions after the tokens
+_ROWS: dict[str, tuple[str, ...]] = {  # the factors that follow those of the tokens
     "input": ("d",),
     "ids": ("a",),
     "logits_at": ("a",),
@@ -74,7 +77,7 @@ _ROWS: dict[str, tuple[str, ...]] = {  # dimensions after the tokens
     "teacher_input": ("t",),
     "teacher_logits": ("v",),
 }
-# Not needed by Backward from a divergence's kept state.
+# What a divergence's Backward does not need if it has kept state.
 _TEACHER = (
     "teacher_input", "teacher_weight", "teacher_bias", "teacher_logits", "teacher_temperature",
 )  # fmt: skip
@@ -86,8 +89,8 @@ def _partitioned_call() -> Any:
     return jax.make_jaxpr(call)(jax.ShapeDtypeStruct((), _F32))
 
 
-# JAX lowers a program without knowing its devices, unless it has such a call in it, or among the
-# parameters of a primitive.
+# JAX lowers a program without knowing its devices, unless the program contains a partitioned call,
+# also if only as a parameter of a primitive. Op.lowered is such a parameter.
 FOR_DEVICES = _partitioned_call()
 
 
@@ -99,12 +102,12 @@ class Op(NamedTuple):
     results: tuple[Tensor, ...]
     options: AnyOptions
     memory: int | None
-    tokens: tuple[int, ...]  # their shape
+    tokens: tuple[int, ...]  # the tokens' shape
     lowered: Any = FOR_DEVICES
 
     @property
     def only_chosen(self) -> bool:
-        """Whether it is of logits_at alone, as over a token's ids."""
+        """Whether it computes logits_at alone, or only gradients from it, as with over="ids"."""
         made = [result.name for result in self.results]
         return made == ["logits_at"] or _run.only_chosen(self.names)
 
@@ -113,7 +116,7 @@ class Op(NamedTuple):
         return any(result.name == "kept" for result in self.results)
 
     def made(self) -> list[Tensor]:
-        """The results and, if state is kept, how it is split."""
+        """The results and, if state is kept, `kept_parts`."""
         parts = Tensor(_PARTS, (len(self.tokens) + 1,), _I32)
         return [*self.results, *([parts] if self.keeps else [])]
 
@@ -126,7 +129,7 @@ def run(
     memory: int | None,
 ) -> dict[str, Array]:  # fmt: skip
     """_run.run for a linear op on arrays that may be sharded, with any number of dimensions of
-    tokens; returns and takes `kept_parts` beside `kept`."""
+    tokens. If it returns or takes `kept`, so does it `kept_parts`."""
     tokens = tokens_of(operands)
     whole = isinstance(options, Divergence)  # its vocabulary is not split
     parts = 1 if whole else _most_parts(operands["weight"].shape[0])
@@ -137,8 +140,9 @@ def run(
 
 
 def _most_parts(vocab: int) -> int:
-    """The number of parts of whole blocks into which kept state's vocabulary can be split, over all
-    devices there are: it is not known yet where the program will run."""
+    """The largest number of parts, of whole blocks each, into which kept state's vocabulary can be
+    split over all devices of this platform: it is not known yet on which of them the program will
+    run."""
     if vocab % _BLOCK:
         return 1
     default = jax.config.values.get("jax_default_device")
@@ -146,20 +150,22 @@ def _most_parts(vocab: int) -> int:
 
 
 def _usable(parts: int, devices: int) -> int:
-    """The parts that a program for `devices` devices can use. An axis that shares no divisor with
-    them could no longer split the vocabulary: if there may be one, 1."""
+    """The number of parts that a program for `devices` devices can use. The vocabulary could not be
+    split over a mesh axis whose size has no common divisor with `parts`: if the mesh may have such
+    an axis, this is 1."""
     return parts if pow(parts, devices, devices) == 0 else 1
 
 
 def _kept_parts(tensors: Sequence[Tensor], devices: int) -> int:
-    """The number of parts into which the vocabulary of the kept state among these may be split."""
+    """The number of parts into which the vocabulary of the kept state among these tensors may be
+    split."""
     parts = (x.shape[-2] for x in tensors if x.name == "kept_rows")
     return _usable(max(parts, default=1), devices)
 
 
 def _spread(result: Tensor, tokens: tuple[int, ...], parts: int) -> Tensor:
-    """Kept state with the tokens' own dimensions, if devices could share them; of the rows' state,
-    one per part of the vocabulary."""
+    """The shape of kept state with all dimensions of the tokens, if devices could share these;
+    `kept_rows` has a row for each part of the vocabulary. Other results are returned unchanged."""
     count = math.prod(tokens)
     if result.name == "kept_rows":
         return result._replace(shape=(*tokens, parts, *result.shape[1:]))
@@ -213,8 +219,8 @@ def _flattened(given: dict[str, Array]) -> dict[str, Array]:
 
 
 def _shaped(name: str, x: Array, shape: tuple[int, ...]) -> Array:
-    """A result in its own shape. The rows' state has a place for each part of the vocabulary; a
-    device with several fills them all with the same."""
+    """A result in its final shape. `kept_rows` has a place for each part of the vocabulary; a
+    device that holds several parts fills all their places with the same values."""
     if name != "kept_rows" or x.shape == shape:
         return x.reshape(shape)
     return jnp.broadcast_to(x.reshape(*shape[:-2], 1, shape[-1]), shape)
@@ -239,7 +245,7 @@ class Split:
         self.vocab_axes = axes.get("v", ())
 
     def own(self, tensor: Tensor) -> tuple[int, ...]:
-        """The shape of a device's part."""
+        """The shape of a device's part of a tensor."""
         of = factors(tensor.name, len(tensor.shape))
         return tuple(-(-size // self.parts.get(f, 1)) for f, size in zip(of, tensor.shape))
 
@@ -260,7 +266,7 @@ class Split:
 
 
 def _sum_of_scalars(x: Array, split: Split) -> Array:
-    """[]: the sum of each device's scalar, in an order that all share."""
+    """[]: the sum of all devices' scalars, added in the same order on each."""
     if not split.token_axes:
         return x
     return _shards.tree_sum(lax.all_gather(x, split.token_axes))
@@ -271,8 +277,8 @@ def _sum_of_gradients(x: Array, split: Split) -> Array:
 
 
 def _padded(target: Array | None, split: Split, options: AnyOptions) -> Array | None:
-    """The targets, with those behind the last token ignored. Without targets, some are made if
-    there is such padding."""
+    """The targets, where padding after the last token is ignored. If the call has no targets but
+    padding, targets of class 0 are made."""
     if target is None and not split.even:
         target = jnp.zeros(split.own(Tensor("target", split.tokens, _I32)), _I32)
     if target is None:
@@ -287,7 +293,7 @@ def _padded(target: Array | None, split: Split, options: AnyOptions) -> Array | 
 
 
 def _counted(operands: dict[str, Array], split: Split, options: AnyOptions) -> dict[str, Array]:
-    """The operands with the normalizer of a mean over all devices' tokens."""
+    """The operands, with the normalizer of a mean over all devices' tokens if the call has none."""
     counted = options.reduction == _abi.REDUCTION_MEAN and not options.normalizer
     if not split.token_axes or not counted or "normalizer" in operands:
         return operands
@@ -300,9 +306,9 @@ def _counted(operands: dict[str, Array], split: Split, options: AnyOptions) -> d
 
 
 def _agreed(operands: dict[str, Array], split: Split, options: AnyOptions) -> dict[str, Array]:
-    """The operands with targets [N] and ids [N, K]. If another device has a wrong one, this one
-    gets a wrong one too: the CPU's call then fails on every device, instead of leaving the others
-    waiting in a collective."""
+    """The operands, where targets [N] and ids [N, K] are made wrong here if they are wrong on any
+    device: the CPU's call then fails on every device, instead of leaving the others waiting in a
+    collective."""
     target = operands["target"]
     if not split.token_axes or not target.size:
         return operands
@@ -329,7 +335,7 @@ def _first_wrong(values: Array, wrong: Array, split: Split) -> tuple[Array, Arra
 
 
 def _own_tokens(split: Split) -> Array:
-    """[n]: which of all tokens a device's own are, counted over all dimensions; N for padding."""
+    """[n]: the flat indices, among all N tokens, of this device's tokens; N for padding."""
     flat, inside = jnp.zeros((), _I32), jnp.ones((), bool)
     for size, factor in zip(split.tokens, split.by_token):
         own = -(-size // split.parts.get(factor, 1))
@@ -342,13 +348,13 @@ def _own_tokens(split: Split) -> Array:
 def _own_lists(
     operands: dict[str, Array], split: Split, fails: bool
 ) -> tuple[dict[str, Array], Array | None]:
-    """The operands with the lists of a device's own tokens, from those of all, and which of all
-    places each of theirs is, or M; None if there are no places. The last token gets the places that
-    are left, whose ids are absent. If `fails`, offsets or ids that are wrong anywhere are wrong
-    here too, as in _agreed."""
+    """The operands with only the lists of this device's tokens; and [M]: which of the original
+    places each of the M places is, or M if it is not used; None if there are no places. Unused
+    places belong to the last token, with the id -1. If `fails`, offsets or ids that are wrong
+    anywhere are made wrong here too, as in _agreed."""
     ids, offsets = operands["ids"], operands["id_offsets"]
     places = ids.shape[0]
-    if not places:  # offsets that are not 0 are wrong here too
+    if not places:  # an offset other than 0 is wrong, and stays wrong in the result
         last = jnp.abs(offsets).max()
         own = jnp.zeros(operands["input"].shape[0] + 1, last.dtype).at[-1].set(last)
         return {**operands, "id_offsets": own}, None
@@ -370,7 +376,8 @@ def _own_lists(
 
 
 def _of_all_lists(logits: Array, place: Array, split: Split) -> Array:
-    """[M]: the logits of all places from those of every device's own; NaN in no list."""
+    """[M]: the logits of all places, from the places that each device has; NaN at places in no
+    list."""
     own = jnp.stack((logits, jnp.ones_like(logits)))
     every = lax.psum(jnp.zeros_like(own).at[:, place].set(own, mode="drop"), split.token_axes)
     return jnp.where(every[1] > 0, every[0], jnp.nan)
@@ -380,8 +387,8 @@ def _with_kept(
     parts: Sequence[int] | None, operands: dict[str, Array],
     made: Callable[[dict[str, Array]], dict[str, Array]],
 ) -> dict[str, Array]:  # fmt: skip
-    """What `made` makes of the operands, with kept state only if it was split into these parts.
-    None: it cannot have been."""
+    """The results of `made` from the operands, which include kept state only if it was split into
+    these `parts`. None: kept state cannot be used."""
     if _PARTS not in operands:
         return made(operands)
 
@@ -390,7 +397,7 @@ def _with_kept(
 
     if parts is None:
         return without(*KEPT)
-    # XLA knows both numbers within one program, and leaves one branch.
+    # Within one program both sides are constants, so XLA drops the other branch.
     of_this_split = (operands[_PARTS] == jnp.array(parts, jnp.int32)).all()
     either: dict[str, Array] = lax.cond(
         of_this_split, lambda: without(_PARTS, *_TEACHER), lambda: without(*KEPT)
@@ -434,8 +441,8 @@ def _of_shards(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Ar
 
 
 def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]:
-    """What each device makes of its own parts of the operands. `fails`: a wrong target is an error
-    of the call."""
+    """The results on each device, from its parts of the operands. `fails`: a wrong target makes the
+    call raise."""
     summed = [f"grad_{name}" for name in _COLUMNS] if split.token_axes else []
     shapes = [split.own(result) for result in op.results]
     own = op._replace(
@@ -449,8 +456,8 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
     if target is not None:
         given["target"] = target
     operands = _counted(_flattened(given), split, op.options)
-    # A loss's Backward takes states of its Forward, which would have failed already. A divergence's
-    # may take nothing from one.
+    # The Backward of a loss follows a Forward that would have raised already. The Backward of a
+    # divergence may use no result of a Forward, which XLA then leaves out.
     fails = fails and target is not None and op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD
     place = None
     if "id_offsets" in operands and split.token_axes:
@@ -477,10 +484,10 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
 
 
 def _axes(name: str, mesh: Any, array: Any) -> dict[str, tuple[str, ...]]:
-    """The mesh axes over which an array's factors are split: those along which a device's part
-    starts elsewhere."""
+    """The mesh axes over which an array's factors are split: those along which the start of a
+    device's part changes."""
     of = factors(name, len(array.shape))
-    # A made-up shape, which every split divides; the array's own may have a remainder.
+    # An invented shape, which every split divides; the array's own shape may leave a remainder.
     parts = array.sharding.devices_indices_map((mesh.size,) * len(of))
     found = {}
     for i, factor in enumerate(of):
@@ -498,8 +505,8 @@ def _axes(name: str, mesh: Any, array: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _split(mesh: Any, op: Op, input: Any, weight: Any, parts: int) -> Split:
-    """The split, from the shardings that the partitioner suggests for the input and the weight,
-    with kept state of at most `parts` parts of the vocabulary."""
+    """The split that follows from the shardings that the partitioner suggests for the input and the
+    weight. `parts`: the number of parts into which kept state's vocabulary can be split."""
     vocab = weight.shape[0]
     if mesh.empty:  # nothing is known of the arrays' axes
         devices = list(input.sharding.devices_indices_map((1,) * len(input.shape)))
@@ -517,8 +524,8 @@ def _split(mesh: Any, op: Op, input: Any, weight: Any, parts: int) -> Split:
 
 
 def _refuse_vocabulary(split: Split, given: Iterable[tuple[str, Any]]) -> None:
-    """Refuses a divergence's vocabulary that is split over axes which do not split its tokens. Over
-    those that do, as in FSDP, XLA gathers it."""
+    """Refuses a divergence whose vocabulary is split over axes that do not split its tokens. If an
+    axis splits both, as in FSDP, XLA gathers the vocabulary."""
     for name, array in given:
         axes = _axes(name, split.mesh, array).get("v", ())
         others = [axis for axis in axes if axis not in split.token_axes]
@@ -542,7 +549,7 @@ def _refuse(split: Split, op: Op) -> None:
 
 
 def _refuse_lists(split: Split, op: Op) -> None:
-    """Refuses a split vocabulary of chosen columns that are in lists, or alone."""
+    """Refuses a split vocabulary if the chosen columns are in lists, or are the only result."""
     listed = "id_offsets" in op.names
     if split.vocab_axes and (listed or op.only_chosen):
         beside = "offsets" if listed else "over='ids'"
@@ -554,9 +561,10 @@ def _refuse_lists(split: Split, op: Op) -> None:
 
 
 def _rule(given: Sequence[Tensor], made: Sequence[Tensor], parts: int) -> dict[str, Any]:
-    """Shardy's rule, the factors that may not be split, in the rule's order, and the sizes of those
-    that are part of a dimension: if kept state has several parts, every dimension of the vocabulary
-    is first split into these."""
+    """The arguments of def_partition: Shardy's rule, the factors that may not be split, in the
+    rule's order, and the sizes of factors that are part of a dimension. If kept state has several
+    parts, each dimension of the vocabulary has two factors, and the first one counts these
+    parts."""
     sizes: dict[str, int] = {}
 
     def word(factor: str, size: int) -> str:
@@ -602,7 +610,7 @@ def _partitioned(*operands: Array, op: Op, fails: bool, devices: int) -> Any:
         return made_whole
 
     call = custom_partitioning(whole)
-    # Axes that the blocks of kept state do not take whole have no names where JAX decodes them.
+    # JAX cannot decode the sharding if only a part of a mesh axis splits the blocks of kept state.
     call.def_partition(partition, decode_shardings=False, **_rule(given, made, parts))
     return call(*operands)
 
@@ -615,7 +623,7 @@ linear_p.def_impl(functools.partial(_run.evaluate, linear_p))
 
 
 def _on_one_device(*arrays: Array, op: Op) -> list[Array]:
-    """The op on one device. Kept state may come from another program, which was split."""
+    """The op on one device. Kept state may come from another program, in which the op was split."""
     results, whole = op.flat().results, [1] * (len(op.tokens) + 1)
     made = _with_kept(
         whole, _flattened(dict(zip(op.names, arrays))),
@@ -640,8 +648,8 @@ def _abstract(*avals: Any, op: Op) -> Any:
 
 
 def _typed(result: Tensor, op: Op, avals: Sequence[Any]) -> Any:
-    """A result's type. On a mesh of explicit axes it includes the sharding: a gradient's is that of
-    its primal, others have none, whatever the other operands are."""
+    """A result's type. On a mesh of explicit axes it includes the sharding: a gradient is sharded
+    like its primal, and other results follow the weight and the input."""
     known = {name: getattr(aval, "sharding", None) for name, aval in zip(op.names, avals)}
     given = {name: s for name, s in known.items() if s is not None and not s.mesh.empty}
     if not given:
@@ -664,7 +672,8 @@ def _typed(result: Tensor, op: Op, avals: Sequence[Any]) -> Any:
 
 
 def partitions() -> bool:
-    """Whether this JAX has the partitioner, and is set to use it; else every device does all."""
+    """Whether this JAX has the partitioner and is configured to use it. Otherwise every device
+    computes everything."""
     known = (
         "need_replication_factors"
         in inspect.signature(custom_partitioning.def_partition).parameters
@@ -673,7 +682,8 @@ def partitions() -> bool:
 
 
 def _lowered(context: Any, *operands: Any, op: Op) -> Any:
-    """A custom call on one device, and inside of jax.shard_map; else XLA's partitioner splits."""
+    """A custom call on one device and inside of jax.shard_map; otherwise XLA's partitioner splits
+    the op."""
     module = context.module_context
     devices = getattr(module.axis_context, "device_assignment", None)
     if devices is None or len(devices) < 2 or not partitions():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One op of the core as a JAX primitive, lowered to a custom call of the library's XLA handler.
 
-The workspace is one more result of the custom call: XLA plans it with its other buffers, and
+The workspace is an additional result of the custom call: XLA plans it with its other buffers, and
 nothing is allocated while the op runs.
 """
 
@@ -36,18 +36,19 @@ DTYPES = {
     "int32": _abi.I32,
     "int64": _abi.I64,
 }
-# The core may write the second over the first; XLA copies the operand first if it is needed
-# afterwards.
+# The core may write the result (second name) over the operand (first name); XLA copies the operand
+# beforehand if it is needed later.
 _IN_PLACE = (("logits", "grad_logits"), ("logits", "probabilities"))
 KEPT = ("kept", "kept_rows")
 BACKWARD_OF_KEPT = (_abi.LINEAR_CROSS_ENTROPY_BACKWARD, _abi.LINEAR_DIVERGENCE_BACKWARD)
-# Overwrites kept state, which is therefore a result too, though an unused one.
+# This op overwrites kept state, which is therefore also a result of the custom call, though nobody
+# uses it.
 _CONSUMES_KEPT = _abi.LINEAR_CROSS_ENTROPY_BACKWARD
-_OF_KEY = ("input", "weight", "bias", "target", "temperature")  # that of kept state
-# [..., V], which the custom call itself takes as [N, V]: after a reshape XLA would copy what is
-# written over.
+_OF_KEY = ("input", "weight", "bias", "target", "temperature")  # operands in kept state's key
+# Arrays [..., V] that the custom call takes unreshaped, and reads as [N, V]: XLA would copy a
+# reshaped array before it is overwritten.
 _FLAT = ("logits", "grad_logits", "probabilities")
-_OF_SHARD = ("vocab_start", "vocab_total")  # options of a shard alone
+_OF_SHARD = ("vocab_start", "vocab_total")  # options that only a shard has
 _ATTRIBUTES = {"kind": "divergence"}  # renamed, because a custom call has its own `kind`
 ONCE_ONLY = (
     "logitless: the loss can be differentiated once only; its gradients have no gradient (use "
@@ -64,8 +65,8 @@ class Tensor(NamedTuple):
 
 
 def only_chosen(names: Sequence[str]) -> bool:
-    """Whether an op of these tensors makes the gradients of logits_at alone. Any other Backward has
-    a grad_loss: where there is none, it would be 1."""
+    """Whether an op with these tensors is a Backward from the gradient of logits_at alone. Every
+    other Backward must be given grad_loss: if it is missing, the core takes it as 1."""
     return "grad_logits_at" in names and "grad_loss" not in names
 
 
@@ -97,7 +98,7 @@ def _plan(
 ) -> _Workspace:  # fmt: skip
     views = [_view(tensor, device) for tensor in tensors]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    most = 0  # all logits and all gradients in f32: no plan takes more
+    most = 0  # bytes of all logits and all gradients in f32: no plan takes more
     if "weight" in shapes and len(shapes["weight"]) == 2:
         (tokens, hidden), vocab = shapes["input"], shapes["weight"][0]
         logits = (2 if isinstance(options, Divergence) else 1) * tokens * vocab
@@ -108,7 +109,7 @@ def _plan(
         kept_bytes = _abi.kept_bytes(tokens, math.prod(shapes["kept"]), _abi.KEPT_ELEMENT[code])
         if kind in BACKWARD_OF_KEPT and options is not None:
             inputs = [view for view in views if view.name in _OF_KEY]
-            if isinstance(options, Divergence):  # Forward has a teacher, which no key includes
+            if isinstance(options, Divergence):  # Forward has a teacher, which is not in the key
                 teacher = View("teacher_logits", code, *device, (tokens, vocab), (vocab, 1))
                 inputs.append(teacher)
             key = _abi.kept_size(inputs, options, device, kept_bytes).key
@@ -118,11 +119,12 @@ def _plan(
 
 
 def _devices(device_type: int) -> Sequence[int]:
-    """The devices that a program may run on: XLA chooses one only when it runs."""
+    """The numbers of the devices of this type on which a program may run: XLA chooses one only when
+    the program runs."""
     if device_type == _abi.CUDA:
         try:
             return sorted(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
-        except RuntimeError:  # none here: the program is exported, or only lowered
+        except RuntimeError:  # no GPU here: the program is exported, or only lowered
             pass
     return [0]
 
@@ -131,7 +133,7 @@ def _planned(
     device_type: int, avals: Sequence[Any], kind: int, names: Sequence[str],
     results: tuple[Tensor, ...], options: AnyOptions | None, memory: int | None,
 ) -> _Workspace:  # fmt: skip
-    """A plan's sizes that are enough on every device that the core serves."""
+    """Sizes of a plan's workspace that are enough on every device that the core supports."""
     operands = tuple(
         Tensor(name, tuple(aval.shape), np.dtype(aval.dtype)) for name, aval in zip(names, avals)
     )
@@ -141,7 +143,7 @@ def _planned(
         device = (device_type, index)
         try:
             made.append(_plan(device, kind, operands + results, options, memory, threads))
-        except LogitlessRuntimeError as error:  # an older device beside those that are served
+        except LogitlessRuntimeError as error:  # an unsupported older device; others may do
             refused.append(error)
     if not made:
         raise refused[0]
@@ -170,7 +172,7 @@ def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def evaluate(primitive: Primitive, *operands: Array, **params: Any) -> Any:
-    """The primitive outside of jit: a program of its own, compiled once."""
+    """Runs the primitive outside of jit, as a separate program that is compiled once."""
     return _jitted(primitive, tuple(params.items()))(*operands)
 
 
@@ -185,7 +187,7 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def pvary(x: Array, axes: frozenset[str]) -> Array:
-    """The value, with a type that varies over these axes too."""
+    """The value, with a type that also varies over these axes."""
     missing = tuple(sorted(axes - varying(x)))
     if not missing:
         return x
@@ -201,12 +203,12 @@ def explicit_sharding(x: Any) -> Any:
         return None
     if isinstance(x, jax.core.Tracer):
         return sharding
-    return jax.sharding.NamedSharding(x.sharding.mesh, sharding.spec)  # on devices, not abstract
+    return jax.sharding.NamedSharding(x.sharding.mesh, sharding.spec)  # has a mesh of devices
 
 
 def refuse_checked(avals: Sequence[Any]) -> None:
-    """jax.shard_map's check_vma asks every primitive over which mesh axes its results vary;
-    unanswered, gradients would be wrong."""
+    """Refuses operands that vary over mesh axes. With check_vma, jax.shard_map asks every primitive
+    over which mesh axes its results vary; this one has no answer, and gradients would be wrong."""
     for aval in avals:
         if varying(aval):
             raise not_supported(
@@ -308,7 +310,8 @@ ad.primitive_jvps[run_p] = jvp
 def one_after_another(
     primitive: Primitive, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
 ) -> Any:
-    """The batching rule of primitives without a better one: a loop of whole ops."""
+    """The batching rule of primitives without a better one: a loop that runs the op once for each
+    slice."""
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims) if d is not None]
 
     def one(slices: Sequence[Array]) -> Any:

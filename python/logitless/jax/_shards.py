@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of a vocabulary or of tokens that are split over devices, in an order that every device
-shares, and what a mean divides by. Nothing here communicates."""
+"""Sums over a vocabulary or tokens that are split over devices, in an order that is the same on
+every device, and the divisor of a mean. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tree_sum(values: Array) -> Array:
 
 
 class Tokens(NamedTuple):
-    """What decides which tokens count."""
+    """The facts that decide which tokens count."""
 
     target: Array  # [N]  of the whole vocabulary
     ignore_index: int
@@ -42,13 +42,13 @@ class Tokens(NamedTuple):
         return self.target == self.ignore_index
 
     def outside(self) -> Array:
-        """Which targets are errors. The CPU raises; a GPU's rows are NaN."""
+        """Which targets are out of range. The CPU raises for them; on a GPU their rows are NaN."""
         inside = (self.target >= 0) & (self.target < self.vocab)
         return ~inside & ~self.ignored()
 
 
 def divisor(tokens: Tokens) -> Array:
-    """[]: what a mean divides by."""
+    """[]: the divisor of a mean."""
     valid = ~tokens.ignored()
     if tokens.vocab_weight is None:
         count: Array = valid.sum(dtype=jnp.int32).astype(jnp.float32)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of rows as the vocabulary: turns a call's arguments into those of a call on the listed
-rows alone, which are copied, and its results into those of the whole vocabulary. The contract is
+"""A list of rows as the vocabulary: turns a call's arguments into those of a call on a copy of the
+listed rows alone, and the ids in its results into ids of the whole vocabulary. The contract is
 docs/semantics.md, "A list of rows as the vocabulary". Arrays whose values can be read are checked;
 errors in others become NaN."""
 
@@ -21,7 +21,7 @@ from logitless.jax._run import Array, explicit_sharding
 
 @jax.custom_vjp
 def _rows(tensor: Array, rows: Array, wrong: Array) -> Array:
-    """The rows of an array; the first is NaN if the list is `wrong`."""
+    """These `rows` of an array; the first of them is NaN if the list is `wrong`."""
     made = jnp.take(tensor, rows, axis=0, mode="clip")
     return made.at[0].set(jnp.where(wrong, jnp.asarray(jnp.nan, made.dtype), made[0]))
 
@@ -40,8 +40,9 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 class Listed:
-    """A list of rows of a vocabulary of `vocab`. `looked_at`: its ids, if they can be read. With
-    `rows` the order is theirs, else ascending."""
+    """A list of rows of a vocabulary of `vocab` rows. `looked_at`: its ids as a NumPy array, or
+    None if their values cannot be read. `rows`: the number of ids that the list must have; the
+    listed rows then keep the order of `ids`, and are in ascending order otherwise."""
 
     def __init__(
         self, name: str, ids: Array, looked_at: Any, vocab: int, rows: int | None = None
@@ -73,13 +74,15 @@ class Listed:
         return jnp.moveaxis(made, 0, axis)
 
     def check(self, looked_at: Any, ignored: int, shift: int, name: str) -> None:
-        """Raises for an id that is not in the list, if both can be read."""
+        """Raises if a target or id (`looked_at`) is not in the list, provided that the values of
+        both can be read."""
         if self.host is not None and looked_at is not None:
             places_in(looked_at, *self.host, ignored, shift, name, self.name)
 
     def places(self, target: Array, ignored: Any) -> Array:
-        """The place of each target, or id, in the list: ABSENT if it is `ignored`, beyond the list
-        if that has no such id; in a wrong list the first place, whose row is NaN."""
+        """The place of each target, or id, in the list: ABSENT if it is `ignored`, and the list's
+        length if the list does not have it. In a wrong list it is the first place, whose row is
+        NaN."""
         last = self.ordered.shape[0] - 1
         at = jnp.minimum(jnp.searchsorted(self.ordered, target), last)
         made = jnp.where(self.ordered[at] == target, self.order[at], last + 1)
@@ -87,7 +90,8 @@ class Listed:
         return jnp.where(target == ignored, ABSENT, made).astype(target.dtype)
 
     def whole(self, places: Array) -> Array:
-        """Ids of the whole vocabulary."""
+        """The ids of the whole vocabulary at these `places` in ascending order; negative values are
+        kept."""
         made: Array = jnp.where(places < 0, places, self.ordered[jnp.maximum(places, 0)])
         return made.astype(places.dtype)
 
@@ -101,5 +105,6 @@ def refuse_axes(name: str, axis_name: Any) -> None:
 
 
 def host_of(value: Any) -> Any:
-    """A list's ids as a NumPy array; one that is no vector is refused by its shape."""
+    """A list's ids if they are a vector of NumPy's; None otherwise. (A list of another shape is
+    refused elsewhere.)"""
     return value if isinstance(value, np.ndarray) and value.ndim == 1 else None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities among a token's ids alone: their logits, whose Backward needs no product of the
-vocabulary ("Only chosen columns" in docs/semantics.md), and the log-softmax of these."""
+"""Log-probabilities of a softmax over a token's ids alone: the ids' logits, whose Backward needs no
+product of the whole vocabulary ("Only chosen columns" in docs/semantics.md), and the log-softmax of
+these logits."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def logprobs(
     input: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, ids: Tensor,
     offsets: Tensor | None, options: Options, memory: int | None, dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """In the shape of `ids`, [..., K], or [M] beside `offsets` [N + 1]. `dtype`: that of the
-    products under autocast; gradients have their tensors' own."""
+    """The log-probabilities in the shape of `ids`, [..., K], or [M] with `offsets` [N + 1].
+    `dtype`: that of the products under autocast; gradients have the dtypes of their tensors."""
     op: Any = torch.ops.logitless.logits_at
     absent = ids == ABSENT
     logits = op(
@@ -36,7 +37,7 @@ def logprobs(
         options.temperature, memory, dtype,
     )  # fmt: skip
     among = logits.log_softmax(-1) if offsets is None else _lists.log_softmax(logits, offsets)
-    # Stops the upstream gradient of absent ids.
+    # masked_fill also stops the upstream gradient of absent ids.
     made: Tensor = among.masked_fill(absent, -float("inf"))
     return made
 
@@ -98,7 +99,8 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
 def _gradients(
     of: Sequence[Tensor | None], given: Sequence[Tensor | None], needs: int
 ) -> list[Tensor | None]:
-    """In the dtypes of the tensors, and in the order of strides of those that the core is given."""
+    """Empty gradients in the dtypes of the tensors, with strides in the same order as those of the
+    tensors that the core gets."""
     made: list[Tensor | None] = []
     for i, (tensor, like) in enumerate(zip(of, given)):
         wanted = tensor is not None and like is not None and needs & 1 << i

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The eager autograd rule of the loss.
 
-Sum and mean of a linear loss: the gradients are made with the loss, for an upstream gradient of 1,
-and backward returns them scaled by the upstream gradient; a second one makes the call again.
+Sum and mean of a linear loss: the gradients are computed with the loss, for an upstream gradient of
+1, and backward returns them times the upstream gradient. A second backward repeats the call.
 Otherwise (reduction "none", a differentiable statistic, given logits): Forward, then Backward,
 which for a linear loss uses what Forward kept.
 """
@@ -43,12 +43,13 @@ AFTER_STATISTICS = 1 + len(_run.STATISTICS)
 
 
 def asked_of(grads: Sequence[Tensor | None], options: Options, vocab: Any, *saved: Any) -> Asked:
-    """The request to Backward. `grads` are those of the outputs, in their order; `vocab` is the
-    number of the head's columns here; `saved` are the constants, row_state and the entropy."""
+    """The request to Backward. `grads` are the upstream gradients of the outputs, in their order;
+    `vocab` is the number of the head's columns in this process; `saved` are the constants,
+    row_state and the entropy."""
     constants, (row_state, entropy) = Constants(*saved[:-2]), saved[-2:]
     grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = grads[:5]
     ids, grad_logits_at = constants.ids, grads[_LOGITS_AT]
-    if grad_logits_at is not None:  # of log-probabilities: logits less the lse
+    if grad_logits_at is not None:  # of log-probabilities: logits minus lse
         assert ids is not None
         ids = ids.reshape(grad_logits_at.shape)
         there = (ids >= 0) & (ids < (options.vocab_total or vocab))
@@ -84,8 +85,8 @@ def _difference(a: Tensor | None, b: Tensor) -> Tensor:
 
 
 def of_columns(grads: Sequence[Tensor | None]) -> bool:
-    """Whether Backward reads the logits of every column: for target_logit alone it does not, and
-    needs no kept state."""
+    """Whether Backward needs the logits of every column. For an upstream gradient of target_logit
+    alone it does not, and needs no kept state."""
     return any(g is not None for g, bit in zip(grads, _run.OUTPUTS) if bit != _run.TARGET_LOGIT)
 
 
@@ -143,8 +144,8 @@ class Call:
         self.main_grad = main_grad
 
     def release(self) -> Constants:
-        """Returns the constants and drops them: the call lives as long as the loss, they need
-        not."""
+        """Returns the constants and drops this object's references to them, because the call lives
+        as long as the loss, and the constants need not."""
         constants, self.constants = self.constants, _NONE
         return constants
 
@@ -152,8 +153,8 @@ class Call:
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, hooked: bool,
         all_needed: bool = False,
     ) -> bool:  # fmt: skip
-        """Whether the gradients are made in the forward call. `hooked`: nothing may be kept.
-        `all_needed`: as if every tensor required one."""
+        """Whether the gradients are computed in the forward call. `hooked`: whether nothing may be
+        kept. `all_needed`: as if every tensor required a gradient."""
         none = self.options.reduction == _abi.REDUCTION_NONE
         follows = self.wanted & _run.DIFFERENTIABLE and not self.wanted & _run.ALL_DETACHED
         if weight is None or none or follows:
@@ -166,9 +167,10 @@ class Call:
     def _keeps_f16(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, all_needed: bool
     ) -> bool:
-        """Whether f16 gradients are better made from kept state, once their scaler's factor is
-        known: made before, they wait for it in f32. Not if kept state takes more than twice the
-        bytes of those; f32 gradients, of f32 parameters under autocast, need not wait."""
+        """Whether it is better to compute f16 gradients from kept state when the gradient scaler's
+        factor is known; computed in the forward call, they would wait for it in f32. It is not if
+        kept state takes more than twice the bytes of the f32 gradients, or if all gradients are f32
+        (of f32 parameters under autocast) and need not wait."""
         given = [t for t in (input, weight, bias) if t is not None]
         needed = [t for t in given if all_needed or t.requires_grad]
         if all(t.dtype is not torch.float16 for t in needed):
@@ -182,7 +184,7 @@ class Call:
     def keep(
         self, input: Tensor, dtypes: tuple[torch.dtype | None, ...], device: str
     ) -> Keep | None:
-        """What Forward of the cast `input` is told if gradients of `dtypes` follow."""
+        """The `keep` argument of Forward for the cast `input`, if gradients of `dtypes` follow."""
         serves = _kept.serves(input.dtype, device, self.options) and not _kept.hooked()
         if not serves and self.memory is None:
             return None
@@ -208,7 +210,7 @@ _is_batched: Any = torch._C._functorch.is_legacy_batchedtensor
 
 
 def refuse_batches(upstream: Sequence[Tensor | None]) -> None:
-    """Gradients of a vmap over backward have no memory of their own."""
+    """Refuses a vmap over backward, whose tensors have no memory of their own."""
     if any(g is not None and _is_batched(g) for g in upstream):
         raise not_supported(NO_TRANSFORMS)
 
@@ -234,8 +236,9 @@ class Once(Function):
 
 
 def once(anchors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Any:
-    """The gradients, marked. Autograd visits a node only on its way to what is differentiated, so
-    every input and upstream gradient they were made from must be an anchor."""
+    """The gradients, marked. Autograd visits a node only on a path to the tensor that is
+    differentiated by. So every input and upstream gradient from which the gradients were computed
+    must be an anchor."""
     given = [g for g in grads if g is not None]
     if not given:
         return tuple(grads)
@@ -248,13 +251,13 @@ def once(anchors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> An
 
 
 def first_order(ctx: Any, gradients: Any, upstream: Sequence[Tensor | None]) -> Any:
-    """What `gradients` makes of the upstream ones, marked under create_graph. The context's first
-    saved tensors are those that have gradients."""
+    """Calls `gradients` on the upstream gradients, and marks the result under create_graph. The
+    context's first saved tensors must be those that have gradients."""
     if not torch.is_grad_enabled():
         return gradients(ctx, *upstream)
     call = getattr(ctx, "call", None)  # an op has none, and no main_grad
     if call is not None and call.main_grad is not None and ctx.needs_input_grad[1]:
-        raise not_supported(  # what is added is outside the graph and cannot be marked
+        raise not_supported(  # the sum in main_grad is outside the graph and cannot be marked
             'grad_accumulation="main_grad" adds outside the graph; allowed: backward without '
             "create_graph"
         )
@@ -264,7 +267,7 @@ def first_order(ctx: Any, gradients: Any, upstream: Sequence[Tensor | None]) -> 
 
 
 def scaled(grads: Sequence[Tensor | None], factor: Tensor) -> None:
-    """Every grad *= factor [], on the CPU; a factor of 1 leaves it as it is."""
+    """Multiplies every gradient by the factor [] in place, on the CPU, unless the factor is 1."""
     value = factor.item()
     if value != 1:
         for grad in grads:
@@ -316,7 +319,7 @@ class FusedLoss(Function):
     @staticmethod
     def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
         refuse_batches((factor,))
-        # No longer the context's, so that .grad may take them.
+        # The context gives up its references, so that .grad can take the tensors.
         grads: list[Tensor | None] | None
         grads, ctx.grads = ctx.grads, None
         if grads is None:
@@ -379,8 +382,8 @@ class Loss(Function):
 
     @staticmethod
     def _gradients(ctx: Any, *upstream: Tensor | None) -> Sequence[Tensor | None]:
-        """Kept state serves one Backward at a time; another thread's does without. It serves none
-        after one with the entropy or in f16, which forms dz in its place."""
+        """Kept state can be used by one Backward at a time; another thread's runs without it. It
+        cannot be used after a Backward with the entropy or in f16, which overwrites it with dz."""
         refuse_batches(upstream)
         state = taken(ctx.kept) if ctx.kept and of_columns(upstream) else None
         if state is None:
@@ -418,7 +421,7 @@ def _dtypes(
 def recompute(
     ctx: Any, *upstream: Tensor | None, kept: Kept | None = None
 ) -> Sequence[Tensor | None]:
-    """The gradients by Backward, from the forward call's inputs, its row state and what it kept."""
+    """Runs Backward from the forward call's inputs, its row state and what it kept."""
     call = ctx.call
     main_grad = call.main_grad if ctx.needs_input_grad[1] else None
     saved = ctx.saved_tensors

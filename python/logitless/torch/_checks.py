@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of given tensors, beyond the core's own."""
+"""Checks of the caller's tensors, in addition to the core's."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def check_real(name: str, value: Tensor) -> None:
 
 
 def as_f32(name: str, value: Tensor) -> Tensor:
-    """The tensor in f32. A number that would become 0 or infinite is refused if reading it needs no
-    wait: in f64 on the CPU, outside of torch.compile, tracers and modes."""
+    """The tensor in f32. A number that would become 0 or infinite is refused if it can be read
+    without waiting: for f64 on the CPU, outside of torch.compile, tracers and modes."""
     check_real(name, value)
     held = value.float()
     if value.dtype is not torch.float64 or not value.is_cpu or type(value) not in _PLAIN:
@@ -80,8 +80,8 @@ def check_matrix(name: str, weight: Any) -> None:
 
 
 def check_bias(bias: Any, weight: Tensor) -> None:
-    """Refuses a bias with a wrong number of dimensions, which could not be cut into blocks. The
-    core checks its length, which ranks tell each other."""
+    """Refuses a bias with a wrong number of dimensions, which could not be divided into blocks. The
+    core checks its length, and ranks exchange it."""
     check_tensor("linear_bias", bias)
     if bias.dim() != 1:
         raise wrong_shape(

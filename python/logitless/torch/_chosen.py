@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chosen columns: how `ids` [..., K] become arguments of a call, and its outputs the caller's
-results. A row has a target as in any loss; with a single id the target is that id, and the call is
-linear_logprob's, with its bits."""
+"""Chosen columns: turns `ids` [..., K] into arguments of a call, and its outputs into the caller's
+results. Every row needs a target, as in any loss. With a single id the target is that id, and the
+call is linear_logprob's, with the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOGPROB, AT = (list(_run.OUTPUTS).index(bit) for bit in (_run.LOGPROB, _run.LOG
 
 
 def check_ids(input: Tensor, ids: Any, what: str) -> None:
-    """check_target, for the columns of each token."""
+    """Like check_target, for the ids [..., K] of each token."""
     check_tensor("ids", ids)
     if ids.dtype not in (torch.int32, torch.int64):
         way = " (ids.long())" if not ids.is_floating_point() else ""
@@ -38,7 +38,7 @@ def check_ids(input: Tensor, ids: Any, what: str) -> None:
 
 
 def check_list(input: Tensor, ids: Any, offsets: Any) -> None:
-    """check_ids, for ids [M] with offsets [N + 1]."""
+    """Like check_ids, for ids [M] with offsets [N + 1]."""
     for name, tensor in (("ids", ids), ("offsets", offsets)):
         check_tensor(name, tensor)
         if tensor.dtype not in (torch.int32, torch.int64):
@@ -66,7 +66,8 @@ def refuse_groups(tensors: Sequence[Any], group: Any, beside: str) -> None:
 
 
 def targets_of_lists(input: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-    """[...]: targets_of, for lists. A list's target is 0, not one of its ids."""
+    """Targets [...] as in targets_of, for lists. A token with ids has the target 0, not one of its
+    ids."""
     places = ids.shape[0]
     there = torch.cat((ids.new_zeros(1, dtype=torch.int64), (ids != ABSENT).long().cumsum(0)))
     some = there[_lists.ends_of(offsets, places)].diff() > 0  # [N]
@@ -75,8 +76,9 @@ def targets_of_lists(input: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
 
 
 def targets_of(ids: Tensor, vocab: Any) -> Tensor:
-    """[...]: one of each row's ids, or ABSENT if it has none. Always within the vocabulary, so that
-    a wrong id is found at its own place and the others keep their values."""
+    """Targets [...]: one of each row's ids, or ABSENT if it has none. The id is clipped to the
+    vocabulary, so that a wrong id is reported as an id, and the row's other ids keep their
+    values."""
     if ids.shape[-1] == 1:
         return ids[..., 0]
     some = (ids != ABSENT).any(-1)
@@ -88,12 +90,12 @@ def is_single(ids: Tensor, offsets: Tensor | None) -> bool:
 
 
 def wanted_of(wanted: int, single: bool) -> int:
-    """The bits of _run for a call with ids; `single`: one per token."""
+    """The bits, as in _run, for a call with ids; `single`: whether there is one per token."""
     return wanted & ~_SINGLE | _run.LOGPROB if single else wanted | _run.ROW_STATE
 
 
 def outputs_of(outputs: Sequence[Any], ids: Tensor, single: bool) -> list[Any]:
-    """The wanted ones of a call's outputs."""
+    """The caller's results from a call's outputs."""
     made = list(outputs)
     if single:
         logprob, made[_LOGPROB] = made[_LOGPROB].unsqueeze(-1), None
@@ -104,7 +106,7 @@ def outputs_of(outputs: Sequence[Any], ids: Tensor, single: bool) -> list[Any]:
 def in_callers_words(
     message: str, ids: Tensor, offsets: Tensor | None, ranks: tuple[int, int] | None = None
 ) -> str:
-    """An error about an id, in the caller's index."""
+    """The text of an error about an id, with its index in the caller's tensor."""
     of_single = r"^target\[(\d+)\] (.*), or ignore_index .*"
     message = re.sub(of_single, r"ids[\1, 0] \2, or -1 for none", message)
     leading = ids.shape[:-1] if offsets is None else ids.shape

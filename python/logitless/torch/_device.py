@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dtypes and devices as the core numbers them; and what a CUDA device needs besides the C call: its
+"""The core's numbers for dtypes and devices, and what a CUDA device needs besides the C call: its
 stream, memory in the stream's order, torch's switch for TF32, gradients that wait for a factor."""
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ _fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
 def allows_tf32() -> bool:
-    """What torch.backends.cuda.matmul.fp32_precision says, read more directly: it follows every
-    setter, old or new, while torch.get_float32_matmul_precision raises after the new ones."""
+    """Whether torch.backends.cuda.matmul.fp32_precision is "tf32", read more directly. This
+    reflects every setter, old or new, while torch.get_float32_matmul_precision raises after the new
+    ones."""
     if _fp32_precision is None:  # torch before 2.9 has the old setters only
         return torch.get_float32_matmul_precision() != "highest"
     return bool(_fp32_precision("cuda", "matmul") == "tf32")
 
 
 def _warm_up(index: int) -> None:
-    """Loads early what the first call would load. If that fails, the calls load what they need, and
-    report what is missing."""
+    """Loads the device's kernels before the first call. If that fails, the calls load what they
+    need, and report what is missing."""
     try:
         _abi.warmup(_abi.CUDA, index)
     except LogitlessError as error:
@@ -68,8 +69,8 @@ def run_cuda(plan: _abi.Plan, addresses: list[int], index: int, normalizer: floa
 
 
 class Scale:
-    """Dense values on a CUDA device that wait for their factor, prepared where they are made, so
-    that backward, in its own thread, has little left to do."""
+    """Dense gradients on a CUDA device that wait for their factor. The call is prepared in forward,
+    so that backward, in its own thread, has little left to do."""
 
     __slots__ = ("_frame", "_frames", "_index")
 
@@ -91,9 +92,9 @@ class Scale:
         self._frame = frame
 
     def by(self, factor: Tensor) -> None:
-        """Each value *= factor [] f32 on their device, in f32 and rounded once, in one launch.
-        Nothing is read or written if the factor is 1, which the host does not wait to know. To be
-        called only once."""
+        """Multiplies every value by the factor [], f32 on their device: in f32, rounded once, in
+        one launch. If the factor is 1 the kernel reads and writes nothing; the host does not wait
+        to know that. May be called only once."""
         if factor.is_neg():
             factor = factor.resolve_neg()
         self._frame.run(factor.data_ptr(), torch._C._cuda_getCurrentRawStream(self._index))

@@ -103,8 +103,8 @@ def linear_divergence(
     vocab_ids: Tensor | None = None,
     teacher_vocab_ids: Tensor | None = None,
 ) -> Any:
-    """How far a student's head is from a teacher's, token by token over the whole vocabulary,
-    without the logits of either: for distillation.
+    """The divergence of a student's head from a teacher's for each token, over the whole
+    vocabulary, without the logits of either: for distillation.
 
     Between p = softmax(input @ linear_weight.T + linear_bias), the student's, and q =
     softmax(teacher_input @ teacher_weight.T + teacher_bias), the divergence of a token by `kind` is
@@ -116,44 +116,43 @@ def linear_divergence(
         "tv"           1/2 sum |p - q|
 
     and its loss is token_weight (divergence + label_weight (lse - z of its target)). There is no
-    factor of a temperature's square. docs/semantics.md, "Divergences of two heads", has formulas,
-    edges and error bounds.
+    factor T². docs/semantics.md, "Divergences of two heads", has formulas, edges and error bounds.
 
-    Tensors, all of one dtype, f32, f16 or bf16, but biases, which may be f32 too:
+    Tensors, all of one dtype, f32, f16 or bf16, except biases, which may also be f32:
 
     - `input` [..., D], `linear_weight` [V, D], `linear_bias` [V]: the student's.
-    - `teacher_input` [..., Dt], `teacher_weight` [V, Dt], `teacher_bias` [V]; or instead of the
-      head `teacher_logits` [..., V], in any of these dtypes.
-    - `target` [...], optional: class indices, int64 or int32. Of a token whose target is
-      `ignore_index` nothing is read, and a mean does not count it. Without a target all tokens
-      count. A label_weight other than 0, the statistic "logprob" and `shift` need one.
-    - `token_weight` [...]: a constant, made f32.
+    - `teacher_input` [..., Dt], `teacher_weight` [V, Dt], `teacher_bias` [V]; or, instead of this
+      head, `teacher_logits` [..., V] in any of these dtypes.
+    - `target` [...], optional: class indices, int64 or int32. Tokens whose target is `ignore_index`
+      do not count and are not read. Without a target all tokens count. A `label_weight` other than
+      0, the statistic "logprob" and `shift` need a target.
+    - `token_weight` [...]: a factor of the loss, converted to f32, without a gradient.
 
     Options:
 
     - `beta`: 0 or in [2^-90, 1]; read by "jsd" and "skew_kl" alone.
     - `logit_scale`, `softcap` and `temperature`, `teacher_logit_scale`, `teacher_softcap` and
       `teacher_temperature` (None: `temperature`): each head's own, as in `linear_cross_entropy`.
-    - `shift`: as there; both temperatures move with the label.
-    - reduction, normalizer, empty_mean and memory: as there.
+    - `shift`: as in `linear_cross_entropy`; both temperatures move with the label.
+    - reduction, normalizer, empty_mean and memory: as in `linear_cross_entropy`.
     - `return_statistics`: names of `DivergenceStatistics`.
     - `vocab_ids` [V'], int64 or int32, each once: both softmaxes are over these rows of the heads,
       or columns of teacher_logits, alone.
-    - `teacher_vocab_ids` [V']: the same for the teacher alone, where linear_weight is [V', D] and
-      its row j belongs to the teacher's row teacher_vocab_ids[j], as that of a draft model with a
-      vocabulary of its own. With either list targets are ids of the whole vocabulary.
+    - `teacher_vocab_ids` [V']: for a student with a smaller vocabulary, such as a draft model.
+      linear_weight is [V', D], and its row j corresponds to row teacher_vocab_ids[j] of the
+      teacher. With either list targets are ids of the whole vocabulary.
     - `group`: a process group (or its name) over which the vocabulary is split. linear_weight,
-      linear_bias, teacher_weight, teacher_bias and teacher_logits are this rank's columns. All else
-      is the same on every rank, and so are all results, to the bit. A `Split` says more
-      (docs/devices.md), but has no blocks here; with its sequence_dim teacher_input is split as
-      `input` is, and teacher_logits are of all tokens.
+      linear_bias, teacher_weight, teacher_bias and teacher_logits are then this rank's columns. All
+      other arguments are the same on every rank, and so are all results, to the bit. For other
+      cases pass a `Split` without blocks (docs/devices.md); with its sequence_dim teacher_input is
+      split like `input`, and teacher_logits have a row for every token.
 
-    Returns the loss, f32: [], or [...] with reduction "none". With statistics: (loss,
-    DivergenceStatistics). input, linear_weight and linear_bias get gradients. The teacher has none,
-    whether or not its tensors require one, so that one weight may serve both heads.
+    Returns the loss, f32: [], or [...] with reduction "none". With `return_statistics` it returns
+    (loss, DivergenceStatistics). input, linear_weight and linear_bias get gradients. The teacher's
+    tensors get none, even if they require one, so that both heads may share a weight.
 
-    Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError, whose message
-    names the argument, its value and what is allowed.
+    Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError. The message names
+    the argument, its value and what is allowed.
     """
     check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
@@ -202,7 +201,7 @@ def linear_divergence(
         elif every == input.shape[:-1] and _ops.shapes_alone(*inputs):
             _divergence_run.check_shapes(inputs.in_dtype(_autocast_dtype(input)), options, wanted)
     except LogitlessError as error:
-        if error.status != "target_out_of_range":  # that one has its place already
+        if error.status != "target_out_of_range":  # its message has the place already
             error.args = (_in_callers_words(error, tokens, shift, None, memory is None),)
         if shard is not None:
             from logitless.torch._split import exchange
@@ -269,8 +268,8 @@ def _check_target(input: Tensor, target: Any, shard: Any, shift: int) -> None:
 def _teacher(
     own: torch.Size, every: torch.Size, *given: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The teacher's tensors without gradients; the core checks which go together. Logits are of all
-    tokens, hidden states of a rank's `own` ones."""
+    """The teacher's tensors without gradients; the core checks which may be given together. Logits
+    are for all tokens, hidden states for the rank's `own` tokens."""
     for name, value in zip(_TEACHER, given):
         if value is None:
             continue
@@ -295,8 +294,9 @@ def _of_tokens(
     target: Tensor | None, token_weight: Tensor | None, normalizer: float | Tensor | None,
     options: Divergence, shift: int, one_temperature: bool, tokens: torch.Size,
 ) -> tuple[Inputs, Divergence]:  # fmt: skip
-    """The tensors of a call, those of labels moved by `shift`, and the options with temperatures
-    and a normalizer that are numbers. `tokens`: the shape of the tokens that have labels."""
+    """The tensors of a call, where those that belong to labels are moved by `shift`, and the
+    options, which include temperatures and a normalizer that are numbers. `tokens`: the shape of
+    the tokens that have labels."""
     if target is not None and shift:
         target = _shifted(target, shift, options.ignore_index)
     number, temperatures = _temperature(options.temperature, tokens, shift)

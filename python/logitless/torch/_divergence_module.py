@@ -20,10 +20,10 @@ R = TypeVar("R")
 
 
 class LinearDivergenceLoss(Options, Generic[R]):
-    """linear_divergence, with the options kept. R is what a call gives: a Tensor, or with
-    statistics (Tensor, DivergenceStatistics). Tensors among the options, temperatures and lists of
-    ids, move with the module and are no part of its checkpoint; each call may have temperatures of
-    its own. `group` is a call's, as it is no part of a checkpoint or a copy either."""
+    """`linear_divergence` as a module that holds the options. R is the type that a call returns:
+    Tensor, or with statistics (Tensor, DivergenceStatistics). Options that are tensors
+    (temperatures and lists of ids) move with the module and are not part of its checkpoint. `group`
+    is an argument of each call, because it cannot be part of a checkpoint or a copy."""
 
     temperature: float | Tensor
     teacher_temperature: float | Tensor | None
@@ -117,7 +117,7 @@ class LinearDivergenceLoss(Options, Generic[R]):
         group: Any = None,
     ) -> Any:
         """`linear_divergence` of these arguments with the module's options. Temperatures given here
-        take the place of the module's."""
+        replace the module's."""
         options = self._options()
         if temperature is not None:
             options["temperature"] = temperature

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A divergence as torch's dispatcher knows it, and its one autograd rule. Eager calls come here
-too: they take milliseconds, beside which the dispatcher costs nothing.
+"""The ops of a divergence for torch's dispatcher, and its one autograd rule. Eager calls use them
+too: they take milliseconds, so the dispatcher's microseconds do not matter.
 
     divergence            the loss and statistics; with them (FUSED) the gradients for an upstream
                           gradient of 1, or (KEEP) dz for divergence_backward
@@ -93,7 +93,7 @@ def _held(inputs: Inputs, wanted: int) -> _run.Dtypes:
 
 
 def _kept_like(inputs: Inputs, dtype: torch.dtype | None, wanted: int) -> tuple[Tensor, Tensor]:
-    """Uninitialized dz, whose sizes may be symbols."""
+    """Uninitialized dz, whose sizes may be symbolic."""
     input = inputs.input
     if not wanted & KEEP:
         return input.new_empty(0), input.new_empty(0, dtype=torch.float32)
@@ -194,7 +194,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     elif wanted & FUSED and not wanted & PLAIN:
         ctx.save_for_backward(*tensors, *grads)
     else:
-        # Saved tensors could be neither scaled in place nor given away.
+        # Tensors that autograd saves could neither be scaled in place nor become .grad.
         ctx.grads = list(grads) if wanted & FUSED else None
         ctx.save_for_backward(*tensors)
 
@@ -232,8 +232,8 @@ def _needed(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _multiplied(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
-    """The gradients times the factor, in f32: rounding it to 16 bits would put an error into every
-    element."""
+    """The gradients times the factor, which stays f32: if it were rounded to 16 bits, every element
+    would have its error."""
     grads = _needed(ctx, ctx.saved_tensors[_FIRST_OPTION:])
     return [
         None if g is None else (g.float() * factor).to(dtype) for g, dtype in zip(grads, ctx.dtypes)
@@ -241,8 +241,8 @@ def _multiplied(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
 
 
 def _handed_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
-    """The waiting gradients, scaled in place, and no longer the context's, so that .grad may take
-    them. A second backward makes the call again."""
+    """The waiting gradients, scaled in place. The context gives up its references, so that .grad
+    can take the tensors. A second backward repeats the call."""
     made, ctx.grads = ctx.grads, None
     if made is None:
         again = ctx.wanted & ~sum(_run.BITS.values()) | _run.BITS["loss"]
@@ -283,8 +283,8 @@ def divergence(
 ) -> Sequence[Tensor]:  # fmt: skip
     """The outputs that are `wanted`, in their order. `plain`: no graph is traced. `dtype`: that of
     the products, under autocast; gradients have that of their tensors."""
-    # A trace is one graph for calls with and without gradients: it records Forward, and its
-    # autograd rule.
+    # torch.jit.trace makes one graph for calls with and without gradients: it records Forward, and
+    # its autograd rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
     bits = wanted | (PLAIN if plain else 0)
     if torch.is_grad_enabled() and not tracing:
@@ -304,9 +304,9 @@ def divergence(
 def _keeps(
     inputs: Inputs, options: Divergence, memory: int | None, wanted: int, dtype: torch.dtype | None
 ) -> bool:
-    """Whether Forward leaves dz for Backward: all of it or nothing. Nothing through hooks, in a
-    `memory` that is too small for it, or in any `memory` if sizes are symbols, for which no
-    workspace can be planned."""
+    """Whether Forward keeps dz for Backward, all of it. It keeps nothing under hooks on saved
+    tensors, if `memory` is too small for all of it, or with any `memory` if sizes are symbols, for
+    which no workspace can be planned."""
     if _ops.hooked() or inputs.tokens() == 0:
         return False
     if memory is None:

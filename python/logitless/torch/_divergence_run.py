@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C calls of a divergence on torch tensors, below autograd, like _run.py's of a loss; and what
-is kept for Backward in a `memory`: dz of all columns, or nothing."""
+"""The C calls of a divergence on torch tensors, below autograd, as _run.py has those of a loss. It
+also decides whether dz of all columns is kept for Backward, if it fits `memory`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from logitless.torch._autograd import cast, cast_bias
 from logitless.torch._device import DEVICES, DTYPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
 
-# What a call may be asked for, as bits: outputs in their order, the gradients that may follow, that
-# they are made with the loss, that Forward keeps dz, and that no graph is traced, so that waiting
-# gradients belong to the call alone. For a shard also the sum of what dz subtracts.
+# What a call may be asked for, as bits: the outputs in their order; which gradients may follow;
+# that they are computed with the loss; that Forward keeps dz; that no graph is traced, so that
+# waiting gradients belong to the call alone; and for a shard, the sum from which dz's mean is made.
 OUTPUTS = ("loss", *STATISTICS)
 BITS = {name: 1 << place for place, name in enumerate(OUTPUTS)}
 OF_INPUT, OF_WEIGHT, OF_BIAS, FUSED, KEEP, PLAIN, SLOPE = (
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
         return math.prod(self.input.shape[:-1])
 
     def in_dtype(self, dtype: torch.dtype | None) -> Inputs:
-        """Both heads in the dtype of autocast. A teacher's logits are read as they are."""
+        """Both heads cast to the dtype of autocast. A teacher's logits are not cast."""
         if dtype is None:
             return self
         teacher = [
@@ -92,7 +92,8 @@ def _launch(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Divergence,
     memory: int | None, kept: Kept | None = None,
 ) -> None:  # fmt: skip
-    """_run.launch, which by itself sees only in the first tensors what decides about a plan."""
+    """Calls _run.launch. The key of its plans includes only the first tensors, so those after them
+    are described in `asked`."""
     asked = [
         None if t is None else (t.dtype, t.device, t.shape, t.stride())
         for t in tensors[len(_run.INPUTS) :]
@@ -135,8 +136,7 @@ def forward(
     kept: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """The outputs in their order; `kept` and `kept_rows` are written if they are given. If `wanted`
-    says that gradients may follow, a `memory` that their Backward cannot keep to is refused
-    here."""
+    says that gradients may follow, a `memory` that is too small for their Backward raises here."""
     outputs = _outputs(inputs, options, wanted)
     given = inputs.in_dtype(dtype).flat()
     followed = gradients_of(wanted, inputs[:3])
@@ -150,7 +150,7 @@ def forward(
 
 
 def _left(memory: int, kept: int) -> int:
-    """What is left for a workspace of a `memory`, or of an _abi.Room, which is below 0."""
+    """The bytes of `memory` that `kept` leaves for a workspace; below 0 it is an _abi.Room."""
     return memory - kept if memory >= 0 else min(memory + kept, -1)
 
 
@@ -209,8 +209,8 @@ def _of_shard(
 def states(
     inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int
 ) -> Tensor:
-    """[k, N] f32 of a shard's own columns, the rows of rows_of_states(). A `memory` that the
-    Backward which may follow cannot keep to is refused here."""
+    """The states [k, N] f32 of a shard's own columns; rows_of_states() names the rows. A `memory`
+    that is too small for the Backward which may follow raises here."""
     given = inputs.in_dtype(dtype).flat()
     if memory is not None and memory >= 0 and any(gradients_of(wanted, inputs[:3])):
         dtypes = gradients_of_shard(wanted, inputs)
@@ -229,8 +229,8 @@ def sums(
     inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int,
     whole: Tensor,
 ) -> Tensor:  # fmt: skip
-    """[k, N] f32 over a shard's columns, the rows of rows_of_sums(). `whole` [4, N]: the whole
-    vocabulary's states."""
+    """The sums [k, N] f32 over a shard's columns; rows_of_sums() names the rows. `whole` [4, N]:
+    the whole vocabulary's states."""
     given = inputs.in_dtype(dtype).flat()
     names = rows_of_sums(wanted)
     rows = given.input.new_empty((len(names), given.tokens()), dtype=torch.float32)
@@ -275,7 +275,7 @@ def backward(
     inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None,
     grad_loss: Tensor, dtypes: Dtypes, kept: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients, from what was kept (then without a teacher) or from both heads' logits."""
+    """The gradients, from kept dz (then the teacher is not needed) or from both heads' logits."""
     given = inputs.in_dtype(dtype).flat()
     grads = _made(given, dtypes)
     upstream = grad_loss.resolve_neg()
@@ -303,8 +303,8 @@ def _views(given: Inputs) -> tuple[View, ...]:
 
 
 def _key(given: Inputs, options: Divergence) -> int:
-    """The key of what a Forward of this student kept. The key depends on no teacher, but a Forward
-    has one: logits without memory stand for it."""
+    """The key of what a Forward of this student kept. It does not depend on the teacher, but a
+    Forward needs one: logits without memory are used."""
     first = _run.view("input", given.input)
     shape = (given.input.shape[0], given.weight.shape[0])
     teacher = first._replace(name="teacher_logits", shape=shape, stride=(shape[1], 1))
@@ -388,8 +388,8 @@ def fits(
     options: tuple[Any, ...], device: str, index: int, memory: int, wanted: int,
     dtype: torch.dtype | None,
 ) -> bool:  # fmt: skip
-    """Whether `memory` holds dz of all columns beside the larger workspace of Forward and Backward,
-    for tensors at any addresses; `given` are the inputs: name, dtype, shape, strides."""
+    """Whether `memory` is enough for dz of all columns and the larger workspace of Forward and
+    Backward, for tensors at any addresses; `given` are the inputs: name, dtype, shape, strides."""
     if device not in DEVICES:
         return False
     like = {

@@ -83,8 +83,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def passes_on(names: Sequence[str], of: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Decorates a function that passes `**options` on: it takes those of `names`, which help() and
-    editors show with their types and defaults in the function `of`."""
+    """Decorates a function that passes `**options` on. Its signature, which help() and editors
+    show, gets the parameters `names` of the function `of`, with their types and defaults."""
     known = inspect.signature(of).parameters
     taken = [known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
 
@@ -108,7 +108,7 @@ _OF_LINEAR = (
 
 
 def wanted_of(names: Any, table: Any = _statistics.STATISTICS) -> int:
-    """The bits of _run of the statistics' names."""
+    """The bits, as in _run, for these names of statistics."""
     return sum(_run.BITS[name] for name in _statistics.names_of(names, table)) if names else 0
 
 
@@ -123,7 +123,7 @@ def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
 
 
 def _moved(values: Tensor, shift: int, rest: float) -> Tensor:
-    """[..., i] of [..., i + shift], and `rest` at the end."""
+    """Element [..., i] is values[..., i + shift]; the last `shift` elements are `rest`."""
     shift = min(shift, values.shape[-1])
     # Not pad: its value is a double, which does not hold every index.
     moved = torch.full_like(values, rest, memory_format=torch.contiguous_format)
@@ -132,7 +132,7 @@ def _moved(values: Tensor, shift: int, rest: float) -> Tensor:
 
 
 def _float_constant(name: str, value: Any) -> Tensor:
-    """A weight of tokens or classes as the f32 the core reads."""
+    """A weight of tokens or classes, converted to f32, which the core reads."""
     if not isinstance(value, Tensor):
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a tensor")
     if value.requires_grad and torch.is_grad_enabled():
@@ -149,8 +149,8 @@ def _token_weight(value: Any, shape: torch.Size, shift: int) -> Tensor:
 
 
 def _temperature(value: Any, shape: torch.Size, shift: int) -> tuple[Any, Tensor | None]:
-    """A number, which is an option, or [N] from a tensor in the target's shape, [N] or
-    broadcastable to it, moved with the target."""
+    """Returns (number, None) for a number, which is an option, or (1.0, [N]) for a tensor in the
+    target's shape, [N] or broadcastable to it; `shift` moves the tensor with the target."""
     if not isinstance(value, Tensor):
         if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
             raise wrong_dtype(
@@ -175,8 +175,8 @@ def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]
             raise wrong_dtype(
                 f"normalizer is a {type(value).__name__}; allowed: a number or a tensor []"
             )
-        # A number would be part of a compiled graph, and each would make a new one. What f32 does
-        # not hold is left to the core, which takes a double.
+        # A number would be part of a compiled graph, and each value would compile another. A number
+        # that f32 cannot hold is passed to the core, which takes a double.
         if torch.compiler.is_compiling() and _NORMAL_F32[0] <= value <= _NORMAL_F32[1]:
             return 0.0, torch.ones((), dtype=torch.float32, device=device) * value
         if value == 0:  # in the core's options 0 means that tokens are counted
@@ -217,7 +217,7 @@ def _loss(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     )
-    # is_neg: a lazy minus sign, which the dispatcher carries out.
+    # is_neg: a lazy minus sign, which the dispatcher resolves.
     if (
         dispatches(input, weight, bias, *constants)
         or input.is_neg()
@@ -282,8 +282,8 @@ def linear_cross_entropy(
 ) -> Any:
     """Cross-entropy of the logits input @ linear_weight.T + linear_bias, without the logits.
 
-    docs/semantics.md has the formulas, edges and error bounds; docs/python.md says what is kept in
-    memory. [...] are the dimensions of tokens, N tokens in all.
+    docs/semantics.md has the formulas, edge cases and error bounds; docs/python.md says what is
+    kept in memory. [...] stands for any number of token dimensions, with N tokens in all.
 
     Tensors, on one device:
 
@@ -291,47 +291,50 @@ def linear_cross_entropy(
     - `target` [...]: class indices, int64 or int32. Tokens whose target is `ignore_index` (None:
       -100) do not count.
     - `linear_bias` [V]: the input's dtype or f32.
-    - `weight` [V] of classes and `token_weight` [...]: factors of the loss, constants, made f32.
+    - `weight` [V] of classes and `token_weight` [...]: factors of the loss. They are converted to
+      f32 and have no gradient.
 
     Options, those of torch.nn.functional.linear_cross_entropy and more:
 
-    - `reduction`: "mean", "sum" or "none". `normalizer`: what "mean" divides by, a number or a
-      tensor [], instead of the class weights' sum over the tokens that count. `empty_mean`: a mean
-      over no token is "zero" or, as in PyTorch, "nan".
+    - `reduction`: "mean", "sum" or "none". `normalizer`: the divisor of "mean", a number or a
+      tensor []; by default the sum of the class weights over the tokens that count. `empty_mean`:
+      the mean over no token, "zero" or, as in PyTorch, "nan".
     - `label_smoothing` in [0, 1]; `z_loss`, the factor of lse^2.
     - `logit_scale`, `softcap`, `temperature`: a logit x becomes softcap tanh(logit_scale x /
-      softcap) / temperature; a softcap of 0 or None is none. A temperature may be a tensor: in the
-      target's shape, [N] or broadcastable to it, made f32. It has no gradient, and a token whose
-      temperature is not a positive normal number has a NaN loss.
-    - `shift`: True or k, for next-token prediction. Position i gets the target of i + k with the
-      token_weight and temperature of that label; the last k positions do not count.
-    - `memory`: the most for the workspace and what is kept for backward, in bytes or as "64MiB".
-      None is that of `default_memory`.
-    - `return_statistics`: names of `Statistics`, which says what they are.
+      softcap) / temperature; a softcap of 0 or None means none. A temperature may be a tensor in
+      the target's shape, [N] or broadcastable to it; it is converted to f32 and has no gradient. A
+      token whose temperature is not a positive normal number has a NaN loss.
+    - `shift`: True or k, for next-token prediction. Position i gets the target of position i + k,
+      with the token_weight and temperature of that label; the last k positions do not count.
+    - `memory`: the most bytes for the workspace and what is kept for backward, or a text such as
+      "64MiB". None takes the value of `default_memory`.
+    - `return_statistics`: names of fields of `Statistics`.
     - `vocab_ids` [V'], int64 or int32, each once, in any order: the softmax is over these rows of
-      linear_weight alone, which are copied. Tensors [V] stay, with gradients of 0 at other rows.
-      Targets and the statistic argmax are ids of the whole vocabulary; a target that is not in the
-      list is out of range. A wrong list is an error on the CPU and NaN on a GPU.
+      linear_weight alone, which are copied. linear_bias and weight still have V elements, and
+      gradients are 0 at other rows. Targets and the statistic argmax are ids of the whole
+      vocabulary; a target that is not in the list is out of range. A wrong list is an error on the
+      CPU, and makes all results NaN on a GPU.
     - `group`: a process group (or its name) over which the vocabulary is split. linear_weight and
-      linear_bias hold this rank's columns. All else is the same on every rank, and so are all
-      results, to the bit. A `Split` says more; see docs/devices.md.
-    - `options`: None. torch's LinearCrossEntropyOptions, which say how it computes, are refused.
+      linear_bias then hold this rank's columns. All other arguments are the same on every rank, and
+      so are all results, to the bit. For other cases pass a `Split`; see docs/devices.md.
+    - `options`: must be None. torch's LinearCrossEntropyOptions, which choose an algorithm, are
+      refused.
     - `old`: Split's fields under their former names (vocab_start, vocab_total, vocab_blocks, ...),
       with a DeprecationWarning.
 
-    DTensors: a linear_weight (and linear_bias) that is Shard(0) on exactly one mesh dimension says
-    group and columns itself; rows behind Split.total are padding. The input beside it is a DTensor
-    too: on that mesh dimension Replicate, or Shard of a dimension of tokens, which is then the
-    Split's sequence_dim. With an explicit `group` it may be plain and the same on every rank. A
-    target that is a DTensor split like the input means local_tokens. Gradients are DTensors of
-    their tensor's placements, results plain tensors.
+    DTensors: a linear_weight (and linear_bias) that is Shard(0) on exactly one mesh dimension
+    determines the group and the columns; rows beyond Split.total are padding. The input must then
+    be a DTensor too: on that mesh dimension Replicate, or Shard of a dimension of tokens, which is
+    then the Split's sequence_dim. With an explicit `group` the input may be a plain tensor that is
+    the same on every rank. A target that is a DTensor split like the input means local_tokens.
+    Gradients are DTensors with the placements of their tensors; results are plain tensors.
 
-    Returns the loss, f32: [], or [...] with reduction "none". With statistics: (loss, Statistics).
-    input, linear_weight and linear_bias get gradients in their own dtypes.
+    Returns the loss, f32: [], or [...] with reduction "none". With `return_statistics` it returns
+    (loss, Statistics). input, linear_weight and linear_bias get gradients in their own dtypes.
 
-    Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError, whose message
-    names the argument, its value and what is allowed. A target out of range raises on the CPU; on a
-    GPU, which nobody waits for, it makes its token's loss NaN.
+    Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError. The message names
+    the argument, its value and what is allowed. A target out of range raises on the CPU. On a GPU
+    it makes the loss of its token NaN, because the call does not wait for the device.
     """
     if options is not None:
         raise not_supported(
@@ -353,8 +356,8 @@ def measured(
     input: Tensor, linear_weight: Tensor, target: Tensor, return_statistics: Sequence[str],
     **options: Any,
 ) -> tuple[Tensor, Statistics]:  # fmt: skip
-    """(loss, statistics) of linear_cross_entropy, whose statistics have no gradient: those of a
-    mean or a sum are made in one call with it, whatever is asked for."""
+    """(loss, statistics) of linear_cross_entropy, with statistics that have no gradient. Therefore
+    a mean or sum and any statistics are computed in one call, with the gradients."""
     wanted = wanted_of(return_statistics) | _run.LOSS | _run.DETACHED | _run.ALL_DETACHED
     loss, *outputs = linear_outputs(input, linear_weight, target, wanted, **options)
     made = outputs[: AFTER_STATISTICS - 1]
@@ -378,10 +381,12 @@ def linear_outputs(
     group: Any = None, vocab_ids: Tensor | None = None, *, main_grad: MainGrad | None = None,
     data: Any = None, size: bool | None = None, offsets: Tensor | None = None, k: int = 0,
 ) -> Any:  # fmt: skip
-    """The outputs of linear_cross_entropy's arguments that are `wanted`, as bits of _run, in their
-    order. With LOGITS_AT the target is `ids` [..., K], or [M] beside `offsets`; with TOP, which
-    has `k`, it may be None. `main_grad`: where the weight's gradient goes. `data`: a shards.Data.
-    `size`: whether gradients are counted; the result is then the bytes that the call would take."""
+    """The outputs for linear_cross_entropy's arguments, in the order of _run.OUTPUTS; `wanted` has
+    the bits (as in _run) of those to compute. With LOGITS_AT the target is `ids` [..., K], or [M]
+    with `offsets`; with TOP, for the `k` largest logits, it may be None. `main_grad`: the tensor to
+    which the weight's gradient is added. `data`: a shards.Data. If `size` is not None, nothing is
+    computed and the result is the number of bytes that the call would take; True includes
+    gradients."""
     check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
@@ -482,8 +487,9 @@ def _of_tokens(
     rows: Tensor, target: Tensor, options: Options, weight: Tensor | None,
     token_weight: Tensor | None, normalizer: float | Tensor | None, shift: int,
 ) -> tuple[Constants, Options]:  # fmt: skip
-    """The tensors without gradients as the core takes them, moved by `shift`; and the options, with
-    a temperature and a normalizer that are numbers."""
+    """Returns the tensors without gradients as the core takes them, moved by `shift`, and the
+    options. A temperature or normalizer that is a number is part of the options, one that is a
+    tensor is among the tensors."""
     if shift:
         target = _shifted(target, shift, options.ignore_index)
     temperatures = None
@@ -541,17 +547,17 @@ def workspace_size(
     gradients: bool = True,
     **options: Unpack[LinearOptions],
 ) -> int:
-    """Bytes that `linear_cross_entropy` with these arguments takes beyond its arguments, results
-    and gradients. Nothing is computed, and no element is read.
+    """The number of bytes that `linear_cross_entropy` with these arguments takes beyond its
+    arguments, results and gradients. Nothing is computed, and no element is read.
 
-    That is its workspace and, with reduction "none" or a differentiable statistic, what it keeps
-    for backward. `memory` is never exceeded; None is that of `default_memory`. A compiled function
-    may keep another amount.
+    These are the workspace and, with reduction "none" or a differentiable statistic, what is kept
+    for backward. The result never exceeds `memory`; None takes the value of `default_memory`. A
+    compiled function may keep another amount.
 
-    The arguments are those of linear_cross_entropy, in the same shapes and with the same errors,
-    but of one process: a vocabulary that is split over ranks is not supported. `gradients`: True
-    counts the backward too, for the tensors that require a gradient, or for all if none does, as if
-    every result had an upstream gradient. False is a call under no_grad.
+    Arguments, shapes and errors are those of linear_cross_entropy, but a vocabulary that is split
+    over ranks is not supported. `gradients`: True includes the backward, for the tensors that
+    require a gradient, or for all if none does, as if every result had an upstream gradient. False
+    is for a call under no_grad.
     """
     for name in options:
         if name not in _OF_LINEAR:
@@ -565,7 +571,7 @@ def workspace_size(
     wanted = wanted_of(return_statistics) | _run.LOSS
     given: dict[str, Any] = {**options}
     ids, copied = given.pop("vocab_ids", None), 0
-    if ids is not None:  # the first rows stand for the listed ones: the bytes are the same
+    if ids is not None:  # the first V' rows take the same bytes as the listed ones
         check_matrix("linear_weight", linear_weight)
         _vocabulary.check_list("vocab_ids", ids, linear_weight.shape[0], linear_weight)
         linear_weight = linear_weight[: ids.shape[0]]
@@ -599,14 +605,14 @@ def linear_logprob(
     group: Any = None,
     **options: Any,
 ) -> Any:
-    """Log-probability of every target token, [...] f32, never above 0; for reinforcement learning.
+    """Log-probability of every target token, [...] f32, at most 0; for reinforcement learning.
 
-    `entropy=True` gives the pair (logprob, entropy), both differentiable. With "detached" the
-    entropy has no gradient, and nothing is kept for one. Tokens that do not count give 0.
+    With `entropy=True` it returns the pair (logprob, entropy), both differentiable. With "detached"
+    the entropy has no gradient, and no memory is reserved for one. Tokens that do not count give 0.
 
-    `options` are those of `linear_cross_entropy` that decide a token's logits: linear_bias,
-    ignore_index, logit_scale, softcap, temperature, shift and vocab_ids; and memory. `group`, a
-    Split and DTensors split the vocabulary over ranks as there. Tensors and errors are as there.
+    `options` are some of the options of `linear_cross_entropy`: linear_bias, ignore_index,
+    logit_scale, softcap, temperature, shift, vocab_ids and memory. `group`, a Split and DTensors
+    split the vocabulary over ranks as in that function. Tensors and errors are the same, too.
     """
     old = {name: options.pop(name) for name in tuple(options) if name not in _OF_LOGITS}
     if old:
@@ -648,30 +654,30 @@ def linear_logprobs_at(
     offsets: Tensor | None = None,
     vocab_ids: Tensor | None = None,
 ) -> Any:
-    """Log-probabilities of some columns of each token: of a teacher's likeliest tokens, of
-    candidates, of what a sampler drew. docs/semantics.md, "Chosen columns", has the formulas.
+    """Log-probabilities of some classes of each token: a teacher's likeliest tokens, candidates, or
+    the tokens that a sampler drew. docs/semantics.md, "Chosen columns", has the formulas.
 
     - `input` [..., D], `linear_weight` [V, D], `linear_bias` [V]: as in `linear_cross_entropy`.
-    - `ids` [..., K], int64 or int32, K from 1 to 1024: the columns. -1 is none: -inf, and its
-      upstream gradient is not read. A token without any other id is not computed, and its
-      statistics are 0. An id may be given more than once.
-    - `over`: "vocab", the softmax over the whole vocabulary; or "ids", over the token's ids alone,
-      one that is given twice counted twice. That takes no product of the vocabulary, and has
-      neither `return_statistics` nor `group` nor `vocab_ids`.
+    - `ids` [..., K], int64 or int32, K from 1 to 1024: the classes. -1 stands for no class: its
+      log-probability is -inf, and its upstream gradient is not read. A token whose ids are all -1
+      is not computed, and its statistics are 0. An id may be given more than once.
+    - `over`: "vocab": the softmax is over the whole vocabulary. "ids": it is over the token's ids
+      alone, where an id that is given twice counts twice. That multiplies only these classes, and
+      cannot be combined with `return_statistics`, `group` or `vocab_ids`.
     - `offsets` [N + 1], int64 or int32, on the input's device, with `ids` [M]: lists of any length.
       Token i of the N, counted over all leading dimensions, has ids[offsets[i]:offsets[i + 1]].
-      They begin at 0, do not fall and end at M. Beside them there is no `group`.
+      Offsets begin at 0, do not decrease and end at M. They cannot be combined with `group`.
     - `temperature`: a number, or a tensor in the shape of the tokens.
-    - logit_scale, softcap, memory, group and vocab_ids: as in `linear_cross_entropy`; `ids` stay
-      those of the whole vocabulary.
-    - `return_statistics`: names of those `Statistics` that are of no target.
+    - logit_scale, softcap, memory, group and vocab_ids: as in `linear_cross_entropy`; with the last
+      two, `ids` are still ids of the whole vocabulary.
+    - `return_statistics`: names of those `Statistics` that need no target.
 
-    Returns f32 in the shape of `ids`, never above 0, each value differentiable with any upstream
-    gradient. With statistics: (log-probabilities, Statistics).
+    Returns f32 in the shape of `ids`, at most 0, each value differentiable. With
+    `return_statistics` it returns (log-probabilities, Statistics).
 
-    Raises as linear_cross_entropy does. Wrong ids and offsets raise on the CPU. On a GPU an id
-    outside the vocabulary is NaN without a gradient (with over="ids" all of that token's are NaN),
-    and with wrong offsets a place in no list is NaN.
+    Raises the errors of linear_cross_entropy. Wrong ids and offsets raise on the CPU. On a GPU an
+    id outside the vocabulary gives NaN without a gradient (with over="ids" all values of that token
+    are NaN), and if offsets are wrong, an id that belongs to no list gives NaN.
     """
     alone = check_over(over)
     if alone or offsets is not None:
@@ -753,19 +759,19 @@ def linear_topk(
 ) -> Any:
     """The k likeliest classes of each token of `input` [..., D] by the head `linear_weight` [V, D].
 
-    Returns (log-probabilities, f32 and never above 0, ids, int64), both [..., k]; with statistics
-    (log-probabilities, ids, Statistics). The likeliest comes first, and of equal logits the lowest
-    id. Neither has a gradient. A row that holds a NaN is NaN, with any ids. docs/semantics.md,
-    "Top-k", says what the list is.
+    Returns (log-probabilities, ids), both [..., k]: f32, at most 0, and int64. With
+    `return_statistics` it returns (log-probabilities, ids, Statistics). The likeliest comes first,
+    and of equal logits the lowest id. The results have no gradient. A token with a NaN among its
+    logits gets log-probabilities that are NaN, and arbitrary ids. docs/semantics.md, "Top-k", has
+    the definition.
 
-    - `k`: from 1 to 256, and at most V; with `vocab_ids` [V'], which are then the only classes, at
-      most V'.
+    - `k`: from 1 to 256, and at most V. With `vocab_ids` [V'], which restrict the classes, at most
+      V'.
     - linear_bias, logit_scale, softcap, temperature and memory: as in `linear_logprobs_at`.
-    - `return_statistics`: names of those `Statistics` that are of no target.
-    - `group`, a Split and DTensors split the vocabulary over ranks, each of which gets the same
-      bits.
+    - `return_statistics`: names of those `Statistics` that need no target.
+    - `group`, a Split and DTensors split the vocabulary over ranks; all ranks get the same bits.
 
-    Raises LogitlessValueError for a k outside its range, and else as linear_cross_entropy does.
+    Raises LogitlessValueError for a k outside its range, and the errors of linear_cross_entropy.
     """
     wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
     with torch.no_grad():
@@ -853,8 +859,8 @@ def cross_entropy_(
     **options: Unpack[LossOptions],
 ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
-    """`cross_entropy` whose backward writes the gradient over the logits: no second [N, V]. A leaf
-    that requires grad, or a view of one, is refused.
+    """Like `cross_entropy`, but backward writes the gradient over the logits, so no second [N, V]
+    is allocated. A leaf that requires grad, or a view of one, is refused.
     """
     check_rows("logits", logits, "[..., V]")
     if torch.is_grad_enabled() and logits.requires_grad:
@@ -867,7 +873,7 @@ def softmax_(logits: Tensor, dim: int = -1) -> Tensor:
     check_tensor("logits", logits)
     if torch.is_grad_enabled() and logits.requires_grad:
         raise invalid("logits requires grad; softmax_ has no gradient: use it under no_grad")
-    # torch's own softmax_ carries the lazy minus sign out
+    # torch's softmax resolves the lazy minus sign
     if dispatches(logits) or logits.is_neg():
         if logits.is_cpu or logits.is_cuda or logits.is_meta:
             return torch.softmax(logits, dim, out=logits)

@@ -26,19 +26,20 @@ _MOST_TRIES = 8
 
 
 class Keep(NamedTuple):
-    """What a Forward is told if a Backward may follow: what that will be asked for, and the bytes
-    for kept state; without these, they are planned."""
+    """What a Forward has to know if a Backward may follow: what Backward will be asked for, and the
+    bytes for kept state. If `bytes` is None, they are planned."""
 
-    # Of the gradients; None: not needed; (): nothing is known.
+    # The dtypes of the gradients; None: not needed; (): nothing is known.
     dtypes: tuple[torch.dtype | None, ...] = ()
     main_grad: Tensor | None = None  # [V, D]  f32, to which grad_weight is added
-    bytes: int | None = None  # of kept state alone; 0: nothing is kept
+    bytes: int | None = None  # for kept state alone; 0: nothing is kept
     spare: int = 0  # rows to allocate beyond those that are written
     consume: bool = True  # Backward may form dz in place of kept state: consumes()
     of_entropy: bool = False  # Backward may get a gradient of the entropy
 
     def asked(self) -> tuple[object, ...]:
-        """What decides about the plan. No tensor: in a key it would live as long as the plan."""
+        """The parts of this that decide about the plan, as a key for it. It contains no tensor,
+        because that would live as long as the plan."""
         main_grad = self.main_grad
         if main_grad is None:
             return self.dtypes, self.of_entropy, self.bytes
@@ -46,7 +47,7 @@ class Keep(NamedTuple):
 
 
 class State(NamedTuple):
-    """What Forward kept, without the two tensors."""
+    """Facts about what Forward kept, without the two tensors."""
 
     key: int = 0  # 0: unknown, to be made again
     room: int | None = None  # the bound of Backward's workspace; None: none
@@ -55,12 +56,12 @@ class State(NamedTuple):
 
 
 def consumes(of_f16: bool, of_entropy: bool) -> bool:
-    """Whether dz is formed in place of kept state, which takes less memory."""
+    """Whether dz overwrites kept state, which takes less memory."""
     return of_f16 or of_entropy
 
 
 class Kept(NamedTuple):
-    """Kept state as Backward is given it."""
+    """Kept state as Backward takes it."""
 
     columns: Tensor  # [b * R, 64]
     rows: Tensor  # [N, 8] f32
@@ -68,7 +69,7 @@ class Kept(NamedTuple):
     consume: bool = False
 
     def key(self, inputs: Sequence[View], options: _abi.AnyOptions, device: tuple[int, int]) -> int:
-        """Forward's, or that of a Forward of the same shape and options."""
+        """The key of the Forward that kept it, or of one of the same shape and options."""
         if self.state.key:
             return self.state.key
         columns = self.columns
@@ -85,20 +86,20 @@ def _size_of(
 
 
 def hooked() -> bool:
-    """Whether what autograd saves goes through hooks (checkpoint, save_on_cpu): kept state is too
-    large to be moved, or to be made only to be thrown away."""
+    """Whether there are hooks on saved tensors (checkpoint, save_on_cpu). Then nothing is kept:
+    kept state is too large to be moved, or to be made only to be thrown away."""
     return _top_hooks is None or _top_hooks(True) is not None
 
 
-# The options of a token's loss. Kept state does not depend on the others, some of which may be
-# symbols.
+# The options of a token's loss. Whether state is kept does not depend on the other options, some of
+# which may be symbols.
 _NUMBERS = slice(
     Options._fields.index("label_smoothing"), Options._fields.index("temperature") + 1
 )  # fmt: skip
 
 
 def serves(dtype: torch.dtype, device: str, options: Options) -> bool:
-    """Whether Backward uses kept state, whatever the sizes, by the library's own answer."""
+    """Whether Backward uses kept state, for any sizes; the library answers."""
     numbers = tuple(options)[_NUMBERS]
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_scalar  # torch.compile has it
@@ -125,7 +126,7 @@ def room_of(memory: int | None, kept: int) -> int | None:
 def shapes(
     tokens: Any, vocab: Any, dtype: torch.dtype, bytes: Any
 ) -> tuple[tuple[Any, int], tuple[Any, int]]:
-    """The shapes of `kept` and `kept_rows` by the closed formula, for symbols too."""
+    """The shapes of `kept` and `kept_rows` by the closed formula; the sizes may be symbolic."""
     code = DTYPES.get(dtype, -1)
     return _abi.kept_formula(tokens, vocab, code, bytes, torch.sym_min, torch.sym_max)
 
@@ -159,8 +160,8 @@ class Forward(NamedTuple):
         self, kind: int, more: Sequence[View], at: dict[str, int], options: Options | None = None,
         **how: Any,
     ) -> _abi.Plan:  # fmt: skip
-        """The plan of an op on the same inputs and fresh tensors, except for those that lie `at` an
-        address."""
+        """The plan of an op on the same inputs and on new tensors; `at` has the addresses of those
+        that exist already."""
         addresses = list(self.addresses[: len(self.inputs)])
         if addresses:  # without them the workspace serves any alignment
             addresses += [at.get(view.name, FRESH) for view in more]
@@ -189,8 +190,9 @@ def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int | None] | None:
 
 
 def check_memory(forward: Forward, keep: Keep) -> None:
-    """Refuses a `memory` that Forward keeps to and a Backward cannot, whichever results have an
-    upstream gradient and however often: a graph that has used up its kept state goes on without."""
+    """Refuses a `memory` that is enough for Forward but not for every Backward that may follow,
+    with any upstream gradients and any number of times; when kept state has been consumed, Backward
+    runs without it."""
     memory = forward.memory
     if memory is None or memory < 0 or not any(keep.dtypes):  # below 0 it is an _abi.Room
         return
@@ -251,7 +253,8 @@ _ROW_STATE = ("row_reference", "row_log_sum")
 def _both(
     forward: Forward, keep: Keep, size: KeptSize | None, kept: Sequence[View]
 ) -> list[_abi.Plan]:
-    """The plans of Forward and of every Backward that may follow it, with what is kept, if any."""
+    """The plans of Forward and of every Backward that may follow it, with the kept state, if
+    any."""
     outputs = (*forward.views[len(forward.inputs) :], *kept)
     if kept and forward.is_shard():
         outputs = (*outputs, *_outputs(forward, ("anchor",)))
@@ -282,8 +285,8 @@ def _both(
 
 
 def _losses(forward: Forward) -> list[tuple[Forward, View]]:
-    """The forms in which Backward may get the loss's upstream gradient: its reduction's, and one
-    per token, which stands for none (_autograd.asked_of)."""
+    """The forms in which Backward may get the loss's upstream gradient: that of its reduction, and
+    one per token, which is used if the loss has none (_autograd.asked_of)."""
     (each,) = _outputs(forward, ("grad_loss",))
     if forward.options.reduction == _abi.REDUCTION_NONE:
         return [(forward, each)]
@@ -302,8 +305,9 @@ def planned_bytes(
     outputs: tuple[str, ...], options: tuple[Any, ...], device: str, index: int, memory: int,
     of_entropy: bool,
 ) -> int:  # fmt: skip
-    """What an op of the dispatcher keeps in `memory` beside the workspaces for tensors at any
-    addresses; `given` are its inputs: name, dtype, shape, strides."""
+    """The bytes of state that an op in torch.ops keeps. These bytes plus the workspace, of forward
+    or of backward, fit into `memory` for tensors at any addresses. `given`: the op's inputs (name,
+    dtype, shape, strides)."""
     if device not in DEVICES:
         return 0
     where = (DEVICES[device], index)
@@ -347,8 +351,8 @@ def _planned_bytes(
 
 
 def usable(kept: Kept, rows: Tensor) -> Kept | None:
-    """What a Backward on the current stream of a CUDA device may use: nothing if the setting of f32
-    products has changed since."""
+    """The kept state that a Backward on the current stream of a CUDA device may use: None if the
+    setting of f32 products has changed since Forward."""
     index, state = rows.get_device(), kept.state
     if rows.dtype is torch.float32 and state.key and state.tf32 != _device.allows_tf32():
         return None

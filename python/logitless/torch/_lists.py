@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists: places [M] of N tokens, those of token i from offsets[i] to offsets[i + 1]. The host does
-not read a GPU's offsets: whatever they are, nothing outside [M] and [N] is touched."""
+"""Sums and softmax over lists: M values of N tokens, where token i has those from offsets[i] to
+offsets[i + 1] - 1. The host does not read offsets on a GPU; even if they are wrong, nothing outside
+[M] and [N] is read or written."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def sums(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def log_softmax(logits: Tensor, offsets: Tensor) -> Tensor:
-    """[M]: over each token's logits."""
+    """[M]: the log-softmax over each token's logits."""
     op: Any = torch.ops.logitless.list_log_softmax
     made: Tensor = op(logits, offsets)
     return made
@@ -41,7 +42,8 @@ def _sums(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _summed(values: Tensor, ends: Tensor) -> Tensor:
-    """In f64: a list may have every class, and on the CPU its sum is one after the other."""
+    """The sums of lists, in f64, because a list may have all classes, and the CPU adds one value
+    after another."""
     return torch.segment_reduce(values.double().contiguous(), "sum", offsets=ends, unsafe=True)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `memory` of calls that are given none, such as those through signatures of other libraries'
-losses, which have no such argument."""
+"""The default of `memory` for calls that do not pass it, such as calls through signatures of other
+libraries, which have no such argument."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class _Setting:
         self.memory = memory
 
 
-# The process's setting, then those of open `with` blocks: the last one holds. Readers take no lock,
-# because a list is never seen half changed.
+# The process's setting, then those of open `with` blocks: the last one is in force. Readers take no
+# lock, because no thread ever sees a list half changed.
 _settings = [_Setting(None)]
 _lock = threading.Lock()
 
@@ -34,39 +34,41 @@ def default() -> int | None:
     return _settings[-1].memory
 
 
-# torch.compiler.assume_constant_result does the same, but imports the compiler: a constant in the
-# graph, because a guard could turn the number into a symbol, for which nothing can be planned.
+# Makes the result a constant of a compiled graph. With a guard it could become a symbol, for which
+# no workspace can be planned. torch.compiler.assume_constant_result does the same, but imports the
+# compiler.
 default._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def source() -> str:
-    """What set the default that holds, for an error about it."""
+    """The name of the function that set the default in force, for error messages."""
     return "default_memory" if len(_settings) > 1 else "set_default_memory"
 
 
 def set_default_memory(memory: int | str | None) -> None:
-    """Sets the `memory` of every later call of this process, on whatever thread, that is given
-    none (or None), in logitless.torch and logitless.integrations. In bytes or as "512MiB"; None is
-    what each takes by itself: in logitless.torch what the library recommends, in
-    logitless.integrations what the function that it replaces takes. An open `with
-    default_memory(...)` goes before it. A compiled function takes the value that held when it was
-    traced."""
+    """Sets the default of `memory`, in bytes or as "512MiB", for all later calls of this process,
+    on any thread, to functions of logitless.torch and logitless.integrations. With None, functions
+    of logitless.torch take the memory that the library recommends, and those of
+    logitless.integrations what the function that they replace takes. An open
+    `with default_memory(...)` overrides it. A compiled function uses the value that was in force
+    when it was traced."""
     _settings[0].memory = parse_memory(memory)
 
 
 class default_memory(contextlib.ContextDecorator):
-    """`with default_memory("512MiB"):`, or `@default_memory("512MiB")` above a function: as
-    set_default_memory for the time of the block or of each call, on all threads (a checkpoint is
-    run again on one of autograd's). What held before holds again after it, in whatever order the
-    blocks of several threads end. A compiled function takes the value that held when it was traced,
-    so that the block stands around its first call and not inside it."""
+    """`with default_memory("512MiB"):`, or `@default_memory("512MiB")` above a function, sets the
+    default as set_default_memory does, for the duration of the block or of each call. It applies to
+    all threads, because autograd recomputes a checkpoint on a thread of its own. Afterwards the
+    earlier default is in force, in whatever order the blocks of several threads end. A compiled
+    function uses the value that was in force when it was traced, so put the block around its first
+    call, not inside it."""
 
     def __init__(self, memory: int | str | None) -> None:
         self._memory = parse_memory(memory)
         self._open: list[_Setting] = []  # one object may be entered several times
 
     def __call__(self, func: _Function) -> _Function:
-        """Decorates a function, for the time of each of its calls."""
+        """Decorates a function: the default holds during each of its calls."""
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isclass)
         if not callable(func) or any(is_kind(func) for is_kind in kinds):
             raise wrong_dtype(

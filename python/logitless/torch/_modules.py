@@ -59,9 +59,10 @@ class Options(torch.nn.Module):
             setattr(self, name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Class weights and temperatures follow the module's device, not its dtype (0.7 is not a
-        bf16 number), and keep their values where parameters are made empty. Those of the meta
-        device have none: they are NaN until someone writes them, and so is the loss."""
+        """Class weights and temperatures move with the module to another device, but keep their
+        dtype (0.7 is not a bf16 number), and keep their values in to_empty(). On the meta device
+        they have no values; moved from there they are NaN until someone writes them, and so is the
+        loss."""
         held = dict(self._buffers)
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in held.items():
@@ -77,8 +78,8 @@ class Options(torch.nn.Module):
 
 
 class _Loss(Options, Generic[R]):
-    """The options that both losses have. R is what a call gives: a Tensor, or with statistics
-    (Tensor, Statistics)."""
+    """The options that both loss modules have. R is the type that a call returns: Tensor, or with
+    statistics (Tensor, Statistics)."""
 
     weight: Tensor | None
     temperature: float | Tensor
@@ -114,7 +115,7 @@ class _Loss(Options, Generic[R]):
         check_tensor("weight", weight)
 
     def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
-        """The options, with another temperature for one call."""
+        """The options, with `temperature` in place of the module's if it is given."""
         return {
             "weight": self.weight,
             "reduction": self.reduction,
@@ -135,7 +136,7 @@ class _Loss(Options, Generic[R]):
 
 
 class CrossEntropyLoss(_Loss[R]):
-    """cross_entropy of given logits [..., V]."""
+    """`cross_entropy` of given logits [..., V], as a module that holds the options."""
 
     if TYPE_CHECKING:
 
@@ -168,8 +169,8 @@ class CrossEntropyLoss(_Loss[R]):
         normalizer: float | Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> Any:
-        """`cross_entropy` of `logits` [..., V] and `target` [...] with the module's options.
-        A `temperature` given here takes the place of the module's."""
+        """`cross_entropy` of `logits` [..., V] and `target` [...] with the module's options. A
+        `temperature` given here replaces the module's."""
         return cross_entropy(
             logits, target, token_weight=token_weight, normalizer=normalizer,
             **self._options(temperature),
@@ -177,7 +178,7 @@ class CrossEntropyLoss(_Loss[R]):
 
 
 class LinearCrossEntropyLoss(_Loss[R]):
-    """linear_cross_entropy, with the options kept."""
+    """`linear_cross_entropy` as a module that holds the options."""
 
     vocab_ids: Tensor | None
 
@@ -254,7 +255,7 @@ class LinearCrossEntropyLoss(_Loss[R]):
         temperature: float | Tensor | None = None,
     ) -> Any:
         """`linear_cross_entropy` of these arguments with the module's options. A `temperature`
-        given here takes the place of the module's."""
+        given here replaces the module's."""
         return linear_cross_entropy(
             input,
             linear_weight,
@@ -267,7 +268,7 @@ class LinearCrossEntropyLoss(_Loss[R]):
 
 
 def _divided(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Logits [..., V] by a number or a temperature of each token, as the losses take it."""
+    """Logits [..., V] divided by a temperature: a number, or a tensor as the losses take it."""
     if isinstance(temperature, Tensor):
         tokens = logits.shape[:-1]
         if is_flat(temperature.shape, tokens):
@@ -277,19 +278,19 @@ def _divided(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
-    """The head itself: called with targets it gives the loss, without them the logits.
+    """A language model's head: called with targets it returns the loss, without them the logits.
 
-    It is an nn.Linear that holds the weight, so that the hooks of FSDP and DDP run around the loss,
-    ties to an embedding stay ties, and checkpoints keep their names. The head's own tensors are
-    `head.weight` [V, D] and, where there is one, `head.bias` [V]. Keywords are the options of
-    `linear_cross_entropy`, where `weight` [V] is the classes' weights. With `vocab_ids` logits are
-    -inf at all other rows.
+    It is an nn.Linear that holds the weight. So the hooks of FSDP and DDP run around the loss, a
+    weight that is tied to an embedding stays tied, and checkpoints keep their names. The head's own
+    tensors are `head.weight` [V, D] and, if there is a bias, `head.bias` [V]. Keywords are the
+    options of `linear_cross_entropy`; `weight` [V] is the class weights. With `vocab_ids`, logits
+    are -inf at all other rows.
 
-    `grad_accumulation="main_grad"`: backward adds the weight's gradient into the f32 tensor
-    weight.main_grad (made, as zeros, where there is none) and leaves weight.grad alone.
+    `grad_accumulation="main_grad"`: backward adds the weight's gradient to the f32 tensor
+    weight.main_grad (which is created as zeros if it is missing) and does not touch weight.grad.
 
-    `parallelize` splits the vocabulary over a device mesh, that of tensor parallelism or that of
-    data parallelism.
+    `parallelize` splits the vocabulary over the device mesh of tensor parallelism or of data
+    parallelism.
     """
 
     sequence_dim: int | None = None
@@ -351,13 +352,13 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         self.grad_accumulation = grad_accumulation
         self.loss: LinearCrossEntropyLoss[R] = LinearCrossEntropyLoss(**options)
         weight = self.loss.weight
-        # The head's checkpoint is that of the Linear that it replaces.
+        # The head's checkpoint has the same names as that of the Linear that it replaces.
         self.loss.register_buffer("weight", weight, persistent=False)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
     ) -> None:
-        """Checkpoints of heads that had class weights among them still give them."""
+        """Loads class weights from older checkpoints, which included them."""
         name = f"{prefix}loss.weight"
         own = self.loss.weight
         if name in state_dict and own is not None:
@@ -412,8 +413,8 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         temperature: float | Tensor | None = None,
     ) -> Any:
         """The loss of `input` [..., D] and `target` [...], or without a target the logits [..., V],
-        with the head's options. A `temperature` given here takes the place of the head's. The rest
-        is as in `linear_cross_entropy`."""
+        with the head's options. A `temperature` given here replaces the head's. `token_weight` and
+        `normalizer` are as in `linear_cross_entropy`."""
         if target is None:
             self._check_no_target()
             loss = self.loss
@@ -454,41 +455,42 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         param_dtype: torch.dtype | None = None,
         gradient_divide_factor: float | None = None,
     ) -> LinearCrossEntropyHead[R]:
-        """Splits the vocabulary over a device mesh, of one dimension unless said otherwise, and
-        returns the head. docs/devices.md has examples.
+        """Splits the vocabulary over a device mesh of one dimension (for `tokens="sharded"` also
+        two), and returns the head. docs/devices.md has examples.
 
-        Weight and bias become new DTensor parameters, Shard(0). Do it before the optimizer is made
-        and before FSDP wraps the head, and tie an embedding again afterwards. `src_data_rank`: the
-        rank of the mesh whose values they are made of; None: each rank cuts its own, as in torch's
-        parallelize_module.
+        Weight and bias become new DTensor parameters, Shard(0). Call this before the optimizer is
+        made and before FSDP wraps the head; if the weight was tied to an embedding, tie it anew
+        afterwards. `src_data_rank`: the rank of the mesh whose values are distributed; None: each
+        rank cuts its part from its own values, as in torch's parallelize_module.
 
-        `tokens="replicated"`, of tensor parallelism. With a target, forward makes the loss of all
-        columns, a plain tensor with the same bits on every rank. Its upstream gradient must be the
-        same on every rank too: no sum, no division by the ranks. Without a target, in eval mode or
-        under no_grad, forward gives all logits of all tokens.
+        `tokens="replicated"` is for tensor parallelism. With a target, forward returns the loss
+        over the whole vocabulary, a plain tensor with the same bits on every rank. Its upstream
+        gradient must be the same on every rank too: do not sum it or divide it by the number of
+        ranks. Without a target, in eval mode or under no_grad, forward returns all logits of all
+        tokens.
 
         - Hidden states are the same on every rank or, with `sequence_dim`, split along that
-          dimension of tokens. A DTensor says so itself.
+          dimension of tokens. For a DTensor its placements decide instead.
         - Targets and results are those of all tokens or, with `local_tokens`, the rank's own.
 
-        `tokens="sharded"`, of data parallelism: the mesh has one dimension, or two (replicas,
-        shards), as fully_shard takes it. The head is called as under FSDP2, with each rank's own
-        input [..., D] and target [...], and gives the rank's own loss, statistics and gradient of
-        the input. The weight stays sharded. Its gradient is that of FSDP2: the mean of the ranks'
-        losses' gradients.
+        `tokens="sharded"` is for data parallelism: the mesh has one dimension, or two (replicas,
+        shards), as for fully_shard. The head is called as under FSDP2, with each rank's own input
+        [..., D] and target [...], and returns the rank's own loss and statistics; the gradient of
+        the input is the rank's own, too. The weight stays sharded. Its gradient is that of FSDP2:
+        the mean, over the ranks, of the gradients of their losses.
 
-        - All ranks must have the same number of tokens (else an error on the CPU): pad with ignored
-          ones.
-        - Without a target, under no_grad, the weight is gathered and gives the logits of the rank's
-          own tokens.
+        - All ranks must have the same number of tokens (otherwise the CPU raises an error): pad
+          with ignored tokens.
+        - Without a target, under no_grad, the weight is gathered, and forward returns the logits of
+          the rank's own tokens.
         - Keep the head out of FSDP:
           `fully_shard(model, ignored_params=set(head.parameters()))`.
-        - `param_dtype`: that of the products, as in MixedPrecisionPolicy; under autocast it is
-          autocast's. Forward and backward each cast an f32 weight.
+        - `param_dtype`: the dtype of the products, as in MixedPrecisionPolicy; under autocast,
+          autocast's dtype is used. Forward and backward each cast an f32 weight.
         - `gradient_divide_factor`: divides the sum of the ranks' gradients instead of the number of
           ranks, as FSDP2's set_gradient_divide_factor.
-        - A weight that another module has too (tied embeddings) is refused with a
-          LogitlessNotSupportedError, a NotImplementedError.
+        - A weight that another module has too (tied embeddings) raises LogitlessNotSupportedError,
+          which is a NotImplementedError.
         """
         from logitless.torch import parallel
 
@@ -513,7 +515,8 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         return self
 
     def _place(self, input: Any, target: Any) -> dict[str, Any]:
-        """The loss's arguments about a vocabulary that is split; not for FSDP's shards."""
+        """The arguments of the loss that describe how the vocabulary is split. Raises for a weight
+        that FSDP has sharded."""
         if self._own_tokens:
             return self._data_options(input, target)
         if not hasattr(self.weight, "placements"):
@@ -534,7 +537,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         return {"group": split}
 
     def _data_options(self, input: Any, target: Any) -> dict[str, Any]:
-        """The same if each rank has its own tokens."""
+        """The arguments of _place if each rank has its own tokens."""
         from logitless.torch._split import placed
 
         weight: Any = self.weight

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core's calls as torch's dispatcher knows them: torch.compile, FakeTensorMode, functorch, meta
-tensors, and the ranks of a vocabulary that is split.
+"""The core's calls as ops for torch's dispatcher. They are used under torch.compile, FakeTensorMode
+and functorch, for meta tensors, and by the ranks of a split vocabulary.
 
     forward    the wanted outputs of a loss, or the loss [] and the gradients for an upstream
                gradient of 1 (FUSED)
@@ -54,14 +54,14 @@ _UPSTREAM = (
     "Tensor row_state, Tensor? entropy, Tensor? grad_loss, "
     "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy, Tensor? grad_logits_at"
 )
-# Backward may overwrite rows of `kept`. It marks them in `kept_rows` and from then on makes them
-# again, so that no gradient shows whether it did. That is not declared ("Tensor(a!)?"): torch would
-# raise a version error if a retained graph is used twice, and a compiled Backward would write into
-# a copy of all kept state, each time. Declared for `kept_rows` alone, marks would go to a copy and
-# be lost.
+# Backward may overwrite rows of `kept`. It marks them in `kept_rows` and from then on computes
+# their logits a second time, so that no gradient depends on it. This mutation is not declared
+# ("Tensor(a!)?"): torch would raise a version error if a retained graph is used twice, and a
+# compiled Backward would copy all kept state each time. If it were declared for `kept_rows` alone,
+# marks would be written to a copy and lost.
 _KEPT = "Tensor? kept, Tensor? kept_rows"
-# Rows of kept state beyond those that Forward writes: torch checks whether a size that is a symbol
-# is 0 or 1, and compiles once more if it is.
+# The number of rows of kept state beyond those that Forward writes. With them no size is 0 or 1,
+# for which torch.compile would compile a second time if the size is a symbol.
 SPARE = 2
 _GRADS = "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
 
@@ -108,7 +108,7 @@ def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
 def _kept_like(
     input: Tensor, weight: Tensor | None, target: Tensor, kept_bytes: Any
 ) -> tuple[Tensor, Tensor]:
-    """Uninitialized kept state, whose sizes may be symbols."""
+    """Uninitialized kept state, whose sizes may be symbolic."""
     if isinstance(kept_bytes, int) and not kept_bytes:
         return input.new_empty(0), input.new_empty(0, dtype=torch.float32)
     assert weight is not None
@@ -120,7 +120,7 @@ def _kept_like(
 def _keep_of(
     wanted: int, of: tuple[Tensor | None, ...], memory: int | None, kept_bytes: int
 ) -> Keep | None:
-    """What a Forward for `wanted` is told about kept state."""
+    """The `keep` argument of a Forward for `wanted`."""
     if memory is None and not kept_bytes:
         return None
     return Keep(
@@ -180,7 +180,8 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_grads(tensors: Any, dtypes: Sequence[torch.dtype | None]) -> tuple[Tensor, ...]:
-    """Gradients with strides in the order of the core's: that of their tensor as a matrix."""
+    """Fake gradients with strides in the same order as the core's: the order of their tensor as a
+    matrix."""
     made = []
     for t, dtype in zip(tensors, dtypes):
         if t is None or dtype is None:
@@ -209,8 +210,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 def _given(
     tokens: int, memory: int | None, columns: Tensor | None, rows: Tensor | None
 ) -> Kept | None:
-    """Kept state as Backward takes it. Never consumed, because to the graph it is an input like any
-    other."""
+    """Kept state as Backward takes it. It is never consumed, because in the graph it is an input
+    like any other."""
     if columns is None or rows is None or columns.shape[0] <= SPARE:
         return None
     columns = columns[:-SPARE]
@@ -273,8 +274,8 @@ def _fused_gradients(ctx: Any, upstream: Sequence[Tensor | None]) -> Sequence[Te
 
 
 def _multiplied(ctx: Any, factor: Tensor) -> list[Tensor | None]:
-    """The gradients times the factor, in f32: rounding it to 16 bits would put an error into every
-    element."""
+    """The gradients times the factor, which stays f32: if it were rounded to 16 bits, every element
+    would have its error."""
     return [
         (grad.float() * factor).to(dtype) if need else None
         for grad, dtype, need in zip(ctx.saved_tensors[3:], ctx.dtypes, ctx.needs_input_grad)
@@ -300,8 +301,9 @@ def bytes_to_keep(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, needs: bool,
     outputs: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
-    """The bytes that the forward op may keep, by a closed formula if nothing else bounds it: sizes
-    may be symbols. `memory` bounds workspaces too, whose plans need sizes that are numbers."""
+    """The bytes that the forward op may keep. Without `memory` this is a closed formula, in which
+    sizes may be symbolic. With `memory`, which bounds the workspaces too, plans are needed, and so
+    sizes that are numbers."""
     if not needs or weight is None or hooked():
         return 0
     if not _kept.serves(input.dtype, input.device.type, call.options):
@@ -331,8 +333,8 @@ def _static(given: Any) -> bool:
 
 
 def shapes_alone(*tensors: Tensor | None) -> bool:
-    """Whether they are meta or fake tensors with sizes that are numbers. Not under a compiler:
-    its calls are checked when they run."""
+    """Whether the tensors are meta or fake, with sizes that are numbers. False under a compiler,
+    whose calls are checked when they run."""
     if torch.compiler.is_compiling():
         return False
     from torch._subclasses.fake_tensor import FakeTensor
@@ -344,7 +346,7 @@ def shapes_alone(*tensors: Tensor | None) -> bool:
 
 
 def are_numbers(sizes: Sequence[Any]) -> bool:
-    """Whether none of them is a symbol."""
+    """Whether none of the sizes is a symbol."""
     # Under a compiler, symbols look like numbers here.
     if not torch.compiler.is_compiling() and all(isinstance(size, int) for size in sizes):
         return True
@@ -355,11 +357,11 @@ def are_numbers(sizes: Sequence[Any]) -> bool:
 
 
 def hooked() -> bool:
-    """_kept.hooked; in a compiled function, its value when that was compiled."""
+    """Like _kept.hooked, but in a compiled function a constant: its value at compilation."""
     return _kept.hooked()
 
 
-# torch.compiler.assume_constant_result says the same, but imports the compiler.
+# torch.compiler.assume_constant_result does the same, but imports the compiler.
 hooked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _kept.planned_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _kept.library_keeps._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -388,8 +390,8 @@ def loss(
         bias = cast_bias(bias, call.dtype)
     wanted = call.wanted
     of = (input, weight, bias)
-    # A trace is one graph for calls with and without gradients: it records Forward, and its
-    # autograd rule.
+    # torch.jit.trace makes one graph for calls with and without gradients: it records Forward, and
+    # its autograd rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
     bits, kept_bytes = wanted, 0
     if needs and not tracing:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that a linear loss takes beyond its tensors, results and gradients: plans every call of
-the library that it would make, and runs none."""
+"""Computes the bytes that a linear loss takes beyond its tensors, results and gradients, by
+planning every call of the library that it would make. Nothing is run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Dtypes = tuple[torch.dtype | None, ...]
 
 
 class _Planner:
-    """Replaces launch for tensors that have only shapes, in a call on `device`. An input lies at
-    its address in `addresses`, everything else where torch puts new tensors; without addresses,
-    anywhere, so that the answer serves any."""
+    """Replaces launch for tensors that have only shapes, in a call on `device`. Inputs are assumed
+    at their `addresses`, other tensors aligned like torch's new ones; if `addresses` is None, the
+    plan serves any addresses."""
 
     def __init__(self, device: torch.device, addresses: dict[str, int] | None) -> None:
         self.device = device
         self.addresses = addresses
-        self.workspace = 0  # of the call that takes most
+        self.workspace = 0  # the largest of all calls'
         self.kept = 0
 
     def launch(
@@ -84,8 +84,9 @@ def _address(tensor: Tensor) -> int | None:
 def _shapes_of(
     given: dict[str, Tensor | None], dtypes: dict[str, torch.dtype], where: torch.device
 ) -> tuple[list[Tensor | None], dict[str, int] | None]:
-    """The tensors `given`, by the names of _run.INPUTS, as the library's calls on the device
-    `where` take them, in `dtypes` and with one dimension of tokens; and their addresses."""
+    """Returns the tensors `given`, by the names of _run.INPUTS, as the library's calls on the
+    device `where` take them, with these `dtypes` and one dimension of tokens; and their
+    addresses."""
     target = given["target"]
     assert target is not None
     found: list[Tensor | None] = []
@@ -116,7 +117,7 @@ def _shapes_of(
 def _forward_then_backward(
     planner: _Planner, tensors: Sequence[Tensor | None], call: Call, dtypes: Dtypes
 ) -> None:
-    """Plans what _autograd.Loss does, with all upstream gradients that there may be."""
+    """Plans the calls of _autograd.Loss, for all upstream gradients that it may get."""
     input, weight, bias, *rest = tensors
     assert input is not None and weight is not None
     constants, options = Constants(*rest), call.options  # type: ignore[arg-type]
@@ -152,7 +153,7 @@ def _given_to_calls(
 
 @torch.no_grad()
 def check_shapes(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> None:
-    """Raises what the call itself would raise if the tensors had memory, on any device."""
+    """For tensors without memory: raises what the call itself would raise, on any device."""
     where = torch.device("cpu")
     tensors, _ = _given_to_calls((input, weight, bias), call, where)
     x, w, b, *rest = tensors
@@ -166,8 +167,9 @@ def check_shapes(input: Tensor, weight: Tensor | None, bias: Tensor | None, call
 def bytes_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, gradients: bool
 ) -> int:
-    """The bytes of the workspace (the larger one of two calls) and of what is kept between them.
-    `gradients`: with those of the tensors that require one, or of all if none does."""
+    """The bytes of the workspace (the larger one of two calls) and of the state kept between them.
+    `gradients`: whether to include the gradients of the tensors that require one, or of all if none
+    does."""
     given = (input, weight, bias)
     needed = [t for t in given if t is not None and t.requires_grad]
     dtypes = tuple(

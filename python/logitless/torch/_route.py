@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way a call goes: straight to the C function, through torch's dispatcher, or back."""
+"""Decides whether a call goes straight to the C function or through torch's dispatcher, or is
+refused."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def dispatches(*tensors: Tensor | None) -> bool:
-    """Whether the call must go through torch's dispatcher: under torch.compile, in a mode such as
-    FakeTensorMode, in a functorch transform, for a tensor of another kind."""
+    """Whether the call must go through torch's dispatcher: under torch.compile or jit.trace, in a
+    mode such as FakeTensorMode, or for a tensor of another class or device. Raises in functorch
+    transforms and for forward-mode derivatives."""
     if torch.compiler.is_compiling():
         return True
     if forward_ad._current_level >= 0:

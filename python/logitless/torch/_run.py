@@ -24,13 +24,17 @@ from logitless.torch import _device, _kept, _lists
 from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
 
-# What a forward call may be asked for, as bits: outputs in the order that they have everywhere,
-# what Backward needs, and that the entropy will not be differentiated. In ops also which gradients
-# may follow, perhaps in f32 beside 16-bit tensors, whether one of the entropy may arrive, the
-# class-weighted sum of a shard's logits, and that the gradients are made with the loss. At last,
-# that no statistic will be differentiated, so that they may be.
+# What a forward call may be asked for, as bits: first the outputs, in the order that they have
+# everywhere; then
+# - ROW_STATE: what Backward needs; DETACHED: the entropy will not be differentiated;
+# - OF_* and *_IN_F32 (in ops): which gradients may follow, and that they are f32 beside 16-bit
+#   tensors;
+# - OF_ENTROPY: the entropy may get an upstream gradient; WEIGHTED: the class-weighted sum of a
+#   shard's logits;
+# - FUSED: the gradients are made with the loss; ALL_DETACHED: no statistic will be differentiated.
+#
 # `logits_at` [..., K] and `top_logits` [..., k] of the whole vocabulary become log-probabilities
-# (logprobs_at, logprobs_of); those of a shard stay logits. k is a number above the bits.
+# (logprobs_at, logprobs_of); those of a shard stay logits. The number k is stored above the bits.
 OUTPUTS = {
     1 << place: name
     for place, name in enumerate(("loss", *TABLE, "logits_at", "top_logits", "top_ids"))
@@ -82,8 +86,8 @@ def dtype_of(output: int) -> torch.dtype:
 
 
 def followed_by(dtypes: Sequence[torch.dtype | None], of: Sequence[Tensor | None]) -> int:
-    """The bits of a Backward that is asked for gradients of `dtypes`: those of input, weight and
-    bias."""
+    """The bits that say which gradients may follow: `dtypes` are those of the gradients of input,
+    weight and bias, None for one that is not needed."""
     bits = sum(bit for bit, dtype in zip(OF_TENSORS, dtypes) if dtype)
     for bit, dtype, tensor in zip(IN_F32, dtypes, of):
         if dtype is torch.float32 and tensor is not None and tensor.dtype is not dtype:
@@ -92,7 +96,7 @@ def followed_by(dtypes: Sequence[torch.dtype | None], of: Sequence[Tensor | None
 
 
 def gradients_of(wanted: int, of: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
-    """The dtypes that followed_by was given, as far as they decide about memory."""
+    """The inverse of followed_by: the dtypes of the gradients of input, weight and bias."""
     return tuple(
         None if t is None or not wanted & bit else torch.float32 if wanted & in_f32 else t.dtype
         for t, bit, in_f32 in zip(of, OF_TENSORS, IN_F32)
@@ -100,7 +104,7 @@ def gradients_of(wanted: int, of: Sequence[Tensor | None]) -> tuple[torch.dtype 
 
 
 def replaced(given: _Named, **changed: Any) -> _Named:
-    """A named tuple's _replace, which torch 2.8's compiler does not trace."""
+    """Like a named tuple's _replace, which torch 2.8's compiler does not trace."""
     kind: Any = type(given)
     return kind(*[changed.get(name, value) for name, value in zip(kind._fields, given)])  # type: ignore[no-any-return,unused-ignore]
 
@@ -143,15 +147,15 @@ def matrix(tensor: Tensor | None) -> Tensor | None:
 
 
 def columns(tensor: Tensor | None, offsets: Tensor | None) -> Tensor | None:
-    """Of chosen columns, as the core takes them: [N, K], or [M] beside offsets."""
+    """A tensor of chosen columns as the core takes it: [N, K], or [M] with offsets."""
     return tensor if offsets is not None else matrix(tensor)
 
 
 def logprobs_at(
     logits: Tensor, row_state: Tensor, ids: Tensor, offsets: Tensor | None = None
 ) -> Tensor:
-    """[..., K], or [M] with offsets, written over the logits at these ids; row_state [2, N] is that
-    of the whole vocabulary."""
+    """The log-probabilities [..., K], or [M] with offsets, written over the logits at these ids;
+    row_state [2, N] is that of the whole vocabulary."""
     if offsets is not None:
         reference, log_sum = row_state[:, _lists.token_of(offsets, logits.shape[0])]  # [M]
         made = logits.sub_(reference).sub_(log_sum).clamp_(max=0)  # a NaN stays
@@ -161,13 +165,15 @@ def logprobs_at(
 
 
 def logprobs_of(logits: Tensor, row_state: Tensor) -> Tensor:
-    """[..., K], written over the logits; row_state [2, N] is that of the whole vocabulary."""
+    """The log-probabilities [..., K], written over the logits; row_state [2, N] is that of the
+    whole vocabulary."""
     reference, log_sum = row_state.view(2, *logits.shape[:-1], 1)
     return logits.sub_(reference).sub_(log_sum).clamp_(max=0)  # a NaN stays
 
 
 def view(name: str, tensor: Tensor, where: torch.device | None = None) -> _abi.View:
-    """A tensor's view, without its address. `where`: the device of a tensor without memory."""
+    """The view of a tensor, without its address. `where`: its device, if the tensor has no
+    memory."""
     where = where or tensor.device
     dtype, device = DTYPES.get(tensor.dtype), DEVICES.get(where.type)
     if dtype is None:
@@ -203,7 +209,7 @@ def make_plan(
         views += (
             view("row_reference", row_state[0], where), view("row_log_sum", row_state[1], where),
         )  # fmt: skip
-    # All logits of all heads, and all gradients, in f32: no plan takes more.
+    # The bytes of all logits of all heads and of all gradients in f32: no plan takes more.
     most = 0
     if linear and weight is not None and first.dim() == 2 and weight.dim() == 2:
         (tokens, hidden), vocab = first.shape, weight.shape[0]
@@ -235,7 +241,8 @@ def make_plan(
 
 
 def follow_torch_threads() -> int:
-    """Takes this thread's own number of threads, with which the recommended workspace grows."""
+    """Sets the library's number of threads to torch.get_num_threads(); the recommended workspace
+    grows with it."""
     global _threads
     threads = torch.get_num_threads()
     if threads != _threads:
@@ -255,16 +262,16 @@ def launch(
     memory: int | None, asked: object, row_state: Tensor | None = None, accumulate: bool = False,
     keep: Keep | None = None, kept: Kept | None = None, only_chosen: bool = False,
 ) -> Kept | None:  # fmt: skip
-    """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked` tells
-    the outputs and their dtypes: with the inputs it decides everything but addresses. `row_state`
-    [2, N] holds row_reference and row_log_sum. Returns what a Forward that was told to `keep` kept;
-    `kept` are a Backward's last two tensors.
+    """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked`
+    identifies the outputs and their dtypes: together with the inputs it decides everything except
+    addresses. `row_state` [2, N] holds row_reference and row_log_sum. A Forward with `keep` returns
+    what it kept; a Backward takes that as `kept`.
     """
     first = tensors[0]
     assert first is not None
     cuda = first.is_cuda
     tf32, threads = False, 0
-    # torch's own switch; without it an f32 product never rounds its operands.
+    # By torch's own switch; without TF32 an f32 product never rounds its operands.
     if cuda:
         tf32 = first.dtype is torch.float32 and _device.allows_tf32()
     else:
@@ -275,7 +282,7 @@ def launch(
         options = options._replace(normalizer=1.0)
     try:
         addresses = [t.data_ptr() for t in tensors if t is not None]
-    # A tensor without memory, which no plan takes, gets its own message.
+    # For a tensor without memory, planning raises a better message first.
     except RuntimeError:
         make_plan(kind, names, tensors, options, row_state, memory, accumulate, ())
         raise
@@ -324,7 +331,7 @@ def _run_on_host(plan: _abi.Plan, addresses: list[int], normalizer: float) -> No
         workspace = torch.empty(plan.bytes, dtype=torch.uint8, device="cpu")
         plan.run(addresses, workspace.data_ptr(), normalizer=normalizer)
         return
-    # Small workspaces are kept, one per call in flight, because fresh pages cost more than a small
+    # Small workspaces are reused, one per call in flight, because new pages cost more than a small
     # call.
     try:
         scratch = _scratch.pop()
@@ -348,8 +355,8 @@ def _new_kept(rows: Tensor, plan: _abi.Plan, tf32: bool, spare: int) -> Kept:
 
 
 def _per_token(target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An output [...], in the target's shape: a view of one [N] could not be changed in place.
-    empty_like costs a third of what empty with a dtype and a device does."""
+    """An output [...], allocated in the target's shape: a view of an output [N] could not be
+    changed in place. empty_like takes a third of the time of empty with a dtype and a device."""
     return torch.empty_like(target, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -357,13 +364,13 @@ _NO_STATISTICS = (None,) * len(STATISTICS)
 
 
 def _statistics(target: Tensor, wanted: int) -> list[Tensor | None]:
-    """A tensor [...] for each wanted one."""
+    """A tensor [...] for each wanted statistic, None for the others."""
     return [_per_token(target, dtype_of(bit)) if wanted & bit else None for bit in STATISTICS]
 
 
 def _row_state(rows: Tensor) -> Tensor:
     """[2, N] f32: row_reference and row_log_sum of every token, for Backward. new_empty_strided is
-    the quickest way from a tensor to another shape and dtype on its device."""
+    the fastest way to allocate another shape and dtype on a tensor's device."""
     n = rows.shape[0]
     return rows.new_empty_strided((2, n), (n, 1), dtype=torch.float32)
 
@@ -446,7 +453,7 @@ def forward_backward(
     launcher: Launcher | None = None,
 ) -> tuple[Tensor, Sequence[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """The loss [], the statistics, and the gradients of input, weight and bias for an upstream
-    gradient of 1; `dtypes` are theirs, None where one is not wanted."""
+    gradient of 1; `dtypes` are those of the gradients, None for one that is not wanted."""
     target, token_weight, vocab_weight, normalizer, temperature, *_ = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
@@ -485,7 +492,7 @@ class Upstream(NamedTuple):
 
 
 def _upstream(tensor: Tensor | None) -> Tensor | None:
-    """[N] or [], without a lazy minus sign."""
+    """An upstream gradient as [N] or [], without a lazy minus sign."""
     return None if tensor is None else _flat(tensor.resolve_neg())
 
 

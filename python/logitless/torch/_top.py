@@ -16,7 +16,8 @@ LOGITS, IDS = (list(_run.OUTPUTS).index(bit) for bit in (_run.TOP_LOGITS, _run.T
 
 
 def wanted_of(k: Any) -> int:
-    """The bits of _run; only raises for a k that is no number. check_k checks its range."""
+    """The bits, as in _run, that ask for the k largest logits. Raises only if k is not an int;
+    check_k checks its range."""
     if not isinstance(k, int):
         raise wrong_dtype(f"k is a {type(k).__name__}; allowed: an int")
     # A k that does not fit above the bits is out of range in any vocabulary.
@@ -30,7 +31,7 @@ def check_k(k: int, vocab: Any) -> None:
 
 
 def target_of(input: Tensor, shard: Any) -> Tensor:
-    """Made-up targets, on which no result depends: of all tokens, or of the rank's own."""
+    """Targets of 0, on which no result depends: for all tokens, or for the rank's own."""
     shape = input.shape
     if shard is not None and not shard.local_tokens:
         shape = shard.whole(shape)

@@ -3,10 +3,10 @@
 rows alone, which are copied, and its results into those of the whole vocabulary. The contract is
 docs/semantics.md, "A list of rows as the vocabulary".
 
-    sort_list   the list in ascending order, and whether it is wrong: found on the device
+    sort_list   the list in ascending order, and whether it is wrong, which is found on the device
     places      the place of each target or id in the list
 
-Both are ops, so that on the CPU they raise what is wrong under torch.compile too.
+Both are ops, so that on the CPU they raise errors under torch.compile too.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _library.define(
 
 
 def _sort_list(ids: Tensor, vocab: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The list sorted, its order, and whether it is wrong. A wrong one is replaced by any rows that
-    can be read."""
+    """The sorted list, the order that sorts it, and whether it is wrong. The ids of a wrong list
+    are clipped to rows that exist."""
     ordered, order = ids.long().sort(stable=True)
     twice = ordered[1:] == ordered[:-1]
     wrong = (ordered[0] < 0) | (ordered[-1] >= vocab) | twice.any()
@@ -70,8 +70,8 @@ def _places(
     target: Tensor, ordered: Tensor, order: Tensor, wrong: Tensor, ignored: int, shift: int,
     name: str, listed: str,
 ) -> Tensor:  # fmt: skip
-    """Places in the list's order: ABSENT if `ignored`, beyond the list if it has no such id. In a
-    wrong list every place is the first, whose row is NaN."""
+    """The place of each target in the list's order: ABSENT if it is `ignored`, beyond the list's
+    end if the list does not have it. In a wrong list every place is 0, whose row is NaN."""
     wanted = target.long().contiguous()
     at = torch.searchsorted(ordered, wanted).clamp(max=ordered.shape[0] - 1)
     missing = ordered[at] != wanted
@@ -83,7 +83,7 @@ def _places_on_host(target: Tensor, *rest: Any) -> Tensor:
     made = _places(target, *rest)
     ordered, _, _, ignored, shift, name, listed = rest
     missing = made == ordered.shape[0]
-    if shift:  # the shift drops them: nobody reads them
+    if shift:  # the shift drops these targets
         missing[..., :shift] = False
     if missing.any():
         place = int(missing.reshape(-1).int().argmax())
@@ -107,7 +107,7 @@ for _name, _kernel, _on_host, _fake in (
 
 class _Rows(Function):
     """The rows of a tensor; the first is NaN if the list is `wrong`. Not index_select, whose
-    gradient adds in an order that a GPU does not promise."""
+    gradient on a GPU adds in no fixed order."""
 
     @staticmethod
     def forward(tensor: Tensor, rows: Tensor, wrong: Tensor) -> Tensor:
@@ -151,8 +151,9 @@ class Vocabulary(NamedTuple):
         return made
 
     def places(self, target: Tensor, ignored: int | None, shift: int, name: str) -> Tensor:
-        """[...] i64: places of a target, or ids, of the whole vocabulary; ABSENT is then the
-        ignore_index."""
+        """[...] i64: the places in the list of a target or ids, which are given as ids of the whole
+        vocabulary. Ignored ones become ABSENT, which is therefore the ignore_index of the call on
+        the listed rows."""
         if target.dtype not in (torch.int32, torch.int64):
             raise wrong_dtype(f"{name} is {str(target.dtype)[6:]}; allowed: int32, int64")
         if target.device != self.rows.device:
@@ -181,7 +182,7 @@ class Vocabulary(NamedTuple):
         return self.of(weight), self.of(bias), classes, places
 
     def whole(self, places: Tensor) -> Tensor:
-        """Ids of the whole vocabulary; what is none stays negative."""
+        """Places in the list as ids of the whole vocabulary; negative numbers stay as they are."""
         return torch.where(places < 0, places, self.ordered[places.clamp(min=0)])
 
     def outputs_of(self, outputs: Sequence[Any]) -> list[Any]:
@@ -213,8 +214,8 @@ def sorted_ids(name: str, ids: Tensor, vocab: Any) -> tuple[Tensor, Tensor, Tens
 
 
 def listed(ids: Any, weight: Tensor, shard: Any = None) -> tuple[Vocabulary, Any]:
-    """`vocab_ids` of a weight [V, D], and where the rank's own ones lie. With a group this reads
-    two numbers from the device."""
+    """The Vocabulary of `vocab_ids` for a weight [V, D], and the shard that has the rank's own ids.
+    With a group this reads two numbers from the device."""
     name, vocab = "vocab_ids", weight.shape[0] if shard is None else shard.total
     check_list(name, ids, vocab, weight)
     if shard is not None and shard.blocks:
@@ -241,7 +242,7 @@ def listed(ids: Any, weight: Tensor, shard: Any = None) -> tuple[Vocabulary, Any
 
 
 def paired(ids: Any, weight: Tensor, vocab: Any) -> Vocabulary:
-    """`teacher_vocab_ids`, whose order is that of the rows of the student's `weight`."""
+    """The Vocabulary of `teacher_vocab_ids`, in the order of the rows of the student's `weight`."""
     name = "teacher_vocab_ids"
     check_list(name, ids, vocab, weight, weight.shape[0])
     ordered, order, wrong = sorted_ids(name, ids, vocab)
@@ -276,8 +277,8 @@ def of_divergence(
     vocab_ids: Any, teacher_vocab_ids: Any, heads: Heads, ignored: int | None, shift: int,
     shard: Any = None,
 ) -> tuple[Heads, Any]:  # fmt: skip
-    """The heads of a divergence over the listed rows, and where a rank's own rows lie. ABSENT is
-    then the target's ignore_index."""
+    """The heads of a divergence over the listed rows, and the shard that has a rank's own rows. In
+    the returned target ABSENT is the ignore_index."""
     weight, bias, teacher_weight, teacher_bias, logits, target = heads
     if vocab_ids is not None and teacher_vocab_ids is not None:
         raise _vocabulary.both_given()

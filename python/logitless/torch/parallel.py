@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A head whose vocabulary is split over a device mesh: that of tensor parallelism,
+"""A LinearCrossEntropyHead whose vocabulary is split over a device mesh.
+
+Over the mesh dimension of tensor parallelism, use it in a plan for torch's parallelize_module,
 
     parallelize_module(model, mesh["tp"], {"lm_head": HeadParallel(), ...})
 
-or, of the head alone, `head.parallelize(mesh["tp"])`; or that of data parallelism,
-`head.parallelize(mesh["dp"], tokens="sharded")`, and `head_costs` says what that is good for.
+or split the head alone with `head.parallelize(mesh["tp"])`. Over that of data parallelism use
+`head.parallelize(mesh["dp"], tokens="sharded")`; `head_costs` estimates when that is cheaper than
+FSDP2.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ __all__ = ["Cost", "HeadCosts", "HeadParallel", "head_costs"]
 class HeadParallel(ParallelStyle):
     """How torch's parallelize_module splits a LinearCrossEntropyHead: its rows over the mesh.
 
-    `input_layouts` is what the hidden states are where they come as plain tensors: Replicate(), the
-    same on every rank, or Shard(dim), split along that dimension of tokens (after a norm under
-    SequenceParallel: Shard(1)). A DTensor says it itself. Targets and all else that the head's
-    forward is given pass through; they are those of all tokens, or with `local_tokens` (of an input
-    that is split) of the rank's own. The results are plain tensors: see `parallelize` of the head.
+    `input_layouts` describes hidden states that are plain tensors: Replicate(), the same on every
+    rank, or Shard(dim), split along that dimension of tokens (after a norm under SequenceParallel:
+    Shard(1)). For a DTensor its placements are used. Targets and the other arguments of the head's
+    forward are passed on unchanged. They must be those of all tokens or, with `local_tokens` (if
+    the input is split), of the rank's own. The results are plain tensors: see `parallelize` of the
+    head.
     """
 
     def __init__(self, *, input_layouts: Any = None, local_tokens: bool = False) -> None:
@@ -67,8 +71,8 @@ class HeadParallel(ParallelStyle):
 def split_rows(
     head: LinearCrossEntropyHead[Any], mesh: Any, src_data_rank: int | None, own_tokens: bool
 ) -> None:
-    """Makes weight and bias DTensor parameters, Shard(0) on the last dimension of the mesh. With
-    `own_tokens` there may be one before it, of replicas."""
+    """Turns weight and bias into DTensor parameters, Shard(0) on the last dimension of the mesh.
+    With `own_tokens` the mesh may have another dimension before it, of replicas."""
     if mesh.ndim > 1 + own_tokens:
         allowed = "one, as of mesh['tp'] of a larger mesh"
         if own_tokens:
@@ -117,8 +121,8 @@ def _refuse_tied(head: LinearCrossEntropyHead[Any]) -> None:
 
 
 class Cost(NamedTuple):
-    """Of a rank and step, beside what both ways have: the shards of weight and gradient, the
-    workspace of the products, and what replicas exchange."""
+    """The bytes for a rank and step. Not counted is what both ways have: the shards of weight and
+    gradient, the workspace of the products, and what replicas exchange."""
 
     moved: int  # bytes received
     peak: int  # bytes held at once
@@ -129,7 +133,8 @@ class HeadCosts(NamedTuple):
     weight: Cost  # FSDP2
 
     def cheaper(self) -> str:
-        """Which receives less, "tokens" or "weight" (FSDP2): both take three products."""
+        """The way that receives fewer bytes, "tokens" or "weight" (FSDP2); both take three
+        products."""
         return "tokens" if self.tokens.moved < self.weight.moved else "weight"
 
 
@@ -142,10 +147,10 @@ def head_costs(
     dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> HeadCosts:
-    """What a step of a head [vocab, hidden] costs each of `ranks` shards with so many `tokens` of
-    its own, where the tokens move and where FSDP2 moves the weight: gathered once in `dtype`, its
-    gradient reduced in `reduce_dtype`. The formulas are in docs/devices.md; a number below 1 is a
-    ValueError."""
+    """What a step of a head [vocab, hidden] costs on each of `ranks` ranks with `tokens` tokens of
+    its own: if the tokens are exchanged, and if FSDP2 exchanges the weight, gathered once in
+    `dtype`, with its gradient reduced in `reduce_dtype`. The formulas are in docs/devices.md.
+    Raises ValueError for a number below 1."""
     for name, value in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("ranks", ranks)):
         if value < 1:
             raise invalid(f"{name} is {value}; allowed: >= 1")

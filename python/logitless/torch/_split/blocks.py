@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank makes of its own columns, block by block: the row states that are combined, and the
-gradients. Nothing here communicates."""
+"""A rank's calls on its own columns, block by block: the row states that are combined later, and
+the gradients. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from logitless.torch._split.shards import Given, Shard
 
 
 class Block(NamedTuple):
-    """The inputs of a rank's block of columns, and its call. A block without columns gets a made-up
-    one, so that this rank refuses what the others refuse."""
+    """The inputs of a rank's block of columns, and its call. A block without columns gets one
+    made-up column, so that this rank raises the same errors as the others."""
 
     inputs: tuple[Tensor | None, ...]  # in the order of _run.INPUTS, without token weights
     options: Options
@@ -32,8 +32,8 @@ class Block(NamedTuple):
     empty: bool
 
     def kept_bytes(self) -> Any:
-        """The bytes kept beside both calls' workspaces. Each of several blocks must keep the same
-        on any number of ranks, so they keep everything, or nothing if memory is bounded."""
+        """The bytes for kept state. If there are several blocks, what each keeps must not depend on
+        the number of ranks, so they keep everything, or nothing if `memory` is given."""
         input, weight, bias, *constants = self.inputs
         if not self.keeps:
             return 0
@@ -66,7 +66,7 @@ def blocks_of(
 
 
 def local_targets(shard: Shard, given: Given, w: Tensor, blocks: Sequence[Block]) -> Tensor:
-    """[1, N] f32: the logits of the targets that are this rank's columns; else -inf."""
+    """[1, N] f32: the logits of the targets that are among this rank's columns, -inf for others."""
     shards.check_rows(shard, w, given)
     found = [_made(b, _run.TARGET_LOGIT, 0, None)[0] for b in blocks if not b.empty]
     if not found:
@@ -82,9 +82,9 @@ Keeping = tuple[Tensor, Tensor]  # `kept` and `kept_rows` of a block
 def _made(
     block: Block, states: int, kept_bytes: Any, anchor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From a block's columns [m, N] f32 (last the logits at ids, or the largest), argmax and
-    top_ids [j, N], and what is kept. `states`: the bits of the row's state that are asked for,
-    beside what may follow."""
+    """Runs Forward on a block's columns. Returns the states [m, N] f32 (the last rows are the
+    logits at ids, or the largest ones), argmax and top_ids [j, N], and what is kept. `states`: the
+    bits of the row's state that are asked for, and of the gradients that may follow."""
     forward: Any = torch.ops.logitless.forward
     wanted = states | block.wanted & _FOLLOWING
     results = forward(
@@ -110,7 +110,7 @@ _STATES = _run.ROW_STATE | _run.TARGET_LOGIT | _run.ARGMAX | _run.LOGITS_AT | _r
 
 
 def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, Keeping | None]:
-    """[m, N] f32, argmax and top_ids [j, N], and what is kept, from a block's columns."""
+    """The states [m, N] f32, argmax and top_ids [j, N], and what is kept, of a block's columns."""
     kept_bytes = block.kept_bytes()
     if block.empty or block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
         anchor = None
@@ -135,7 +135,8 @@ def _rows_of(bias: Tensor | None, first: int, stop: int) -> Tensor | None:
 def local_states(
     shard: Shard, given: Given, w: Tensor, blocks: Sequence[Block], anchor: Tensor | None
 ) -> tuple[Tensor, Tensor, list[Keeping | None]]:
-    """[b, m, N] f32, argmax and top_ids [b, j, N] and what is kept, from this rank's blocks."""
+    """The states [b, m, N] f32, argmax and top_ids [b, j, N], and what is kept, of this rank's
+    blocks."""
     shards.check_rows(shard, w, given)
     states, indices, kept = zip(*(_local_state(block, anchor) for block in blocks))
     return _stacked(states), _stacked(indices), list(kept)

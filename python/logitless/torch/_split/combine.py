@@ -16,7 +16,8 @@ from logitless._statistics import names_where
 from logitless.torch import _run
 from logitless.torch._split.sums import Tokens
 
-# In the order of a state [k, N], after row_reference, row_log_sum and target_logit.
+# The extra rows of a state [k, N], in their order, after row_reference, row_log_sum and
+# target_logit.
 EXTRA = {_run.BITS[name]: name for name in names_where("extra")} | {
     _run.WEIGHTED: "weighted_logit_sum"
 }
@@ -36,7 +37,7 @@ class Combined(NamedTuple):
 
 
 def empty_state(like: Tensor, wanted: int) -> Tensor:
-    """[k, N]: the state of a shard without columns, like that of one with some."""
+    """[k, N]: the state of a shard without columns, with the same rows as one with columns."""
     extra = sum(bool(wanted & bit) for bit in EXTRA)
     state = torch.zeros_like(like)
     state[0] = -float("inf")
@@ -51,8 +52,8 @@ def combine(
 ) -> Combined:  # fmt: skip
     """The `wanted` outputs, from the shards' states [S, m, N] in the vocabulary's order, as a
     Forward that was asked for `given` wrote them, and from `indices`: their argmax [S, N] i64, then
-    top_ids [S, k, N]. After a state come the logits at `ids` [N, K] or the k largest, if these are
-    wanted."""
+    top_ids [S, k, N]. If the logits at `ids` [N, K] or the k largest are wanted, they are the rows
+    after the states."""
     op: Any = torch.ops.logitless.shard_combine
     values = options._asdict()
     at = argmax = top_logits = top_ids = None
@@ -84,7 +85,7 @@ def combine(
 
 
 def _lists(columns: Tensor) -> Tensor:
-    """[S, k, N] as Combine takes it, [S, N k]."""
+    """Lists [S, k, N] in the layout that Combine takes, [S, N k]."""
     return columns.transpose(1, 2).flatten(1).contiguous()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A divergence of two heads whose vocabulary is split over a process group: every rank holds some
-rows of both heads; hidden states of both and targets are the same on all, or split along a
-dimension of tokens, as rule.py has it: they are gathered first, and grad_input's sums go to the
-tokens' owners.
+"""A divergence of two heads whose vocabulary is split over a process group. Every rank holds some
+rows of both heads. The hidden states of both and the targets are the same on all ranks, or split
+along a dimension of tokens; then, as in rule.py, they are gathered first, and grad_input's sums are
+sent to the tokens' owners.
 
     forward    each rank's states of both heads, one all-gather of 16 to 28 bytes a token and rank,
                which every rank folds in the ranks' order; then each rank's sums over its columns,
@@ -11,7 +11,7 @@ tokens' owners.
                dz subtracts: its grad_weight is done, its grad_input is a part, exchanged as rule.py
                has it
 
-Each of the three makes the logits of both heads again.
+States, sums and gradients each compute the logits of both heads anew.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def subtracts_mean(options: Divergence) -> bool:
 
 
 def refuse(split: Split) -> None:
-    """Refuses what a divergence does not support in a split."""
+    """Refuses the fields of a Split that a divergence does not support."""
     if split.blocks is not None:
         raise not_supported(
             f"Split.blocks is {split.blocks!r}; allowed for linear_divergence: None, for its sums "
@@ -69,8 +69,8 @@ def refuse(split: Split) -> None:
 
 
 class _Own(NamedTuple):
-    """A rank's own columns. If it has none, a made-up one, so that this rank refuses what the
-    others refuse."""
+    """A rank's own columns. If it has none, one made-up column, so that this rank raises the same
+    errors as the others."""
 
     inputs: Inputs
     start: int
@@ -167,7 +167,7 @@ class _Whole(NamedTuple):
 
 
 def _folded(states: Tensor, tokens: Tokens, shard: Shard, asked: Asked, has_target: bool) -> _Whole:
-    """The whole vocabulary's, from states [P, k, N]."""
+    """The whole vocabulary's states and results, from the shards' states [P, k, N]."""
     place = {name: i for i, name in enumerate(run.rows_of_states(has_target, asked.wanted))}
     made, found = [], {}
     options = Options(
@@ -214,8 +214,8 @@ def _losses(divergence: Tensor, found: dict[str, Tensor], given: Inputs, asked: 
 
 
 def _tokens(given: Inputs, asked: Asked) -> tuple[Tokens, Asked]:
-    """Tokens for the combination. Without a target every token counts, so one is made up that is
-    never ignored."""
+    """The Tokens and options for Combine. Without a target every token counts; then the target is
+    made up, and never ignored."""
     if given.target is not None:
         return Tokens(given.target, given.token_weight, None, given.normalizer), asked
     target = given.input.new_zeros(given.tokens(), dtype=torch.int64)
@@ -241,7 +241,7 @@ class ShardedDivergence(Function):
             gathered = _facts_of_tokens(inputs, shard)
             facts = exchange.facts_of(shard, input, rows, asked.wanted, gathered)
         if shard.sequence_dim is not None:
-            exchange.together(shard, input, facts, lambda: None)  # what is gathered depends on them
+            exchange.together(shard, input, facts, lambda: None)  # sizes depend on these
             inputs, facts = _gathered(inputs, asked, shard), ()
         given = inputs.flat()
         own = of_columns(given, shard)
@@ -305,8 +305,8 @@ class ShardedDivergence(Function):
 def _of_all(
     grad_loss: Tensor, given: Inputs, asked: Asked, shard: Shard, shape: torch.Size
 ) -> tuple[Tensor, Inputs, Asked]:
-    """The upstream gradient of all tokens [N], for a loss that is not reduced, from those of each
-    rank's own tokens of `shape`."""
+    """The upstream gradient of all tokens [N], for a loss that is not reduced, gathered from those
+    of each rank's own tokens, which have this `shape`."""
     tokens, of_tokens = _tokens(given, asked)
     of_loss: Any = of_tokens.options
     if of_loss.reduction == _abi.REDUCTION_MEAN:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a group exchange, and what they tell each other before they rely on it (on the
-CPU only: on a GPU the host would wait). Collectives are torch's functional ones, which
-torch.compile traces."""
+"""The exchanges of the ranks of a group. On the CPU, ranks first compare facts and errors, so that
+none is left waiting (on a GPU the host would have to wait for that). Collectives are torch's
+functional ones, which torch.compile traces."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def facts_of(
     shard: Shard, input: Tensor, weight: Tensor, wanted: int, gathered: tuple[int, int] = (0, 0),
     columns: int = 0,
 ) -> tuple[int, ...]:  # fmt: skip
-    """What must fit, or be the same, on all ranks. `gathered`: the teacher's hidden size, and which
-    of the teacher's tensors are gathered beside the input. `columns`: the chosen ones of each
-    token."""
+    """The numbers that must fit together, or be the same, on all ranks. `gathered`: the teacher's
+    hidden size, and which of the teacher's tensors are gathered in addition to the input.
+    `columns`: the number of chosen columns of each token."""
     stop = shard.start + weight.shape[0]
     tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
     own = (shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted)
@@ -50,15 +50,15 @@ def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
 
 
 def told(shard: Shard, own: Sequence[int]) -> list[list[int]]:
-    """What each rank says."""
+    """The numbers `own` of every rank."""
     said = all_gather(torch.tensor(own, dtype=torch.int64, device="cpu"), shard)
     lists: list[list[int]] = said.view(shard.size, -1).tolist()
     return lists
 
 
 def together(shard: Shard, x: Tensor, facts: Sequence[int], function: Any, *args: Any) -> Any:
-    """The function's result on this rank. Raises on every rank what the first of them raised, or
-    that the facts do not fit: none is left waiting in a collective."""
+    """The function's result on this rank. If it raises on any rank, or the facts do not fit, every
+    rank raises the first error, so that none is left waiting in a collective."""
     if shard.size == 1 or not shards.waits(x):
         return function(*args)
     made, error = None, None
@@ -78,7 +78,7 @@ _FAILED, _REFUSED = 1, 2
 
 
 def _first(shard: Shard, error: Exception | None) -> Exception:
-    """The first error of the ranks, at least one of which has one."""
+    """The error of the first rank that has one; at least one rank must."""
     import torch.distributed as dist
 
     every: list[Any] = [None] * shard.size
@@ -90,8 +90,8 @@ def _first(shard: Shard, error: Exception | None) -> Exception:
 
 
 def tell(error: LogitlessError, input: Tensor, shard: Shard) -> None:
-    """Raises the first error about an argument on every rank: those with correct arguments wait for
-    this one at their first exchange."""
+    """Called by a rank with a wrong argument: raises the first such error on every rank. The ranks
+    with correct arguments wait for this rank at their first exchange."""
     if error.status == "target_out_of_range" and shard.gathered() is not None:
         error.args = (f"{error} (on rank {shard.rank})",)  # whose target it is
     if shard.size == 1 or not shards.waits(input):
@@ -131,7 +131,7 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 
 
 def gather_tokens(x: Tensor, shard: Shard, dim: int) -> Tensor:
-    """The whole of a tensor that is split along `dim`, which must be as long on every rank."""
+    """Gathers a tensor that is split along `dim`, with the same length on every rank."""
     first = x.movedim(dim, 0)
     return all_gather(first, shard).movedim(0, dim)
 
@@ -142,9 +142,9 @@ def own_tokens(x: Tensor, shard: Shard, dim: int) -> Tensor:
 
 
 def _summed(x: Tensor, shard: Shard, dtype: torch.dtype) -> Tensor:
-    """[n, ...]: this rank's rows of the sum of every rank's [P * n, ...], in the ranks' order; with
-    blocks, in a tree that is the same for any P. Two parts have the same sum in either order, so a
-    GPU's own reduction may make it, in half the time of an exchange."""
+    """[n, ...]: this rank's rows of the sum of all ranks' [P * n, ...], added in the ranks' order
+    or, with blocks, in a tree that is the same for any P. Two parts have the same sum in either
+    order, so for P = 2 a GPU's own reduce-scatter is used, which takes half the time."""
     if shard.size == 2 and x.is_cuda:
         ops: Any = torch.ops._c10d_functional
         own = ops.reduce_scatter_tensor(x.contiguous(), "sum", shard.size, shard.group)
@@ -160,9 +160,9 @@ def _summed(x: Tensor, shard: Shard, dtype: torch.dtype) -> Tensor:
 
 
 def reduce_grad_input(part: Tensor, shard: Shard, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The gradient of the input of `shape`, from this rank's part of that of all tokens [N, D]: of
-    its own tokens where the input is split, else of all. f32 parts are added in the ranks' order,
-    so that every rank gets the same bits, whatever the backend does."""
+    """The gradient of the input, in its `shape`, from every rank's part [N, D] for all tokens. If
+    the input is split, the result is for this rank's own tokens, otherwise for all. f32 parts are
+    added in the ranks' order, so that every rank gets the same bits, whatever the backend does."""
     dim = shard.sequence_dim
     if dim is not None:
         first = part.view(shard.whole(shape)).movedim(dim, 0)

@@ -13,22 +13,23 @@ from logitless._errors import invalid
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How a vocabulary is split over the ranks of a group, or into blocks: what `group=` takes
-    where a process group alone does not say enough (docs/devices.md).
+    """Describes how a vocabulary is split over the ranks of a group, or into blocks. Pass it as
+    `group=` if a process group alone is not enough (docs/devices.md).
 
     - `group`: a torch.distributed.ProcessGroup, or its name. linear_weight and linear_bias are this
-      rank's columns. All else is the same on every rank, and so are all results, to the bit. None:
-      one process, with `blocks`.
-    - `start`, `total`: where these columns begin, and how many all ranks have. None: torch.chunk's
-      split of `total`, or equal shards. Rows of the weight behind `total` are padding.
+      rank's columns. All other arguments are the same on every rank, and so are all results, to the
+      bit. None: one process, with `blocks`.
+    - `start`, `total`: the first column of this rank, and the number of columns of all ranks. None:
+      torch.chunk's split of `total`, or equal shards. Rows of the weight beyond `total` are
+      padding.
     - `blocks`: a power of two that the number of ranks divides. The vocabulary is computed in that
-      many blocks of equal width, each by itself. Everything then has the same bits for any number
-      of ranks that divides it, one process included.
-    - `sequence_dim`: the dimension of tokens along which the input is split over the group too.
+      many separate blocks of equal width. Everything then has the same bits for any number of ranks
+      that divides `blocks`, one process included.
+    - `sequence_dim`: the dimension of tokens along which the input is split over the group, too.
       Targets and results are those of all tokens.
     - `local_tokens`: with `sequence_dim`, targets and results are those of the rank's own tokens; a
-      sum or mean is then the rank's part of that of all.
-    - `reduce_input_grad`: False leaves the input's gradient the rank's part of a sum.
+      sum or mean is then the rank's part of the whole one.
+    - `reduce_input_grad`: if False, the input's gradient is the rank's part of a sum.
     - `reduce_dtype`: "float32" adds the parts of that gradient in the ranks' order, so that every
       rank has the same bits; "input" leaves the sum to the backend, in the input's dtype.
     """
@@ -44,7 +45,7 @@ class Split:
     reduce_dtype: Literal["float32", "input"] = "float32"
 
 
-# Arguments of the functions before there was a Split.
+# Earlier keywords of the functions, and the fields of Split that replace them.
 OLD = {
     "vocab_start": "start",
     "vocab_total": "total",
@@ -57,13 +58,13 @@ OLD = {
 
 
 def unexpected(function: str, name: str) -> TypeError:
-    """What Python itself raises for a keyword that a function does not have."""
+    """The error that Python itself raises for a keyword that a function does not have."""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def split_of_old(group: Any, old: Mapping[str, Any], function: str, stacklevel: int = 3) -> Split:
-    """The split that the keywords `old` give for `group`. They were passed to the function of that
-    name, `stacklevel` - 2 calls above this one."""
+    """The Split for `group` and the earlier keywords `old`, with a DeprecationWarning. `function`
+    is the function that they were passed to, `stacklevel` - 2 calls above this one."""
     for name in old:
         if name not in OLD:
             raise unexpected(function, name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors as arguments of the losses: the group over which the weight's rows are split, and the
-local tensors, whose gradients go back to the DTensors. Only placements that mean a vocabulary split
-over ranks are taken; others are refused by name."""
+"""DTensors as arguments of the losses: finds the group over which the weight's rows are split, and
+the local tensors, whose gradients become those of the DTensors. Only placements that mean a
+vocabulary split over ranks are accepted; for others the error names the placement."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HOW = (
 
 
 def is_placed(tensor: Any) -> bool:
-    """Whether it is a DTensor, without an import of DTensors."""
+    """Whether a value is a DTensor, without importing DTensor."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "placements")
 
 
@@ -93,7 +93,8 @@ def _replicated(name: str, tensor: Any) -> Any:
 
 
 def _token_dim(name: str, tensor: Any, group: str, last: int) -> int | None:
-    """The dimension of tokens along which `tensor` is split over the group: below `last`."""
+    """The dimension of tokens along which `tensor` is split over the group, or None. Dimensions
+    from `last` on are not of tokens."""
     found = None
     mesh = tensor.device_mesh
     for dim, placement in enumerate(tensor.placements):
@@ -126,7 +127,8 @@ def _token_dim(name: str, tensor: Any, group: str, last: int) -> int | None:
 
 
 def _of_tokens(name: str, tensor: Any, group: str, sequence_dim: int | None) -> tuple[Any, bool]:
-    """The local tensor of a DTensor in the target's shape, and whether it is of own tokens."""
+    """The local tensor of a DTensor in the target's shape, and whether it has only the rank's own
+    tokens."""
     if not is_placed(tensor):
         return tensor, False
     dim = _token_dim(name, tensor, group, tensor.dim())
@@ -255,8 +257,8 @@ def group_of(weight: Any) -> Any:
 
 
 def data_of(weight: Any, dtype: torch.dtype | None, factor: float | None) -> Any:
-    """What the loss is told of a weight whose ranks have their own tokens; the other dimension of
-    its mesh, if it has one, are replicas. `factor`: FSDP's gradient divide factor."""
+    """The `data` argument of the loss, for a weight whose ranks have their own tokens. If its mesh
+    has another dimension, that one is of replicas. `factor`: FSDP's gradient divide factor."""
     from logitless.torch._split.shards import Data
 
     mesh, split = weight.device_mesh, split_dim(weight)
@@ -267,7 +269,7 @@ def data_of(weight: Any, dtype: torch.dtype | None, factor: float | None) -> Any
 
 
 def own_logits(input: Any, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
-    """input @ weight.T + bias of all columns and this rank's own tokens: the weight is gathered."""
+    """input @ weight.T + bias for all columns and this rank's own tokens; gathers the weight."""
     whole, more = weight, bias
     if dtype is not None:
         input, whole = input.to(dtype), weight.to(dtype)
@@ -277,7 +279,7 @@ def own_logits(input: Any, weight: Any, bias: Any, dtype: torch.dtype | None) ->
 
 
 def whole_logits(input: Any, weight: Any, bias: Any, sequence_dim: int | None) -> Tensor:
-    """input @ weight.T + bias of all columns and all tokens on every rank."""
+    """input @ weight.T + bias for all columns and all tokens, on every rank."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = weight.device_mesh

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LOGITLESS_CHECK_RANKS=1: before each exchange of a vocabulary that is split, the ranks compare
-what must be the same on all of them. An error names what differs and on which rank; one about a
-rank that did not come within LOGITLESS_CHECK_RANKS_TIMEOUT seconds (60) names that rank. For
+what must be the same on all of them. An error says what differs and on which rank. If a rank does
+not arrive within LOGITLESS_CHECK_RANKS_TIMEOUT seconds (60), the error names that rank. For
 debugging: it reads tensors on the host and waits for every rank. Both variables are read when the
 first group is used, and functions under torch.compile are not checked."""
 
@@ -33,11 +33,11 @@ _VARIABLE = "LOGITLESS_CHECK_RANKS"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
 _REDUCTIONS = {code: name for name, code in REDUCTIONS.items()}
-_gloo: Any = weakref.WeakKeyDictionary()  # by group, the one that waits with a timeout
+_gloo: Any = weakref.WeakKeyDictionary()  # for each group, its _waiting()
 
 
 def switch(environment: Mapping[str, str]) -> tuple[bool, float]:
-    """Whether ranks are compared, and the seconds for which one waits for another."""
+    """Whether ranks are compared, and how many seconds one waits for another."""
     on = environment.get(_VARIABLE, "") not in ("", "0")
     given = environment.get(f"{_VARIABLE}_TIMEOUT") or "60"
     try:
@@ -73,7 +73,7 @@ def _like(tensor: Tensor | None) -> str:
 
 
 def _real(*tensors: Tensor | None) -> bool:
-    """Whether the call is run and not traced."""
+    """Whether the call runs now, and is not only traced."""
     given = [t for t in tensors if t is not None]
     return not any(isinstance(t, (FakeTensor, FunctionalTensor)) or t.is_meta for t in given)
 
@@ -111,7 +111,7 @@ def before_forward(
     }
     per_token = ("target", "token_weight", "temperature", "ids")
     for name, tensor in zip(constants._fields, constants):
-        if name == "target" and constants.ids is not None:  # made from the ids
+        if name == "target" and constants.ids is not None:  # the target follows from the ids
             continue
         known = argument(name)
         same[f"{known}'s dtype and shape"] = _like(tensor)
@@ -167,7 +167,7 @@ def before_list(name: str, ids: Tensor, shard: Any) -> None:
 
 
 def instead_of_forward(error: LogitlessError, shard: Any) -> None:
-    """Tells ranks that wait in a forward that this one's arguments are wrong."""
+    """Informs ranks that wait in a forward that this rank's arguments are wrong."""
     _compare({"the call": f"refused ({error})"}, None, shard)
 
 
@@ -195,7 +195,7 @@ def group_of(name: str) -> Any:
 
 
 def _waiting(group: Any) -> Any:
-    """A gloo group of the same ranks, which waits with a timeout."""
+    """A gloo group of the same ranks, whose waits have a timeout."""
     import torch.distributed as dist
 
     if dist.get_backend(group) == "gloo":
@@ -219,7 +219,7 @@ def _compare(same: dict[str, str], rows: tuple[int, int, int] | None, shard: Any
             group, datetime.timedelta(seconds=SECONDS), wait_all_ranks=shard.rank == 0
         )
     except RuntimeError as error:
-        named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", str(error))  # only rank 0 is told
+        named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", str(error))  # rank 0 alone has it
         who = "a rank" if named is None else _ranks([int(n) for n in named[1].split(",")])
         raise _of(
             LogitlessRuntimeError,
@@ -246,8 +246,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def differences(every: Sequence[Mapping[str, str]]) -> list[str]:
-    """Sentences about what is not the same on all ranks, in order. If ranks are in different calls,
-    nothing else is compared."""
+    """Sentences about everything that is not the same on all ranks, in order. If ranks are in
+    different calls, only that is reported."""
     names = list(dict.fromkeys(name for fields in every for name in fields))
     found = []
     for name in names:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-License-Identifier: Apache-2.0
-"""A vocabulary that is split over a process group: every rank holds some rows of the weight; hidden
-states and targets are the same on all, or the hidden states are split along a dimension of tokens.
+"""The loss with a vocabulary that is split over a process group. Every rank holds some rows of the
+weight. Hidden states and targets are the same on all ranks, or the hidden states are split along a
+dimension of tokens.
 
     forward    where gradients follow, the targets' logits first, exchanged by 4 bytes a token and
                rank: what each rank's Forward keeps of its columns is relative to them. Then each
@@ -50,7 +51,8 @@ _CONSTANTS = len(Constants._fields)
 
 
 def _as_result(x: Tensor, shard: Shard, local_tokens: bool) -> Tensor:
-    """A result that may be changed in place; only the rank's own tokens if `local_tokens`."""
+    """A result that the caller may change in place; with `local_tokens` only the rank's own
+    tokens."""
     if local_tokens and shard.sequence_dim is not None:
         x = exchange.own_tokens(x, shard, shard.sequence_dim)
     return x.clone()
@@ -139,7 +141,7 @@ class ShardedLoss(Function):
         ctx.save_for_backward(
             input, weight, bias, *constants, row_state, entropy, gathered_rows, *keeping
         )
-        ctx.unused = [_tf32(rows)]  # what is kept serves one Backward at a time
+        ctx.unused = [_tf32(rows)]  # kept state can be used by one Backward at a time
         ctx.shape, ctx.dtype, ctx.whole = input.shape, input.dtype, shape
         constant = [
             t
@@ -201,7 +203,8 @@ def _followed_by(
     needs: Sequence[bool], tensors: Sequence[Tensor | None],
     parameters: tuple[Tensor, Tensor | None], shard: Shard,
 ) -> int:  # fmt: skip
-    """_run's bits for gradients of the parameters as they were before their cast."""
+    """The bits, as in _run, for gradients in the dtypes of the parameters before autocast's
+    cast."""
     made = [_made_dtype(p if n else None, shard) for p, n in zip(parameters, needs[1:])]
     return _run.followed_by((torch.float32 if needs[0] else None, *made), tensors)
 
@@ -211,7 +214,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _made_dtype(grad: Tensor | None, shard: Shard) -> torch.dtype | None:
-    """The dtype in which the core makes this gradient: a mean is rounded once, after the sum."""
+    """The dtype in which the core computes this gradient: f32 if the ranks' gradients are averaged,
+    because a mean is rounded once, after the sum."""
     if grad is None:
         return None
     return torch.float32 if shard.own else grad.dtype
@@ -270,9 +274,9 @@ def _whole_upstream(
     upstream: Any, wanted: int, constants: Constants, options: Options, shard: Shard,
     shape: torch.Size,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The upstream gradients of all tokens [N] or [N, K], the loss's as if it were not reduced, if
-    a rank's outputs are those of its own tokens: ranks may have different ones. One collective,
-    whichever outputs a rank has used."""
+    """The upstream gradients of all tokens [N] or [N, K], if a rank's outputs are those of its own
+    tokens, so that ranks have different ones. That of the loss is expanded as if the loss were not
+    reduced. It takes one collective, whichever outputs a rank has used."""
     dim = shard.sequence_dim
     assert dim is not None
     length = list(shape)
@@ -304,7 +308,7 @@ def _whole_upstream(
 
 
 def refuse(call: Call) -> None:
-    """Refuses what a vocabulary that is split does not support."""
+    """Refuses calls that a split vocabulary does not support."""
     for name in names_where("of_whole_rows"):
         if call.wanted & _run.BITS[name]:
             raise not_supported(
@@ -316,7 +320,8 @@ def refuse(call: Call) -> None:
 
 
 def _check_device(input: Tensor, constants: Constants) -> None:
-    """Checks the token weights' device: Forward does not get them, as they join in Combine."""
+    """Checks the token weights' device. Forward does not check it, because only Combine gets
+    them."""
     for name, tensor in zip(Constants._fields, constants):
         if tensor is not None and tensor.device != input.device:
             raise wrong_device(
@@ -326,13 +331,13 @@ def _check_device(input: Tensor, constants: Constants) -> None:
 
 
 def _tf32(rows: Tensor) -> bool:
-    """Whether f32 products round their operands, so that kept state comes from such products."""
+    """Whether f32 products, and so kept state, are in TF32."""
     return rows.is_cuda and rows.dtype is torch.float32 and allows_tf32()
 
 
 def _keeps(input: Tensor, call: Call, shard: Shard) -> bool:
-    """Whether Forward keeps state, as far as all ranks decide alike. Backward of target_logit alone
-    does not need it."""
+    """Whether Forward keeps state, by conditions that are the same on all ranks. A Backward of
+    target_logit alone does not need kept state."""
     if not shard.of_any or _ops.hooked():
         return False
     if not call.wanted & sum(_DIFFERENTIABLE) & ~_run.TARGET_LOGIT:
@@ -368,16 +373,17 @@ def loss(
 def own_loss(
     input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
 ) -> list[Tensor | None]:
-    """The outputs of this rank's own tokens. Their shape is free, but all ranks need equally
-    many."""
+    """The outputs of this rank's own tokens. All ranks must have the same number of tokens, in any
+    shape."""
     shape, count = call.constants.target.shape, call.constants.target.numel()
     call.constants = _flat(call.constants)
     outputs = loss(input.reshape(count, input.shape[-1]), weight, bias, call, shard)
     return [t if t is None or t.dim() == 0 else t.view(shape) for t in outputs]
 
 
-# The loss for torch.compile, which traces through an op that is made of others, including its
-# autograd rule. An autograd.Function alone gets its own graph, which fails at dynamic sizes.
+# The loss for torch.compile, as an op that is composed of other ops, through which the compiler
+# traces, including the autograd rule. A plain autograd.Function would get a graph of its own, which
+# fails at dynamic sizes.
 _make_library: Any = torch.library.Library
 _library = _make_library("logitless", "FRAGMENT")
 _library.define(
@@ -390,8 +396,8 @@ _library.define(
 
 
 def _revision() -> str:
-    """A digest of this op's code. Torch keeps compiled graphs on disk by the ops that were called,
-    not by what they are made of: graphs of another revision must not be used."""
+    """A digest of this op's code. Torch caches compiled graphs on disk by the names of the ops, not
+    by their code, and graphs of another revision must not be used."""
     folder = pathlib.Path(__file__).parent
     files = [*sorted(folder.glob("*.py")), *sorted(folder.parent.glob("*.py"))]
     try:

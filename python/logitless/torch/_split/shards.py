@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's columns lie, and checks of that."""
+"""Which columns a rank has, and checks of that."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from logitless.torch._split.given import Split, check_group
 
 
 class Shard(NamedTuple):
-    """Where this rank's columns lie, and how the group exchanges."""
+    """Which columns this rank has, and how the group exchanges."""
 
     group: str
     rank: int
@@ -27,13 +27,13 @@ class Shard(NamedTuple):
     local_tokens: bool = False
     reduce_input_grad: bool = True
     ordered: bool = True  # grad_input's parts are added in f32 in the ranks' order
-    blocks: int = 0  # of all ranks, each computed by itself; 0: a rank's columns are one
-    own: bool = False  # a rank's loss is of its own tokens; grad_weight is of the losses' mean
+    blocks: int = 0  # number of separate blocks of all ranks; 0: a rank's columns are one
+    own: bool = False  # each rank has its own tokens and loss; grad_weight is of the losses' mean
     replicas: str = ""  # the group of the ranks with the same columns and other tokens
     divisor: float = 1.0  # of the sum of all ranks' grad_weight
     keeps: bool = False  # Forward keeps for Backward what it can
     of_input: bool = False  # Backward will be asked for the input's gradient, which is exchanged
-    of_any: bool = False  # Backward, where ranks meet, may come
+    of_any: bool = False  # a Backward, in which ranks exchange, may follow
 
     def gathered(self) -> tuple[int, int] | None:
         """The dimension along which targets are gathered, and the number of ranks."""
@@ -42,7 +42,7 @@ class Shard(NamedTuple):
         return self.sequence_dim, self.size
 
     def whole(self, shape: Sequence[int]) -> list[int]:
-        """The shape for all tokens of what has `shape` for a rank's own tokens."""
+        """The shape for all tokens of a tensor that has `shape` for a rank's own tokens."""
         made = list(shape)
         if self.sequence_dim is not None:
             made[self.sequence_dim] *= self.size
@@ -58,14 +58,14 @@ class Shard(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What a call is told if the weight is sharded over ranks that have different tokens."""
+    """Facts for a call whose weight is sharded over ranks that have different tokens."""
 
     dtype: torch.dtype | None  # of the products
     replicas: str
     divisor: float
 
     def shard(self, shard: Shard) -> Shard:
-        """Tokens are flat by then."""
+        """The shard with these facts, for a call whose tokens have one dimension."""
         return shard._replace(
             sequence_dim=0, local_tokens=True, own=True, replicas=self.replicas,
             divisor=self.divisor,
@@ -75,7 +75,8 @@ class Data(NamedTuple):
 def _default_split(
     weight: Tensor, rank: int, size: int, total: int | None, blocks: int
 ) -> tuple[int, int]:
-    """torch.chunk's split, or equal shards, the last of which may be partly or only padding."""
+    """(start, total) of torch.chunk's split, or of equal shards, the last of which may be partly or
+    completely padding."""
     rows = weight.shape[0]
     if total is None:
         return rank * rows, size * rows
@@ -134,7 +135,7 @@ def shard_of(split: Split, input: Tensor, weight: Tensor) -> Shard:
         raise invalid(f"Split.total is {total}; allowed: >= 1")
     if start < 0:
         raise invalid(f"Split.start is {start}; allowed: >= 0")
-    start = min(start, total)  # a shard may be padding alone
+    start = min(start, total)  # a shard may be only padding
     if split.reduce_dtype not in ("float32", "input"):
         raise invalid(f"reduce_dtype is {split.reduce_dtype!r}; allowed: 'float32', 'input'")
     if split.local_tokens and sequence_dim is None:
@@ -206,7 +207,7 @@ def check_rows(shard: Shard, weight: Tensor, given: Given) -> None:
 def check_tokens(
     input: Tensor, target: Any, shard: Shard, shift: int, check: Any = check_target
 ) -> None:
-    """Checks that the target, or what `check` checks, has the shape of all tokens, or of the rank's
+    """Checks with `check` that the target or the ids have the shape of all tokens, or of the rank's
     own."""
     dim = shard.sequence_dim
     if dim is None or shard.local_tokens or not isinstance(target, Tensor):
@@ -223,7 +224,7 @@ def check_tokens(
 
 
 def of_one(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The weight and bias without a group, for a group of one rank."""
+    """The weight and bias for the call without a group that replaces one of a single rank."""
     _check_bias_rows(weight, bias)
     check_split(shard, [(shard.start, shard.start + weight.shape[0])])
     return columns(shard, weight, bias)

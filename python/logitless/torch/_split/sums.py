@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of a vocabulary that is split over ranks, in an order that every rank shares, and the loss
-of a rank's own tokens. Nothing here communicates."""
+"""Sums over a vocabulary that is split over ranks, in an order that is the same on every rank, and
+the loss of a rank's own tokens. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Carries = list[tuple[int, Tensor]]  # sums of 2^level neighbours, of falling lev
 
 
 def carry(carries: Carries, part: Tensor) -> None:
-    """Adds the next part to a balanced tree, which then owns it; at most log2 + 1 sums are held."""
+    """Adds the next part to a balanced tree, which may then overwrite it; at most log2(parts) + 1
+    sums are held."""
     level = 0
     while carries and carries[-1][0] == level:
         part = carries.pop()[1].add_(part)
@@ -34,7 +35,7 @@ def carry(carries: Carries, part: Tensor) -> None:
 
 
 def tree_of(carries: Carries) -> Tensor:
-    """The sum of a power of two of parts."""
+    """The sum of all parts, whose number is a power of two."""
     ((_, total),) = carries
     return total
 
@@ -48,7 +49,7 @@ def tree_sum(values: Tensor) -> Tensor:
     size: Any = values.shape[0]
     if isinstance(size, int):
         return _halved(_lengthened(values, 1 << max(size - 1, 0).bit_length())).clone()
-    # A symbol's tree has as many levels as 2^30 values, so that one graph serves every N.
+    # If N is a symbol, the tree has the levels for 2^30 values, so that one graph serves every N.
     for _ in range(3):
         blocks = values.shape[0] // _BLOCK + 2  # sizes 0 and 1 would make other graphs
         values = _halved(_lengthened(values, blocks * _BLOCK).view(blocks, _BLOCK))
@@ -67,7 +68,7 @@ def _halved(values: Tensor) -> Tensor:
 
 
 class Tokens(NamedTuple):
-    """What the loss needs of each token beside its state."""
+    """What the loss needs of the tokens, in addition to their states."""
 
     target: Tensor  # [N]
     token_weight: Tensor | None  # [N]
@@ -108,7 +109,7 @@ def reduced(losses: Tensor, tokens: Tokens, options: Options) -> Tensor:
 
 
 def mean_of(total: Tensor, tokens: Tokens, options: Options) -> Tensor:
-    """`total` divided by a mean's divisor; what empty_mean says if that is 0."""
+    """`total` divided by a mean's divisor, or the value of empty_mean if that is 0."""
     by = divisor(tokens, options)
     empty = float("nan") if options.empty_mean == _abi.EMPTY_MEAN_NAN else 0.0
     return torch.where(by == 0, empty, total / torch.where(by == 0, 1.0, by))

@@ -60,14 +60,13 @@ __global__ void __launch_bounds__(threads)
   const int most = static_cast<int>(call.top.logits.shape[1]);
   const int64_t start = call.in.start();
   if (threadIdx.x == 0) count = most, has_nan = 0;
-  __syncthreads();
+  bool had_nan = false;  // has_nan is for this block's logits: threads that are ahead set it
   for (int r = threadIdx.x; r < most; r += threads) {
     const Listed entry = entry_of(call.top, i, r);
     keys[r] = entry.id < 0 ? 0 : key_of(entry.logit, static_cast<int>(entry.id - start));
-    if (isnan(entry.logit)) has_nan = 1;
+    had_nan |= isnan(entry.logit);
   }
-  __syncthreads();
-  if (has_nan != 0) return;  // an earlier block has marked the list as unordered
+  if (__syncthreads_or(had_nan) != 0) return;  // an earlier block has marked the list as unordered
 
   const WarpTile tile{row, block.column, static_cast<int>(block.columns),
                       block.logits + blockIdx.x * block.pitch};
