@@ -138,7 +138,29 @@ def by_file() -> dict[str, list[tuple[int, CudaMutant]]]:
     return found
 
 
+def cannot_switch(m: CudaMutant) -> str:
+    """Why the mutant's text would not compile as `edited` writes it; empty where it may."""
+    first, last = m.marked.index("@{"), m.marked.index("}@")
+    before, old = m.marked[:first], m.marked[first + 2 : last].strip()
+    if before.rsplit("\n", 1)[-1].count('"') % 2:
+        return "is inside a string"
+    for text in (old, m.new.strip()):
+        if any(text.count(a) != text.count(b) for a, b in ("()", "[]", "{}")):
+            return "has brackets that do not match"
+        if re.match(r"(&&|\|\||[=<>/%,?:)])", text):
+            return "begins with an operator"
+    if old.endswith(";"):
+        if before.strip() and not re.search(r"[;{})]\s*$|//[^\n]*\n\s*$", before):
+            return "ends a statement that begins before it"
+    elif not m.new.strip():
+        return "is an expression, and nothing stands in its place"
+    return ""
+
+
 def check() -> int:
+    for m in MUTANTS:
+        if why := cannot_switch(m):
+            raise Broken(f"{m.name}: its text in src/cuda/{m.file} {why}")
     for name, mutants in by_file().items():
         edited((ROOT / name).read_text(), mutants)
     print(f"mutants-device: the texts of {len(MUTANTS)} mutants are there")
