@@ -28,7 +28,10 @@ LOSSES = (_abi.LINEAR_CROSS_ENTROPY_FORWARD, _abi.LINEAR_CROSS_ENTROPY_FORWARD_B
 
 
 def versions() -> str:
-    return "with " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    installed = {
+        d.name.lower().replace("-", "_"): d.version for d in importlib.metadata.distributions()
+    }
+    return "with " + ", ".join(f"{n} {installed[n]}" for n in PACKAGES if n in installed)
 
 
 class Calls:
