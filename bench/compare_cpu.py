@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--shapes", type=shapes_of, help=f"NxDxV,... (default {SHAPES})")
     parser.add_argument("--dtypes", default="f32,bf16", help="of f32, bf16 (default both)")
-    parser.add_argument("--rounds", type=int, help="at most (default 7); at least 3 where so many")
+    parser.add_argument("--rounds", type=int, help="at most (default 7); at least 3 run")
     parser.add_argument("--budget", type=float, default=30, help="seconds a group may take (30)")
     parser.add_argument("--cap", type=float, default=20, help="seconds one call may take (20)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

@@ -28,7 +28,9 @@ MIXTURES = (_abi.JSD, _abi.SKEW_KL)  # the kinds that read beta
 STATISTICS = {
     "entropy": Statistic("-sum p log p, of the student"),
     "teacher_entropy": Statistic("-sum q log q, of the teacher"),
-    "acceptance": Statistic("sum min(p, q): how often a draft of the student's is taken"),
+    "acceptance": Statistic(
+        "sum min(p, q): the probability that a token drafted by the student is accepted"
+    ),
     "logprob": Statistic("log p of the target, at most 0"),
 }
 

@@ -69,18 +69,20 @@ def check_over(over: Any) -> bool:
 def refuse_beside_ids(vocab_ids: Any, return_statistics: Any) -> None:
     """Refuses arguments that are not allowed with a softmax over the chosen ids alone."""
     if vocab_ids is not None:
-        raise not_supported("vocab_ids is given with over='ids'; allowed: None, for only ids count")
+        raise not_supported(
+            "vocab_ids is given with over='ids'; allowed: None, because ids alone count"
+        )
     if return_statistics not in ((), [], None):
         raise not_supported(
-            f"return_statistics is {return_statistics!r} with over='ids'; allowed: (), for nothing "
-            "is known of the other columns"
+            f"return_statistics is {return_statistics!r} with over='ids'; allowed: (), because "
+            "the other columns are not computed"
         )
 
 
 def both_given() -> LogitlessError:
     return invalid(
-        "vocab_ids and teacher_vocab_ids are both given; allowed: one of them, for the first "
-        "chooses rows of both heads, and beside the second linear_weight has the chosen rows alone"
+        "vocab_ids and teacher_vocab_ids are both given; allowed: one of them: the first "
+        "chooses rows of both heads; with the second, linear_weight holds the chosen rows already"
     )
 
 

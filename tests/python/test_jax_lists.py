@@ -738,7 +738,7 @@ def test_lists_of_split_tokens(over: Any, layout: str, jitted: bool) -> None:
 @pytest.mark.parametrize("statistics", [(), ("lse",)], ids=str)
 def test_empty_lists_of_split_tokens(over: Any, statistics: Any) -> None:
     if statistics and over == "ids":
-        pytest.skip("nothing is known of the other columns")
+        pytest.skip("the other columns are not computed")
     x, w, _, _ = problem((8,), 48, 16)
     split = jax.device_put(x, jax.sharding.NamedSharding(mesh_of(dp=4), P("dp")))
     ids, offsets = np.zeros(0, np.int32), np.zeros(9, np.int32)

@@ -7,10 +7,9 @@ from reliability.common import Row
 
 HEAD = """# Reliability
 
-What is promised, how each promise is tried, and the figure of the last run. `make reliability`
-writes this page, `make reliability-device` the rows of a machine with a GPU, and `make test` runs
-`scripts/reliability --short`. No figure is written by hand. What the promises mean is in
-[semantics.md](semantics.md).
+This page lists what is promised, how each promise is tested, and the figures of the last run. `make reliability` writes
+the page, and `make reliability-device` the rows of a machine with a GPU. `make test` runs
+`scripts/reliability --short`. [semantics.md](semantics.md) says what the promises mean.
 """
 
 

@@ -495,10 +495,10 @@ def _say_of_no_use(what: str) -> bool:
     if trl.is_patched():
         return False
     warnings.warn(
-        f"a model patched by logitless makes no loss in training, for {what}: where a trainer "
-        "makes the loss itself (TRL's do; use patch_trl() there; transformers' does with "
-        "label_smoothing_factor; use patch_transformers(model, label_smoothing=...)), the patch is "
-        "of no use",
+        f"a model patched by logitless computes no loss in training, because {what}: where a "
+        "trainer computes the loss itself, the patch has no effect (for TRL's trainers use "
+        "patch_trl(); with label_smoothing_factor use patch_transformers(model, "
+        "label_smoothing=...))",
         stacklevel=3,
     )
     return True
@@ -512,8 +512,8 @@ def _say_of_a_derived_class(cls: type, patched: str, why: str) -> None:
     if cls not in _left_alone:
         _left_alone.add(cls)
         warnings.warn(
-            f"{cls.__module__}.{cls.__qualname__} is derived of {patched}, which logitless has "
-            f"patched, but makes its logits and its loss as ever: {why}",
+            f"{cls.__module__}.{cls.__qualname__} is derived from {patched}, which logitless has "
+            f"patched, but is left unpatched: {why}",
             stacklevel=3,
         )
 

@@ -99,8 +99,8 @@ class Listed:
 def refuse_axes(name: str, axis_name: Any) -> None:
     if axis_name is not None:
         raise not_supported(
-            f"axis_name is {axis_name!r}; allowed beside {name}: None, for how many of the ids a "
-            "device has is no number of the program (arrays that are sharded under jax.jit serve)"
+            f"axis_name is {axis_name!r}; allowed with {name}: None, because the number of ids "
+            "on a device is unknown when the program is compiled (use sharded arrays under jax.jit)"
         )
 
 
