@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A backend plans and runs every call for one type of device. run.h calls it.
+// A backend plans and runs the calls of one type of device.
 #pragma once
 
 #include <cstddef>

@@ -47,9 +47,9 @@ Status read_struct(const char* name, const T* source, T* copy) {
 }
 
 // An axis of one element, any axis of an empty view, and axes beyond the rank have no meaningful
-// stride, so callers may leave any number there. It is replaced by that of dense rows: a backend
-// could overflow 64 bits with it or choose a layout by it. Strides that validation refuses stay,
-// for its message.
+// stride, so callers may leave any number there. It becomes that of dense rows, beyond the rank 0:
+// a backend could overflow 64 bits with it or choose a layout by it. Strides that validation
+// refuses stay, for its message.
 void make_free_strides_dense(TensorView* view) {
   bool empty = false;
   for (int32_t d = 0; d < 2; ++d) {

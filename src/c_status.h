@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How every C entry point returns its status: nothing thrown, and nothing written beyond the
+// How the C entry points return a status: nothing is thrown, and nothing is written beyond the
 // caller's struct.
 #pragma once
 

@@ -108,7 +108,7 @@ struct Call {
   Tensor anchor{};                                                // [N]
   Tensor ids{}, logits_at{}, grad_logits_at{};                    // each [N, K], or [M]
   Tensor id_offsets{};                                            // [N + 1]
-  Tensor kept{}, kept_rows{};                                     // inputs of Backward; kept.h
+  Tensor kept{}, kept_rows{};                                     // see kept.h
   Tensor grad_logits{};                                           // [N, V]
   Tensor grad_input{}, grad_weight{}, grad_bias{};
   Tensor fault{};                                                           // [1]
@@ -150,7 +150,7 @@ struct Call {
   int64_t listed() const { return top_logits ? top_logits.shape[1] : 0; }  // k
   // The sums that this call's statistics are made of.
   SumSet sums_of_statistics() const;
-  // All sums over a row that this call needs, other than the sum of exponentials.
+  // The sums over a row that this call's statistics and label smoothing need.
   SumSet sums() const;
   // Whether the call requests only logits of targets and of chosen columns, which need no product.
   bool targets_only() const;

@@ -10,7 +10,7 @@ namespace {
 // Increased when the layout of KeptRow or of any backend's `kept` changes.
 constexpr uint64_t kept_version = 1;
 
-// FNV-1a over 64 bits at a time.
+// FNV-1a over the bytes of numbers.
 class Hash {
  public:
   Hash& add(uint64_t x) {
@@ -50,7 +50,7 @@ Kept kept_in(const Call& call, uint64_t bytes) {
   return kept;
 }
 
-// The key leaves out the reduction, its normalizer and empty_mean: they only affect the loss.
+// The key leaves out options that do not change kept state: the reduction and empty_mean.
 uint64_t kept_key(const Call& call, int64_t columns) {
   const LossOptions& o = call.options;
   Hash hash;

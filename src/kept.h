@@ -17,16 +17,16 @@ inline constexpr int64_t kept_row_width = 8;  // floats per row of kept_rows
 // In blocks: if not all of the vocabulary is kept, whole groups are.
 inline constexpr int64_t kept_group = 3;
 inline constexpr uint64_t kept_alignment = 16;  // bytes
-// Also the alignment of an offset into a WebGPU buffer.
+// The same for an offset into a WebGPU buffer.
 inline constexpr uint64_t kept_binding = 256;
 
-// A token's row of kept_rows; the words without a name are 0.
+// A token's row of kept_rows.
 struct KeptRow {
   float reference;     // m; like log_sum, of the shard alone
   float log_sum;       // log sum_j exp(z_j - m)
   float target_logit;  // z_t, or the anchor that E is relative to
   float rest;          // 1 - p_t
-  float overwritten;   // not 0: Backward has overwritten the row's E
+  float overwritten;   // not 0: the row's E is too coarse, or Backward overwrote it
   float layout;        // identifies the layout of `kept`
   float columns;       // the number of columns kept
   float unused;
@@ -46,7 +46,7 @@ inline int64_t kept_columns(const Call& call) {
 
 // Returns what a Forward keeps in `bytes`, whichever tensors the call has.
 Kept kept_in(const Call& call, uint64_t bytes);
-// Distinguishes Forwards whose state differs: a hash of shape, device and options.
+// A hash of what the state depends on besides the tensors' values: shape, dtype, device, options.
 uint64_t kept_key(const Call& call, int64_t columns);
 
 }  // namespace logitless

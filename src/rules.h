@@ -79,8 +79,8 @@ inline bool extent(const TensorView& v, int64_t* bytes) {
 Status check_enums(const char* name, const TensorView& view);
 Status check_teacher_map(const LossOptions& options);
 
-// The rules of validate_fields.cpp and validate_options.cpp: each checks one thing and relies on
-// those before it in validate.cpp's table.
+// Rules that validate*.cpp share: each checks one thing and relies on those before it in
+// validate.cpp's table.
 Status check_tensor_enums(const Call& call);
 Status check_devices(const Call& call);
 Status check_ranks(const Call& call);

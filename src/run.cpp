@@ -43,7 +43,7 @@ bool keeps(DeviceType type, DType dtype, const LossOptions& options) {
       return cuda_keeps(dtype, options);
 #endif
 #ifdef LOGITLESS_WITH_WEBGPU
-    case DeviceType::webgpu:  // everything is computed from the logits
+    case DeviceType::webgpu:  // it keeps logits, which serve all options
       return true;
 #endif
     default:

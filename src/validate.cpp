@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rules of docs/semantics.md that need only the op, in one table in the order in which they are
-// checked. The rules of this file say which fields go together; validate_data.cpp checks data
-// pointers.
+// checked. validate_data.cpp has those about memory.
 #include "src/validate.h"
 
 #include <algorithm>
@@ -112,7 +111,7 @@ Status check_listed(const Call& call) {
                "top_logits is given beside kept; allowed: one of them");
 }
 
-// With only_chosen nothing that depends on the softmax may be given.
+// With only_chosen nothing may be given that only other gradients use.
 Status check_only_chosen(const Call& call) {
   if (!call.only_chosen) return {};
   if (!call.grad_logits_at) {

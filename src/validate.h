@@ -11,7 +11,7 @@ namespace logitless {
 Status unknown_device(int32_t type);
 Status unknown_op(int32_t kind);
 
-// Checks only the device type; the backend checks the index.
+// Checks the device's type and that its index is >= 0, on the host 0; the backend checks the rest.
 Status validate(const Execution& execution);
 
 // Checks what `workspace` and `run` both require of an op. Does not check data pointers.

@@ -74,7 +74,7 @@ concept ShardDivergenceOp = requires(Op op) { op.states; };
 template <class Op>
 concept CombiningOp = requires(Op op) { op.shard_row_reference; };
 
-// Parts of the listing below: what Combine reads of shards, a teacher, and statistics.
+// Parts of the listing below.
 template <class Op, class C, class F>
 constexpr void for_each_shard_tensor(Op& op, C& c, F& f) {
   constexpr Access read = Access::read;

@@ -164,7 +164,7 @@ Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) 
 }
 
 // Finds what `op` keeps for Backward in `bytes` of `kept` and `kept_rows` together, which may be
-// absent yet: a formula of the shape and the dtype alone. On an error *kept is unchanged. (A
+// absent yet: a formula of the op's kind, shape and dtype. On an error *kept is unchanged. (A
 // template, because nvcc 13.0 crashes on what it would instantiate otherwise.)
 template <class Op>
   requires KeepingOp<Op> && ForwardOp<Op>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cross-entropy on given logits [N, V]. Each row is read from memory once: its state is computed
-// and its gradient written while the row is in the cache. Tasks are groups of rows; a row's bits
-// depend on no other row.
+// Cross-entropy on given logits [N, V]. A row's gradient is written right after its state is
+// computed, so that a row that fits the cache is read from memory once. Tasks are groups of rows; a
+// row's bits depend on no other row.
 #include <algorithm>
 
 #include "src/cpu/logit_rows.h"

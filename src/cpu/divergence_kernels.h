@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vector kernels over a block of one row of both heads' logits, f32 in memory, one per instruction
-// set. A column costs one expm1 and at most one logarithm.
+// Vector kernels over a block of one row of both heads' logits, f32 in memory, compiled for each
+// instruction set.
 #pragma once
 
 #include <cstdint>

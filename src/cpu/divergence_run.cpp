@@ -52,7 +52,7 @@ class DivergenceRun : public LinearProducts {
   void run_chunk(const Tokens& tokens, int64_t first, int64_t count);
   // Writes the loss, and the statistics of tokens that do not count.
   void write_loss(const Tokens& tokens) const;
-  // Sets `fault` where a row's kept state was not written by this backend.
+  // Sets `fault` where a row's kept state is not of this layout and number of columns.
   void check_kept(const Tokens& tokens) const;
 
  private:

@@ -111,8 +111,8 @@ bool multiply_rows_unpacked(const Engine& engine, const Source& source, int64_t 
   return true;
 }
 
-// With a row stride of at least this, C is a weight's gradient, far larger than a cache, and is
-// stored without fetching its lines first.
+// With a row stride of at least this, C is taken for a weight's gradient, far larger than a cache:
+// whole vectors are stored without fetching their lines first.
 constexpr int64_t streamed_stride = 512;
 
 void add_scaled_rows(const float* from, int64_t from_stride, float scale, int64_t rows,

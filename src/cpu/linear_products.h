@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every linear op does with a chunk of tokens: pack its input, multiply it by tiles of a
+// What the ops of one and of two heads share: to pack a chunk's input, multiply it by tiles of a
 // head's weight to logits, and compute both gradient products from rows of dz, a tile at a time.
 // docs/kernels/cpu.md has the schedule.
 #pragma once

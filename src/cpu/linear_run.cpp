@@ -39,12 +39,11 @@ class LinearRun : public LinearProducts {
   // Computes logits tile by tile, and from them the row states. The logits are left where the plan
   // stores them or the call keeps them.
   void forward_pass();
-  // Adds to grad_weight and grad_bias, and writes the chunk's rows of grad_input. `gradients` is
-  // [count].
+  // Adds to grad_weight and grad_bias, and writes the chunk's rows of grad_input.
   void gradient_pass(bool first_chunk);
   // In Backward: if a row's kept state is not of this call, sets its state to NaN and sets `fault`.
   void check_kept(const Tokens& tokens);
-  // Marks every row's kept state as consumed, even of tokens without a gradient.
+  // Marks the kept state of every token that counts as consumed, even without a gradient.
   void consume_kept(const Tokens& tokens);
 
   RowState* states() const { return at<RowState>(plan_.states_at); }  // [N]

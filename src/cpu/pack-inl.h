@@ -77,7 +77,7 @@ HWY_INLINE V odd_blocks(D d, V a, V b) {
 #endif
 }
 
-// The same for 16 rows, in whole cache lines: 64 shuffles for 256 lanes.
+// transpose_4 for 16 rows, in whole cache lines: 64 shuffles for 256 lanes.
 HWY_INLINE void transpose_16(const uint32_t* const* rows, int64_t lanes, int64_t out_stride,
                              uint32_t* out) {
   const hn::Full512<uint32_t> d;

@@ -52,15 +52,15 @@ constexpr int64_t many_tokens_depth = 256, few_tokens_depth = 1024, few_tokens =
 constexpr int64_t chunk_steps[] = {512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8};
 // If logits are recomputed, both products' packed operands share the cache; chunks are smaller.
 constexpr int64_t largest_recomputed = 256;
-// Smaller chunks save little memory and take many times as long; only a default plan that needs
-// them uses them.
+// Smaller chunks save little memory and take many times as long: only two heads, and shapes whose
+// default plan has them, use them.
 constexpr int64_t smallest_chunk = 64;
 // More slots feed more threads without splitting the hidden axis, but need memory: at most this
 // much.
 constexpr int64_t slot_bytes = int64_t{12} << 20;
 // What the default may take beyond half of the f32 logits.
 constexpr int64_t default_extra = int64_t{16} << 20;
-// The workspace of the loss alone: packed X, a tile for each lane and the tiles' states.
+// The default's limit for the loss alone: packed X, a tile for each lane, the tiles' states.
 constexpr int64_t loss_only_bytes = int64_t{14} << 20;
 
 // The lanes and slots for which a plan's cost is estimated. `cost` is the mean over 1, 2, 4 and 8
@@ -190,7 +190,7 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   LinearPlan p;
   p.engine = shape.engine.has_value() ? *shape.engine : choose_engine(shape.dtype);
   p.stored = choice.stored;
-  // Chunks have equal sizes: 513 tokens are 2 x 264, not 512 and 1.
+  // Chunks have nearly equal sizes: 513 tokens are 264 and 249, not 512 and 1.
   const int64_t tokens = std::max<int64_t>(shape.tokens, 1);
   p.chunks = (tokens + choice.token_chunk - 1) / choice.token_chunk;
   p.token_chunk = round_up((tokens + p.chunks - 1) / p.chunks, p.engine.token_multiple());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a linear op runs on the CPU, decided from the shape and the bytes of workspace alone:
+// How a linear op runs on the CPU, decided from the shape, the engine and the bytes of workspace:
 // `logitless plan` prints a plan and tests check it without running anything.
 //
 // Tokens pass in chunks. Each chunk multiplies tiles of 192 columns, computes maximum, exp and sum
@@ -31,7 +31,7 @@ struct LinearShape {
   int64_t teacher_hidden = 0;  // 0 if there is no teacher's head
   DType dtype = DType::f32;
   bool diverges = false;  // logits of two heads
-  bool forward = true;    // compute lse; false only where Backward is given the row state
+  bool forward = true;    // compute lse; false where Backward is given state
   bool grad_input = false;
   bool grad_weight = false;
   bool grad_bias = false;
@@ -74,7 +74,7 @@ struct LinearPlan {
   int64_t padded_hidden_b = 0;  // the columns of the gradient products, in whole panels
   int64_t padded_teacher = 0;   // the depth of the teacher's logits product
 
-  // Byte offsets into the workspace, in order, all multiples of 64.
+  // Byte offsets into the workspace, all multiples of 64.
   uint64_t tokens_at = 0, states_at = 0, gradients_at = 0, blocks_at = 0, logits_at = 0,
            input_along_at = 0, input_across_at = 0, slots_at = 0, weight_sum_at = 0,
            bias_sum_at = 0, rare_at = 0, rare_blocks_at = 0, chosen_at = 0, lanes_at = 0;
@@ -99,7 +99,7 @@ LinearShape shape_of(const Call& call);
 inline int64_t most_gradient_parts(int64_t panels) { return std::max<int64_t>(panels / 4, 1); }
 
 // Returns the plan for a workspace of `bytes`: the default plan if it fits, else the cheapest one
-// that fits; the smallest for 0 bytes.
+// that fits, else the smallest.
 LinearPlan plan_linear(const LinearShape& shape, uint64_t bytes, int64_t threads);
 
 // Returns the default plan with a lane for each of `threads`, and for at least eight, as far as it

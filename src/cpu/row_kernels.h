@@ -84,7 +84,7 @@ struct RowAccumulator : UsualSums<Wide>, RareSums<Wide> {
   static RowAccumulator begin();
   void add(const BlockState& block, int64_t first_column, SumSet wants,
            const RareBlock* rare = nullptr);
-  // Returns every field that the contract lists except target_logit; NaN for a row of -inf.
+  // Returns the row's state without target_logit; NaN for a row of -inf.
   RowState finish(SumSet wants) const;
   // `whole` is V of the whole vocabulary.
   RareStatistics finish_rare(int64_t whole) const;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens of a call, for every CPU op with a target: which count, their compacted order, the
+// The tokens of a call, for every CPU op but Softmax: which count, their compacted order, the
 // divisor of the mean, and each row's upstream gradient.
 #pragma once
 

@@ -8,11 +8,11 @@
 
 namespace logitless::cuda {
 
-// softmax.cpp
+// rows/softmax.cpp
 Status softmax_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_softmax(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// cross_entropy.cpp
+// rows/cross_entropy.cpp
 Status logits_loss_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_logits_loss(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
@@ -20,14 +20,14 @@ Status run_logits_loss(const Call&, const Workspace&, const DeviceInfo&, Stream*
 Status combine_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_combine(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// linear_cross_entropy.cpp
+// linear/linear_cross_entropy.cpp
 Status linear_workspace(const Call&, const DeviceInfo&, uint64_t given, WorkspaceSize*);
 
 // linear/only_chosen.cu
 Status only_chosen_workspace(const Call&, WorkspaceSize*);
 Status run_only_chosen(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// Loads every kernel and cuBLASLt on this device, so that no later call does.
+// Loads the kernels and cuBLASLt on this device, as c.h says of logitless_warmup.
 Status warmup(const DeviceInfo&);
 
 // Describes cuBLASLt for `info`: its version, or why it is absent.

@@ -65,7 +65,7 @@ Column column_of(double beta, const Row& student, const Row& teacher, size_t j) 
 }
 
 // What a column adds to D, the size to which its rounding is relative, and its derivative. No value
-// is negative, because it includes p - q, which sums to 0 over the whole vocabulary.
+// is negative: a KL's includes p - q, which sums to 0 over the whole vocabulary.
 struct Part {
   double value, rounded, slope;
 };

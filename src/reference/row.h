@@ -54,7 +54,7 @@ struct RowSource {
   bool with_bounds;
 };
 
-// Computes the row of token i with the state of its own logits.
+// Computes the row of token i, with the state that the call is given, if any.
 Row make_row(const RowSource& source, const Token& token, int64_t i);
 // Uses the given state instead, unless it is null.
 Row make_row(const RowSource& source, const Token& token, int64_t i, const GivenState* state);

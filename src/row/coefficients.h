@@ -5,7 +5,7 @@
 
 namespace logitless {
 
-// Map raw to z. Each factor is rounded once; those of the softcap have a low part as well:
+// Map raw to z. `inward` and `outward` have a low part as well, with what rounding lost:
 //   z = slope raw  or  z = outward tanh(inward |raw| / 2) with raw's sign.
 struct MapFactors {
   float slope = 1;                     // scale / temperature

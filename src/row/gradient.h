@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradient of a row (docs/semantics.md) in f32, for every backend but the reference, which has
-// its own.
+// The gradient of a row (docs/semantics.md) in f32, for the CPU and CUDA; the others have their
+// own.
 //   dz_ij  = probability p_ij - smoothing c_j - onehot [j=t] - entropy p_ij (log p_ij + H)
 // This file has the factor common to a call's gradients, the coefficients of dz, and dz itself
 // (dz-inl.h).
@@ -18,9 +18,9 @@
 namespace logitless {
 
 // A common factor of all gradients: dz leaves it out, and it multiplies the f32 sums before they
-// are rounded, so that a 16-bit dz neither underflows nor overflows. For sum and mean it is
-// grad_loss / normalizer; for none, and if statistics have gradients, it is a power of two that
-// bounds max |g_i|. Token and class weights beyond f16's range change it by a power of two.
+// are rounded, so that a 16-bit dz neither underflows nor overflows. For sum it is grad_loss, for
+// mean grad_loss / normalizer; for none, and if statistics have gradients, it is a power of two
+// that bounds max |g_i|. Token and class weights beyond f16's range change it by a power of two.
 struct GradientScale {
   float scale = 0, inverse = 0;  // inverse is 0 if scale is 0
   float upstream = 0;            // g_i / scale, if it is the same for all rows

@@ -15,7 +15,7 @@
 
 namespace logitless {
 
-// One token's state on a shard, or on all shards so far; 0 if not given.
+// One token's state on a shard, or on all shards so far; what is not given is 0, argmax -1.
 struct ShardState {
   float reference = 0;     // m
   float target_logit = 0;  // -inf if in another shard

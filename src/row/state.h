@@ -14,7 +14,7 @@ struct RowState {
   float reference = 0;           // m, the row maximum or near it
   float log_sum = 0;             // log sum_j exp(z_j - m)
   float target_logit = 0;        // z_t
-  float weighted_logit_sum = 0;  // sum_j c_j z_j, only with label smoothing
+  float weighted_logit_sum = 0;  // sum_j c_j z_j, only if needed
   float entropy = 0;             // only if requested
   int64_t argmax = -1;           // only if requested
   LOGITLESS_HOST_DEVICE float lse() const { return reference + log_sum; }

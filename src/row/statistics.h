@@ -25,7 +25,7 @@ struct Statistic {
   // One of the two is set. An ignored token gets the number 0 or the index -1.
   float (*number)(const RowStatistics&);
   int64_t (*index)(const RowStatistics&);
-  // The input that Combine folds; empty if the inputs of every Combine suffice.
+  // The input that Combine folds; empty if others suffice, or Combine lacks the statistic.
   std::string_view of_shards = "";
   bool of_whole_rows = false;  // not available for shards or Combine
 };

@@ -73,7 +73,7 @@ struct Problem {
   bool id_lists = false;      // ids are lists: refused
   bool only_chosen = false;   // only chosen columns have gradients: refused
   bool targets_only = false;  // no logits except of targets and chosen columns
-  bool lists = false;         // the largest logits are requested: an error
+  bool lists = false;         // the largest logits are requested: refused
   bool reads_kept = false;    // a divergence whose gradient Forward kept
   TeacherProblem teacher;
   bool has_bias = false, bias_bound = false;

@@ -16,7 +16,7 @@ namespace logitless::webgpu {
 constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 8;
 constexpr uint32_t kFoldWords = 14;  // in two slots of a token
 
-// Words of a token's State that the host reads.
+// Words of a token's State from which outputs are written.
 enum class StateWord : uint32_t { m = 4, log_sum, target_logit, weighted, entropy, argmax, loss };
 
 // Words of a token's Extra.

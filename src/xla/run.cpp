@@ -7,7 +7,7 @@
 //   only_chosen             s32, as in c.h; 0 where it is not given
 //   workspace_bytes         s64: of the last result, which no field names; it holds `alignment`
 //   alignment               bytes more, so that the workspace can start at a multiple of it
-//   any of logitless_loss_options, and of logitless_divergence_options, whose kind is `divergence`
+//   options of logitless_loss_options and logitless_divergence_options: see scalar_attributes
 #include <array>
 #include <cstring>
 #include <iterator>

@@ -43,7 +43,7 @@ struct DivergencePanel {
   int32_t columns = 0;  // from the first of the launch's columns
   DType dtype = DType::f32;
   // If kept_rows is set, dz is kept for another call: rows are indexed by token and multiplied by
-  // `lift` alone. A row that is not finite becomes zeros and is marked.
+  // `lift`, not by upstream gradients. A row that is not finite becomes zeros and is marked.
   float* kept_rows = nullptr;  // [N, 8]
   float lift = 1, layout = 0;
 };

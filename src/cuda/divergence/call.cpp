@@ -13,7 +13,7 @@ namespace {
 // A bound of a row's |dz| before the label's term. reverse_kl has no bound, but p |d - mean|
 // exceeds this many nats only where q is too small for f32.
 float most_dz(DivergenceKind kind) { return kind == DivergenceKind::reverse_kl ? 512 : 2; }
-// dz| is usually below this.
+// |dz| is usually below this.
 float usual_dz(DivergenceKind kind) { return kind == DivergenceKind::reverse_kl ? 64 : 1; }
 
 // dz of f16 is stored times a power of two, so that small values keep their bits.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of both heads' logits is read two or three times:
+// A row of both heads' logits is read up to three times:
 //   1  m = max z and s = sum exp(z - m) of each head, per thread in one loop, then over threads
 //   2  the divergence, the mean that dz subtracts, the statistics
 //   3  dz; together with 2 for forward_kl, which subtracts no mean

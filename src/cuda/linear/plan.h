@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a linear op runs on CUDA, decided from the shape and the bytes of workspace alone: `logitless
-// plan` prints a plan and tests check it without a GPU. The kinds of plans trade time for workspace
+// How a linear op runs on CUDA, decided from shape, device and bytes of workspace: `logitless plan`
+// prints a plan and tests check it without a GPU. The kinds of plans trade time for workspace
 // (docs/design.md):
 //   loss_only   one product
 //   whole       E = exp(z - z_target) of every token and column is kept: three products

@@ -56,7 +56,7 @@ struct OptionRows : PlainRows {
 template <bool kPlain>
 using RowsArguments = std::conditional_t<kPlain, PlainRows, OptionRows>;
 
-// Whether the call asks only for a row's loss, state and gradients, with no options but weights.
+// Whether the call asks only for loss, state, logprob and gradients, with no options but weights.
 bool is_plain(const LinearCall& call) {
   const TokenInput& in = call.in;
   bool asks = false;

@@ -2,7 +2,7 @@
 // Rows of given logits [N, V]. One launch computes the state of every row (maximum, log of the sum,
 // statistics) and its output row (gradient or probabilities) from the same read of the row;
 // gradient rows of tokens that do not count are cleared. How a row is divided, and so its bits,
-// depends only on V and the dtype.
+// depends only on V, the dtype and the device.
 #pragma once
 
 #include "src/cuda/runtime/runtime.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything that this backend calls of the CUDA runtime, the driver and cuBLASLt, as a table of
-// functions. Tests replace it to simulate other machines (tests/cuda/recorded.h). The driver's and
-// cuBLASLt's functions are found through `symbol`.
+// What this backend calls of the CUDA runtime (except for names of errors), the driver and
+// cuBLASLt, as a table of functions. Tests replace it to simulate other machines
+// (tests/cuda/recorded.h). The driver's and cuBLASLt's functions are found through `symbol`.
 #pragma once
 
 #include <cuda_runtime.h>

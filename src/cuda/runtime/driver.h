@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions called in the driver itself, because the runtime's equivalents would clear an error
-// that the caller has not read yet (cudaFuncSetAttribute does, cudaGetDriverEntryPoint may).
+// Functions called in the driver itself: the runtime lacks them, or would clear an error that the
+// caller has not read yet (cudaFuncSetAttribute does, cudaGetDriverEntryPoint may).
 #pragma once
 
 #include <cuda.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op Combine, in three launches: tokens are compacted as for any loss; each thread folds the
+// The op Combine, in three steps: tokens are compacted as for any loss; each thread folds the
 // shards of one token, which are N elements apart, so that a warp's reads are contiguous; the
 // losses are reduced.
 #include "src/cuda/ops.h"

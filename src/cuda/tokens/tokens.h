@@ -74,9 +74,9 @@ inline TokenOutputs token_outputs(const Call& call) {
 // prepare_tokens calls it first; a second head has its own maps.
 void screen_tokens(const TokenInput& input, const Tokens& tokens, Stream* stream);
 
-// Enqueues everything: one launch for up to one_launch_tokens, else two. Also checks the targets'
-// range, which may set `fault`, and writes the outputs of tokens that do not count: 0, or NaN for a
-// target out of range.
+// Enqueues everything; counting takes one launch for up to one_launch_tokens, else two. Also checks
+// the targets' range, which may set `fault`, and writes the outputs of tokens that do not count: 0,
+// or NaN for a target out of range.
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
                     Stream* stream);
 

@@ -58,7 +58,7 @@ void add_rows(int64_t behind, LinearPlan* p) {
   p->panel_rows = p->token_chunk + behind;
 }
 
-// Equal chunks of at most `most` tokens: 513 tokens in chunks of 512 are 2 x 264.
+// Nearly equal chunks of at most `most` tokens: 513 tokens by 512 are 264 and 249.
 LinearPlan chunked(const LinearShape& s, int64_t most) {
   const int64_t tokens = std::max<int64_t>(s.tokens, 1);
   LinearPlan p;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tile of Hopper's products: left [256, depth] . right [192, depth]^T, 64 deep at a time
-// through a ring of 4 stages. A persistent block has 3 warpgroups: one thread copies (TMA), two
-// warpgroups of 128 rows multiply (two m64n192k16 each with one descriptor of the right operand).
-// Two blocks of a cluster, one below the other, share the right operand, each loading half of it
-// for both. docs/kernels/hopper.md says why it has this size.
+// through a ring of 4 stages. A persistent block has 3 warpgroups: one copies (TMA), two of 128
+// rows each multiply (two m64n192k16 each with one descriptor of the right operand). Two blocks of
+// a cluster, one below the other, share the right operand, each loading half of it for both.
+// docs/kernels/hopper.md says why it has this size.
 #pragma once
 
 #include "src/cuda/linear/sm90/tile.h"

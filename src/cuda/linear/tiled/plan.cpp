@@ -95,7 +95,7 @@ class Plans {
     }
   }
 
-  // Equal chunks of at most `most` tokens.
+  // Nearly equal chunks of at most `most` tokens.
   LinearPlan chunked(int64_t most) const {
     const int64_t tokens = std::max<int64_t>(s_.tokens, 1);
     const int64_t even = divide_up(tokens, divide_up(tokens, most));
