@@ -74,7 +74,8 @@ def set_num_threads(threads: int) -> int:
     """Sets the number of threads in the library's pool (0: the default), and returns the new
     number.
 
-    Results do not depend on it. `logitless.torch` sets it to torch.get_num_threads() instead.
+    Results do not depend on it. `logitless.torch` sets it to torch.get_num_threads(),
+    unless LOGITLESS_NUM_THREADS is set.
     """
     if isinstance(threads, bool) or not isinstance(threads, int):
         raise LogitlessTypeError(f"threads is a {type(threads).__name__}; allowed: an int >= 0")

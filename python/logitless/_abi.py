@@ -59,10 +59,8 @@ DIVERGENCE_TENSORS = (
     "teacher_entropy", "acceptance", "mass_above", "teacher_row_reference", "teacher_row_log_sum",
     "divergence_sum", "slope_sum", "slope_mean",
 )  # fmt: skip
-# For chosen columns.
 CHOSEN_TENSORS = ("ids", "logits_at", "grad_logits_at")
 MOST_CHOSEN = 1024  # chosen columns per token, at most
-# For the largest logits.
 TOP_TENSORS = ("top_logits", "top_ids", "shard_top_logits", "shard_top_ids")
 MOST_LISTED = 256  # largest logits per token, at most
 # For lists of chosen columns.
@@ -220,7 +218,7 @@ class Options(NamedTuple):
 
 class Divergence(NamedTuple):
     """The options of LinearDivergence ops as plain values: those of Options that they have, and
-    those of DivergenceOptions. Functions that take Options take these too."""
+    those of DivergenceOptions."""
 
     reduction: int = REDUCTION_MEAN
     ignore_index: int = -100
@@ -630,7 +628,7 @@ def describe_backend(device_type: int) -> str:
 
 
 def warmup(device_type: int, device_index: int) -> None:
-    """Loads the device's kernels, so that no later call has to."""
+    """Loads the device's kernels ahead of the first call (logitless_warmup in c.h)."""
     execution = Execution(device_type=device_type, device_index=device_index)
     status = Status()
     code = library.logitless_warmup(byref(execution), byref(status))

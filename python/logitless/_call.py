@@ -48,13 +48,13 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict of a type variable
         """The options of a loss of given logits."""
 
     class LinearOptions(LossOptions[A], _OfHead[A], _OfBias[A], total=False):
-        """The options of linear_cross_entropy in every binding."""
+        """The options of linear_cross_entropy that all bindings have."""
 
     class LogprobOptions(_OfLogits[A], _OfHead[A], _OfBias[A], total=False):
-        """The options of linear_logprob in every binding."""
+        """The options of linear_logprob that all bindings have."""
 
     class ChosenOptions(_OfRows[A], _OfBias[A], total=False):
-        """The options of linear_logprobs_at and linear_topk in every binding."""
+        """The options of linear_logprobs_at and linear_topk that all bindings have."""
 
         logit_scale: float
         softcap: float | None

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         teacher_vocab_ids: A | None
 
     class DivergenceOptions(ModuleOptions[A], total=False):
-        """The options of linear_divergence in every binding."""
+        """The options of linear_divergence that all bindings have."""
 
         kind: Kind
         target: A | None

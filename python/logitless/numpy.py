@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logitless for NumPy, on the CPU: plain functions, gradients as results. docs/semantics.md defines
-the options. Arrays are float32, float16 or ml_dtypes' bfloat16, targets int32 or int64."""
+"""Logitless for NumPy, on the CPU: plain functions, gradients as results. docs/semantics.md has the
+formulas. Arrays are float32, float16 or ml_dtypes' bfloat16, targets int32 or int64."""
 
 from __future__ import annotations
 
@@ -403,7 +403,7 @@ def linear_cross_entropy(
     - `target` [...]: class indices, int64 or int32.
     - `linear_bias` [V]: the input's dtype or float32.
 
-    All options mean the same as in logitless.torch. Those that take arrays are:
+    All options mean the same as in logitless.torch. Of those that take arrays:
 
     - `weight` [V] of classes and `token_weight` [...]: factors of the loss.
     - `temperature`: a number, or an array in the target's shape, of shape [N] (N tokens in all), or
@@ -872,7 +872,7 @@ def cross_entropy(
     return_statistics: Any = (), empty_mean: EmptyMean = "zero",
     return_gradients: bool = False,
 ) -> Any:  # fmt: skip
-    """Cross-entropy of given `logits` [..., V]. `target` [...], options and result are those of
+    """Cross-entropy of given `logits` [..., V]. `target` [...], these options and result are as in
     `linear_cross_entropy`. With `return_gradients`, for reductions "mean" and "sum", it returns
     (result, grad_logits).
     """

@@ -3,10 +3,10 @@
 trainers.
 
 `liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl`, `unsloth` and `vllm` are
-modules of drop-in replacements, named as in these libraries. `patch_transformers` makes a causal LM
+modules of drop-in replacements for these libraries' losses. `patch_transformers` makes a causal LM
 compute its loss without logits, and `patch_trl` makes TRL's trainers compute log-probabilities and
 divergences without logits. `lm_eval` has a model class for lm-evaluation-harness. `levanter` is for
-JAX. An argument that has no counterpart here raises unless it has its default value. Each module is
+JAX. An argument that would change results and has no counterpart here raises. Each module is
 imported when it is first used, so that JAX users need not have torch.
 """
 

@@ -100,7 +100,7 @@ def linear_cross_entropy(
 
     With `vocab_parallel_options` (ours or Cut Cross Entropy's own), c and bias hold this rank's
     columns. e and targets, whose indices are of the whole vocabulary, are the same on every rank,
-    and so are the results. A mean is over the valid tokens of this call. `impl` may be every
+    and so are the results. A mean is over the valid tokens of this call. `impl` may be any
     preset, by its name in upper or lower case or as a member of Cut Cross Entropy's enumeration.
     `memory` is an additional argument, that of logitless.torch's function. Its default is the bytes
     that Cut Cross Entropy needs (those of the f32 sums that the options request), or the minimum of

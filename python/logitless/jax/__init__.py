@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logitless for JAX: CPU and CUDA, jit, grad, vmap; the same functions as logitless.torch."""
+"""Logitless for JAX: CPU and CUDA, jit, grad and vmap; losses, log-probabilities and top-k."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions a user calls. docs/semantics.md defines every option."""
+"""The functions a user calls. docs/semantics.md has the formulas."""
 
 from __future__ import annotations
 
@@ -923,9 +923,9 @@ def cross_entropy(
     return_statistics: Any = (),
     empty_mean: EmptyMean = "zero",
 ) -> Any:
-    """Cross-entropy of given `logits` [..., V], f32, f16 or bf16. `target` [...], options, result
-    and errors are those of `linear_cross_entropy`. Under jit the gradient reuses the logits' memory
-    if nothing else needs them (within a program, or if they are a donated argument).
+    """Cross-entropy of given `logits` [..., V], f32, f16 or bf16. `target` [...], these options,
+    result and errors are as in `linear_cross_entropy`. Under jit the gradient reuses the logits'
+    memory if nothing else needs them (within a program, or if they are a donated argument).
     """
     made = _loss(
         {"logits": logits}, target, _outputs(return_statistics), weight=weight,

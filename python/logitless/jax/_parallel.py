@@ -3,12 +3,12 @@
 the weight; hidden states and targets are the same on all P.
 
     forward    If gradients follow, the targets' logits are gathered first, 4 bytes per token and
-    device: the state that each device keeps of its columns is relative to them. Then each device
-    runs its Forward; one all-gather of the rows' states, 12 bytes per token and device, and 4 more
-    for entropy, smoothing and other statistics; every device combines them in the axis' order, with
-    the core's Combine backward   Each device runs Backward on its columns, from the global states
-    and its kept state. Its grad_weight is then complete, its grad_input a part in f32; the parts
-    are exchanged and added up in the axis' order
+               device: the state that each device keeps is relative to them. Then each device runs
+               its Forward; one all-gather of the rows' states, 12 bytes per token and device, and 4
+               more for entropy, smoothing and others; the core's Combine, in the axis' order
+    backward   Each device runs Backward on its columns, from the global states and its kept state.
+               Its grad_weight is then complete, its grad_input a part in f32; the parts are
+               exchanged and added up in the axis' order
 
 One program runs on every device, and options are part of it, so vocab_start cannot differ. Instead
 each device numbers the vocabulary from its own first column, `start`, and rotates targets and class

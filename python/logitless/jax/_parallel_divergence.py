@@ -2,11 +2,11 @@
 """A divergence of two heads whose vocabulary is split over mesh axes, inside jax.shard_map: every
 device holds V/P rows of both heads, and the hidden states of both are the same on all P.
 
-        forward    Each device's states of both heads are gathered, 16 to 28 bytes per token and
-        device, and combined in the axis' order by the core's Combine. Each device's sums over its
-        columns are gathered, 4 to 12 bytes, and added in the same order backward   Each device runs
-        Backward on its columns, from the global states and the global mean that dz subtracts; the
-        parts of grad_input are exchanged as in _parallel.py
+    forward    Each device's states of both heads are gathered, 16 to 28 bytes per token and device,
+               and combined by the core's Combine, in the axis' order. Each device's sums over its
+               columns are gathered, 4 to 12 bytes, and added in the same order
+    backward   Each device runs Backward on its columns, from the global states and the mean that dz
+               subtracts; the parts of grad_input are exchanged as in _parallel.py
 
 Targets are rotated and upstream gradients treated as in _parallel.py.
 """

@@ -2,13 +2,13 @@
 """Linear losses of sharded arrays under plain jax.jit: XLA's partitioner asks, through
 jax.experimental.custom_partitioning, what each device has to compute.
 
-        tokens       [...], split over the mesh axes of the input's dimensions except the last:
-        every device has its own tokens; a mean's normalizer, a reduced loss and the gradients of
-        weight and bias are summed over these axes, the gradients in f32, rounded once vocabulary
-        split over the mesh axes of the weight's rows, as in _parallel.py inside of jax.shard_map:
-        the targets' logits and the shards' states are gathered and combined, the parts of the
-        input's gradient exchanged and added up. A divergence of two heads refuses a split
-        vocabulary
+    tokens       [...], split over the mesh axes of the input's dimensions except the last: every
+                 device has its own tokens; a mean's normalizer, a reduced loss and the gradients of
+                 weight and bias are summed over these axes, the gradients in f32, rounded once
+    vocabulary   split over the mesh axes of the weight's rows, as in _parallel.py inside of
+                 jax.shard_map: the targets' logits and the shards' states are gathered and
+                 combined, the parts of the input's gradient exchanged and added up. A divergence of
+                 two heads refuses a split vocabulary
 
 The hidden dimension is whole on every device. If the number of devices does not divide the tokens,
 ignored tokens pad those of the last device. A vocabulary that it does not divide is whole on every

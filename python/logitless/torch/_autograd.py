@@ -3,8 +3,8 @@
 
 Sum and mean of a linear loss: the gradients are computed with the loss, for an upstream gradient of
 1, and backward returns them times the upstream gradient. A second backward repeats the call.
-Otherwise (reduction "none", a differentiable statistic, given logits): Forward, then Backward,
-which for a linear loss uses what Forward kept.
+Otherwise (reduction "none", a differentiable statistic, given logits, f16 that keeps state):
+Forward, then Backward, which for a linear loss uses what Forward kept.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ DEVICES = {"cpu": _abi.CPU, "cuda": _abi.CUDA}
 MOST_SHAPES = 1024  # entries of a cache by shapes and options
 _scales: dict[tuple[object, ...], list[_abi.Scale]] = {}  # ready for reuse
 _warm: set[int] = set()
-# Only torch for CUDA has this function.
+# Only torch for CUDA has the first two, only torch 2.9 and later the third.
 _allocate: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
 _release: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
 _fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions a user calls. docs/semantics.md defines every option."""
+"""The functions a user calls. docs/semantics.md has the formulas."""
 
 from __future__ import annotations
 
@@ -550,8 +550,8 @@ def workspace_size(
     """The number of bytes that `linear_cross_entropy` with these arguments takes beyond its
     arguments, results and gradients. Nothing is computed, and no element is read.
 
-    These are the workspace and, with reduction "none" or a differentiable statistic, what is kept
-    for backward. The result never exceeds `memory`; None takes the value of `default_memory`. A
+    These are the workspace and, if the gradients are not computed with the loss, what is kept for
+    backward. The result never exceeds `memory`; None takes the value of `default_memory`. A
     compiled function may keep another amount.
 
     Arguments, shapes and errors are those of linear_cross_entropy, but a vocabulary that is split
@@ -812,8 +812,8 @@ def cross_entropy(
     empty_mean: EmptyMean = "zero",
 ) -> Any:
     """Cross-entropy of given `logits` [..., V], f32, f16 or bf16; the classes are always the last
-    dimension. `target` [...], options, result and errors are those of `linear_cross_entropy`; the
-    gradient goes to the logits.
+    dimension. `target` [...], these options, result and errors are as in `linear_cross_entropy`;
+    the gradient goes to the logits.
     """
     return _of_logits(
         logits, target, False, return_statistics, weight, reduction, ignore_index, label_smoothing,

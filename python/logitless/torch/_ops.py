@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core's calls as ops for torch's dispatcher. They are used under torch.compile, FakeTensorMode
-and functorch, for meta tensors, and by the ranks of a split vocabulary.
+"""The core's calls as ops for torch's dispatcher. They are used under torch.compile, jit.trace
+and modes such as FakeTensorMode, for meta tensors, and by the ranks of a split vocabulary.
 
     forward    the wanted outputs of a loss, or the loss [] and the gradients for an upstream
                gradient of 1 (FUSED)
