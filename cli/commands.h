@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each subcommand is one file with one function that adds it. A command throws BadInput (exit 2) or
+// Each subcommand has a file with the function that adds it. A command throws BadInput (exit 2) or
 // Failure (exit 1) with a one-line message; main prints it and, with --json, an object on the
 // standard output.
 #pragma once

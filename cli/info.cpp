@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless info: the version, the backends and why one is absent, the instruction set chosen, and
-// the number of threads and why.
+// logitless info: the version, the backends and why one is absent, the devices of CUDA, the
+// instruction set chosen, and the number of threads and why.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>

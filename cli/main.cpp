@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command line, logitless. Exit codes: 0 when all is done, 1 when a check failed or the machine
-// lacks something, 2 for bad input. An error is one line on stderr and, with --json, an object on
+// The command line, logitless. Exit codes: 0 when all is done, 2 for bad input, 1 when a check or
+// anything else failed. An error is one line on stderr and, with --json, an object on
 // stdout.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>

@@ -69,7 +69,7 @@ double dot_loop([[maybe_unused]] int64_t rounds, [[maybe_unused]] float* sink) {
 #undef LOGITLESS_FINISH
 #undef LOGITLESS_CHAINS
 
-// `count` is a multiple of 8 vectors of any size.
+// `count` is a multiple of 4 vectors.
 float read_loop(const float* from, size_t count) {
   const hn::ScalableTag<float> d;
   const size_t step = hn::Lanes(d);

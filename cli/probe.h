@@ -20,10 +20,10 @@ struct Bandwidth {
   double read = 0;  // bytes/s
   double copy = 0;  // bytes/s, read and written
 };
-// Measures with arrays far larger than any cache, if memory allows.
+// Measures with two arrays of 256 MiB, or of an eighth of the available memory if that is less.
 Bandwidth probe_bandwidth();
 
-// The memory available to this process, in bytes; 1 GiB if unknown.
+// The memory that is available on this machine, in bytes; 1 GiB if unknown.
 uint64_t available_memory();
 
 }  // namespace logitless::cli

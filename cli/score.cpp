@@ -21,7 +21,7 @@
 namespace logitless::cli {
 namespace {
 
-constexpr int64_t kBlock = 2048;  // tokens, whose outputs are 6 MiB at most
+constexpr int64_t kBlock = 2048;  // tokens, whose outputs are 6.1 MiB at most
 
 struct ScoreArguments : HeadArguments {
   int64_t top = 0;  // 0: none

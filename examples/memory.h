@@ -38,7 +38,7 @@ inline bool open_cuda(Place* place) {
   return false;
 }
 
-// Memory for one call, allocated and freed in stream order; data() of 0 bytes is nullptr.
+// Memory for one call, on CUDA in stream order; data() is nullptr if there is too little.
 class Scratch {
  public:
   Scratch(logitless::Device device, size_t bytes, void* stream) : device_(device), stream_(stream) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // This is a step of a language model's head whose vocabulary is split over ranks: each rank has
 // some rows of the weight [V, D], and all have the same hidden states and targets. A collective
-// library moves what the ranks exchange, which is all that shards_mpi.cpp and shards_nccl.cu have
-// of their own. The step is `step`; the rest of this file is its data and its tensors.
+// library moves what the ranks exchange, in shards_mpi.cpp and shards_nccl.cu. The step
+// is `step`; the rest of this file is its data and its tensors.
 #pragma once
 
 #include <cmath>

@@ -78,7 +78,7 @@ Options read_options(int count, char** arguments) {
   return options;
 }
 
-// Returns the English text of Python's help pages.
+// Returns the file of Python's help pages, which are English text.
 std::string find_text() {
   std::error_code none;
   for (const char* folder : {"/usr/lib", "/usr/local/lib"}) {

@@ -163,7 +163,7 @@ class Block {
 
   // Returns h [N, D], which stays valid until the next call.
   const std::vector<T>& forward(const Parameters<T>& p, const std::vector<int32_t>& tokens);
-  // Adds the gradients of the last forward() to all of `g`; grad_h is [N, D].
+  // Adds the gradients of the last forward() to `g`, the head's excepted; grad_h is [N, D].
   void backward(const Parameters<T>& p, const std::vector<int32_t>& tokens,
                 const std::vector<T>& grad_h, Parameters<T>* g);
 

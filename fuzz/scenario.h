@@ -247,7 +247,7 @@ inline void vary_view(Input& in, std::string_view name, bool written, TensorView
   }
 }
 
-// Returns an element of an input: an ordinary number, sometimes subnormal, and, if `wild`,
+// Returns an element of an input: an ordinary number, sometimes subnormal or, if `wild`,
 // sometimes NaN, infinite or extreme.
 inline double value_of(std::string_view name, const Sizes& s, int64_t ignore_index, bool wild,
                        bool probabilities, bool saved, Random& random) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward and Backward of the demo's network are plain loops over rows. Tasks depend only on the
-// shape, so the number of threads changes no bit.
+// Forward and Backward of the demo's network: Products, and loops over rows. Tasks depend only on
+// the shape, so the number of threads changes no bit.
 #include "examples/demo/network.h"
 
 #include <algorithm>

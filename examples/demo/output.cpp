@@ -107,7 +107,7 @@ class Sampler {
   Buffer workspace_;
 };
 
-// Finds, among some random places of the held-out part, the line end after the most varied words.
+// Finds where to continue among random places of the held-out part: at best after a line end.
 int64_t choose_prompt(const std::vector<Token>& words, const Text& text, int64_t context,
                       uint64_t seed) {
   std::mt19937_64 random(seed);

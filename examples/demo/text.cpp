@@ -80,7 +80,7 @@ Corpus read_corpus(const std::vector<fs::path>& files) {
 }
 
 struct Part {
-  std::vector<int32_t> word;  // word numbers; -1 before every document
+  std::vector<int32_t> word;  // word numbers; -1 before every document or block
   void add(const int32_t* first, size_t count) {
     word.push_back(-1);
     word.insert(word.end(), first, first + count);
@@ -88,7 +88,7 @@ struct Part {
   size_t size() const { return word.size(); }
 };
 
-// Holds out whole files in an order drawn by the seed, but none as long as the whole held-out part.
+// Holds out whole files in an order drawn by the seed, but none above a quarter of that part.
 // Returns how many files, or 0 if their words are less than the intended share.
 int64_t hold_out_files(const Corpus& corpus, uint64_t seed, Part* train, Part* heldout) {
   const auto share = static_cast<size_t>(heldout_share * static_cast<double>(corpus.tokens));

@@ -4,7 +4,7 @@
 //
 // A word is an identifier or a number; a punctuation mark includes the blanks around it (", " and
 // "," are two marks); a line break includes the next line's indentation. So prose and source code
-// can be restored from their tokens, except for runs of blanks and of empty lines.
+// can be restored from their tokens, up to some blanks and empty lines.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace logitless::cli::demo {
 
 using Token = int32_t;
 inline constexpr Token unknown_word = 0;    // any word that is not in the vocabulary
-inline constexpr Token document_start = 1;  // before every document
+inline constexpr Token document_start = 1;  // before every document, or block of it
 
 // Returns the text files under `paths`, sorted, or with no paths the sources of Python's standard
 // library. It throws BadInput naming what is missing.
@@ -57,8 +57,8 @@ struct Text {
   int64_t vocab() const { return static_cast<int64_t>(words.size()); }
 };
 
-// Reads the files and builds all of the above. Throws BadInput if one is unreadable or binary, or
-// the text is too short.
+// Reads the files, without binary ones, and builds all of the above. Throws BadInput if a file is
+// unreadable, or the only one is binary, or the text is too short.
 Text read_text(const std::vector<std::filesystem::path>& files, const TextOptions& options);
 
 }  // namespace logitless::cli::demo

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The implementation of split_words. Tokens are views into the text, except line breaks and marks
+// The implementation of split_words. Tokens are views into the text, except line breaks and marks,
 // whose blanks are normalized: those are in a buffer that the next token overwrites. Uses only the
 // standard library, because ../train.cpp includes it too.
 #pragma once

@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The only line that differs is in `forward`: the head with targets, or logits and a loss."""
+    """All that differs is in `forward`: the head with targets, or logits and a loss."""
 
     def __init__(self, s: Settings) -> None:
         super().__init__()
