@@ -63,7 +63,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")
     for tokens, hidden, vocab in HEADS:
         print(f"N {tokens}, D {hidden}, V {vocab}, k {given.k}")
-        bench = sweep.Bench(sweep.Head("", "bf16", tokens, hidden, vocab))
+        bench = sweep.Bench(sweep.Head("", "bf16", tokens, hidden, vocab), "cuda")
         calls = ways(bench, given.k)
         taken: dict[str, list[float]] = {name: [] for name in calls}
         peaks = {name: bench.peak(call) for name, call in calls.items()}

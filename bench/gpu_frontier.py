@@ -17,7 +17,8 @@ def plan(cli: Path, shape: tuple[int, int, int], size: int) -> dict[str, Any]:
     command = [str(cli), "plan", *map(str, shape), "--device", "cuda", "--dtype", "bf16",
                "--grad-dtype", "bf16", "--memory", str(size), "--json"]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return json.loads(ran.stdout)["plan"]
+    found: dict[str, Any] = json.loads(ran.stdout)["plan"]
+    return found
 
 
 def trouble(cli: Path) -> str | None:
@@ -25,7 +26,7 @@ def trouble(cli: Path) -> str | None:
     try:
         plan(cli, (8, 8, 8), 1 << 30)
     except subprocess.CalledProcessError as failure:
-        return (failure.stderr.strip().splitlines() or ["no message"])[-1]
+        return str((failure.stderr.strip().splitlines() or ["no message"])[-1])
     except (OSError, subprocess.SubprocessError, ValueError, KeyError) as failure:
         return str(failure)
     return None

@@ -128,7 +128,7 @@ def _gradient_bounds(group: Group, peak: dict[str, float | None]) -> list[Bound]
         name = best.name if best else "no peer ran"
         out.append(
             Bound(
-                label + "best PyTorch / ours", ratio(best and best.median, ours), limit, note=name
+                label + "best PyTorch / ours", ratio(best.median if best else None, ours), limit, note=name
             )
         )
         out.append(Bound(label + "eager / ours", ratio(group.seconds("torch eager"), ours), 1.6))
@@ -320,8 +320,8 @@ def print_summary(
         print(f"  {case['case']:48} {sizes if 'growth_bytes' in case else case['status']}")
     print("\nBounds")
     for b in held:
-        value = f"{b.value:10.3f}" if b.value is not None else f"{'-':>10}"
+        figure = f"{b.value:10.3f}" if b.value is not None else f"{'-':>10}"
         sign = ">=" if b.at_least else "<="
         verdict = b.note if b.note.startswith("no bound") else "met" if b.met else "MISSED"
         note = f"  ({b.note})" if b.note and verdict != b.note else ""
-        print(f"  {b.name:72} {value} {sign} {b.limit:8.3f}  {verdict}{note}")
+        print(f"  {b.name:72} {figure} {sign} {b.limit:8.3f}  {verdict}{note}")
