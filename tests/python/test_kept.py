@@ -506,7 +506,7 @@ def test_a_memory_that_forward_takes_is_enough_for_every_backward(
             return linear_cross_entropy(x, w, t, linear_bias=b, **options, **more)
 
     if way == "blocks" and "rank" in options.get("return_statistics", ()):
-        options["return_statistics"] = ("argmax",)  # blocks cannot find the argmax
+        options["return_statistics"] = ("argmax",)  # a split vocabulary has no rank
     for needed in ((x, w, b), (x,), (w,)) if way == "plain" else ((x, w),):
         for leaf in (x, w, b):
             leaf.requires_grad_(any(leaf is one for one in needed))

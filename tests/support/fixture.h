@@ -37,7 +37,7 @@ struct Field {
   std::vector<std::byte> bits;  // of the elements, dense
 };
 using Fields = std::map<std::string, Field>;
-// Writes dense elements given as bytes.
+// Writes field.bits, which are dense, to the view's elements.
 void write_bits(const TensorView& view, const Field& field);
 
 struct Outcome {
