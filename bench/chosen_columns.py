@@ -188,8 +188,8 @@ def run(
     text: str, heads: str, option: str, counts: str,
     compare: Callable[[str, argparse.Namespace, str], None],
 ) -> None:  # fmt: skip
-    """The command line of a benchmark of heads: compares each of `heads`, with `counts` as
-    `option`."""
+    """The command line of a benchmark of heads: calls `compare` for each. `heads` and `counts` are
+    defaults, of --heads and of `option`."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--heads", default=heads)
     parser.add_argument(option, default=counts)

@@ -228,7 +228,7 @@ class Run:
         a = self.arguments
         for dtype in a.dtypes:
             self.logits(dtype)
-        # One weight at a time: shapes with equal D and V are grouped, in order of size.
+        # One weight at a time: shapes with equal D and V are grouped.
         for hidden, vocab in dict.fromkeys((d, v) for _, d, v in a.shapes):
             tokens = [n for n, d, v in a.shapes if (d, v) == (hidden, vocab)]
             for dtype in a.dtypes:

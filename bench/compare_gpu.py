@@ -2,10 +2,10 @@
 """The CUDA backend beside its peers and beside the products it cannot avoid, in one process and one
 run.
 
-bf16, mean loss, data as of a trained head (gpu_head.py). Contenders are interleaved in balanced
-order; figures are medians; memory is what is taken beyond inputs and gradients; errors are against
-double, over all of both gradients. It reports; it does not judge. bench/README.md describes the
-sections.
+On heads: bf16, mean loss, data as of a trained head (gpu_head.py). Contenders are interleaved in
+balanced order; figures are medians; memory is what is taken beyond inputs and gradients; errors are
+against double, over all of both gradients. It reports; it does not judge. bench/README.md describes
+the sections.
     python bench/compare_gpu.py --library build/device/liblogitless.so --out bench/results/gpu-DATE
     python bench/compare_gpu.py --library build/release/liblogitless.so --device cpu  # tiny"""
 

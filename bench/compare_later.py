@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients that arrive after the loss, beside the mean whose gradient is known: ours with state
-kept between forward and backward (the default), in less memory, without it, torch.compile, and the
-peers of peers_later.py that `--peers` names.
+kept between forward and backward (the default), in less memory, and forward alone, torch.compile,
+and the peers of peers_later.py that `--peers` names.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/compare_later.py \
         --shapes 8192x4096x128256,8192x2048x151936 --peers verl,trl,cce
@@ -202,7 +202,7 @@ def peak(head: Any, call: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before - grads) / MIB
 
 
-LATER = 8  # contenders of ours that run in every comparison
+LATER = 8  # contenders, from the first, that run without `--only`
 
 
 def chosen(calls: dict[str, Callable[[], None]], only: str) -> dict[str, Callable[[], None]]:

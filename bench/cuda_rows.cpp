@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures row ops on one GPU and a device-to-device copy of the same bytes: mean loss with the
-// gradient in place, loss alone, softmax. Prints one JSON line for each shape, op and dtype;
-// `share` is the copy's time over the op's, as a stream of calls (`stream`) and as a replayed graph
-// (`graph`).
+// Measures row ops on one GPU and a device-to-device copy of the same bytes: softmax, loss alone,
+// and mean loss with the gradient: out of place, the same with label smoothing, and in place.
+// Prints one JSON line for each shape, op and dtype; `stream_share` and `graph_share` are the
+// copy's time over the op's, as calls on a stream and as a replayed graph.
 #include <cuda_runtime.h>
 
 #include <CLI/CLI.hpp>
@@ -45,7 +45,7 @@ struct Memory {
   size_t bytes;
 };
 
-// Fills memory with bell-shaped logits of any dtype, by repeating a random block.
+// Fills memory with bell-shaped logits in f32 or bf16, by repeating a random block.
 void fill(const Memory& memory, DType dtype) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal(0, 2);

@@ -137,7 +137,8 @@ def heads(bench: Bench, head: Head, want: Reference) -> None:
 
 
 def options(bench: Bench, head: Head, want: Reference) -> None:
-    """Half the targets ignored, every option at once, f32 weight gradients, statistics."""
+    """Half the targets ignored, every option at once and some alone, f32 weight gradients,
+    statistics."""
     size, device = head.compile_bytes, head.device
     plain = ours("none ignored, ", head.both(size))
     half = judged(

@@ -4,7 +4,7 @@
 
 LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/host_cost.py
 
-Small shapes, so that the device is never the one waited for; the least of many bursts.
+Short bursts, so that the host need not wait for the device; the least of many.
 """
 
 from __future__ import annotations

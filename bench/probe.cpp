@@ -3,7 +3,7 @@
 // relative. Every thread runs the same loop at once; a figure is work / (last end - first start),
 // the best and the median of several repetitions. Prints JSON on standard output. The peaks of f32
 // FMA, bf16 dot and AMX bf16 use registers only; read and copy use one slice of memory per thread.
-// The AMX loop is inline in the intrinsics' header; a CPU without an instruction gives null.
+// On a CPU without the instruction of a peak this peak is null.
 #include <algorithm>
 #include <barrier>
 #include <chrono>
@@ -229,7 +229,7 @@ json measure(const Peak& peak, int threads, int repetitions, double seconds) {
           {"gflops_median", gflop / f.median}};
 }
 
-// First touch by the thread that will use the memory.
+// Memory that is first touched by one thread per slice, as it is used.
 struct Buffer {
   Buffer(int64_t size, int threads)
       : bytes(size), slice(size / threads / 4096 * 4096), data(new char[size + 64]) {

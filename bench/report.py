@@ -12,7 +12,7 @@ from typing import Any
 from timing import Contender
 
 MIB = 1 << 20
-# Our op is compared with the fastest of these prefixes, and with the first alone.
+# Our op is compared with the fastest contender whose name begins like this, except a copy.
 TORCH = ("torch", "F.")
 
 

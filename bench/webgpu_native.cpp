@@ -2,8 +2,8 @@
 // Measures the WebGPU backend on this machine's adapter, and prints JSON lines: its three tiled
 // products alone; the linear op with gradients, compared with them, in workspaces from the minimum
 // up; and cross_entropy in place, run by the host and by the kernel with the published bindings,
-// compared with WebGPU's own copy and a shader's. Each figure is the least of several times, each
-// of enough calls to hide the submission.
+// compared with WebGPU's own copy and a shader's. Each figure is the least of two to five times,
+// each of enough calls to hide the submission.
 //   logitless_webgpu_bench [--quick | --rows | --products] [--peak TFLOPS]
 //   --rows and --products run only cross_entropy, or the products of a call
 #include <algorithm>
@@ -152,7 +152,8 @@ double product(const Tile& tile, int64_t slices, const Shape& s, Buffer a, Buffe
   return time;
 }
 
-// Measures the three products of a chunk and the whole vocabulary, each with the fastest tile.
+// Measures the three products of all tokens and the whole vocabulary, and returns the sum of their
+// seconds, each with the fastest of its tiles and numbers of slices.
 double products(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
   const Buffer h = filled(tokens * hidden, 1), w = filled(vocab * hidden, 1),
                z = filled(tokens * vocab, 1e-3f), gh = filled(tokens * hidden, 1),

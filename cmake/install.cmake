@@ -1,5 +1,5 @@
-# What `cmake --install` brings: headers, both libraries, the CMake package, the pkg-config file and the licence. All
-# relocatable.
+# What `cmake --install` brings beside the command line: headers, both libraries, the CMake package, the pkg-config file and
+# the licence. All are relocatable, except CUDA's folder in the pkg-config file.
 include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/logitless)
 

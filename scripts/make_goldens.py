@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes tests/goldens/*.json: loss, statistics and gradients by PyTorch in float64.
 
-Every input is a multiple of 1/16 of magnitude at most 4 (or one of them plus a large offset), so
+Every input is an integer from -64 to 64 divided by 16, 32 or 64 (or that plus a large offset), so
 it is exact in f32, and without the offset in f16 and bf16 too; every option is exact in f32. The
 cross-entropy itself is torch.nn.functional.cross_entropy wherever it has the option; the softcap,
 temperature, scale, z-loss, token weights, the caller's normalizer and the entropy are written

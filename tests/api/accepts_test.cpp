@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls at the edge of what is allowed: every backend accepts them, with the recommended and with
-// the minimum workspace, and writes no input.
+// Calls at the edge of what is allowed: the CPU and the reference accept them, with the recommended
+// and the minimum workspace, and write no input; so do the rules for CUDA.
 #include <gtest/gtest.h>
 
 #include <cfloat>

@@ -65,7 +65,7 @@ static void run_in_order(void* state, int64_t count, void (*fn)(void*, int64_t),
 }
 static int g_regions;
 
-/* Fills g_op with an op of this kind on this device and its smallest possible tensors. */
+/* Fills g_op with an op of this kind on this device and its tensors, of two tokens. */
 static void set_up(int32_t kind, int32_t device) {
   const logitless_op op = LOGITLESS_OP_INIT(kind);
   const logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;

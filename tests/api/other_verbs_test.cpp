@@ -235,7 +235,6 @@ TEST(Keeps, NothingOfWhatIsNotKnown) {
   EXPECT_EQ(logitless_keeps(LOGITLESS_CPU, LOGITLESS_F32, &options), 0);
 }
 
-// Messages name devices and ops.
 TEST(Messages, NameDevicesAndOps) {
   Scaling s;
   logitless_status status = LOGITLESS_STATUS_INIT;

@@ -322,7 +322,6 @@ inline Mistake only_choosing(const char* name) {
   };
 }
 
-// Chosen columns.
 inline const Reject kChosenRejects[] = {
     {"ids without logits_at", choosing(missing({"logits_at"})), invalid_argument,
      "ids is given without logits_at"},
@@ -516,7 +515,6 @@ inline const Reject kListRejects[] = {
      invalid_argument, "top_logits: N = 18014398509481984, k = 5"},
 };
 
-// Divergences.
 inline const Reject kDivergenceRejects[] = {
     {"unknown kind", divergence(&DivergenceOptions::kind, DivergenceKind(5)), unknown_enum, "kind"},
     {"negative kind", divergence(&DivergenceOptions::kind, DivergenceKind(-1)), unknown_enum,

@@ -51,8 +51,8 @@ TEST(RejectsBuffers, AnOffsetOfPartOfAnElement) {
   EXPECT_TRUE(call.validated().ok());
 }
 
-// One buffer for an input and an output is refused, at any distance: WebGPU binds a buffer for
-// reading or for writing.
+// One buffer for an input and an output is refused at any distance, except in place: WebGPU binds a
+// buffer for reading or for writing.
 TEST(RejectsBuffers, ReadAndWrittenInOne) {
   InBuffers call;
   call.op.grad_logits.data = call.op.logits.data;

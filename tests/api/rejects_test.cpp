@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every bad call gives its own status on every backend, its message names the field, and nothing is
-// written. The calls are those of the tables in rejects.h and rejects_memory.h, plus the mistakes
-// that every field can have.
+// Every bad call gives its own status on the CPU, on the reference and by the rules for CUDA; its
+// message names the field, and nothing is written. The calls are those of the tables in rejects.h
+// and rejects_memory.h, plus the mistakes that every field can have.
 #include "rejects.h"
 
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A subject is a call for tests to break: any op with every field given, accepted by every backend,
-// that owns its memory. The tables of accepts and rejects change one thing in it.
+// A subject is a call for tests to break: any op with most fields given, accepted as it is, that
+// owns its memory. The tables of accepts and rejects change one thing in it.
 //   N = 3, V = 5, D = 4, P = 2, f32, mean with a given normalizer
 #pragma once
 

@@ -163,7 +163,7 @@ TEST(Xla, DimensionsBeforeTheLastAreOne) {
   EXPECT_EQ(std::memcmp(flat.probabilities, deep.probabilities, sizeof(flat.probabilities)), 0);
 }
 
-// Loss and gradients with every option away from its default.
+// Loss and gradients with most options away from their defaults.
 struct LossFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3;
   float input[N * D], weight[V * D], loss = 9;
@@ -285,7 +285,7 @@ TEST(Xla, KeptStateThatIsNoneIsAnError) {
   }
 }
 
-// A divergence with no option at its default, which computes gradients or keeps state for them.
+// A divergence with most options away from their defaults, with gradients or state for them.
 struct DivergenceFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3, Dt = 2;
   float input[N * D], weight[V * D], teacher_input[N * Dt], teacher_weight[V * Dt];

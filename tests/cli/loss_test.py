@@ -68,7 +68,7 @@ class LossTest(CliTest):
             self.assert_near(unpack(dtype, data), want["grad_weight"], bound)
 
     def test_shift(self) -> None:
-        """A position of a sequence [B, T] is given the target of the one behind it."""
+        """A position of a sequence [B, T] is given the target of the one `shift` places later."""
         for name, shift, ignored in itertools.product(
             ("I64", "I32"), (0, 1, 2, 3, 1 << 40), (-100, 1 << 40)
         ):

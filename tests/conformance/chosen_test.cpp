@@ -152,7 +152,6 @@ TEST_P(ChosenColumns, GradientsHaveTheSameBitsOnAnyNumberOfThreads) {
   c.grad_lse = c.saved_state = true;
   const Problem<Backward> p = build<Backward>(c);
   for (const Memory memory : {Memory::minimum, Memory::recommended}) {
-    // K, the other ids, the target and the other outputs change no bit.
     const SerialExecutor one(1), many(5, true);
     const Outcome first = run_of(p, {.memory = memory, .executor = one.get()});
     const Outcome again = run_of(p, {.memory = memory, .executor = many.get()});
@@ -188,7 +187,7 @@ TEST_P(ChosenColumns, TheMostThatATokenMayHave) {
   }
 }
 
-// Every sum of 7's gradients is exactly 0 in the order of k alone; in f64 any order gives it.
+// In f32, in the order of k, column 7's gradients add up to 0; their exact sum is 2.
 TEST_P(ChosenColumns, GradientsOfOneColumnAddUpInTheOrderOfK) {
   if (std::string(device_.name()) == "reference") return;  // which adds in f64
   Case c = plain(OpKind::linear_backward, {2, 8, 70}, 4);
@@ -559,7 +558,7 @@ TEST_P(ChosenColumns, OffsetsThatAreNoneMakeEmptyLists) {
   }
 }
 
-// With only_chosen, no other row of weight is read and no other row of grad_weight is written.
+// With only_chosen, no other row of weight is read, and other rows of grad_weight get nothing.
 TEST_P(ChosenColumns, OnlyTheirGradientsAreMade) {
   if (!device_.has_id_lists()) return;
   Case c = plain(OpKind::linear_backward, {6, 24, 200}, 3);

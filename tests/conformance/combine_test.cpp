@@ -45,7 +45,7 @@ States states_of(int64_t shards, int64_t tokens, uint64_t seed) {
   for (int64_t k = 0; k < count; ++k) {
     s.row_log_sum[k] = std::fabs(s.row_log_sum[k]);
     s.entropy[k] = std::fabs(s.entropy[k]);
-    // In two shards of three the reference is the row's maximum.
+    // In two states of three the reference is the row's maximum.
     s.max_logprob[k] = k % 3 == 0 ? -std::fabs(s.max_logprob[k]) : -s.row_log_sum[k];
     s.sum_p_squared[k] = 1 / (1 + std::fabs(s.sum_p_squared[k]));
     s.argmax.push_back(static_cast<double>(k / tokens * kColumns + random.below(kColumns)));
@@ -261,7 +261,7 @@ TEST_P(Combines, TheEntropyOfAFarShardIsNotLost) {
   }
 }
 
-// More tokens than one launch takes, and many shards.
+// Many tokens, many shards, and no tokens.
 TEST_P(Combines, ManyTokensAndShards) {
   if (!once()) return;
   for (const auto& [shards, tokens] : {std::pair<int64_t, int64_t>{2, 70000}, {200, 33}, {3, 0}}) {

@@ -18,7 +18,7 @@ function(add_conformance_test name parts)
 endfunction()
 
 # The tests of CUDA are one program: the library is large, and is copied to the device machine once.
-# Each suite runs with the best engine and again with the portable one.
+# Each suite runs with the best engine, and most run again with the portable one.
 option(LOGITLESS_DEVICE_TESTS "Build the tests that need an NVIDIA GPU, where the CUDA backend is built" ON)
 set(device_suites)
 function(add_device_test suite parts)

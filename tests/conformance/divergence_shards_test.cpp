@@ -289,7 +289,7 @@ TEST_P(DivergenceShards, OfLogitsAndWithoutATarget) {
   }
 }
 
-// If student and teacher are equal, every shard's sums are exactly 0.
+// If student and teacher are equal, a shard's sums are exactly 0.
 TEST_P(DivergenceShards, EqualHeadsGiveExactlyZero) {
   if (!is_served()) return;
   for (const DivergenceKind kind : kDivergenceKinds) {

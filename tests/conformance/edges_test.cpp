@@ -249,7 +249,7 @@ TEST_P(Edges, Ties) {
     const Fields fields = run(c, [&](auto& op) {
       using Op = std::remove_reference_t<decltype(op)>;
       if constexpr (LinearOp<Op>) {
-        // Rows of weight that equal the input have the largest logit.
+        // Rows of weight that are three times the input have the largest logit.
         std::vector<double> input = read(op.input), weight = read(op.weight);
         for (int64_t i = 0; i < 3; ++i)
           std::copy_n(input.begin(), hidden, input.begin() + i * hidden);
@@ -366,7 +366,7 @@ TEST_P(Edges, InPlace) {
   }
 }
 
-// The statistics as columns of one matrix: disjoint elements of one buffer.
+// Six statistics as columns of one matrix: disjoint elements of one buffer.
 TEST_P(Edges, StatisticsInOneMatrix) {
   if (!has_forward(op_)) return;
   const Case c = plain({33, 19, 300});

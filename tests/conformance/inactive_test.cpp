@@ -187,7 +187,7 @@ TEST_P(InactiveTokens, AnyGradientOfAStatisticMakesATokenActive) {
           for (const TensorView& view : {p.op.grad_loss, views[0], views[1], views[2]})
             write(view, std::vector<double>(kAll, 0.0));
           set(views[which], kOne, value);
-          // If a column holds NaN, the other elements of its row have no bound.
+          // If one column's gradient is NaN, the other elements of its row have no bound.
           const Fields fields = std::isnan(value) ? execute(device_, p.op, p.pool).fields
                                                   : judged(p, std::to_string(which)).fields;
           const Field& field = fields.at(LinearOp<Op> ? "grad_input" : "grad_logits");
@@ -202,7 +202,7 @@ TEST_P(InactiveTokens, AnyGradientOfAStatisticMakesATokenActive) {
   });
 }
 
-// Without any active token grad_weight is zeros, or unchanged.
+// Without any active token gradients are zeros, or, if accumulated, unchanged.
 TEST_P(InactiveTokens, AllOfThem) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Properties that need no reference: ignored rows change nothing, rows of a gradient sum to 0, a
-// common shift of logits changes no loss, gradients are linear in grad_loss, and micro-batches add
-// up to the batch.
+// Properties beyond the table of cases: ignored rows change nothing, rows of a gradient sum to 0, a
+// common shift of logits costs no accuracy, gradients are linear in grad_loss, and micro-batches
+// add up to the batch.
 #include <array>
 #include <cmath>
 #include <utility>
@@ -155,7 +155,7 @@ TEST_P(Invariants, ShiftOfTheProducts) {
     c.options.reduction = Reduction::none;
     with_problem(c, [&](auto p) {
       if constexpr (LinearOp<decltype(p.op)>) {
-        // All values are multiples of a quarter; the first element of the hidden axis is the shift.
+        // Products are multiples of a quarter; the first element of the hidden axis is the shift.
         std::vector<double> input = read(p.op.input), weight = read(p.op.weight);
         for (double& x : input) x = std::nearbyint(x * 2) / 2;
         for (double& x : weight) x = std::nearbyint(x * 2) / 2;

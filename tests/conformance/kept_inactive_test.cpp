@@ -68,8 +68,8 @@ TEST_P(KeptState, ServesInactiveTokens) {
   }
 }
 
-// Nothing is read of inactive tokens: some have kept rows of NaN, others are given states that
-// differ from the kept ones.
+// Nothing is read of inactive tokens: their kept rows are NaN, and they are given another log sum
+// than the kept one.
 TEST_P(KeptState, OfAnInactiveTokenIsNotRead) {
   for (const Setting& kind : kKinds) {
     for (const int64_t columns : {0, 192}) {
@@ -144,7 +144,7 @@ TEST_P(KeptState, OfNoGradientAtAll) {
   }
 }
 
-// A Backward with a quarter of the tokens active leaves the kept state unchanged.
+// A Backward with few active tokens, or none, leaves kept state that serves the next one.
 TEST_P(KeptState, ServesTheOthersAfterFew) {
   for (const int64_t columns : {0, 192}) {
     for (const Which& inactive : kPatterns) {

@@ -156,7 +156,7 @@ class KeptShards : public KeptState {
     write(op.bias, bias);
     write(op.target, target);
   }
-  // Expects NaN gradients and a fault for the tokens whose kept state is another Forward's.
+  // Expects a fault, and NaN gradients of exactly the tokens that is_nan names.
   template <class IsNan>
   void expect_nan(const Problem<Backward>& problem, const Backward& op, IsNan&& is_nan) {
     const Outcome outcome = execute(device_, op, problem.pool, {.fill = garbage});
@@ -198,8 +198,8 @@ TEST_P(KeptShards, GradientsAreWithinTheBound) {
   }
 }
 
-// Another shard has a column nearly as likely as the target, so 1 - p_t within the target's shard
-// differs from that of the whole vocabulary.
+// Another shard has a likely column too, so 1 - p_t within the target's shard is far less than in
+// the whole vocabulary.
 TEST_P(KeptShards, ATargetThatAloneInItsShardIsCertain) {
   Case c = plain(66, 453);
   c.bias = true;

@@ -410,7 +410,7 @@ TEST_P(KeptState, ANaNThatArrivesIsNotLost) {
   }
 }
 
-// State kept with other weights gives NaN in the rows where they differ, and sets the fault word.
+// A row whose given state is not the kept one gets NaN gradients, and the fault word is set.
 TEST_P(KeptState, OfAnotherForwardIsNaN) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(70, 421);
@@ -549,7 +549,7 @@ TEST_P(KeptState, OfTheCpuIsTheSameOnAnyThreads) {
   }
 }
 
-// The run uses every byte of the workspace that it asked for.
+// The run uses its minimum workspace up to the last KiB.
 TEST_P(KeptState, TakesTheBytesAskedFor) {
   if (!device_.has_threads()) return;
   for (const int64_t columns : {0, 192}) {

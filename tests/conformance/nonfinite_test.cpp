@@ -23,7 +23,7 @@ void write_columns(const Op& op, int64_t begin, const F& value_of) {
   write(view, values);
 }
 
-// One logit of one row is infinite or NaN, at the target's column or elsewhere.
+// One logit of a row, or one element of its input, is infinite or NaN.
 TEST_P(NonFinite, StaysInItsRow) {
   for_settings(plain(), [&](const Case& c, const char* name) {
     with_op(op_, [&](auto op) {
@@ -82,7 +82,7 @@ TEST_P(NonFinite, InAColumn) {
   });
 }
 
-// Infinite and NaN columns and rows far from every target, in a vocabulary of many tiles: Hopper's
+// A row of NaN, and columns of -inf far from every target, in a vocabulary of many tiles: Hopper's
 // kernels do not test for such values and see them only in their sums.
 TEST_P(NonFinite, FarFromTheTargets) {
   if (!is_linear(op_)) return;
@@ -107,7 +107,7 @@ TEST_P(NonFinite, FarFromTheTargets) {
           set(p.op.input, row * 64, std::nan(""));
           expect_other_rows(before, judged(p, what + ", a row"), row, what, tokens);
           set(p.op.input, row * 64, old);
-          // Column 197 and column 200; one has class weight 0.
+          // Column 197 has class weight 0.
           for (const int64_t column : {int64_t{197}, int64_t{200}}) {
             if (!biased) continue;
             set(p.op.bias, column, -kInf);
@@ -322,7 +322,7 @@ TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
   }
 }
 
-// Targets far below and far above the others, among rows with near targets; for each option alone.
+// Targets far below and far above the others, among rows with near targets.
 TEST_P(NonFinite, FarTargetsBesideOthers) {
   if (!is_linear(op_)) return;
   constexpr double kDistances[] = {0, 15, 20, 40, 62, 3, -100, -70, -60, -20, 1, 100};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Offsets beyond 2^32: rows and columns of every matrix are gigabytes apart, in address space where
-// only the elements' own pages exist. Results equal those of dense tensors. Strides of axes with
-// one element may be anything.
+// only the elements' own pages exist. Results keep their bounds, and those of invariant backends
+// the bits of dense tensors. Strides of axes with one element may be anything.
 #include <map>
 #include <utility>
 

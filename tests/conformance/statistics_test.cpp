@@ -385,7 +385,7 @@ TEST_P(TokenStatistics, RankIsExactOnSeparatedLogits) {
   }
 }
 
-// Logits equal to the target's are not above it, in any column. The maps keep powers of two exact.
+// Logits equal to the target's are not above it, in any column.
 TEST_P(TokenStatistics, RankCountsNoTie) {
   with_forward([&](auto op) {
     using Op = decltype(op);
@@ -404,7 +404,7 @@ TEST_P(TokenStatistics, RankCountsNoTie) {
   });
 }
 
-// The logits differ only by rounding, so each column's probability is 1 / V.
+// The logits are almost equal, so each column's probability is about 1 / V.
 TEST_P(TokenStatistics, MassAboveIsOfTheColumnsThatRankCounts) {
   for (const int64_t vocab : {131, 700}) {
     with_forward([&](auto op) {

@@ -57,8 +57,7 @@ void give(Problem<Op>* p, const std::vector<double>& values, Layout layout = {})
       p->pool.add(DType::f32, {static_cast<int64_t>(values.size())}, values, layout);
 }
 
-// Includes 1, which a call without temperatures has; with every statistic and its gradient, in a
-// workspace large enough for both calls.
+// Includes 1, which a call without temperatures has. The workspace is large enough for both calls.
 TEST_P(Temperatures, EqualOnesAreTheNumber) {
   for (const Map& map : kMaps) {
     for (const float temperature : {1.0f, 0.7f, 3.0f}) {
@@ -132,8 +131,8 @@ const Bad kBad[] = {
     {"a cap below f32", 1e37, 1e3f, 0.01f},
 };
 
-// An invalid temperature makes its row NaN in every output. Other rows keep their bits, and the
-// fault word its other bits.
+// An invalid temperature makes its row NaN in every output but argmax and rank. Other rows keep
+// their bits, and the fault word its other bits.
 TEST_P(Temperatures, ABadOneIsNaNInItsRow) {
   for (const Bad& bad : kBad) {
     with_loss_op([&](auto op) {
@@ -252,7 +251,7 @@ TEST_P(Temperatures, OfATokenWithoutGradientIsReadByForwardBackward) {
   });
 }
 
-// Every token has another temperature, far from the others, and the results of the token alone.
+// Every token's temperature is far from the others'; changing one changes only its own row.
 TEST_P(Temperatures, EachIsItsOwnRows) {
   with_loss_op([&](auto op) {
     using Op = decltype(op);

@@ -537,7 +537,7 @@ TEST_P(TopK, ShardsOfTiesMasksAndNaN) {
   }
 }
 
-// Other ops refuse top-k, as the suite Conformance checks.
+// Other devices refuse top-k, as the suite Conformance checks.
 std::vector<Parameter> forwards() {
   std::vector<Parameter> all = parameters(kForward, inputs());
   std::erase_if(all, [](const Parameter& p) { return !device(std::get<0>(p)).has_top(); });

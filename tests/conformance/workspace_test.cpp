@@ -153,7 +153,8 @@ uint64_t left_unpacked(const TestDevice& device, const Case& c) {
 // Any number of threads uses all of the minimum. Eight threads or more use all of the recommended
 // size, which has room for eight.
 TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
-  if (!device_.has_threads() && device_.synchronous()) return;  // the reference has none
+  // Only the reference has neither threads nor a queue; it needs no workspace.
+  if (!device_.has_threads() && device_.synchronous()) return;
   std::vector<std::pair<Memory, int>> runs{{Memory::minimum, 1}, {Memory::recommended, 1}};
   if (device_.has_threads()) {
     runs = {{Memory::minimum, 1},

@@ -114,7 +114,7 @@ TEST(Plan, LossOnlyIsAtMost16MiB) {
   }
 }
 
-// With a little less than the default memory the chunk gets smaller before threads go idle.
+// Down to half of the default memory, the chunk gets smaller before any of four threads goes idle.
 TEST(Plan, ALittleLessMemoryIdlesNoThread) {
   for (LinearShape shape : {heads[0], heads[1], heads[2], heads[4], heads[5]}) {
     for (const bool gradients : {true, false}) {

@@ -2,7 +2,7 @@
 // Linear gradients on Hopper of more tokens than the workspace holds E for
 // (src/cuda/linear/plan.h): chunks whose two products share a launch, f32 sums of grad_weight
 // partly in grad_weight's own memory, and two passes where these sums have no room. Each plan is
-// compared with the reference, under every kind of option.
+// compared with the reference, with several sets of options.
 #include "planned.h"
 #include "src/cuda/linear/tiled/panels.h"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Divergences on the GPU, with every DivergenceWay (src/cuda/divergence/divergence.h), compared
-// with the reference; and Backward from dz that Forward kept.
+// Divergences on the GPU, in workspaces that lead to several DivergenceWays
+// (src/cuda/divergence/divergence.h), compared with the reference; and Backward from kept dz.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -172,8 +172,8 @@ TEST_P(StoredLogits, OfAnySize) {
   }
 }
 
-// A NaN stays in its row. The last tile has a single column, far below all others, which
-// contributes nothing.
+// A NaN stays in its row. The second vocabulary's last tile is a single column, far below all
+// others, which contributes nothing.
 TEST_P(StoredLogits, OfRowsWithNaN) {
   for (const int64_t vocab : {4117, 192 * 22 + 1}) {
     Case c = large();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // E kept in grad_weight's own memory on Hopper (src/cuda/linear/tiled/panels.h): of all columns or
 // of some, read in place, or copied before grad_weight's rows overwrite it. Each plan is compared
-// with the reference, under every kind of option.
+// with the reference, with several sets of options.
 #include "planned.h"
 #include "src/cuda/linear/tiled/panels.h"
 

@@ -208,7 +208,7 @@ std::string readable(const char* mangled) {
   return whole;
 }
 
-// Returns the names of this library's kernels that a call launches, from a captured graph of it.
+// Returns the names of the kernels that a call launches, from a captured graph of it.
 template <class Op>
 std::set<std::string> kernels_of(Resident<Op>& call) {
   std::set<std::string> names;

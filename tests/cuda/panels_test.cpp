@@ -13,8 +13,8 @@
 namespace logitless::cuda {
 namespace {
 
-// Columns and rows placed in grad_weight's memory. Its rows are written in order, so everything
-// else there must lie after the rows already written.
+// How much was found in grad_weight's memory. Its rows are written in order, so everything else
+// there must lie after the rows already written.
 struct Lent {
   int64_t panels = 0, in_place = 0, copied = 0, whole = 0, some = 0, sums = 0;
 };

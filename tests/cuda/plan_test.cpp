@@ -58,7 +58,7 @@ TEST(CudaPlan, MoreMemoryNeverTakesLonger) {
   }
 }
 
-// With a little less memory than all of E takes, nearly all of it is kept, even with statistics
+// With a little less memory than all of E takes, a plan is at most 8 % slower, even with statistics
 // whose own memory only the whole plan needs.
 TEST(CudaPlan, TheStepToTheWholeIsSmall) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
@@ -105,7 +105,7 @@ TEST(CudaPlan, CoversEveryTokenAndColumn) {
   }
 }
 
-// Few columns and many tokens: two passes serve workspaces from the least to the whole plan's.
+// Few columns and many tokens: two passes serve a small workspace, chunks a larger one.
 TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   LinearShape s{.tokens = 20480, .vocab = 50257, .hidden = 768};
   s.grad_input = s.grad_weight = s.kernels.direct_grad_weight = s.kernels.plain = true;

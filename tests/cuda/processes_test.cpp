@@ -17,7 +17,7 @@
 namespace logitless::conformance {
 namespace {
 
-// Calls that together launch every kernel of an op: plain, with every option, with rows that
+// Calls that together launch many kernels of an op: plain, with many options, with rows that
 // clusters share, and with workspaces for none of E, a part of it and all.
 struct Call {
   Case c;

@@ -40,7 +40,7 @@ class CudaRange : public NonFinite {
   }
 };
 
-// scale / softcap is 1e-38: the largest finite logit comes to tanh 3.4, an infinite one to 1; at
+// scale / softcap is 1e-38: f32's largest finite logit comes to tanh 3.4, an infinite one to 1; at
 // the target's column and elsewhere.
 TEST_P(CudaRange, OnlyAnInfiniteLogitReachesTheSoftcap) {
   const double largest = round_to(dtype_, std::nextafter(overflow_threshold(dtype_), 0));

@@ -108,7 +108,7 @@ class CudaRecorded : public testing::TestWithParam<std::tuple<OpKind, DType>> {
   const OpKind op_ = std::get<0>(GetParam());
   const DType dtype_ = std::get<1>(GetParam());
 
-  // Calls f(call) with calls that together take every path through an op. Calls of a head run with
+  // Calls f(call) with calls that together take many paths through an op. Calls of a head run with
   // workspaces of these shares.
   template <class F>
   void for_calls(const std::vector<double>& shares, F&& f) const {
@@ -220,8 +220,8 @@ bool may_fail(const std::string& question) {
   return all.contains(question);
 }
 
-// Every function used after the first launch was also called before it, so that no refusal can come
-// after a launch.
+// Every function used after the first launch, except those of launches, was also called before it,
+// so that no refusal can come after a launch.
 TEST_P(CudaRecorded, NothingIsAskedForTheFirstTimeAfterALaunch) {
   for (const auto& device : kDevices) {
     for_calls({0, 0.3, 1}, [&](const auto& call) {

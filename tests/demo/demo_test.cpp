@@ -90,14 +90,14 @@ Reference reference_of(Model* model) {
   return reference;
 }
 
-// Moves every bias away from 0, where a missing bias would not show.
+// Moves all parameters, because a missing bias of 0 would not show.
 void disturb(Model* model) {
   std::mt19937_64 random(5);
   std::normal_distribution<float> normal(0, 0.1f);
   for (float& p : model->parameters().all) p += normal(random);
 }
 
-// Compares up to `most` elements of every parameter's gradient.
+// Compares about `most` elements of every parameter's gradient.
 void expect_gradients(const Shape& shape, int64_t tokens, int64_t most) {
   const Text text = text_of(shape.vocab, 4 * tokens, 3);
   Model model(shape, text, tokens, DType::f32, 1);

@@ -249,7 +249,7 @@ webgpu::Limits limits_of(const Assumed& assumed) {
           .workgroup_invocations = 1024};
 }
 
-// Adds the products of a chunk and a window: the logits, grad_input and grad_weight.
+// Returns the tiles of a chunk's and a window's products: logits, grad_input and grad_weight.
 std::string tiles_of(const webgpu::Problem& problem, const webgpu::Plan& p) {
   const auto text = [](const webgpu::Tile& t) {
     return std::string(t.small ? "small" : "") + std::to_string(t.m) + "x" + std::to_string(t.n);

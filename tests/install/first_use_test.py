@@ -140,7 +140,7 @@ class Cuda(FirstUse):
         for gpus, expected in (
             ("8.0", "80-real"), ("8.6", "80-real"), ("8.9", "89-real"), ("9.0", "90a-real"),
             ("10.0", "100-real"), ("12.0", "120-real"),
-            # a GPU of a known generation, and one of a generation without its own code
+            # GPUs without code of their own: of generations that have some, and of one without any
             ("8.7", "80"), ("10.3", "100"), ("12.1", "120"), ("11.0", "100-virtual"),
             ("9.0 9.0", "90a-real"), ("8.6 9.0 8.0", "80-real;90a-real"), ("8.6 8.7", "80"),
             ("7.5 8.9", "89-real"),

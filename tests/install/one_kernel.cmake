@@ -1,5 +1,5 @@
 # Configures the project in SOURCE, which contains the library, in FOLDER with OPTIONS, and compiles
-# its own file and one of the library's kernels.
+# its own file and, with Ninja, one of the library's kernels.
 execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE} -B ${FOLDER} -G ${GENERATOR} ${OPTIONS} COMMAND_ERROR_IS_FATAL ANY)
 set(targets own_objects)
 if(GENERATOR STREQUAL Ninja)

@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def everything(x: Any, w: Any, t: Any) -> None:
-    """A call of every kind, with its gradients."""
+    """Calls of several kinds, most with gradients."""
     for reduction in ("mean", "sum", "none"):
         loss = linear_cross_entropy(x, w, t, reduction=reduction, shift=True, softcap=9.0)
         (loss.sum() * 0.3).backward()

@@ -1051,7 +1051,7 @@ def a_group_of_one(me: Rank) -> Results:
 
 @case
 def a_part_of_the_world(me: Rank) -> Results:
-    """The last ranks but the first are a group; who is not in it says so."""
+    """All ranks but the first are a group; who is not in it says so."""
     group = dist.new_group(list(range(1, me.size)))
     p, bounds = problem(me.size - 1)
     if me.rank == 0:

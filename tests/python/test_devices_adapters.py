@@ -644,7 +644,7 @@ def test_what_is_refused(error: Any, match: str, call: Any) -> None:
 
 
 def test_the_classes_that_import_their_library() -> None:
-    """They are made when they are asked for, and nothing else is an attribute."""
+    """Their modules make them in `__getattr__`, which must refuse every other name."""
     for module in (megatron, torchtitan):
         with pytest.raises(AttributeError, match="no attribute 'Unknown'"):
             module.Unknown  # noqa: B018

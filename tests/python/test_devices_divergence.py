@@ -197,7 +197,7 @@ def what_is_not_finite_stays_in_its_row(me: Rank) -> Results:
 
 @case
 def a_shard_without_probability(me: Rank) -> Results:
-    """Its columns are masked in both heads."""
+    """Its columns are masked in one head or in both."""
     results: dict[str, Tensor] = {}
     for kind, options in KINDS.items():
         for masked in ("student", "teacher", "both"):

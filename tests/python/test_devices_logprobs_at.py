@@ -130,7 +130,7 @@ def tokens_case(me: Rank, local_tokens: bool, columns: int) -> Results:
     made, s = linear_logprobs_at(
         *mine, given, temperature=by, group=split, return_statistics=("lse", "entropy")
     )
-    # One rank's lse gets no upstream gradient.
+    # lse has no upstream gradient on rank 0, nor anywhere without local_tokens.
     outputs, upstreams = [made, s.entropy], [upstream, torch.ones_like(s.entropy)]
     if local_tokens and me.rank:
         outputs, upstreams = [*outputs, s.lse], [*upstreams, torch.ones_like(s.lse)]

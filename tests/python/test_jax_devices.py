@@ -554,7 +554,8 @@ def held(given: Any) -> tuple[list[Any], Any]:
 
 
 def overwritten(given: Any) -> np.ndarray[Any, Any]:
-    """[4, N]: of which tokens a shard has kept nothing that serves (KeptRow in src/kept.h)."""
+    """[4, tokens that count]: of which of them a shard has kept nothing that serves (KeptRow in
+    src/kept.h)."""
     (rows,) = (leaf for leaf in held(given)[0] if leaf.shape[-1:] == (8,))
     counted = np.asarray(rows)[:, 4].reshape(4, -1)[:, np.asarray(given[3]) != -100]
     return counted

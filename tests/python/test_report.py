@@ -90,7 +90,7 @@ def test_what_fails_is_told_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("which", range(2))
 def test_a_wrong_gradient_is_found(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every function and dtype, at 2 % of the gradient; in 16 bits the limit is near that."""
+    """Of every function and dtype, where it is off by 3 %; in 16 bits the limit is near that."""
     right = conformance._value_and_gradients
 
     def wrong(call: Any, leaves: Any, upstream: Any) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes of docs/rl.md (examples/python/rl.py): every element of their values and gradients
-within what docs/semantics.md ("Accuracy") allows, of f64 with the whole logits. Those of trainers
-that TRL has are judged by TRL's own code, run in f64 on log-probabilities of those logits."""
+"""The recipes of docs/rl.md (examples/python/rl.py): their values and gradients within what
+docs/semantics.md ("Accuracy") allows, of f64 with the whole logits. Those of trainers that TRL has
+are judged by TRL's own code, run in f64 on log-probabilities of those logits."""
 
 from __future__ import annotations
 

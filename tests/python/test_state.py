@@ -104,7 +104,8 @@ def test_no_tensor_is_kept(device: str, dtype: torch.dtype) -> None:
 
 
 def test_what_is_kept_is_found() -> None:
-    """The walk above would see a tensor in a list, a dictionary, an object or a function."""
+    """The walk above would see a tensor in a list, in a tuple of a dictionary, and in a closure or
+    a default of a function."""
     holder = types.ModuleType("logitless._holder")
     tensor = torch.ones(3)
     sys.modules[holder.__name__] = holder

@@ -180,7 +180,7 @@ def test_one_graph_for_every_value_and_shape(device: str) -> None:
             for a, e in zip(gradients([ours], (x, w), False), gradients([eager], (x, w))):
                 close(a, e.double())
             frames.append(counter.graphs.frame_count)
-        # Dynamo recompiles once, to replace plain numbers by symbols.
+        # Dynamo recompiles once at most, to replace plain numbers by symbols.
         assert len(set(frames[1:])) == 1, frames
 
 
@@ -429,7 +429,8 @@ def test_only_detached_is_a_text() -> None:
 
 
 def clipped(x: Tensor, w: Tensor, t: Tensor, old: Tensor) -> Tensor:
-    """PPO's objective, whose gradient is exactly 0 where the ratio is out of bounds."""
+    """PPO's objective for advantages of 1, whose gradient is exactly 0 where the ratio is above
+    1.2."""
     ratio = (linear_logprob(x, w, t) - old).exp()
     return torch.min(ratio, ratio.clamp(0.8, 1.2)).sum()
 

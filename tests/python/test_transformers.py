@@ -957,7 +957,7 @@ def test_the_model_that_a_peft_model_wraps_is_patched() -> None:
     model, batch = model_and_batch("llama")
 
     class PeftModelForCausalLM(torch.nn.Module):
-        """As peft's: what it has not itself it takes from the model that it wraps."""
+        """Like peft's: attributes that it lacks are those of the model that it wraps."""
 
         peft_config: Any = None
 

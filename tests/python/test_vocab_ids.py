@@ -193,7 +193,7 @@ def test_nothing_of_other_rows_is_read(device: str) -> None:
 @pytest.mark.parametrize("ignored", [0, 5, 1 << 40])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_ignore_index_stays_what_it_is(device: str, ignored: int, dtype: torch.dtype) -> None:
-    """In the list, out of it, and where a place of the list has its number."""
+    """Also where a place of the list has its number, and in i64 beyond 32 bits."""
     x, w, _, _ = problem((40,), VOCAB, 16, device=device)
     if dtype is torch.int32:
         ignored %= 1 << 31

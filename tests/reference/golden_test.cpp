@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compares the reference with PyTorch in float64. Every file of tests/goldens (written by
-// scripts/make_goldens.py) runs as f32 and, where the inputs are exact there, as f16 and bf16, with
-// i32 and i64 targets.
+// scripts/make_goldens.py) runs as f32 with i64 targets and, where the inputs are exact there, as
+// f16 and bf16 with i32 targets.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes a very large number of small calls through the C interface, from several threads at once,
-// every eighth of them refused. Memory, threads and open files must stay as they were after the
-// first tenth, and each call's outputs as they were the first time.
+// Makes a very large number of small calls through the C interface, from several threads at once;
+// about an eighth of them are refused. Memory, threads and open files must stay as they were after
+// the first tenth, and each call's outputs as they were the first time.
 //   --calls 1000000   calls of logitless_run
 //   --threads 2       callers; each tenth of the calls starts new ones
 #include <dirent.h>

@@ -79,7 +79,7 @@ enum class Placement {
   padded,      // rows further apart than their length
   strided,     // gaps between the elements of every tensor
   transposed,  // columns are contiguous
-  broadcast,   // inputs have a stride of 0
+  broadcast,   // most inputs have a stride of 0
   unaligned,   // addresses are aligned to one element only
 };
 
@@ -102,7 +102,7 @@ struct Case {
   double outside = 0;  // the share of the tokens whose target is outside the vocabulary
   bool bias = false, token_weight = false, vocab_weight = false;
   bool statistics = false, fault = false;
-  bool row_statistics = false;  // only the statistics that the loss is made of
+  bool row_statistics = false;  // lse, target_logit and the row's state alone
   bool logprob = false, rank = false, sum_p_squared = false, mean_logit = false;
   bool max_logprob = false, mass_above = false;
   bool temperatures = false;  // one per token
@@ -130,7 +130,7 @@ std::string describe(const Case& c);
 
 bool is_linear(OpKind op);
 bool diverges(OpKind op);
-bool has_loss(OpKind op);     // every op with a target
+bool has_loss(OpKind op);     // every op but Softmax
 bool has_forward(OpKind op);  // writes loss and statistics
 bool has_gradient(OpKind op);
 
@@ -151,7 +151,7 @@ struct Pair {
 std::vector<Pair> feature_pairs(OpKind op, DType dtype);
 Case case_of(OpKind op, DType dtype, const Pair& pair);
 
-// Shapes that cross every internal boundary: lanes, tiles, chunks, blocks.
+// Shapes that cross internal boundaries: of lanes, tiles, chunks, blocks.
 std::vector<Shape> shapes(OpKind op);
 
 }  // namespace logitless::conformance

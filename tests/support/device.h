@@ -34,9 +34,9 @@ class TestDevice {
   virtual void destroy_workspace(void*) const {}
   // Bytes that a workspace object has allocated so far.
   virtual uint64_t bytes_of_workspace(const void*) const { return 0; }
-  // Whether errors of targets are returned as a status, and whether the caller's threads do the
-  // work.
+  // Whether an error of a target is returned as a status; if not, it is in the fault word.
   virtual bool synchronous() const { return true; }
+  // Whether a run divides its work over an executor's threads.
   virtual bool has_threads() const { return false; }
   // Whether products of this input dtype use tensor cores ("Accuracy" of the contract).
   virtual bool tensor_cores(DType) const { return false; }

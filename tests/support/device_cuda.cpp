@@ -184,7 +184,7 @@ class CudaDevice final : public TestDevice {
   }
 
   bool synchronous() const override { return false; }
-  // f32 products use neither a narrower dtype nor tensor cores.
+  // Without allow_tf32, f32 products use no tensor cores.
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
   bool has_tf32() const override { return true; }
   bool keeps_state(DType) const override { return true; }
@@ -193,7 +193,7 @@ class CudaDevice final : public TestDevice {
     return !cuda::find_device(index_, &info).ok() || cuda::reference_is_maximum(*info, dtype);
   }
   bool batch_invariant(const Case& c) const override {
-    // These take cuBLASLt's products, which promise no invariance.
+    // These may take cuBLASLt's products, which promise no invariance.
     if (diverges(c.op) || c.listed > 0) return false;
     const cuda::DeviceInfo* info;
     if (!is_linear(c.op)) return true;

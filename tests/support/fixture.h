@@ -37,7 +37,7 @@ struct Field {
   std::vector<std::byte> bits;  // of the elements, dense
 };
 using Fields = std::map<std::string, Field>;
-// Writes dense elements given as bytes.
+// Writes field.bits, which are dense, to the view's elements.
 void write_bits(const TensorView& view, const Field& field);
 
 struct Outcome {
@@ -112,7 +112,7 @@ void place(Op& op, const Device& tensors) {
   });
 }
 
-// Runs `op` through a plan made with other addresses; `host` is the same op in the pool.
+// Runs `op` through a plan made with other addresses or with none; `host` is the op in the pool.
 template <class Op>
 Status run_planned(const TestDevice& device, const Op& op, const Op& host, const Pool& pool,
                    const Workspace& scratch, const Execution& execution, By by) {

@@ -67,7 +67,7 @@ struct Setting {
   const char* name;
   void (*apply)(Case& c);
 };
-// Each option alone, with only the row's statistics; kernels may be specialized for these.
+// No option or a single one, with only the row's statistics; kernels may be specialized for these.
 inline void only(Case& c) { c.statistics = c.bias = false, c.row_statistics = true; }
 inline constexpr Setting kAlone[] = {
     {"nothing", only},

@@ -31,7 +31,7 @@ struct Steps {
   Forward forward{};
   Kept kept;
 
-  // Keeps at least `columns` columns of the vocabulary (0: all).
+  // Gives room for `columns` columns, a multiple of 64 (0: for all).
   Steps(const TestDevice& device, const Case& c, int64_t columns) : problem(build<Backward>(c)) {
     Backward& op = problem.op;
     forward = {.input = op.input,

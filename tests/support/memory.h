@@ -61,7 +61,7 @@ class Pool {
   TensorView reserve(DType dtype, std::vector<int64_t> shape, Layout layout = {});
   size_t size() const { return allocations_.size(); }
   const Bytes& operator[](size_t i) const { return allocations_[i]; }
-  // The allocation that contains the view.
+  // The index of the allocation that contains the view.
   size_t find(const TensorView& view) const;
 
  private:

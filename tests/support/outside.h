@@ -106,8 +106,8 @@ reference::Result evaluate_without(const std::vector<size_t>& places, Op op,
   }
 }
 
-// Tokens out of range count in the normalizer, and their loss and log-probability are NaN;
-// otherwise they are treated as ignored.
+// The loss and log-probability of a token out of range are NaN, and it may count in the normalizer;
+// otherwise it is treated as ignored.
 template <class Op>
 reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
   const std::vector<size_t> outside = tokens_outside(op);

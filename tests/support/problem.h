@@ -280,7 +280,7 @@ class Builder {
     return c_.options.reduction == Reduction::none ? c_.shape.tokens : 1;
   }
 
-  // Positive, some exactly 0.
+  // Not negative; every sixth is exactly 0.
   std::vector<double> class_weights(int64_t vocab) const {
     std::vector<double> weights = normals(vocab, c_.seed + 13, 0.4, 1);
     for (int64_t j = 0; j < vocab; ++j) weights[j] = j % 6 == 5 ? 0 : std::fabs(weights[j]);
@@ -333,8 +333,8 @@ class Builder {
     }
   }
 
-  // Adds the state that Forward of this op writes, from the reference: (row_reference, row_log_sum,
-  // entropy).
+  // Adds the upstream gradients of statistics and, from the reference, what Forward of this op
+  // writes for Backward.
   void add_saved() {
     const int64_t tokens = c_.shape.tokens;
     if (c_.grad_lse) p_.op.grad_lse = upstream(tokens, 0.3, 0.1, 17);

@@ -109,8 +109,8 @@ inline uint64_t hash_of(std::string_view text) {
   return hash;
 }
 
-// Returns the third of each test's cases that runs now. It is selected by hash, because adjacent
-// cases share a backend or an op, and so that no commit gets the larger third of every test.
+// Returns the cases that run now: a third of each test's, or all if it has few. Selected by hash,
+// because adjacent cases share a backend or an op, and no commit is to get every larger third.
 inline CasesByTest third_of(CasesByTest tests, size_t seed) {
   for (auto& [name, cases] : tests) {
     if (cases.size() <= kSwept) continue;

@@ -147,7 +147,7 @@ class ShardJudge {
     return shards;
   }
 
-  // Half of the cases keep all columns, half of them some.
+  // Cases with an odd seed have room for all columns, the others for half.
   void make_room(size_t s, LinearCrossEntropyForward* op) {
     if (is_shard(s)) op->anchor = anchor_;
     LinearCrossEntropyForward placed = *op;

@@ -17,7 +17,7 @@ from serving import serve
 
 import rotation
 
-# This flag makes Chromium offer an adapter without a GPU.
+# --enable-unsafe-webgpu makes Chromium offer an adapter without a GPU.
 CHROMIUM = ["--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 CHROMIUM += ["--disable-component-update", "--disable-sync", "--enable-unsafe-webgpu"]
 # libwgpu_native complains without this variable.

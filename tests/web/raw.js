@@ -62,7 +62,7 @@ globalThis.compile = async (request) => {
   }
 };
 
-// Runs a pipeline on buffers (base64, one per binding); returns every storage buffer.
+// Runs a pipeline on buffers (base64, one per binding); returns every buffer.
 globalThis.runRaw = async (request) => {
   const device = await requireDevice();
   const pipeline = await keptPipelineOf(device, request);

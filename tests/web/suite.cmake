@@ -1,6 +1,6 @@
 # Builds the conformance suite as a wasm module, for a page that lends it a device
-# (tests/web/suite.js), with the same cases, bounds and tests as natively. The suite waits for the
-# device through JSPI, which the library itself never needs.
+# (tests/web/suite.js), with the native suite's cases and bounds, and some of its tests. The suite
+# waits for the device through JSPI, which the library itself never needs.
 #   cmake --build build/web --target suite        -> build/web/suite/suite.wasm
 find_path(LOGITLESS_GTEST_SOURCE src/gtest-all.cc PATHS /usr/src/googletest/googletest NO_DEFAULT_PATH
           NO_CMAKE_FIND_ROOT_PATH DOC "GoogleTest's sources (Debian: googletest)")

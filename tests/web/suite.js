@@ -76,7 +76,7 @@ memory = side.memory = instance.exports.memory;
 instance.exports._initialize();
 const run = WebAssembly.promising(instance.exports.run_tests);
 
-// Returns how many of a filter's tests failed, how many there are, and their output.
+// Returns how many of a filter's tests failed (-1: it has none), and their output.
 globalThis.runTests = async (filter) => {
   lines.length = 0;
   const bytes = new TextEncoder().encode(`${filter}\0`);

@@ -193,7 +193,7 @@ def test_masked_infinite_and_nan_logits(compiler: Compiler, vocab: int, alpha: f
     x[1, vocab - 1] = np.nan
     x[2, vocab // 2] = np.inf
     x[3, :] = -np.inf
-    x[4, 11] = -np.inf  # column 11 is the target of row 4
+    x[4, 11] = -np.inf  # the target's logit
     x[5, 17] = np.nan
     t[5] = vocab  # row 5 does not count
     loss, grad = run(compiler, x, t, 1.0, alpha)

@@ -44,7 +44,7 @@ def test_kinds(page: Page, kind: str) -> None:
 
 
 def test_kinds_by_hand(page: Page) -> None:
-    """p = (1/2, 1/2), q = (1/4, 3/4): evaluate() knows the kinds by the same names."""
+    """p = (1/2, 1/2), q = (1/4, 3/4). evaluate() would not see two names exchanged."""
     got = page.evaluate(
         """([kinds]) => Promise.all(kinds.map((divergence) => logitless.linearDivergence({
           input: logitless.tensor(new Float32Array(1), [1, 1]), weight: logitless.tensor(new Float32Array(2), [2, 1]),

@@ -16,8 +16,8 @@ LOGITS_OPS = ["softmax", "forward", "backward", "forward_backward"]
 LINEAR_OPS = ["linear_forward", "linear_backward", "linear_forward_backward"]
 DIVERGENCES = ["divergence_forward", "divergence_backward", "divergence_forward_backward"]
 DTYPES = ["f32", "f16", "bf16"]
-# All dtypes of the op that uses all kernels, and every other op with some dtype. The kernel of
-# whole rows, of the ops on given logits, is the slowest there.
+# All dtypes of the op that uses most kernels, and some dtype of most others. The kernel of whole
+# rows, of the ops on given logits, is the slowest there.
 CASES = [("linear_forward_backward", dtype) for dtype in DTYPES]
 CASES += [
     ("linear_forward", "bf16"),

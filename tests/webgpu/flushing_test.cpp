@@ -94,7 +94,7 @@ class WebGpuFaint : public testing::Test {
     c.grad_loss = true;
     return c;
   }
-  // z falls from 0 to -`depth`, in another way in each row.
+  // z falls from `above` by `depth`, in another way in each row.
   static std::vector<double> slopes(const Case& c, double depth, double above = 0) {
     const double slope = c.options.logit_scale / static_cast<double>(c.options.temperature);
     std::vector<double> logits;

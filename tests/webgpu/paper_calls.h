@@ -91,7 +91,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
   if (is({"kept", "kept_rows"})) return paper_kept(c, name);
   if (c.probabilities && !is({"token_weight"})) return {};
-  // Each statistic with and without the others.
+  // Some calls lack logprob, some the statistics that few calls ask for.
   if (is({"logprob"}) && !c.none) return {};
   if (is({"rank", "sum_p_squared", "mean_logit", "max_logprob", "mass_above"}) &&
       c.dtype == DType::f16)

@@ -67,7 +67,7 @@ TEST(WebGpuPlan, KeepsToTheLimitsAndTheBudget) {
   }
 }
 
-// The shapes of WebGpu.LargeTilesAndSlices lead to every tile and to slices.
+// Shapes like those of WebGpu.LargeTilesAndSlices lead to every tile and to slices.
 TEST(WebGpuPlan, TilesFollowTheShape) {
   const auto tile = [](int64_t rows, int64_t columns, int64_t depth, bool logits) {
     const Tile t = tile_of(rows, columns, depth, logits);

@@ -301,7 +301,7 @@ TEST_F(WebGpuToken, EqualLogitsAreNotAbove) {
   }
 }
 
-// The rows of tokens without a gradient may hold anything; their gradients are 0.
+// Fills what Backward reads of these tokens' rows, except upstream gradients, with NaN.
 template <class Op>
 void put_nan(Problem<Op>* p, const std::vector<int64_t>& tokens) {
   logitless_op unused{};

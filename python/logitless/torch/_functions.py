@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions a user calls. docs/semantics.md has the formulas."""
+"""The functions on tensors that a user calls, except linear_divergence. docs/python.md explains
+their options, docs/semantics.md has the formulas."""
 
 from __future__ import annotations
 

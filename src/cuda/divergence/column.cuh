@@ -75,7 +75,7 @@ struct ColumnTerms<DivergenceKind::forward_kl> {
   TwoHeads c;
   float less;  // p - q
   __device__ ColumnTerms(const TwoHeads& c, float) : c(c), less(difference(c)) {}
-  // The summand of D, not negative up to rounding.
+  // The summand of the divergence, not negative up to rounding.
   __device__ float value() const { return c.q == 0 ? c.p : fmaf(-c.q, c.d, less); }
   // f_j, whose mean over p is subtracted.
   __device__ float slope() const { return 0; }

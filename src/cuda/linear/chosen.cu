@@ -12,7 +12,7 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int threads = 256, warps = threads / 32;
-constexpr int columns_per_block = 64;  // columns per block of threads, of one token
+constexpr int columns_per_block = 64;  // of one token, at a time
 
 __device__ bool counts(const TokenInput& in, int64_t i) {
   return kind_of_target(in, target_of(in, i)) == TokenKind::counts;

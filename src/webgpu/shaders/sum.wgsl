@@ -136,7 +136,7 @@ fn set_normalizer(counted: f32) {
   }
 }
 
-// In this entry point the values add up to the counted normalizer.
+// `values` has the counted normalizer; for normalize_sums, its parts. Only kind 1 uses it.
 @compute @workgroup_size(1)
 fn normalize() {
   set_normalizer(value(0u));
