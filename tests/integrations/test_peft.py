@@ -214,40 +214,6 @@ def test_prompt_tuning(calls: Calls) -> None:
     same_run(runs[1], runs[0])
 
 
-@pytest.mark.parametrize("patch_first", [True, False], ids=["patched first", "adapter first"])
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        (peft.LoraConfig(target_modules=["lm_head"], use_dora=True), "variant .*Dora"),
-        (peft.LoraConfig(target_modules=["lm_head"], lora_bias=True), "bias of its own"),
-        (peft.LoHaConfig(target_modules=["lm_head"]), r"peft\.tuners\.loha"),
-        (peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]), r"peft\.tuners\.ia3"),
-        (
-            peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices={"lm_head": [1, 2]}),
-            "TrainableTokensWrapper",
-        ),
-    ],
-    ids=["dora", "lora_bias", "loha", "ia3", "tokens"],
-)
-def test_other_adapters_on_the_head_are_refused(
-    config: Any, message: str, patch_first: bool, calls: Calls
-) -> None:
-    model = support.llama()
-    said = f"(?s)the lm_head is .*{message}.*; allowed: .*leave lm_head out of target_modules"
-    if patch_first:
-        patch_transformers(model)
-    made = peft.get_peft_model(model, config)
-    if patch_first:
-        for _ in range(2):
-            with pytest.raises(NotImplementedError, match=said):
-                made(**support.batch(0))
-    else:
-        with pytest.raises(NotImplementedError, match=said):
-            patch_transformers(made.get_base_model())
-        assert made(**support.batch(0)).logits is not None
-    assert calls.taken() == 0
-
-
 def test_another_adapter_for_every_sequence_is_refused(calls: Calls) -> None:
     model = with_adapter("head", True)
     names = ["default", "__base__", "default", "__base__"]

@@ -600,9 +600,11 @@ def test_a_lora_on_the_head_is_served(patch_first: bool, monkeypatch: Any) -> No
             if e.grad is not None:
                 torch.testing.assert_close(a.grad, e.grad, rtol=1e-4, atol=2e-6)
     lora.lora_variant = {"default": object()}  # type: ignore[assignment]
-    torch.testing.assert_close(model(**batch).loss, output.loss)  # without the patch
-    lora.disable_adapters = False
-    with pytest.raises(NotImplementedError, match="LoRA 'default' of a variant"):
+    torch.testing.assert_close(model(**batch).loss, output.loss)  # the adapter is off here
+    own.lm_head.disable_adapters = lora.disable_adapters = False
+    torch.testing.assert_close(model(**batch).loss, own(**batch).loss, rtol=2e-6, atol=1e-6)
+    lora.lora_B["default"].register_forward_hook(lambda module, given, made: made.square())
+    with pytest.raises(NotImplementedError, match="no matrix times the hidden states"):
         model(**batch)
 
 

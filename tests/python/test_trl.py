@@ -369,10 +369,10 @@ CALLS = {"sft": 1, "dpo": 2, "kto": 4, "grpo": 2, "rloo": 3}
 
 
 def train(
-    kind: str, folder: pathlib.Path, device: str, by_name: bool = False
+    kind: str, folder: pathlib.Path, device: str, by_name: bool = False, **options: Any
 ) -> tuple[Any, list[dict[str, Any]]]:
     """The model in `folder` after 20 steps, and what was logged at each. `by_name`: the
-    trainer loads it itself."""
+    trainer loads it itself. `options` are the trainer's."""
     import datasets
 
     model: Any = str(folder)
@@ -384,7 +384,7 @@ def train(
         save_strategy="no", report_to="none", gradient_checkpointing=False, disable_tqdm=True,
         **SETTINGS[kind],
     )  # fmt: skip
-    more = {"reward_funcs": reward} if kind in ("grpo", "rloo") else {}
+    more = options | ({"reward_funcs": reward} if kind in ("grpo", "rloo") else {})
     trainer = getattr(trl, f"{kind.upper()}Trainer")(
         model=model, args=config, processing_class=tokenizer(),
         train_dataset=datasets.Dataset.from_list([ROWS[kind](i) for i in range(24)]), **more,

@@ -73,6 +73,15 @@ def check(raises: bool = True, compiled: bool = False) -> bool:
     return False
 
 
+def check_peft() -> None:
+    """Raises if PEFT up the stack will make a loss of its own of the logits."""
+    if any(f.f_code.co_name == "_cpt_forward" and "peft" in _module_of(f) for f in _frames()):
+        raise not_supported(
+            "PEFT's CPT makes its own loss of the logits, of which a patched model makes none; "
+            "allowed: skip_logits=False in the call, or a model that is not patched"
+        )
+
+
 def logs_steps() -> bool:
     """Whether the Trainer is logging its steps, which it does in every process."""
     return _trainer_frame(("_maybe_log_save_evaluate",)) is not None

@@ -19,9 +19,19 @@ from logitless._errors import LogitlessError, not_supported, wrong_dtype
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 _LORA = ("peft.tuners.lora.layer", "Linear")
-_ALLOWED = (
-    "allowed: a plain torch.nn.Linear, and of PEFT modules_to_save or a LoRA without variants on it"
+# Whatever PEFT puts around a module, but ModulesToSaveWrapper.
+_ADAPTERS = (
+    _LORA,
+    ("peft.tuners.tuners_utils", "BaseTunerLayer"),
+    ("peft.utils.other", "TrainableTokensWrapper"),
 )
+_ALLOWED = (
+    "allowed: a plain torch.nn.Linear, and of PEFT modules_to_save or an adapter that is a matrix"
+)
+
+
+# Where a module keeps what was put in the place of its class's functions.
+REPLACED = ("forward", "_old_forward", "_replicate_for_data_parallel")
 
 
 def through(head: Any, function: Callable[[Tensor], Any], input: Tensor) -> Any:
@@ -45,7 +55,7 @@ def _is(module: Any, name: tuple[str, str]) -> bool:
     return known is not None and isinstance(module, known) and _computes_as(module, known)
 
 
-def _refused(what: str) -> LogitlessError:
+def refused(what: str) -> LogitlessError:
     return not_supported(
         f"the lm_head is {what}; {_ALLOWED} (leave lm_head out of target_modules, merge the "
         "adapter, or leave the head unquantized)"
@@ -60,8 +70,9 @@ def _is_linear(module: Any) -> bool:
     return isinstance(module, torch.nn.Linear) and _computes_as(module, torch.nn.Linear)
 
 
-def is_lora(module: Any) -> bool:
-    return _is(module, _LORA)
+def is_adapter(module: Any) -> bool:
+    kinds = (getattr(sys.modules.get(name), kind, None) for name, kind in _ADAPTERS)
+    return any(kind is not None and isinstance(module, kind) for kind in kinds)
 
 
 def parts(head: Any) -> tuple[Any, ...]:
@@ -73,10 +84,28 @@ def parts(head: Any) -> tuple[Any, ...]:
     if _is(head, _SAVED):
         within = (head.original_module, *head.modules_to_save.values())
         return tuple(part for module in within for part in parts(module))
-    if is_lora(head):
-        _check_lora(head)
-        return (head, *parts(head.base_layer))
-    raise _refused(f"a {type(head).__module__}.{type(head).__qualname__}")
+    if is_adapter(head):
+        _check_adapter(head)
+        return (head, *parts(_within(head)))
+    raise refused(f"a {name_of(head)}")
+
+
+def name_of(module: Any) -> str:
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    variants = [getattr(v, "__name__", type(v).__name__) for v in _variants_of(module).values()]
+    return f"{name} ({', '.join(variants)})" if variants else name
+
+
+def _variants_of(adapter: Any) -> dict[str, Any]:
+    """PEFT's variants of a LoRA, of its active adapters."""
+    known: dict[str, Any] = getattr(adapter, "lora_variant", {})
+    return {name: known[name] for name in getattr(adapter, "active_adapters", ()) if name in known}
+
+
+def _within(adapter: Any) -> Any:
+    """What the adapter is around."""
+    found = vars(adapter)["_modules"]
+    return next((found[name] for name in ("base_layer", "token_adapter") if name in found), None)
 
 
 _UNQUANTIZED = (
@@ -97,8 +126,15 @@ def check_weight(part: Any) -> None:
         way = "model.to(torch.float32) before the patch" if casts else _UNQUANTIZED
         raise wrong_dtype(f"lm_head.weight is {str(weight.dtype)[6:]}; allowed: {allowed} ({way})")
     kind: Any = type(weight)
-    known = kind.__torch_dispatch__ == Tensor.__torch_dispatch__ or hasattr(weight, "placements")
-    if not known and kind.__module__.partition(".")[0] != "torch":
+    functions = (torch.Tensor, torch.nn.Parameter)
+    plain = kind.__torch_dispatch__ == Tensor.__torch_dispatch__ and any(
+        kind.__torch_function__ == known.__torch_function__ for known in functions
+    )
+    if (
+        not plain
+        and not hasattr(weight, "placements")
+        and kind.__module__.partition(".")[0] != "torch"
+    ):
         raise not_supported(
             f"lm_head.weight is a {kind.__module__}.{kind.__qualname__}; allowed: a plain or a "
             f"distributed tensor ({_UNQUANTIZED})"
@@ -120,15 +156,23 @@ def slot(part: Any) -> str:
     return "forward"
 
 
-def is_off(layer: Any) -> bool:
-    """Whether the base layer alone computes the logits, because the LoRA is disabled or merged into
-    its weight."""
-    return bool(layer.disable_adapters or layer.merged)
+def is_off(adapter: Any) -> bool:
+    """Whether the layer inside computes the logits alone, because the adapter is disabled or merged
+    into its weight."""
+    return bool(getattr(adapter, "disable_adapters", False) or getattr(adapter, "merged", False))
+
+
+def state_of(part: Any) -> tuple[Any, ...]:
+    """Which of its adapters make the logits."""
+    if not is_adapter(part):
+        return ()
+    names: Any = getattr(part, "active_adapters", ())
+    return is_off(part), *(() if callable(names) else names)
 
 
 def is_random(part: Any) -> bool:
     """Whether two calls compute different logits, because of a LoRA's dropout."""
-    if not is_lora(part) or is_off(part):
+    if not is_adapter(part) or is_off(part) or not is_plain_lora(part):
         return False
     dropouts = [part.lora_dropout[name] for name in _active(part)]
     return any(dropout.training and getattr(dropout, "p", 0) for dropout in dropouts)
@@ -138,24 +182,28 @@ def _active(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
-def _check_lora(layer: Any) -> None:
-    """Raises for LoRAs that with_lora does not compute: offloaded ones, PEFT's variants (such as
-    DoRA), and matrices that are no plain Linear or have a bias."""
-    if is_off(layer):
+def is_plain_lora(layer: Any) -> bool:
+    """Whether it is s·B·(A·x) beside a plain Linear. PEFT's variants (DoRA, ...) have formulas of
+    their own."""
+    if not (_is(layer, _LORA) and _is_linear(layer.base_layer)):
+        return False
+    return not _variants_of(layer) and not any(
+        getattr(layer, "use_dora", {}).get(name)
+        or layer.lora_B[name].bias is not None
+        or not (_is_linear(layer.lora_A[name]) and _is_linear(layer.lora_B[name]))
+        for name in _active(layer)
+    )
+
+
+def _check_adapter(adapter: Any) -> None:
+    """Raises for what is known before a call."""
+    if is_off(adapter):
         return
-    variants = {name: "DoRA" for name, used in getattr(layer, "use_dora", {}).items() if used}
-    for name, variant in getattr(layer, "lora_variant", {}).items():
-        variants[name] = getattr(variant, "__name__", type(variant).__name__)
-    for name in _active(layer):
-        a, b = layer.lora_A[name], layer.lora_B[name]
-        if any(weight.is_meta for weight in (layer.base_layer.weight, a.weight, b.weight)):
-            raise _refused(f"PEFT's LoRA {name!r} with a weight that is offloaded")
-        if name in variants:
-            raise _refused(f"PEFT's LoRA {name!r} of a variant ({variants[name]})")
-        if b.bias is not None:
-            raise _refused(f"PEFT's LoRA {name!r} with a bias of its own (lora_bias)")
-        if not (_is_linear(a) and _is_linear(b)):
-            raise _refused(f"PEFT's LoRA {name!r} whose matrix is a {type(b).__qualname__}")
+    if any(weight.is_meta for weight in adapter.parameters()):
+        raise refused(f"a {name_of(adapter)} with a weight that is offloaded")
+    variants = [getattr(v, "__name__", type(v).__name__) for v in _variants_of(adapter).values()]
+    if any(name.startswith(("ALora", "Arrow")) for name in variants):  # by positions, by routes
+        raise refused(f"a {name_of(adapter)}, which is another head for every token")
 
 
 def with_lora(layer: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -174,3 +222,11 @@ def with_lora(layer: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
     if len(inputs) == 1:
         return input, base.weight, base.bias
     return torch.cat(inputs, -1), torch.cat(weights, -1), base.bias
+
+
+def weight_within(adapter: Any) -> Tensor:
+    module = adapter
+    while not _is_linear(module):
+        module = _within(module)
+    weight: Tensor = module.weight
+    return weight

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from logitless._errors import LogitlessError, invalid, not_supported, renames
-from logitless.integrations import _callers, _heads, _metrics, _rows, trl
+from logitless.integrations import _callers, _heads, _matrix, _metrics, _rows, trl
 from logitless.integrations._predicted import Predicted
 from logitless.torch import linear_cross_entropy, linear_topk, workspace_size
 from logitless.torch._functions import measured
@@ -220,14 +220,20 @@ def _check_head(part: Any, input: Tensor, pending: _Pending) -> None:
     pending.looked = True
     if _heads.is_random(part):
         return
+    with torch.no_grad():
+        own = _alone(part, _rows.chosen(input))
+    _rows.check_head(own, pending.real)
+
+
+def _alone(part: Any, input: Tensor) -> Tensor:
+    """The part's own forward, outside of the call that this thread is in."""
     before = _calls.pending
     _calls.pending = {}
     try:
-        with torch.no_grad():
-            own = _own_forward(part)(_rows.chosen(input))
+        logits: Tensor = _own_forward(part)(input)
     finally:
         _calls.pending = before
-    _rows.check_head(own, pending.real)
+    return logits
 
 
 def _head_forward(self: Any, input: Tensor) -> Tensor:
@@ -241,8 +247,8 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
     return pending.answer()
 
 
-def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of PEFT's LoRA around the head. If the LoRA is disabled or merged, the head
+def _adapter_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of PEFT's adapter around the head. If the adapter is disabled or merged, the head
     inside it computes the loss."""
     pending = _calls.pending.get(self)
     if pending is None or _heads.is_off(self):
@@ -250,12 +256,15 @@ def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
         return logits
     if args or kwargs:
         raise not_supported(
-            "the LoRA on the lm_head is called with more than its input (adapter_names: another "
-            "adapter for every sequence); allowed: the active adapters for all of them"
+            "the adapter on the lm_head is called with more than its input (adapter_names, or what "
+            "says which adapter a token has); allowed: the active adapters for all of them"
         )
-    pending.compute(*_heads.with_lora(self, input))
-    if pending.key == _rows.NEW and not torch.compiler.is_compiling():
-        _check_head(self, input, pending)
+    new = pending.key == _rows.NEW and not torch.compiler.is_compiling()
+    before = _matrix.random_state(self) if new else {}
+    pending.compute(*_matrix.joined(self, functools.partial(_alone, self), input, new))
+    if new:
+        with _matrix.drawing_again(before):
+            _check_head(self, input, pending)
     return pending.answer()
 
 
@@ -595,6 +604,8 @@ class _Settings:
             return
         pending.state = self._state(model, parts)
         pending.key = _rows.SETTLED if pending.state in self.seen else _rows.NEW
+        if pending.key == _rows.NEW:
+            _callers.check_peft()
         if not (self.eval_logits or model.training):  # in each call: the Trainer may change
             pending.predicts = _callers.check(raises=self.eval_logits is None)
 
@@ -604,7 +615,13 @@ class _Settings:
         everywhere = torch.nn.modules.module
         hooks = everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks
         heads = [
-            (*_state_of(part), weight.shape, weight.dtype, part.bias is None)
+            (
+                *_state_of(part),
+                *_heads.state_of(part),
+                weight.shape,
+                weight.dtype,
+                getattr(part, "bias", None) is None,
+            )
             for part in parts
             if isinstance(weight := getattr(part, "weight", None), Tensor)
         ]
@@ -694,7 +711,7 @@ def _replicate(self: Any) -> Any:
 def _install(
     module: Any, function: Callable[..., Any], settings: _Settings, slot: str = "forward"
 ) -> None:
-    """Replaces the forward of a module: a patched model, backbone, head or LoRA."""
+    """Replaces the forward of a module: a patched model, backbone, head or adapter."""
     # If this attribute exists, so does the patched forward, perhaps inside other libraries'
     # wrappers.
     if _OWN_FORWARD not in module.__dict__:
@@ -708,7 +725,7 @@ def _install(
 def _install_part(part: Any, settings: _Settings) -> None:
     """Replaces the forward of a part of the head, inside accelerate's hooks."""
     slot = "forward" if _OWN_FORWARD in part.__dict__ else _heads.slot(part)
-    _install(part, _lora_forward if _heads.is_lora(part) else _head_forward, settings, slot)
+    _install(part, _adapter_forward if _heads.is_adapter(part) else _head_forward, settings, slot)
 
 
 def _install_loss(model: Any) -> None:
@@ -758,6 +775,20 @@ def _base_of(model: Any) -> Any:
     if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         return _base_of(model.module)
     return model
+
+
+def _check_around(model: Any, base: Any) -> None:
+    """Raises where a module around the model calls a forward that it took earlier, as PEFT's
+    adaption prompt does."""
+    if model is base or not isinstance(model, torch.nn.Module):
+        return
+    for module in model.modules():
+        if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
+            raise not_supported(
+                f"a {type(module).__name__} around the {type(base).__name__} has taken its forward "
+                "before the patch, and would not call the patched one; allowed: the patch first, "
+                "and then what is around it"
+            )
 
 
 class Patch:
@@ -836,6 +867,8 @@ def _patch_model(model: Any, options: dict[str, Any]) -> _Settings:
         return known  # type: ignore[no-any-return]
     parts = _check_model(model)
     _check_no_loss_of_its_own(type(model))
+    for part in parts:
+        _matrix.check_linear(part)
     settings = _Settings(model, options)
     _install_loss(model)
     _install_model(model, settings)
@@ -975,6 +1008,7 @@ def patch_transformers(
         _check_options(options, None)
         return _patch_class(model, given)
     base = _base_of(model)
+    _check_around(model, base)
     weight = getattr(_head_of(base), "weight", None)
     _check_options(options, len(weight) if isinstance(weight, Tensor) else None)
     _patch_model(base, given)
