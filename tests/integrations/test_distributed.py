@@ -57,6 +57,13 @@ def test_two_processes_learn_as_one_does(case: workers.Case, results: list[dict[
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("case", workers.MEASURED, ids=str)
+def test_metrics_are_those_of_the_logits(case: workers.Case, results: list[dict[str, Any]]) -> None:
+    for actual in of(results, f"{case} metrics"):
+        for found, expected in zip(actual["found"], actual["expected"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 def test_the_function_refuses_a_sharded_weight(results: list[dict[str, Any]]) -> None:
     for actual in of(results, "sharded weight"):
         assert "DTensor is sharded" in actual["error"] and "Head" in actual["error"]

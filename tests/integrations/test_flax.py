@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import support
+from logitless import jax as ours_of_jax
 from logitless.jax import linear_cross_entropy
 from support import STEPS, same_run
 
@@ -151,3 +152,84 @@ def test_parameters_are_taken_as_they_are(transform: str) -> None:
         TypeError, match=r"linear_weight is a Embed; .*, as its embedding\[\.\.\.\]"
     ):
         linear_cross_entropy(hidden, embed, labels)
+
+
+BOXES: dict[str, Any] = {
+    "nnx.Param": nnx.Param,
+    "nnx.Variable": nnx.Variable,
+    "linen.Partitioned": lambda x: linen.Partitioned(x, names=(None,) * x.ndim),
+    "linen.LogicallyPartitioned": lambda x: linen.LogicallyPartitioned(x, names=(None,) * x.ndim),
+    "a box in a Param": lambda x: nnx.Param(linen.Partitioned(x, names=(None,) * x.ndim)),
+}
+
+
+def arrays() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    return {
+        "x": jax.random.normal(keys[0], (3, 5, 8)), "w": jax.random.normal(keys[1], (11, 8)),
+        "b": jax.random.normal(keys[2], (11,)), "t": jax.random.randint(keys[3], (3, 5), 0, 11),
+    }  # fmt: skip
+
+
+FUNCTIONS: dict[str, Any] = {
+    "linear_cross_entropy": lambda x, w, b, t: linear_cross_entropy(x, w, t, linear_bias=b),
+    "linear_logprob": lambda x, w, b, t: ours_of_jax.linear_logprob(x, w, t, linear_bias=b),
+    "linear_logprobs_at": lambda x, w, b, t: ours_of_jax.linear_logprobs_at(
+        x, w, t[..., None] if isinstance(t, jax.Array) else t, linear_bias=b
+    ),
+    "linear_topk": lambda x, w, b, t: ours_of_jax.linear_topk(x, w, 3, linear_bias=b)[0],
+    "linear_divergence": lambda x, w, b, t: ours_of_jax.linear_divergence(
+        x, w, x, w, linear_bias=b, teacher_temperature=2.0
+    ),
+    "cross_entropy": lambda x, w, b, t: ours_of_jax.cross_entropy(x, t),
+    "softmax": lambda x, w, b, t: ours_of_jax.softmax(x),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("box", BOXES)
+def test_parameters_are_the_arrays_that_they_hold(box: str, name: str) -> None:
+    given, function = arrays(), FUNCTIONS[name]
+    if name in ("cross_entropy", "linear_logprobs_at"):
+        given["t"] = given["t"] % 8
+    boxed = {key: BOXES[box](value) for key, value in given.items() if key != "t"}
+    expected = function(**given)
+    assert np.array_equal(function(**boxed, t=given["t"]), expected)
+    if name in ("linear_cross_entropy", "linear_logprob"):
+        assert np.array_equal(function(**boxed, t=BOXES[box](given["t"])), expected)
+
+
+@pytest.mark.parametrize("box", BOXES)
+@pytest.mark.parametrize("jitted", [False, True], ids=["", "jit"])
+def test_parameters_have_gradients(box: str, jitted: bool) -> None:
+    given = arrays()
+    target = given.pop("t")
+
+    def loss(p: Any) -> Any:
+        return linear_cross_entropy(p["x"], p["w"], target, linear_bias=p["b"])
+
+    boxed = {key: BOXES[box](value) for key, value in given.items()}
+    grad = jax.jit(jax.grad(loss)) if jitted else jax.grad(loss)
+    made, expected = grad(boxed), jax.grad(loss)(given)
+    assert jax.tree.structure(made) == jax.tree.structure(boxed)
+    for a, e in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-7)
+
+
+def test_a_module_gives_its_embedding_itself() -> None:
+    model, ids = Model(True, jnp.float32, nnx.Rngs(0)), jnp.arange(12).reshape(2, 6)
+
+    def loss(weight: Any) -> Any:
+        return lambda m: linear_cross_entropy(m.hidden(ids), weight(m), ids, shift=True)
+
+    found = nnx.value_and_grad(loss(lambda m: m.embed.embedding))(model)
+    expected = nnx.value_and_grad(loss(lambda m: m.embed.embedding[...]))(model)
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(a, e)
+
+
+def test_a_box_of_something_else_is_an_error() -> None:
+    given = arrays()
+    for wrong in (nnx.Param({"w": given["w"]}), linen.Partitioned("w", names=())):
+        with pytest.raises(TypeError, match="linear_weight is a"):
+            linear_cross_entropy(given["x"], wrong, given["t"])

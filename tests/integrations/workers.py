@@ -191,6 +191,57 @@ def sharded_weight(calls: support.Calls) -> dict[str, Any]:
     return {"error": None}
 
 
+MEASURED = [Case("patched", "ddp"), Case("patched", "fsdp"), Case("patched", "accelerate fsdp")]
+METRICS = ("accuracy", "entropy", "logprob", "rank")
+
+
+class Whole(torch.nn.Module):
+    """A patched model that gives its metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = support.llama()
+        patch_transformers(self.model, metrics=METRICS)
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch)
+
+
+def metrics_of(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """In f64."""
+    z, target = logits[:, :-1].double(), labels[:, 1:]
+    counts = target != -100
+    z, target = z[counts], target[counts]
+    logp = z.log_softmax(-1)
+    of_target = z.gather(-1, target[:, None])
+    made = (
+        z.argmax(-1) == target, -(logp.exp() * logp).sum(-1), logp.gather(-1, target[:, None]),
+        (z > of_target).sum(-1),
+    )  # fmt: skip
+    return {name: value.double().mean().item() for name, value in zip(METRICS, made)}
+
+
+def measured(case: Case) -> dict[str, Any]:
+    """The metrics of four steps, and those of the logits of an unpatched model with the same
+    parameters."""
+    model, optimizer = wrap(case, Whole())
+    own, found, expected = support.llama(), [], []
+    for step in range(4):
+        mine = {
+            name: value[dist.get_rank() :: WORLD] for name, value in support.batch(step).items()
+        }
+        parts = {name.partition("model.")[2]: full(p) for name, p in model.named_parameters()}
+        own.load_state_dict(parts)
+        output = model(**mine)
+        with torch.no_grad():
+            expected.append(metrics_of(own(mine["input_ids"]).logits, mine["labels"]))
+        found.append({name: output.metrics[name].item() for name in METRICS})
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"found": found, "expected": expected}
+
+
 def work(rank: int, folder: str) -> None:
     """Every case; what each gave, or how it failed, is in the file of the rank."""
     torch.set_num_threads(1)
@@ -206,6 +257,7 @@ def work(rank: int, folder: str) -> None:
     results: dict[str, Any] = {}
     for name, run in (
         *((str(case), lambda case=case: train(case, calls)) for case in CASES),
+        *((f"{case} metrics", lambda case=case: measured(case)) for case in MEASURED),
         ("sharded weight", lambda: sharded_weight(calls)),
     ):
         try:

@@ -111,8 +111,20 @@ def their_loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return loss.T.contiguous()
 
 
-def model_of(tied: bool) -> Any:
+def norm_of(_: Any, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> Any:
+    """A norm whose gradients are to be added up, as Apex' and Transformer Engine's say; torch's
+    does not, and Megatron refuses it under sequence parallelism."""
+    made = torch.nn.LayerNorm(hidden_size, eps)
+    for p in made.parameters():
+        p.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return made
+
+
+def model_of(tied: bool, split: bool) -> Any:
     """A GPTModel of one layer, whose random numbers are not CUDA's."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    WrappedTorchNorm.__new__ = norm_of
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import dot_product_attention
@@ -126,6 +138,7 @@ def model_of(tied: bool) -> Any:
         tensor_model_parallel_size=2, use_cpu_initialization=True, hidden_dropout=0.0,
         attention_dropout=0.0, pipeline_dtype=torch.float32, gradient_accumulation_fusion=False,
         bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
+        sequence_parallel=split,
     )  # fmt: skip
     return GPTModel(
         config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=64,
@@ -134,28 +147,45 @@ def model_of(tied: bool) -> Any:
     )  # fmt: skip
 
 
-def trained(tied: bool, **hook: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The losses of 20 steps, and the parameters in the end."""
-    model, losses = model_of(tied), []
+def trained(
+    tied: bool, split: bool, **hook: Any
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The losses of 20 steps, their gradients in the first, and the parameters in the end. Under
+    sequence parallelism the gradients of what is whole on every rank are added up over the ranks,
+    as Megatron's finalize_model_grads does."""
+    model, losses, first = model_of(tied, split), [], []
+    group = setup()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     positions, mask = torch.arange(8).expand(2, 8), torch.ones(1, 1, 8, 8).triu(1).bool()
     for step in range(20):
         ids = (torch.arange(9) * 3 + torch.tensor([[step % 4], [7 * (step % 4)]])) % 64
         loss = model(ids[:, :8], positions, mask, labels=ids[:, 1:].contiguous(), **hook)
         loss.mean().backward()
+        for p in model.parameters():
+            if getattr(p, "sequence_parallel", False):
+                torch.distributed.all_reduce(p.grad, group=group)
+        first = first or [p.grad.clone() for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return losses, [p.detach() for p in model.parameters()]
+    return losses, first, [p.detach() for p in model.parameters()]
 
 
-def learns(me: Rank, tied: bool) -> dict[str, Tensor]:
+def learns(me: Rank, tied: bool, split: bool) -> dict[str, Tensor]:
     setup()
-    ours = trained(tied, output_processor=megatron.output_processor)
-    theirs = trained(tied)
+    calls: list[int] = []
+
+    def processor(*given: Any, **more: Any) -> Any:
+        calls.append(1)
+        return megatron.output_processor(*given, **more)
+
+    ours = trained(tied, split, output_processor=processor)
+    theirs = trained(tied, split)
+    assert len(calls) == 20
     assert theirs[0][-1].mean() < theirs[0][0].mean() - 0.5
-    for a, e in zip(ours[0] + ours[1], theirs[0] + theirs[1]):
-        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+    for mine, own in zip(ours, theirs):
+        for a, e in zip(mine, own, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
     return {}
 
 
@@ -178,6 +208,7 @@ def test_output_processor(pair: ranks.Group, split: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_a_model_learns_the_same(pair: ranks.Group, tied: bool) -> None:
+@pytest.mark.parametrize("split", [False, True], ids=["", "sequence parallel"])
+def test_a_model_learns_the_same(pair: ranks.Group, tied: bool, split: bool) -> None:
     needs_output_processor()
-    pair.call(learns, tied)
+    pair.call(learns, tied, split)

@@ -233,11 +233,31 @@ def test_what_is_not_known_raises() -> None:
             fused(x, w, None, t, softcap=0.0)
         with pytest.raises(ValueError, match="hidden"):
             fused(x[0], w, None, t)
-        w.ds_id = 1  # type: ignore[attr-defined]
-        with pytest.raises(NotImplementedError, match="ZeRO-3"):
+        w.ds_status = types.SimpleNamespace(name="NOT_AVAILABLE")  # type: ignore[attr-defined]
+        with pytest.raises(NotImplementedError, match=r"weight is .* ZeRO-3 that is not whole"):
             fused(x, w, None, t)
-        with torch.no_grad():
-            fused(x, w, None, t)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_parameter_that_deepspeed_takes_away_before_backward_is_kept(entropy: bool) -> None:
+    """ZeRO-3 gives a parameter another memory after its module's forward."""
+    x, w, b, t = problem((9,), 17, 8, bias=True, ignored=0)
+    assert b is not None
+    outputs = ("log_probs", "entropy") if entropy else ("log_probs",)
+
+    def gradients(away: bool) -> Any:
+        weight, bias = (torch.nn.Parameter(v.detach().clone()) for v in (w, b))
+        for p in (weight, bias):
+            p.ds_status = types.SimpleNamespace(name="AVAILABLE")  # type: ignore[attr-defined]
+        found = fused(x, weight, bias, t, outputs)
+        total = sum(found[name].square().sum() for name in outputs)
+        if away:
+            weight.data, bias.data = torch.zeros_like(weight), torch.zeros_like(bias)
+        return torch.autograd.grad(total, (x, weight, bias))
+
+    with patch_trl():
+        for a, e in zip(gradients(True), gradients(False)):
+            assert torch.equal(a, e)
 
 
 def forward_of_two(ctx: Any, hidden: Any, weight: Any) -> None: ...

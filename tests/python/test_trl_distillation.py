@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 import types
 from typing import Any
 
@@ -218,17 +219,47 @@ def test_what_is_not_known_raises() -> None:
             fused(h._replace(bias=h.bias[1:]), 0.5)
 
 
-def test_parameters_that_deepspeed_takes_apart_raise() -> None:
+class Gathered:
+    """Stands for deepspeed.zero.GatheredParameters: parameters are whole inside of it."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        assert len({id(p) for p in parameters}) == len(parameters)
+        self.parameters = parameters
+
+    def __enter__(self) -> None:
+        for p in self.parameters:
+            assert p.ds_status.name == "NOT_AVAILABLE"
+            p.data, p.ds_status = p.whole, types.SimpleNamespace(name="AVAILABLE")
+
+    def __exit__(self, *_: Any) -> None:
+        apart(self.parameters)
+
+
+def apart(parameters: list[Any]) -> None:
+    for p in parameters:
+        p.data, p.ds_status = torch.empty(0), types.SimpleNamespace(name="NOT_AVAILABLE")
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_parameters_that_deepspeed_takes_apart_are_gathered(beta: float, monkeypatch: Any) -> None:
+    stand_in = types.SimpleNamespace(zero=types.SimpleNamespace(GatheredParameters=Gathered))
+    monkeypatch.setitem(sys.modules, "deepspeed", stand_in)
     h = heads(shape=(9,))
     with patch_trl():
-        h.weight.ds_id = 1  # type: ignore[attr-defined]
-        with pytest.raises(NotImplementedError, match=r"the student_weight is .* ZeRO-3"):
-            fused(h, 0.5)
-        with torch.no_grad():
-            fused(h, 0.5)
-            h.teacher_weight.ds_id = 2  # type: ignore[attr-defined]
-            with pytest.raises(NotImplementedError, match=r"the teacher_weight is .* ZeRO-3"):
-                fused(h, 0.5)
+        made, entropy = fused(h, beta)
+        expected = torch.autograd.grad(made.square().sum(), h.leaves)
+        names = ("weight", "bias", "teacher_weight", "teacher_bias")
+        split: list[Any] = [torch.nn.Parameter(getattr(h, name).detach()) for name in names]
+        for p in split:
+            p.whole = p.data.clone()
+        h = h._replace(**dict(zip(names, split)))
+        leaves = [h.input, *split[:2]]
+        apart(split)
+        found, of_student = fused(h, beta)
+        assert torch.equal(found, made) and torch.equal(of_student, entropy)
+        assert {p.ds_status.name for p in split} == {"NOT_AVAILABLE"}
+        for a, e in zip(torch.autograd.grad(found.square().sum(), leaves), expected):
+            assert torch.equal(a, e)
 
 
 PLACES = (

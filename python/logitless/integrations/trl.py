@@ -26,6 +26,7 @@ from logitless.integrations._divergence import Head, generalized_jsd
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_cross_entropy
 from logitless.torch._functions import _autocast_dtype
+from logitless.torch._zero import gathered
 
 
 class _Known(NamedTuple):
@@ -119,8 +120,6 @@ class TrlPatch:
         if unknown := sorted(set(outputs) - {"log_probs", *_OUTPUTS}):
             raise invalid(f"outputs has {unknown[0]!r}; allowed: log_probs, {', '.join(_OUTPUTS)}")
         _check_softcap("final_logit_softcapping", final_logit_softcapping)
-        if torch.is_grad_enabled():
-            _check_whole("weight", weight)
         memory = frugal(self.memory, hidden, weight, lambda call: _peak(call, chunk_size))
         weight, bias, context = _alike(hidden, weight, bias)
         names = [statistic for output, statistic in _STATISTICS.items() if output in outputs]
@@ -175,32 +174,22 @@ class TrlDivergence:
         self._patch._count()
         _check_softcap("student_final_logit_softcapping", student_final_logit_softcapping)
         _check_softcap("teacher_final_logit_softcapping", teacher_final_logit_softcapping)
-        if torch.is_grad_enabled():
-            _check_whole("student_weight", student_weight)
-        _check_whole("teacher_weight", teacher_weight)
-        divergence, statistics = generalized_jsd(
-            Head(student_hidden, student_weight, student_bias),
-            Head(teacher_hidden, teacher_weight, teacher_bias),
-            "hidden", self._patch.memory, _divergence_peak,
-            beta=beta, temperature=temperature, logit_scale=student_logit_scale,
-            softcap=student_final_logit_softcapping, teacher_logit_scale=teacher_logit_scale,
-            teacher_softcap=teacher_final_logit_softcapping, reduction="none",
-            return_statistics=("entropy",),
-        )  # fmt: skip
+        with gathered(student_weight, student_bias, teacher_weight, teacher_bias):
+            divergence, statistics = generalized_jsd(
+                Head(student_hidden, student_weight, student_bias),
+                Head(teacher_hidden, teacher_weight, teacher_bias),
+                "hidden", self._patch.memory, _divergence_peak,
+                beta=beta, temperature=temperature, logit_scale=student_logit_scale,
+                softcap=student_final_logit_softcapping, teacher_logit_scale=teacher_logit_scale,
+                teacher_softcap=teacher_final_logit_softcapping, reduction="none",
+                return_statistics=("entropy",),
+            )  # fmt: skip
         return divergence, statistics.entropy
 
 
 def _check_softcap(name: str, value: float | None) -> None:
     if value == 0:
         raise invalid(f"{name} is 0; allowed: None for none, numbers > 0")
-
-
-def _check_whole(name: str, weight: Tensor) -> None:
-    if hasattr(weight, "ds_id"):
-        raise not_supported(
-            f"the {name} is a parameter of DeepSpeed ZeRO-3, which is whole in its model's forward "
-            "alone; allowed: ZeRO-1 and 2, FSDP"
-        )
 
 
 # Tokens whose logits TRL's function computes at a time, for `chunk_size` columns.
@@ -306,7 +295,16 @@ _TOKENS_OF_PROBE, _VOCAB_OF_PROBE = 6, 11
 def _wave(*shape: int, step: float) -> Tensor:
     """Numbers between -2 and 2 that require a gradient, made without a random generator."""
     count = torch.arange(shape[0] * (shape[1] if len(shape) > 1 else 1), device="cpu")
-    return (2 * (step * (count + 1)).sin()).float().reshape(shape).requires_grad_()
+    return _marked((2 * (step * (count + 1)).sin()).float().reshape(shape).requires_grad_())
+
+
+def _marked(tensor: Tensor) -> Tensor:
+    """The tensor, as a whole parameter: where ZeRO-3 is on, TRL's functions ask for that."""
+    known: Any = sys.modules.get("transformers.integrations.deepspeed")
+    if known is not None and known.is_deepspeed_zero3_enabled():
+        module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+        tensor.ds_status = module.ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    return tensor
 
 
 def _probe_logprob(function: Any) -> list[Tensor]:
@@ -333,7 +331,7 @@ def _probe_divergence(function: Any) -> list[Tensor]:
     for beta in (0.0, 0.3, 1.0):
         for options in ((1.0, 1.0, None, 1.0, None), (1.3, 0.6, 3.0, 1.7, 2.5)):
             divergence, entropy = function.apply(
-                x, w, b, y.detach(), v.detach(), c.detach(), beta, *options
+                x, w, b, y.detach(), _marked(v.detach()), _marked(c.detach()), beta, *options
             )
             grads = torch.autograd.grad((divergence * factors.detach()).sum(), (x, w, b))
             made += [divergence, entropy, *grads]

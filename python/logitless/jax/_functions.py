@@ -80,10 +80,17 @@ if TYPE_CHECKING:
 
 
 def _opened(value: Any) -> Any:
-    """The array of a framework's variable, such as flax's nnx.Param."""
-    if isinstance(value, (jax.Array, np.ndarray)) or not hasattr(type(value), "__jax_array__"):
-        return value
-    return value.__jax_array__()
+    """The array of a framework's variable, as flax's nnx.Param, or of a box around one, as linen's
+    Partitioned. Either may hold the other."""
+    while not isinstance(value, (jax.Array, np.ndarray)):
+        kind = type(value)
+        if hasattr(kind, "__jax_array__"):
+            value = value.__jax_array__()
+        elif hasattr(kind, "unbox") and hasattr(kind, "replace_boxed"):
+            value = value.unbox()
+        else:
+            break
+    return value
 
 
 _OF_LAYERS = {"kernel": "kernel[...].T", "embedding": "embedding[...]", "weight": "weight"}

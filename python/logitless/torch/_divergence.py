@@ -46,6 +46,7 @@ from logitless.torch._functions import (
 from logitless.torch._route import dispatches
 from logitless.torch._run import replaced
 from logitless.torch._vocabulary import Heads
+from logitless.torch._zero import held
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -155,8 +156,10 @@ def linear_divergence(
     the argument, its value and what is allowed.
     """
     check_rows("input", input, "[..., D]")
+    linear_weight = held("linear_weight", linear_weight)
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
+        linear_bias = held("linear_bias", linear_bias)
         check_bias(linear_bias, linear_weight)
     shift = int(shift)
     shard = None if group is None else _shard_of(group, input, linear_weight)
@@ -273,7 +276,7 @@ def _teacher(
     for name, value in zip(_TEACHER, given):
         if value is None:
             continue
-        check_tensor(name, value)
+        check_tensor(name, held(name, value))
         if name == "teacher_weight":
             check_matrix(name, value)
         elif name == "teacher_bias":

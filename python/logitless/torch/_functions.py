@@ -50,6 +50,7 @@ from logitless.torch._checks import (
 from logitless.torch._route import dispatches, refuse_layouts
 from logitless.torch._run import Constants
 from logitless.torch._split.given import Split, split_of_old, unexpected
+from logitless.torch._zero import held
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -389,8 +390,10 @@ def linear_outputs(
     computed and the result is the number of bytes that the call would take; True includes
     gradients."""
     check_rows("input", input, "[..., D]")
+    linear_weight = held("linear_weight", linear_weight)
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
+        linear_bias = held("linear_bias", linear_bias)
         check_bias(linear_bias, linear_weight)
     split = group if group is None or type(group) is Split else Split(group)
     if split is not None or hasattr(linear_weight, "placements") or hasattr(input, "placements"):
