@@ -61,13 +61,14 @@ def _with_matrix(
         bias, weight = out[0], (out[1:] - out[0]).T.contiguous()
         after = random_state(adapter)
         with drawing_again(before):
-            made, known = _check_products(adapter, own, rows, (weight, bias), after, new)
+            drew = not _same(before, after)
+            made, known = _check_products(adapter, own, rows, (weight, bias), after, new, drew)
         if new:
             with drawing_again(before):
                 again = _in_f32(adapter, own, rows)
             _check_again(adapter, made, again)
             if made.requires_grad:
-                _check_gradients(adapter, rows, made, known, again)
+                _check_gradients(adapter, rows, made, known, again, drew)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else theirs.dtype
     if dtype is torch.float32:
         return input, weight, bias
@@ -114,23 +115,21 @@ def _same(one: RandomState, other: RandomState) -> bool:
 
 def _check_products(
     adapter: Any, own: Callable[..., Any], rows: Tensor, matrix: tuple[Tensor, Tensor],
-    after: RandomState, new: bool,
+    after: RandomState, new: bool, drew: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(what the adapter makes of rows [3, D] of the call, what its matrix and bias do) [3, V].
-    They are a call of their own, which draws the same random numbers: those of a dropout of weights
-    are then the same, and those of a dropout of tokens others. A `new` call gives the rows a
+    They are a call of their own, which begins with the same random numbers: a dropout of weights
+    draws the same ones, and a dropout of tokens others. How many it drew shows on the CPU; a GPU's
+    generator counts launches, so there only the products differ. A `new` call gives the rows a
     gradient."""
     gradients = new and torch.is_grad_enabled()
     rows.requires_grad_(gradients)
     with torch.set_grad_enabled(gradients):
         made, known = _in_f32(adapter, own, rows), rows @ matrix[0].T + matrix[1]
     if not _same(after, random_state(adapter)):
-        raise refused(
-            f"a {name_of(adapter)} that draws random numbers for every token (a dropout: its rate "
-            "must be 0, or the model in eval mode)"
-        )
+        raise refused(f"a {name_of(adapter)} that draws random numbers for every token{_HINT}")
     if not _near(made, known, _bound(rows)):
-        raise _no_matrix(adapter)
+        raise _no_matrix(adapter, drew)
     return made, known
 
 
@@ -140,7 +139,7 @@ def _check_again(adapter: Any, made: Tensor, again: Tensor) -> None:
 
 
 def _check_gradients(
-    adapter: Any, rows: Tensor, made: Tensor, known: Tensor, again: Tensor
+    adapter: Any, rows: Tensor, made: Tensor, known: Tensor, again: Tensor, drew: bool
 ) -> None:
     """Of an adapter that adds nothing yet, only the gradients show what it will add."""
     leaves = [rows, *(p for p in adapter.parameters() if p.requires_grad)]
@@ -159,12 +158,19 @@ def _check_gradients(
         if not _near(a, b, 10 * _bound(rows), least):
             raise refused(
                 f"a {name_of(adapter)} whose gradients are not those of a matrix times the hidden "
-                "states"
+                f"states{_DREW if drew else ''}"
             )
 
 
-def _no_matrix(adapter: Any) -> LogitlessError:
-    return refused(f"a {name_of(adapter)} whose logits are no matrix times the hidden states")
+_HINT = " (a dropout: its rate must be 0, or the model in eval mode)"
+_DREW = f", and that draws random numbers{_HINT}"
+
+
+def _no_matrix(adapter: Any, drew: bool = False) -> LogitlessError:
+    return refused(
+        f"a {name_of(adapter)} whose logits are no matrix times the hidden states"
+        f"{_DREW if drew else ''}"
+    )
 
 
 def _bound(rows: Tensor) -> float:
