@@ -254,8 +254,11 @@ def group_json(group: Group, peak: dict[str, float | None]) -> dict[str, Any]:
 
 
 def memory_of(c: Contender) -> int | None:
-    """Bytes beyond inputs and gradients: the workspace of ours, what a call of a peer holds."""
-    return c.facts.get("workspace_bytes", c.facts.get("growth_bytes"))
+    """Bytes beyond inputs and gradients: the workspace and the kept state of ours, what a call of a
+    peer holds."""
+    if "workspace_bytes" in c.facts:
+        return int(c.facts["workspace_bytes"] + c.facts.get("kept_bytes", 0))
+    return c.facts.get("growth_bytes")
 
 
 def print_table(groups: list[Group]) -> None:

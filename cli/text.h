@@ -50,7 +50,7 @@ const char* name_of(DeviceType device);
 // Throws an error of the library: BadInput for the caller's errors, Failure for others.
 void check(const Status& status);
 
-// Aligns the first column left and the others, numbers, right; the first row is the head.
+// Pads columns to equal widths; the first is aligned left, the others right.
 void print_table(const std::vector<std::vector<std::string>>& rows);
 
 // Prints one line. Text that is not UTF-8 (a path) is repaired; NaN and infinities become null.

@@ -19,8 +19,9 @@
 
 namespace logitless::cpu {
 
-// Panels of the hidden axis per gradient product: 128 columns, so that the weight and its gradient
-// are accessed in runs of 256 bytes or more.
+// Panels of the hidden axis per gradient product: 128 columns with AVX-512 and AMX, so that the
+// weight and its gradient are accessed in runs of 256 bytes or more. With shorter vectors panels
+// are narrower (gemm_tile-inl.h).
 inline constexpr int64_t panel_group = 4;
 
 // Tokens whose target logits are computed together, a multiple of every engine's token_multiple.

@@ -322,7 +322,8 @@ TEST_P(Combines, TokensAreIndependent) {
   }
 }
 
-// A case with every option and output, for the tests below, which combine what Forward wrote.
+// A case with most options and statistics (not rank and mass_above, which a shard cannot write),
+// for the tests below, which combine what Forward wrote.
 Case everything(OpKind op, DType dtype, Reduction reduction) {
   Case c{.op = op, .shape = {29, 33, 131}, .dtype = dtype};
   apply_everything(c);

@@ -254,9 +254,9 @@ def test_peaks_are_those_that_were_measured(name: str) -> None:
 
 
 def test_f16_gradients_do_not_wait_in_f32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients in one call would hold f32 gradients until the factor of the scaler is
-    known: on CUDA a bound that gives way takes Forward and Backward instead, a bound that does not
-    may leave no room for what that keeps."""
+    """Loss and gradients in one call would hold gradients in f32 until the gradient scaler's factor
+    is known. Where kept state serves (CUDA), a Room therefore takes Forward and Backward; a fixed
+    `memory` does not, because it may have no room for the kept state."""
     monkeypatch.setattr(_kept, "serves", lambda *_: True)
     x, w, t = tensors(F16)
     options = Options(REDUCTION_MEAN, -100, 0.0, 0.0, 1.0, 0.0, 1.0, 0, 0.0)

@@ -119,7 +119,7 @@ def test_among_the_ids(dtype: Any, columns: int, jitted: bool) -> None:
 @OVER
 @pytest.mark.parametrize("lists", [False, True])
 def test_ids_of_64_bits(over: Any, lists: bool) -> None:
-    """NumPy's where JAX has none, and JAX's."""
+    """int64 arrays: NumPy's if JAX has no 64-bit types (x64 off), and JAX's under x64."""
     arrays = given((9,), 4, lists=lists)
     *primals, ids, offsets, g = arrays
     wide = [None if a is None else np.asarray(a, np.int64) for a in (ids, offsets)]

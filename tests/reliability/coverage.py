@@ -144,7 +144,8 @@ def percent(pair: tuple[int, int]) -> float:
 
 
 def write_list(coverage: Coverage, path: Path) -> None:
-    """What is not covered, by file and line."""
+    """Writes each file's share of lines and branches, and every branch outcome that no test takes,
+    by line and column."""
     text = ["# What the host tests do not reach", ""]
     text += ["| file | lines | branches |", "|---|---|---|"]
     for name, counts in sorted(coverage.files.items()):

@@ -15,13 +15,13 @@ ignored tokens pad those of the last device. A vocabulary that it does not divid
 device.
 
 Kept state has no layout that another split could read. A device keeps the state of its own tokens
-and columns, as arrays [..., b, 64] and [..., p, 8], if its tokens are a multiple of 64 and its
-columns whole blocks of 64; b counts the blocks, and p is the number of parts into which the
-vocabulary can be split. `kept_parts` holds the number of parts of each dimension of the tokens and,
-as its last element, of the vocabulary; it is 0 if nothing was kept. The partitioner may split
-Backward differently from Forward: then these numbers differ, and Backward computes the logits
-again. If one call computes loss and gradients, no other call reads its kept state, so a device
-keeps it for any number of tokens and columns.
+and columns, as arrays [..., b, 64] and [..., p, 8], if its tokens are a multiple of 64 (any number,
+if the tokens are not split) and its columns whole blocks of 64; b counts the blocks, and p is the
+number of parts into which the vocabulary can be split. `kept_parts` holds the number of parts of
+each dimension of the tokens and, as its last element, of the vocabulary; it is 0 if nothing was
+kept. The partitioner may split Backward differently from Forward: then these numbers differ, and
+Backward computes the logits again. If one call computes loss and gradients, no other call reads its
+kept state, so a device keeps it for any number of tokens and columns.
 """
 
 from __future__ import annotations

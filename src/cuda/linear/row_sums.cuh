@@ -18,9 +18,8 @@ struct RowToken {
 };
 
 struct RowTotals {
-  float others =
-      // max m_b without the target's column, unless a segment has the anchor in its place
-      -INFINITY;
+  // max m_b over the columns except the target's; a segment may have its anchor instead of m_b
+  float others = -INFINITY;
   float maximum = 0;  // with the target's column; the sums are relative to it
   float sum = 0, shifted = 0, weighted = 0, logits = 0, squared = 0, mass = 0;
   int argmax = INT32_MAX, above = 0;

@@ -37,7 +37,7 @@ Value& field(Options& options, Value DivergenceOptions::* member) {
 
 struct State {
   BrowserDevice device;
-  std::unique_ptr<WorkspaceBuffers> workspace;  // for the last budget
+  std::unique_ptr<WorkspaceBuffers> workspace;  // of the last size; kept for the next call
   int32_t kind = -1;
   bool accumulate = false;
   Options options;

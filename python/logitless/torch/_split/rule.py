@@ -203,8 +203,9 @@ def _followed_by(
     needs: Sequence[bool], tensors: Sequence[Tensor | None],
     parameters: tuple[Tensor, Tensor | None], shard: Shard,
 ) -> int:  # fmt: skip
-    """The bits, as in _run, for gradients in the dtypes of the parameters before autocast's
-    cast."""
+    """The bits of _run.followed_by: the input's gradient is computed in f32, the others as
+    _made_dtype says. `parameters` are weight and bias before autocast's cast, `tensors` the
+    operands after it."""
     made = [_made_dtype(p if n else None, shard) for p, n in zip(parameters, needs[1:])]
     return _run.followed_by((torch.float32 if needs[0] else None, *made), tensors)
 

@@ -18,7 +18,7 @@ struct TiledPart {
   // The scaled input's offset in grad_weight's memory, or -1 if it is elsewhere.
   int64_t lent_scaled = -1;
   int32_t unit_width = 0;    // tiles per segment, or 0: units.h
-  int32_t single_tiles = 0;  // the most single tiles
+  int32_t single_tiles = 0;  // most_singles(): for any number of tokens that count
   int32_t single_rows = 0;   // rows of each of these tiles
 };
 inline TiledPart& tiled_part(LinearPlan& p) { return p.own.as<TiledPart>(); }

@@ -34,7 +34,7 @@ struct Params {
   rest: f32,  // 1 - beta
   label_weight: f32,
   zero: u32,  // always 0, but no compiler can know it (divergence.wgsl, rounded)
-  // For chosen columns: ids per token, words per id, and a product's operands in vec4.
+  // For chosen columns: ids per token, words per id; a product's operands are counted in vec4s.
   chosen: u32,
   id_words: u32,
   depth: u32,          // of hidden and weight
