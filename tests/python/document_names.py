@@ -300,6 +300,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
         ("patch_trl(", a_trl_trainer),
         ("integrations.lm_eval", a_model_of_the_hub),
         ("levanter.models", lambda: needs("levanter") or {}),
+        ("from tunix", lambda: needs("tunix") or {}),
         ("cce.VocabParallelOptions", a_split_vocabulary_of_cce),
         ("integrations import vllm", a_prompt),
         ("megatron.output_processor", lambda: needs("megatron.core") or {}),
