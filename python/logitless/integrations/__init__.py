@@ -4,8 +4,8 @@
 `liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl`, `unsloth` and `vllm` are
 modules of drop-in names; `patch_transformers` makes a causal LM compute its loss without logits,
 and `patch_trl` does so for TRL's log-probabilities and divergences; `lm_eval` has a model class for
-lm-evaluation-harness; `levanter` is in JAX. An argument without a counterpart raises unless it is
-at its default. Each is imported when it is first used: JAX users need not have torch.
+lm-evaluation-harness; `levanter` and `tunix` are in JAX. An argument without a counterpart raises
+unless it is at its default. Each is imported when it is first used: JAX users need not have torch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from logitless.integrations import lm_eval as lm_eval
     from logitless.integrations import transformers as transformers
     from logitless.integrations import trl as trl
+    from logitless.integrations import tunix as tunix
     from logitless.integrations.liger import (
         FusedLinearCrossEntropyFunction,
         LigerFusedLinearCrossEntropyLoss,
@@ -69,13 +70,14 @@ _MODULES = {
 
 # `import *` leaves these out: two hold the patches and are named like what they patch; the others
 # need more than torch, and would fail without it.
-_UNSTARRED = ("transformers", "trl", "levanter", "lm_eval")
+_IN_JAX = {"levanter": ("jax", "haliax"), "tunix": ("jax", "flax", "tunix")}
+_UNSTARRED = ("transformers", "trl", "lm_eval", *_IN_JAX)
 
 
 def __getattr__(name: str) -> Any:
     if name not in (*__all__, *_UNSTARRED):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name != "levanter":
+    if name not in _IN_JAX:
         import logitless.torch  # noqa: F401  It says what to install where there is no torch.
     module = importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
     return getattr(module, name) if name in _MODULES else module
@@ -84,6 +86,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """Only names whose requirements are installed."""
     needs: dict[str, tuple[str, ...]] = dict.fromkeys((*__all__, *_UNSTARRED), ("torch",))
-    needs |= {"levanter": ("jax", "haliax"), "lm_eval": ("torch", "lm_eval")}
+    needs |= {**_IN_JAX, "lm_eval": ("torch", "lm_eval")}
     there = [name for name, need in needs.items() if all(map(importlib.util.find_spec, need))]
     return sorted({*globals(), *there})
