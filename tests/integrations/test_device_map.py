@@ -170,3 +170,13 @@ def test_a_model_with_hooks_is_trained(order: str, tied: bool, tmp_path: pathlib
     assert patch.calls == support.STEPS
     support.same_run(losses, own)
     support.same_parameters(parameters.items(), expected.items())
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["", "patched"])
+def test_what_is_offloaded_is_not_trained(patched: bool) -> None:
+    """accelerate's own hooks leave no gradient where a weight has no memory, patched or not."""
+    model = accelerate.cpu_offload(support.llama(), execution_device=CPU)
+    if patched:
+        patch_transformers(model)
+    model(**support.batch(0)).loss.backward()
+    assert all(p.is_meta and p.grad is None for p in model.parameters())

@@ -299,6 +299,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
         ("metrics=(", a_transformers_trainer),
         ("patch_trl(", a_trl_trainer),
         ("integrations.lm_eval", a_model_of_the_hub),
+        ("from tunix", lambda: needs("tunix") or {}),
         ("levanter.models", lambda: needs("levanter") or {}),
         ("cce.VocabParallelOptions", a_split_vocabulary_of_cce),
         ("integrations import vllm", a_prompt),

@@ -100,8 +100,8 @@ listed = set(dir(package))
 assert not {"torch", "jax"} & set(sys.modules)
 modules = {m.name for m in pkgutil.iter_modules(package.__path__) if m.name[0] != "_"}
 names = {*modules, *package.__all__}
-assert {"transformers", "trl"} <= modules and names - listed <= {"levanter", "lm_eval"}
-for name, needed in ("levanter", "haliax"), ("lm_eval", "lm_eval"):
+assert {"transformers", "trl"} <= modules and names - listed <= {"levanter", "lm_eval", "tunix"}
+for name, needed in ("levanter", "haliax"), ("lm_eval", "lm_eval"), ("tunix", "tunix"):
     assert (name in listed) == (importlib.util.find_spec(needed) is not None), name
 for name in names & listed:
     assert getattr(package, name).__name__.rpartition(".")[2] == name, name
@@ -126,6 +126,11 @@ assert not {"jax", "transformers", "trl"} & set(sys.modules), "torch is all that
             "haliax",
             "integrations.levanter",
             "logitless.integrations.levanter needs haliax: pip install haliax",
+        ),
+        (
+            "tunix",
+            "integrations.tunix",
+            "logitless.integrations.tunix needs Tunix: pip install google-tunix",
         ),
         (
             "lm_eval",

@@ -5,8 +5,8 @@ trainers.
 `liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl`, `unsloth` and `vllm` are
 modules of drop-in replacements for these libraries' losses. `patch_transformers` makes a causal LM
 compute its loss without logits, and `patch_trl` makes TRL's trainers compute log-probabilities and
-divergences without logits. `lm_eval` has a model class for lm-evaluation-harness. `levanter` is for
-JAX. An argument that would change results and has no counterpart here raises. Each module is
+divergences without logits. `lm_eval` has a model class for lm-evaluation-harness. `levanter` and `tunix`
+are for JAX. An argument that would change results and has no counterpart here raises. Each module is
 imported when it is first used, so that JAX users need not have torch.
 """
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from logitless.integrations import lm_eval as lm_eval
     from logitless.integrations import transformers as transformers
     from logitless.integrations import trl as trl
+    from logitless.integrations import tunix as tunix
     from logitless.integrations.liger import (
         FusedLinearCrossEntropyFunction,
         LigerFusedLinearCrossEntropyLoss,
@@ -69,15 +70,16 @@ _MODULES = {
     "patch_trl": "trl",
 }
 
+_IN_JAX = {"levanter": ("jax", "haliax"), "tunix": ("jax", "flax", "tunix")}
 # `import *` leaves these out: the first two contain the patches and are named like what they patch;
 # the others need more packages than torch, and would fail without them.
-_UNSTARRED = ("transformers", "trl", "levanter", "lm_eval")
+_UNSTARRED = ("transformers", "trl", "lm_eval", *_IN_JAX)
 
 
 def __getattr__(name: str) -> Any:
     if name not in (*__all__, *_UNSTARRED):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name != "levanter":
+    if name not in _IN_JAX:
         import logitless.torch  # noqa: F401  It says what to install where there is no torch.
     module = importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
     return getattr(module, name) if name in _MODULES else module
@@ -86,6 +88,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """The names whose requirements are installed."""
     needs: dict[str, tuple[str, ...]] = dict.fromkeys((*__all__, *_UNSTARRED), ("torch",))
-    needs |= {"levanter": ("jax", "haliax"), "lm_eval": ("torch", "lm_eval")}
+    needs |= {**_IN_JAX, "lm_eval": ("torch", "lm_eval")}
     there = [name for name, need in needs.items() if all(map(importlib.util.find_spec, need))]
     return sorted({*globals(), *there})

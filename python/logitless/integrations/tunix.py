@@ -25,7 +25,7 @@ try:
     from tunix.rl import common  # type: ignore[import-not-found,unused-ignore]
 except ModuleNotFoundError as error:
     raise ImportError(
-        f"logitless.integrations.tunix needs Tunix: pip install google-tunix ({error})"
+        "logitless.integrations.tunix needs Tunix: pip install google-tunix"
     ) from error
 import jax
 import jax.numpy as jnp
