@@ -5,9 +5,9 @@ trainers.
 `liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl`, `unsloth` and `vllm` are
 modules of drop-in replacements for these libraries' losses. `patch_transformers` makes a causal LM
 compute its loss without logits, and `patch_trl` makes TRL's trainers compute log-probabilities and
-divergences without logits. `lm_eval` has a model class for lm-evaluation-harness. `levanter` and `tunix`
-are for JAX. An argument that would change results and has no counterpart here raises. Each module is
-imported when it is first used, so that JAX users need not have torch.
+divergences without logits. `lm_eval` has a model class for lm-evaluation-harness. `levanter` and
+`tunix` are for JAX. An argument that would change results and has no counterpart here raises. Each
+module is imported when it is first used, so that JAX users need not have torch.
 """
 
 from __future__ import annotations
