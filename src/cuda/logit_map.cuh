@@ -43,7 +43,7 @@ __device__ inline float map_raw(const MapFactors& f, float raw) {
   return signbit(raw) ? -z : z;
 }
 
-// d(draw) / dz beyond the constant slope: 1 - t^2 for t = z / cap, from 1 - |t|, the distance of z
+// draw / dz without the constant slope: 1 - t^2 for t = z / cap, from 1 - |t|, the distance of z
 // from the cap. It is exact where t is near 1, while t itself has been rounded three times.
 __device__ inline float cap_slope(const MapFactors& f, float z) {
   if (!f.capped) return 1.0f;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The families of ops on CUDA. The device has been found and is current. An engine
-// (linear/engine.h) runs the linear ones.
+// The families of ops on CUDA except divergences. The device has been found; for the run_*
+// functions and warmup it is current.
 #pragma once
 
 #include "src/call.h"

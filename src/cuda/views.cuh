@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Elements of the caller's tensors in kernels: a dtype as a type, and an element of a view of any
-// dtype as f32.
+// floating dtype as f32.
 #pragma once
 
 #include "logitless/tensor.h"

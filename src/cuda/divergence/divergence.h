@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // LinearDivergence ops on CUDA devices. cuBLASLt computes the products, except that on Hopper our
-// own kernel computes the logits. Row kernels compute everything between the products
+// own kernel may compute the logits. Row kernels compute everything between the products
 // (docs/kernels/divergence.md).
 #pragma once
 

@@ -10,9 +10,8 @@
 
 namespace logitless::cuda {
 
-// Each array holds one sum for every row and every segment of the vocabulary, [rows, segments];
-// null if it is not needed. The target's own column is left out, so that 1 - p_t is known without
-// cancellation.
+// An array is [rows, segments] of the vocabulary, except those of single tiles; null if it is not
+// needed. The target's own column is left out, so that 1 - p_t is known without cancellation.
 struct Partials {
   float* maximum = nullptr;  // max_{j != t} z_j, or the anchor instead
   float* sum = nullptr;      // sum_{j != t} exp(z_j - maximum)

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(threads)
   const MapFactors map = map_of(call, tokens, i);
   const float factor = tokens.scalars->inv_gradient_scale;
   for (int k = threadIdx.x / 32; k < all; k += warps) {
-    // A lane examines every 32nd place; a single lane adds, so that the order is that of k.
+    // A lane examines every 32nd place; then each adds them all, so that the order is that of k.
     const int column = columns[k], lane = threadIdx.x % 32;
     if (column < 0) continue;  // only this warp marks it
     int before = 0, more = 0;

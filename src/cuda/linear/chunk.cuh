@@ -25,7 +25,7 @@ __device__ inline bool is_valid(const Chunk& chunk, int row) {
   return chunk.first + row < chunk.tokens.scalars->valid;
 }
 
-// The address of element (row, j) of a panel; j is a column of the vocabulary.
+// The address of element (row, j) of a panel; j counts from the panel's first column.
 template <class E>
 __device__ inline E* panel_element(const Panel& panel, int64_t row, int64_t j) {
   E* data = reinterpret_cast<E*>(panel.data);

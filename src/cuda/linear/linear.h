@@ -50,7 +50,7 @@ struct LinearCall {
 struct LinearMemory {
   Tokens tokens;
   Tokens compacted;         // in their order before trade_rows
-  float* losses = nullptr;  // [N]  compacted, if losses are reduced; else null
+  float* losses = nullptr;  // [N]  compacted; used if losses are reduced
   // [1] the number of finish_rows' blocks that have finished the chunk
   int32_t* rows_finished = nullptr;
   char* library = nullptr;  // cuBLASLt's workspace
@@ -110,8 +110,8 @@ inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
   return p.panel_rows * stored_pitch(p.stored_columns) * size_of(s.dtype) / (4 * p.hidden_pitch);
 }
 // Calls use(first, rows) for the pieces in which lent sums are rounded to rows of grad_weight in
-// the same memory. The first piece is moved to E's memory before; each later one may be twice as
-// large and overwrites the earlier sums.
+// the same memory. The first piece is moved to E's memory before; each later one may be as large
+// as all before it, whose sums it overwrites.
 template <class F>
 void for_lent_pieces(int64_t lent, int64_t in_place_of_e, F&& use) {
   for (int64_t done = 0; done < lent;) {
@@ -120,7 +120,7 @@ void for_lent_pieces(int64_t lent, int64_t in_place_of_e, F&& use) {
     done += rows;
   }
 }
-// Columns of dz summed at a time for grad_bias.
+// Columns of a panel in blocks that are summed at a time for grad_bias.
 constexpr int64_t bias_columns = 16384;
 constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows = 256;
 
@@ -140,9 +140,8 @@ inline void place_bias_slabs(const LinearShape& s, const LinearPlan& p, int64_t 
   m->bias_slabs = arena->take<float>(divide_up(p.panel_rows, bias_slab_rows) * columns);
 }
 
-// Steps of chosen columns (chosen.cu), in this order: compute their logits; sum the size of each
-// token's gradients, to find the active tokens; compute what is added to dz; add it to a finished
-// panel.
+// Chosen columns (chosen.cu): their logits; the summed size of each token's gradients, to find the
+// active tokens; what is added to dz; adds it to a finished panel.
 void chosen_logits(const LinearCall& call, const LinearMemory& m, Stream* stream);
 void chosen_sizes(const LinearCall& call, const LinearMemory& m, Stream* stream);
 void merge_chosen(const LinearCall& call, const LinearMemory& m, Stream* stream);

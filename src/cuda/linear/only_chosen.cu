@@ -3,7 +3,7 @@
 //   a_ik = g_ik dz/draw of the column ids_ik
 //   grad_input_i = sum_k a_ik W[ids_ik]
 //   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over the places (i, k)
-//   with id j, in order
+//   with id j, in a fixed order
 // One warp per token computes its places' columns and factors; blocks gather rows of the weight for
 // grad_input. For grad_weight and grad_bias the places are sorted by column. A column with more
 // than piece_places places is cut into pieces of that size, each added up by its own block; a row
@@ -198,8 +198,6 @@ __global__ void __launch_bounds__(threads)
   begin[j] = first;
 }
 
-// Sums sorted places [begin, end) for a thread's columns. The block has read places from `base` to
-// `last`, which the following columns use too.
 struct PlacesRead {
   int row[threads];
   float factor[threads];
@@ -207,6 +205,8 @@ struct PlacesRead {
 struct PlacesHeld {
   int base = 0, count = 0;
 };
+// Sums sorted places [begin, end) for a thread's columns. The block reads up to `threads` places
+// before `last` at a time; those from `end` on serve the following columns.
 template <class T>
 __device__ void sum_places(const OnlyChosen& c, const int32_t* place, int begin, int end, int last,
                            int64_t d, PlacesRead* read, PlacesHeld* held,

@@ -63,8 +63,8 @@ struct Kernels {
   bool operator==(const Kernels&) const = default;
 };
 
-// Properties of a call. The engine sets `maps`, `bias`, `class_weights`, `kept_columns` and
-// `kernels`.
+// Properties of a call. The engine sets `bias`, `class_weights` and `kept_columns`, and may change
+// `maps` and `kernels`.
 struct LinearShape {
   int64_t tokens = 0, vocab = 0, hidden = 0;
   DType dtype = DType::bf16;

@@ -56,7 +56,7 @@ struct OptionRows : PlainRows {
 template <bool kPlain>
 using RowsArguments = std::conditional_t<kPlain, PlainRows, OptionRows>;
 
-// Whether the call asks only for loss, state, logprob and gradients, with no options but weights.
+// Whether a forward asks only for loss, state, logprob and gradients, without map or smoothing.
 bool is_plain(const LinearCall& call) {
   const TokenInput& in = call.in;
   bool asks = false;
@@ -187,7 +187,7 @@ __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, int row, cons
   }
 }
 
-// dz of the target, if dz is computed from logits.
+// dz of the target, for panels of dz.
 template <bool kPlain>
 __device__ float gradient_of_target(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                     const RowGradient& g) {
@@ -397,7 +397,7 @@ __global__ void __launch_bounds__(threads)
   reduce_if_last(a);
 }
 
-// Computes only the loss, from units, with kLanes lanes per row.
+// Computes the outputs of a call without gradients from units, with kLanes lanes per row.
 template <bool kPlain, int kLanes>
 __global__ void __launch_bounds__(threads)
     units_kernel(const __grid_constant__ RowsArguments<kPlain> a) {

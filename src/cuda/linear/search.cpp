@@ -10,7 +10,7 @@ namespace logitless::cuda {
 namespace {
 
 // Returns the plan with the fewest bytes, and among equals the fastest. The time is computed only
-// to break ties, since it takes longer than the rest.
+// where it is compared, since it takes longer than the rest.
 LinearPlan smallest_of(const Engine& engine, const LinearShape& s, const DeviceSpeed& speed) {
   LinearPlan least;
   const auto timed = [&](LinearPlan p) {

@@ -18,7 +18,7 @@ enum class StepKind {
   class_row,     // sum_j c_j weight_j of the columns whose E is multiplied
   weight_tail,   // copy the weight's last V % 8 rows, followed by zeros
   trade_rows,    // move rows of kept E that have a gradient to the front
-  // Once per chunk of tokens.
+  // For each chunk of tokens; from finish_panel on, some for each panel of columns.
   gather,   // compact the chunk's rows of input and compute the target logits
   targets,  // write the target logits, if no other output is requested
   logits,   // partial sums of each row over the panel's columns, and E if kept

@@ -15,7 +15,7 @@ __device__ inline float nonpositive(float x) {
   return y;
 }
 
-// The sum over some columns, relative to the reference: their maximum, or an anchor near it. By
+// The sum over some columns, relative to the reference: their maximum, or an anchor instead. By
 // default over no columns.
 struct PartialSum {
   float reference = -INFINITY, sum = 0;

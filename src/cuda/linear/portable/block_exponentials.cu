@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // From a block of raw logits: partial sums of its rows, and E = exp(z - z_target) times the
 // softcap's slope in the input's dtype, 0 at the target; for f16 inputs codes of E (numbers.cuh).
-// Reads the block, which is in L2, once.
+// Reads the block once, except for mass_above.
 //   m = max_{j != t} z_j   s = sum_{j != t} exp(z_j - m)   E_j = exp(z_j - m) exp(m - z_t)
 // The target's z comes from gather.cu and is added when the row is finished, so that a single class
 // has a loss of exactly 0.

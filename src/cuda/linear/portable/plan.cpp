@@ -11,7 +11,7 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int64_t least_chunk = 128;
-// The most rows after a chunk's rows: two for the smoothing's term, and zeros up to the next
+// Room for the rows after a chunk's: two for the smoothing's term, and zeros up to the next
 // multiple of 8.
 constexpr int64_t extra_rows = 16;
 // Bounds of a block of logits, in bytes. Larger blocks save pairs of dependent launches, 6 us each.

@@ -270,7 +270,7 @@ void sum_once_more(const LinearWork& work, Arguments arguments) {
 
 // The kernel has no room for some pairs of sums (exponentials above the target together with
 // squares, logits together with the class-weighted sum). If both sums of a pair are requested, the
-// forward runs a second time. Returns the sums that are left to compute.
+// forward runs once more for it. Returns the sums that are left to compute.
 Partials make_second_sums(const LinearWork& work, Arguments arguments) {
   Partials& p = arguments.partials;
   Partials rest = p;

@@ -19,7 +19,7 @@ namespace logitless::cuda::sm90 {
 constexpr float near_cap = 0.55f;  // |z| relative to the cap
 // in units of 2^-24; codes start at a normal number
 constexpr uint32_t first_left_code = (103u << 9) - 128;
-// A part is cap / 14336; half a part is 2^-9 for a cap of 50.
+// A part is cap / 14336; half a part is 2^-9 for a cap of 56.
 constexpr float least_counted = 0x1p-5f, parts = 14336;
 constexpr uint32_t first_counted_code = (122u << 9) - first_left_code;
 constexpr uint32_t counted_codes =

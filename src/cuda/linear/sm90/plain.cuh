@@ -22,7 +22,7 @@
 
 namespace logitless::cuda::sm90 {
 
-// A thread sums 64 rows of a tile; from these sums come a row's sums of a tile or of a unit.
+// A unit is computed by one cluster, a tile of all its rows at a time.
 static_assert(unit_rows == cluster_rows);
 
 // The sums of a thread's two rows, relative to the anchor, or to `maximum` unless that is NaN. For
@@ -54,8 +54,8 @@ __device__ inline PartialSum join_lanes(float maximum, float sum) {
 }
 
 // Writes a tile's sums of 64 rows, during the next products. Each lane writes one of its quad's
-// four rows, whose data it has. If E is kept the sums go to memory; otherwise they are added to the
-// unit's sums, which are written after its last tile.
+// four rows, whose data it has. In mode sums they are added to the unit's sums, which are
+// written after its last tile; else they go to memory.
 template <Mode kMode>
 __device__ inline void add_sums(const RowSums& sums, const RowData& data, const UnitItem& item,
                                 bool ends, int row0, int part, const Arguments& a, int valid,

@@ -143,12 +143,13 @@ Prepared input_product(const LinearWork& work, const Kept& kept, DType out, Prod
   return p;
 }
 
-// Directs the product's output to all of `sums`, or to the caller's gradient from row `first` on.
+// Directs the product's output to all of `sums`.
 void write_sums(float* sums, const LinearPlan& plan, ProductArguments* a) {
   a->out = sums;
   a->stride = a->columns = static_cast<int32_t>(plan.hidden_pitch);
   a->wide = true;
 }
+// Directs the product's output to the caller's gradient from row `first` on.
 void write_gradient(const TensorView& gradient, int64_t first, ProductArguments* a) {
   const int64_t size = size_of(gradient.dtype), stride = gradient.stride[0];
   char* out = static_cast<char*>(gradient.data) + gradient.byte_offset + first * stride * size;

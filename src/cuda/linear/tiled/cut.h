@@ -2,8 +2,8 @@
 // How the tiles of a product are divided: most tiles are computed whole, one after the other, by
 // the teams in turn; the last ones, which would leave teams idle, are cut into slices of the depth
 // axis. A slice's sums go to a slot of the workspace, and a second kernel adds a tile's slots in
-// order: no block ever waits for another, and the order of every sum is a function of the shape
-// alone.
+// order: no block ever waits for another, and the order of every sum is a function of the shape,
+// the teams and the slots.
 #pragma once
 
 #include <algorithm>

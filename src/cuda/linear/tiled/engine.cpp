@@ -29,7 +29,7 @@ bool is_plain(const LinearCall& call) {
   return call.plain() && !s.smoothing && s.sums.empty() && !call.in.grad_entropy;
 }
 
-// Whether the products can read the caller's own rows of input; only calls for the loss alone do.
+// Whether the products can read the caller's own rows of input, in plain calls without gradients.
 bool reads_input(const Tensor& v, const LinearShape& s) {
   const int64_t element = size_of(s.dtype);
   const bool rows = (v.stride[1] == 1 || s.hidden == 1) &&

@@ -67,8 +67,8 @@ class Plans {
   }
 
  private:
-  // Considers the plans that keep E of all tokens in the caller's memory, with products over all
-  // tokens or over a chunk at a time.
+  // Considers the plans with E of all tokens in the caller's memory: gradients of all tokens at
+  // once; without gradients, also logits of a chunk at a time.
   template <class F>
   void each_of_kept(F&& use) const {
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
