@@ -56,9 +56,8 @@ __global__ void __launch_bounds__(threads) factors_kernel(const __grid_constant_
 
 // For f16. A row's dz is up to 32768, so a factor above 1 could overflow: all factors are divided
 // by the power of two that makes the largest 1, and the call's factor is multiplied by it. Rows
-// with far smaller factors keep as many bits as f16 allows: dz is divided by at most 64, the power
-// that it was stored with, and the rest divides the input and grad_input's sums. One block handles
-// all rows.
+// with far smaller factors keep as many bits as f16 allows: dz is divided by at most 64, and the
+// rest divides the input and grad_input's sums. One block handles all rows.
 constexpr int fit_threads = 1024;
 __global__ void __launch_bounds__(fit_threads) fit_kernel(const __grid_constant__ KeptFactors a) {
   float most = 1;

@@ -13,9 +13,9 @@
 namespace logitless::cuda {
 namespace {
 
-// Logits of more tokens at a time do not speed up a product, whose tiles have 256 rows.
+// Logits of more tokens at a time do not speed up a product, whose tiles have at most 512 rows.
 constexpr std::array<int64_t, 8> chunk_sizes{2048, 1536, 1024, 768, 512, 256, 128, 64};
-// Smaller chunks, for plans that compute only states of whole rows; each reads both weights.
+// Chunks beyond what a block's memory holds, for plans by columns; each reads both weights.
 constexpr std::array<int64_t, 4> state_chunks{128, 192, 256, 512};
 // The number of columns whose dz is made together with the states is a multiple of V /
 // stored_parts.
@@ -71,7 +71,7 @@ LogitsOfHeads place_logits(const DivergenceCall& call, int64_t logits, Arena* ar
   return both;
 }
 
-// Places the sums of stored logits, which grad_input's sums later overwrite.
+// Places the sums of stored logits, which the gradients' arrays may overwrite.
 void place_sums(const DivergenceCall& call, const DivergencePlan& p, Arena* arena,
                 DivergenceMemory* m) {
   const int64_t rows = std::min(p.chunk, call.student.shape.tokens);
@@ -285,7 +285,7 @@ class DivergencePrice {
     const double all = static_cast<double>(divide_up(tiles, teams) * teams * stored_rows);
     return all * static_cast<double>(p_.sum_columns) / (2 * static_cast<double>(rows * columns));
   }
-  // The passes over rows of logits: limited by bytes, or by arithmetic for mixtures.
+  // The passes over rows of logits, priced by their bytes.
   double passes(int64_t rows) const {
     const bool makes_dz =
         p_.way == DivergenceWay::whole || p_.way == DivergenceWay::chunks || call_.keeps;

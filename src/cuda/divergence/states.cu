@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(threads)
   const int row = static_cast<int>(blockIdx.x * (threads / 32) + threadIdx.x / 32);
   if (row >= chunk.rows || !is_valid(chunk, row)) return;
   const PartialSum of_student = sum_of(student, row), of_teacher = sum_of(teacher, row);
-  // Lanes 0 and 1 compute one head each.
+  // Even lanes compute the student's state, odd ones the teacher's.
   const HeadState own = state_of(threadIdx.x % 2 == 0 ? of_student : of_teacher);
   const auto of_lane = [](float x, int lane) { return __shfl_sync(whole_warp, x, lane); };
   DivergenceState s{.reference = of_lane(own.reference, 0),

@@ -334,8 +334,8 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   finish_kept_row(a, k, state, dz, divisor, finite, share, &exchange.finite);
 }
 
-// In a cluster each thread has at least eight columns.
 int threads_of(int32_t columns) { return columns >= 8192 ? pair_threads : 128; }
+// In a cluster each thread has at least eight columns.
 int blocks_of(int32_t columns) {
   int blocks = 1;
   while (blocks < most_blocks && columns / (2 * blocks) >= 8 * pair_threads) blocks *= 2;

@@ -34,7 +34,7 @@ class Engine {
   // memory.
   virtual bool lists_logits() const { return false; }
   // For `info`: whether a token's loss and statistics are independent of its batch for every call
-  // with 16-bit inputs and aligned rows.
+  // that it serves with 16-bit inputs and aligned rows.
   virtual bool is_batch_invariant() const = 0;
   // Whether the row_reference that this call writes is exactly the row's maximum.
   virtual bool finds_maximum(const LinearShape& shape) const = 0;

@@ -4,8 +4,8 @@
 // (docs/design.md):
 //   loss_only   one product
 //   whole       E = exp(z - z_target) of every token and column is kept: three products
-//   chunks      E of one chunk of tokens at a time: three products, grad_weight summed in f32, half
-//               of the sums in its own memory
+//   chunks      E of one chunk of tokens at a time: three products, grad_weight summed in f32, up
+//               to half of the sums in its own memory
 //   mixed       E of a share of the vocabulary is kept, the rest computed again: 3 to 4 products
 //   frugal      nothing kept; dz from logits computed again with the lse known: four products
 //   two_passes  E of one chunk of tokens at a time, for grad_input and the first rows of
@@ -94,8 +94,8 @@ struct LinearShape {
   bool operator==(const LinearShape&) const = default;
 };
 
-// A device's figures for the cost model, measured on one H200 (docs/kernels/cuda.md) and scaled by
-// the multiprocessors elsewhere.
+// A device's figures for the cost model, measured on one H200 (docs/kernels/cuda.md).
+// PortableEngine::speed scales them for devices that are not Hopper.
 struct DeviceSpeed {
   double products = 680e12;  // FLOP/s of products of 16-bit operands
   double products_f32 = 45e12;

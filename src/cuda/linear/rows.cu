@@ -107,8 +107,8 @@ __device__ bool is_kept_of(const LinearCall& call, const KeptRow& kept, const Ro
   return !((kept.reference - state.reference) + (kept.log_sum - state.log_sum) > kept_tolerance);
 }
 
-// Loads 1 - p_t from the kept row, and whether its E was overwritten. If the kept row does not
-// belong to this state, the state becomes NaN and the fault word is set.
+// Finds 1 - p_t, which the row of a shard does not keep, and whether E was overwritten. If the kept
+// row does not belong to this state, the state becomes NaN and the fault word is set.
 __device__ void load_kept(const LinearCall& call, const RowToken& token, RowState* state,
                           float* rest, bool* overwritten) {
   KeptRow* row = kept_row(call.kept, token.i);

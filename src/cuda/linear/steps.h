@@ -22,7 +22,7 @@ enum class StepKind {
   gather,   // compact the chunk's rows of input and compute the target logits
   targets,  // write the target logits, if no other output is requested
   logits,   // partial sums of each row over the panel's columns, and E if kept
-  states,   // from the sums: outputs, gradients' factors, input times v (scales)
+  states,   // from the sums or a given state: outputs, gradients' factors, input times v
   // E of rows beyond the exponent's range, and the padding rows after the panel's.
   finish_panel,
   form_dz,           // dz in place of E, and its part of grad_bias unless by rows

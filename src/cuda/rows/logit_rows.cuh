@@ -209,7 +209,7 @@ template <Columns kColumns>
 constexpr int exchanged_bytes = sizeof(CommonPartial) + (kColumns == Columns::more ? 4 : 0);
 
 // Combines the blocks' partial sums into the row's; called by every thread of every block.
-// start_exchange and cluster_wait must precede, so that every block's mbarrier is initialized.
+// init_expecting and cluster_wait must precede, so that every block's mbarrier is initialized.
 template <Columns kColumns>
 __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int cluster,
                                             SumSet wants, Exchange* exchange) {

@@ -12,7 +12,7 @@ constexpr int rows_margin = 144;       // bytes of shared memory around a tile
 
 // A row is shared by a cluster of `cluster` blocks of `threads` threads. Each block handles `tiles`
 // consecutive tiles of `tile` columns; a single tile stays in shared memory, so that the row is
-// read once. The bits of a row depend on nothing else.
+// read once. The order of a row's sums depends on nothing else.
 struct RowsPlan {
   int cluster = 1;  // a power of two
   int threads = 32;

@@ -374,7 +374,7 @@ Status describe_matrix_library(char* text, size_t bytes) {
     return status;
   }
   const int version = static_cast<int>(library->call.version());
-  // Since version 13, 13.1.0 is encoded as 130100; before, 12.9.5 was 120905.
+  // 13.1.0 is encoded as 130100, 12.9.5 as 120905.
   std::snprintf(text, bytes, "cuBLASLt %d.%d.%d", version / 10000, version / 100 % 100,
                 version % 100);
   return {};

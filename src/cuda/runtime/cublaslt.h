@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The dozen declarations of cuBLASLt's C interface that are used, so that building needs no header
+// The declarations of cuBLASLt's C interface that are used, so that building needs no header
 // of it. The values are those that NVIDIA documents for CUDA 12 and 13 (cublasLt.h, cublas_api.h,
 // library_types.h).
 #pragma once

@@ -134,7 +134,7 @@ __device__ bool weighs_alike(const TokenInput& in) {
          !(present(in.token_weight) || in.per_row_upstream || in.statistics_gradients);
 }
 
-// Returns |a| w of a token, and updates the maxima of the gradients' other factors.
+// Updates the maxima of |a| w and of the gradients' other factors, and the lowest temperature.
 __device__ void weigh(const TokenInput& in, const LossConstants& constants, int64_t i, float c,
                       const TokenMap* map, TokenBlock* own) {
   const float a = token_weight(in, i);
@@ -154,7 +154,7 @@ __device__ void weigh(const TokenInput& in, const LossConstants& constants, int6
   }
 }
 
-// A token out of range counts in a mean, with no class weight.
+// Without class weights a token out of range counts in a mean too. It sets the fault word.
 __device__ void finish_total(const TokenInput& in, TokenBlock* all) {
   if (!present(in.vocab_weight)) all->normalizer = all->counted + all->outside;
   if (threadIdx.x == 0 && all->outside > 0 && present(in.fault)) {

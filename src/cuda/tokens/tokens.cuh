@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device functions that read a token's values.
+// Device functions that read and write a token's values.
 #pragma once
 
 #include "src/cuda/numbers.cuh"

@@ -22,8 +22,8 @@ struct TokenInput {
   bool skips_inactive = false;  // Backward leaves out tokens whose upstream gradients are all 0
   bool makes_maps = false;      // each token has a TokenMap
   const float* chosen_sizes = nullptr;  // [N]  the sum of |gradients| of its chosen columns
-  // dz of f16 is stored times this, so that small values keep their bits: the largest usual dz
-  // becomes 64, of 65504.
+  // dz of f16 is stored times this, so that small values keep their bits: 64, or what a
+  // divergence's bound of dz allows.
   float lift = 1;
   // dz may be 1 + beyond times as large as the token's weight suggests.
   float beyond = 0;
@@ -74,7 +74,7 @@ inline TokenOutputs token_outputs(const Call& call) {
 // prepare_tokens calls it first; a second head has its own maps.
 void screen_tokens(const TokenInput& input, const Tokens& tokens, Stream* stream);
 
-// Enqueues everything; counting takes one launch for up to one_launch_tokens, else two. Also checks
+// Enqueues everything; counting takes one launch up to one_launch_tokens, else 2 or 3. Also checks
 // the targets' range, which may set `fault`, and writes the outputs of tokens that do not count: 0,
 // or NaN for a target out of range.
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
