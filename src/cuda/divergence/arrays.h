@@ -63,7 +63,7 @@ struct DivergenceRows {
   TensorView loss{};            // [N]
   DivergenceStatistics statistics{};
   DivergenceOfShard shard{};
-  bool sums_columns = true;           // whether any output needs sums over the columns
+  bool sums_columns = true;           // whether an output or dz needs sums over the columns
   DivergenceState* states = nullptr;  // [N]  compacted, if known or kept; else null
   bool has_states = false;            // all fields but `mean` are known
   DivergencePanel dz{};

@@ -71,8 +71,8 @@ struct DivergenceMemory {
   Partials sums, teacher_sums;  // of stored logits
   LogitsOfHeads logits;         // a chunk's whole rows
   LogitsOfHeads block;          // some columns of all tokens; the same memory
-  char* dz = nullptr;           // [rows, dz_pitch]  of whole rows; may overwrite their logits
-  char* block_dz = nullptr;     // [N, dz_pitch]  of some columns; may overwrite their logits
+  char* dz = nullptr;           // [rows, panel_pitch]  of whole rows; may overwrite logits
+  char* block_dz = nullptr;     // [N, panel_pitch]  of some columns; may overwrite logits
   float* scales = nullptr;      // [N]
   uint64_t bytes = 0;
 };

@@ -30,7 +30,7 @@ struct ColumnParts {
   }
 };
 
-// Calls f(T{}) with the type of E and of the scaled input, which is bf16 for f16 inputs.
+// Calls f(T{}) with the type of E and of the scaled input; for f16, whose E is codes, any 16 bits.
 template <class F>
 void with_stored(DType dtype, F&& f) {
   if (dtype == DType::f32) {

@@ -49,7 +49,7 @@ constexpr bool is_by_rows(Origin o) { return o == Origin::dz_by_rows || o == Ori
 
 // What an engine's kernels can do for a call, on which the plans depend.
 struct Kernels {
-  // How kept E is used; again_dz if E cannot be used, as in a Backward without state.
+  // How kept E is used; again_dz if there is none, as in a Backward without kept state.
   Origin kept = Origin::e;
   // How the columns that are not kept are computed if products multiply kept E; else again_dz.
   Origin others = Origin::again_e;
@@ -94,8 +94,8 @@ struct LinearShape {
   bool operator==(const LinearShape&) const = default;
 };
 
-// A device's figures for the cost model, measured on one H200 (docs/kernels/cuda.md).
-// PortableEngine::speed scales them for devices that are not Hopper.
+// A device's figures for the cost model, measured on one H200. PortableEngine::speed scales
+// them for devices that are not Hopper.
 struct DeviceSpeed {
   double products = 680e12;  // FLOP/s of products of 16-bit operands
   double products_f32 = 45e12;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hopper's engine. One kernel multiplies and computes sums, E or dz from the logits (forward.cuh);
-// another computes the gradients' products (product.cuh).
+// Hopper's engine. Some kernels multiply and compute sums, E or dz from the logits (forward.cuh);
+// others compute the gradients' products (product.cuh, few_tokens.cuh).
 #pragma once
 
 #include "src/cuda/linear/sm90/tile.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On Hopper one kernel multiplies and uses the logits at once: input [N, D] . weight [V, D]^T in
+// On Hopper a kernel multiplies and uses the logits at once: input [N, D] . weight [V, D]^T in
 // tiles of 256 tokens x 192 columns. Only one of its modes writes logits to memory:
 //   sums     sum of exponentials of every row and tile (192 columns), and its reference,
 //            the anchor or a maximum, the target's left out

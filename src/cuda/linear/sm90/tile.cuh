@@ -3,7 +3,7 @@
 // through a ring of 4 stages. A persistent block has 3 warpgroups: one copies (TMA), two of 128
 // rows each multiply (two m64n192k16 each with one descriptor of the right operand). Two blocks of
 // a cluster, one below the other, share the right operand, each loading half of it for both.
-// docs/kernels/hopper.md says why it has this size.
+// docs/kernels/hopper.md shows it.
 #pragma once
 
 #include "src/cuda/linear/sm90/tile.h"

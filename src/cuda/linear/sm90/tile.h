@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile on Hopper is a cluster, two blocks of 256 rows; docs/kernels/hopper.md says why it has
-// this size.
+// A tile on Hopper is a cluster's: two blocks with 256 rows each (docs/kernels/hopper.md).
 #pragma once
 
 namespace logitless::cuda::sm90 {

@@ -48,7 +48,7 @@ class Model {
   double both_time(int64_t tokens) const {
     const double steps = shares_of(tokens, tiled_part(p_).slots).steps;
     // Products hide the time of sums going to memory and back, but not the power: a sixth of a
-    // microsecond per megabyte (docs/kernels/hopper.md).
+    // microsecond per megabyte moved.
     const auto sums = static_cast<double>(s_.rows_of_weight()) * static_cast<double>(s_.hidden);
     return steps * step_time() + 4 * speed_.launch + sums * 8 / (1.6 * speed_.memory);
   }
