@@ -205,6 +205,7 @@ struct PlacesRead {
 struct PlacesHeld {
   int base = 0, count = 0;
 };
+
 // Sums sorted places [begin, end) for a thread's columns. The block reads up to `threads` places
 // before `last` at a time; those from `end` on serve the following columns.
 template <class T>

@@ -31,8 +31,8 @@ struct Asked {
   LinearPlan plan(uint64_t bytes) const { return search(engine, shape, speed, bytes).best; }
   LinearPlan settled(uint64_t bytes) const;
   // Returns a plan that needs at most a quarter of the f32 logits and 16 MiB beyond the f32 sums of
-  // gradients; or, if that is predicted to take over 3 % longer, one that may instead hold the
-  // logits in the input's dtype, the sums of grad_input and 64 MiB.
+  // gradients and a copied weight; or, if that is predicted to take over 3 % longer, one that may
+  // instead hold the logits in the input's dtype, the sums of grad_input and 64 MiB.
   LinearPlan recommended() const;
 };
 // A call with its plan. A plan of two passes is two such calls, in the memory that the rows' states
