@@ -17,7 +17,7 @@ namespace logitless::cuda {
 // How both heads' logits become z. `none` and `scale` are only for computed logits.
 enum class HeadMaps { none, scale, any };
 
-// One head's row.
+// A row of one head: its raw logits, computed or given, and their map to z.
 template <HeadMaps kMaps>
 struct HeadRow {
   static constexpr bool is_made = kMaps != HeadMaps::any;

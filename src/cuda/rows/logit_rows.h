@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of given logits [N, V]. One launch computes the state of every row (maximum, log of the sum,
-// statistics) and its output row (gradient or probabilities) from the same read of the row;
+// statistics) and its output row (gradient or probabilities), from one read of the row if it fits;
 // gradient rows of tokens that do not count are cleared. How a row is divided, and so its bits,
 // depends only on V, the dtype and the device.
 #pragma once

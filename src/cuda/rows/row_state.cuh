@@ -20,7 +20,7 @@ struct CommonPartial {
   int above = 0;              // the number of columns above the target
   int argmax = -1;            // the lowest column of the maximum, within the row
 };
-// Used only by kernels of Columns::more, which exchange `mass` separately.
+// Only kernels of Columns::more use `mass`, and exchange it separately.
 struct RowPartial : CommonPartial {
   float mass = 0;  // sum exp(z - m) of the columns that `above` counts
 };

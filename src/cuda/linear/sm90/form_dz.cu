@@ -26,7 +26,7 @@ struct Terms {
   }
 };
 
-// Computes eight columns in the usual case.
+// Computes eight columns, none of them near the cap, the target's, or after the last column.
 __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
                                    const float* class_weights, const uint4& kept) {
   // In units of the cap.

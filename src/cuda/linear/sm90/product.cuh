@@ -59,7 +59,7 @@ struct Operands {
 
 // Copies both operands of every item for the multiplying warpgroups. Each lane copies one box, so
 // that none needs more than one address: lane 0 the left operand's, lanes 1 to 3 the right one's,
-// of which this block loads 32 of the 64 along the depth for both blocks.
+// of which a team's block loads 32 of the 64 along the depth for both; alone it loads both halves.
 template <Gradient kGradient, int kStages = stages>
 __device__ inline void copy_operands(const Operands& operands, const ProductArguments& a,
                                      const Work& work, int cluster, const Pipeline& pipeline) {

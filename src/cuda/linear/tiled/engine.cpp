@@ -48,7 +48,7 @@ void TiledEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& d
   Kernels& k = s.kernels;
   k.others = Origin::again_dz;
   call->launches_early = tile_.starts_early && device.launches_early;
-  // With a softcap every element of the smoothing's term has its own slope, which E gives.
+  // With a softcap every element of the smoothing's term has its own slope, which E may give.
   const bool slopes = s.smoothing && call->map.capped;
   call->kept.layout = kept_in_blocks;
   // With a softcap, a temperature that all tokens share becomes a map per row, as temperatures per

@@ -39,7 +39,7 @@ class Plans {
       if (s_.weight_rows == 0 || p.kind == PlanKind::chunks) consider(p);
     };
     if (s_.kept_columns > 0) return each_of_kept(use);
-    // Logits are never in memory here, so their size does not matter.
+    // Logits are never in memory here: a block's size only decides sum_rows.
     const int shrink = s_.grad_input && !s_.kernels.direct_grad_input ? 2 : 64;
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
          most = std::max<int64_t>(most / 2, tile_.rows)) {
