@@ -57,7 +57,7 @@ struct LinearMemory {
   // [V, hidden_pitch] if a product cannot read the caller's weight, else null
   char* weight = nullptr;
   char* weight_tail = nullptr;  // [8, hidden_pitch]  the last V % 8 rows, then zeros
-  // [token_chunk + extra_rows, hidden_pitch]  compacted; may be in grad_input's memory
+  // [panel_rows, hidden_pitch]  compacted; may be in grad_input's memory
   char* input = nullptr;
   // the input times v; may be `input`, or in grad_weight's memory
   char* scaled = nullptr;

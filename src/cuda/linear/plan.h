@@ -138,9 +138,9 @@ struct LinearPlan {
   int64_t lent_sum_rows = 0;  // rows of grad_weight's f32 sums in its own memory
   int64_t hidden_pitch = 0;   // D rounded up to 16 bytes, a row's pitch
   int64_t segments = 0;       // partial sums of a row
-  bool copies_input = true;   // if not all tokens count, the input is compacted
-  int64_t panel_rows = 0;     // rows of a panel
-  int64_t extra_rows = 0;     // those of them after the chunk's tokens
+  bool copies_input = true;   // compacts the input; with reads_input if not all tokens count
+  int64_t panel_rows = 0;     // rows of a panel in memory, with padding
+  int64_t extra_rows = 0;     // padding rows that the gather and extra_rows.cu write
   int64_t first_rows = 0;     // two passes: rows of grad_weight that the first writes
   uint64_t bytes = 0;
   double seconds = 0;  // predicted

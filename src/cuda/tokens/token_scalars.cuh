@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values common to a call's tokens: the normalizer, and the factor of all gradients.
+// Values common to a call's tokens: the normalizer, the factor of all gradients; and a token's map.
 #pragma once
 
 #include <cfloat>

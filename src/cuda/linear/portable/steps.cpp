@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of a plan on every GPU: E of the kept columns, in the workspace; E of the others is
-// computed again, or dz if nothing is kept.
+// The steps of a plan on every GPU: E of the kept columns; E of the others is computed again, or dz
+// if products multiply no kept E.
 #include "src/cuda/linear/steps.h"
 
 #include "src/cuda/linear/portable/engine.h"

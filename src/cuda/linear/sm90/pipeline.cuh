@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The barriers of shared memory and of a cluster, in PTX (sm_90): mbarrier and barrier.cluster of
-// PTX ISA 8.
+// The barriers of shared memory, of a warpgroup and of a cluster, and the registers of a warpgroup,
+// in PTX (sm_90a).
 #pragma once
 
 #include <cstdint>

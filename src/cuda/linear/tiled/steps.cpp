@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of a plan of tiled kernels: E of the kept columns, in the workspace and in
+// The steps of a plan of tiled kernels: E of the kept columns, in the workspace or `kept` and in
 // grad_weight's memory, and dz of the other columns, a panel at a time.
 #include "src/cuda/linear/steps.h"
 
