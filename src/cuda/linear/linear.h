@@ -140,8 +140,8 @@ inline void place_bias_slabs(const LinearShape& s, const LinearPlan& p, int64_t 
   m->bias_slabs = arena->take<float>(divide_up(p.panel_rows, bias_slab_rows) * columns);
 }
 
-// Chosen columns (chosen.cu): their logits; the summed size of each token's gradients, to find the
-// active tokens; what is added to dz; adds it to a finished panel.
+// Chosen columns (chosen.cu). The functions compute their logits; the summed size of each token's
+// gradients, to find the active tokens; what is added to dz; and the last adds it to a panel.
 void chosen_logits(const LinearCall& call, const LinearMemory& m, Stream* stream);
 void chosen_sizes(const LinearCall& call, const LinearMemory& m, Stream* stream);
 void merge_chosen(const LinearCall& call, const LinearMemory& m, Stream* stream);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels that are launched early (LaunchShape) may start while the previous kernel of the stream
-// runs, and wait for it themselves (programmatic dependent launch). In other kernels there
-// is nothing to wait for; before sm_90 both functions do nothing.
+// runs, and wait for it themselves (programmatic dependent launch). In other kernels there is
+// nothing to wait for; before sm_90 both functions do nothing.
 #pragma once
 
 namespace logitless::cuda {
