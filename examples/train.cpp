@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Trains a small transformer on a text, using only the installed library, and draws its loss curve:
+// Trains a small transformer on a text, with the installed library, and draws its loss curve:
 //
 //     example_train [FILE] [--steps N] [--vocab V] [--untied] [--below NATS]
 //

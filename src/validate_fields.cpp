@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules for every single field, in one table: rank, shape, dtype, device, strides.
+// Rules for single fields, from two tables: rank, shape, dtype, device, strides.
 #include <array>
 #include <numeric>
 
