@@ -28,7 +28,7 @@ enum class Role : uint32_t {
   bias,          // [V]  a copy, if the view itself cannot be bound
   rows,          // [chunk, kStateWords]  the state of each token
   extras,        // [chunk, kExtraWords]  statistics that few calls ask for
-  counted,       // [4 + chunk]  their number, then the tokens that count
+  counted,       // [4 + chunk]  the number of rows, then their tokens
   inputs,        // [chunk, 8]  inputs per token
   losses,        // [chunk]
   partials,      // [chunk, slots, kSlotWords]  or, for shards, [chunk, kFoldWords]
