@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies elements of a strided view of any dtype into dense f32:
 //   gather       result[r, c] = source[r, c]
-//   gather_rows  result[k, c] = source[counted[k], c], and 0 for rows beyond the active ones
+//   gather_rows  result[k, c] = source[counted[4 + k], c], and 0 for k from counted[0] on
 // Columns from `columns` to padded_columns become 0.
 
 struct Params {
