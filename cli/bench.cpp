@@ -254,8 +254,8 @@ Chart make_chart(const std::vector<Row>& rows) {
   return chart;
 }
 
-// Probes every rate once, then before each measurement the rate it is compared with, so that a
-// machine that slows down slows both.
+// Probes every rate once, then before each measurement the rate of its products again: the best
+// counts, in case the machine was slow at first.
 void probe(Machine& machine, cpu::Arithmetic arithmetic) {
   constexpr int kFirst = 5, kAgain = 2;
   const bool first = machine.fma == 0;
@@ -292,7 +292,7 @@ void print_peers(const std::string& device, const std::vector<Row>& rows) {
              device == "cuda" ? "python bench/compare_gpu.py" : "make bench-cpu");
 }
 
-// Measures the GPU's product rate per dtype, and its copy bandwidth, once.
+// Measures the GPU's product rates in f32 and bf16, and its copy bandwidth, once.
 Machine probe_gpu(GpuBench& gpu) {
   Machine machine;
   machine.bandwidth.read = machine.bandwidth.copy = gpu.copy_bandwidth();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A run may be too large for the reference, so its error is judged on samples: some tokens of the
-// outputs and of grad_input, and some vocabulary rows of grad_weight, against the reference on just
-// those rows.
+// outputs other than the loss, and some vocabulary rows of grad_weight, against the reference on
+// just those rows.
 #pragma once
 
 #include <algorithm>

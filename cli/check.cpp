@@ -73,8 +73,8 @@ struct NamedCase {
   std::string name;
 };
 
-// Options alone and in pairs on small shapes, then shapes at block boundaries with all options at
-// once.
+// Options alone and in pairs on small shapes, then shapes at block boundaries, every other one with
+// all options at once.
 std::vector<NamedCase> cases_of(OpKind op, DType dtype, const CheckArguments& a) {
   const int64_t most = a.full ? INT64_MAX : a.cases;
   std::vector<NamedCase> pairs, all;

@@ -135,7 +135,7 @@ json linear_plan(const OpShape& s, uint64_t bytes) {
           {"flops", (products(shape, p) - spared) * product + more}};
 }
 
-// A plain implementation holds the logits of each head, and their gradient.
+// A plain implementation holds the logits of each head, and the gradient of the student's.
 uint64_t held_bytes(const json& out) {
   const bool gradients = !out["op"].get<std::string>().ends_with("-forward") ||
                          out["op"].get<std::string>().ends_with("backward");

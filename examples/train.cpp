@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Trains a small transformer on a text, using only the installed library, and draws its loss curve:
+// Trains a small transformer on a text, with the installed library, and draws its loss curve:
 //
 //     example_train [FILE] [--steps N] [--vocab V] [--untied] [--below NATS]
 //
 // transformer.h has the model. Without a file the text is the reference of Python's language, where
 // a Python is installed. The last line is the loss on a held-out tenth of the text; with --below
-// NATS the program fails if the training loss ends above that. `logitless demo` (demo/) is the
+// NATS the program fails unless the training loss ends below that. `logitless demo` (demo/) is the
 // larger one: on the library's own threads and matrix products, over whole folders, with
 // perplexities compared with counting models', and text that it writes.
 #include <algorithm>

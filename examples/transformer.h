@@ -5,7 +5,7 @@
 //   x1 = x0 + attention(norm(x0) qkv) out           causal, `heads` heads                [N, D]
 //   x2 = x1 + silu(norm(x1) up) down                                                     [N, D]
 //   h  = norm(x2)                                                                        [N, D]
-//   loss = the mean of -log softmax(head h)[next token], whose logits [N, V] are never stored
+//   loss = the mean of -log softmax(head h)[next token], whose logits [N, V] it never holds
 // norm(x) = gain x / sqrt(mean x^2 + 1e-5) and silu(u) = u / (1 + exp(-u)), element by element. The
 // model that demo/ trains sees a window of fixed length and mixes it by fixed positions; this one
 // has attention over all earlier words. The templates of T are also tested in double.

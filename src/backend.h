@@ -45,13 +45,13 @@ struct Backend {
   virtual Status run(const Call& call, const Decisions& decided,
                      const Workspace& workspace) const = 0;
   virtual const char* name() const = 0;
-  // Writes one line: the instruction set or device, and the threads; or why no device is usable.
+  // Writes one line: the device, or the CPU's instruction set and threads; or why none is usable.
   virtual Status describe(char* text, size_t bytes) const = 0;
   // Multiplies each of `values` by `factor`, all validated.
   virtual Status scale(std::span<const TensorView>, const TensorView&, const Execution&) const {
     return error(StatusCode::not_supported, "scale: %s has none; allowed: cuda", name());
   }
-  // Loads what the first run on the device would load.
+  // See logitless_warmup (c.h).
   virtual Status warmup(const Execution&) const { return {}; }
 };
 

@@ -50,7 +50,7 @@ Kept kept_in(const Call& call, uint64_t bytes) {
   return kept;
 }
 
-// The key leaves out options that do not change kept state: the reduction and empty_mean.
+// The key leaves out options that do not change kept state, such as the reduction.
 uint64_t kept_key(const Call& call, int64_t columns) {
   const LossOptions& o = call.options;
   Hash hash;

@@ -25,7 +25,7 @@ struct KeptRow {
   float reference;     // m; like log_sum, of the shard alone
   float log_sum;       // log sum_j exp(z_j - m)
   float target_logit;  // z_t, or the anchor that E is relative to
-  float rest;          // 1 - p_t
+  float rest;          // 1 - p_t, on WebGPU 0; of a divergence, what divided its row of `kept`
   float overwritten;   // not 0: the row's E is too coarse, or Backward overwrote it
   float layout;        // identifies the layout of `kept`
   float columns;       // the number of columns kept

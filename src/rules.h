@@ -75,7 +75,7 @@ inline bool extent(const TensorView& v, int64_t* bytes) {
          !__builtin_add_overflow(*bytes, static_cast<int64_t>(v.byte_offset), &end);
 }
 
-// Refuses an unknown dtype or device.
+// check_enums refuses an unknown dtype or device.
 Status check_enums(const char* name, const TensorView& view);
 Status check_teacher_map(const LossOptions& options);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks every rule about shapes, dtypes, devices, options and overlaps once, for all backends and
-// bindings.
+// Checks the rules about shapes, dtypes, devices, options and overlaps that all backends share,
+// once for all bindings.
 #pragma once
 
 #include "src/call.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules for every single field, in one table: rank, shape, dtype, device, strides.
+// Rules for single fields: rank, shape and dtype, which tables list, and device and strides.
 #include <array>
 #include <numeric>
 

@@ -154,7 +154,7 @@ Status check_normalizer(const Call& call) {
   return {};
 }
 
-// Combine needs the shards' counterpart of every output, and V for the loss.
+// Combine needs V, and the shards' values of statistics that their rows' states do not give.
 Status check_combine(const Call& call) {
   if (!call.combines) return {};
   if (call.options.vocab_total < 1) {

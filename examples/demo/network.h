@@ -4,7 +4,7 @@
 //   x   = [e_1 ... e_K]                                                                     [K D]
 //   a   = max(0, unit_weight x + unit_bias)                                                 [H]
 //   h   = hidden_bias + sum_k position_k * e_k (element by element) + unit_output a         [D]
-//   logits = weight h + bias, which the library never forms                                 [V]
+//   logits = weight h + bias, left to the library in training                               [V]
 // With no units (H = 0) it is the log-bilinear model of Mnih and Hinton (2007) with diagonal
 // position matrices. It sees a window of K words; ../transformer.h has attention over all earlier
 // words, in plain loops and on the installed library alone.

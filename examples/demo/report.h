@@ -33,7 +33,7 @@ class Progress {
 std::string draw_curve(std::span<const float> values, int64_t columns, int64_t rows);
 
 struct Memory {
-  uint64_t logits = 0;      // [N, V]  f32 of one batch, which are never stored
+  uint64_t logits = 0;      // [N, V]  f32 of one batch, for comparison
   uint64_t workspace = 0;   // of the loss
   uint64_t parameters = 0;  // with the bf16 copy that the products read
   uint64_t gradients = 0;

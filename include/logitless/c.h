@@ -4,8 +4,8 @@
  *
  * An op is a `logitless_op` of tensor pointers; a NULL pointer is an absent optional. Two verbs:
  * `logitless_workspace` says how many bytes a call needs, `logitless_run` runs it; a call that is
- * made many times is planned once, with `logitless_plan_create`. What every field means is
- * docs/semantics.md. Every struct starts with its own size: set it with the
+ * made many times is planned once, with `logitless_plan_create`. docs/semantics.md says what the
+ * fields mean. Every struct starts with its own size: set it with the
  * LOGITLESS_*_INIT macros. A smaller struct_size (an older header) is zero-extended; a larger one
  * is accepted only if its tail is zero.
  */
@@ -268,8 +268,8 @@ typedef struct logitless_plan_arguments {
   {sizeof(logitless_divergence_options), LOGITLESS_FORWARD_KL, 0.5f, 0.0f, 1.0f, 0.0f, 1.0f, 0}
 /* clang-format on */
 
-/* Every function may be called with status = NULL; execution = NULL is the CPU with the library's
- * own pool, workspace = NULL one of 0 bytes. */
+/* Where a function takes them, status may be NULL, execution = NULL is the CPU with the library's
+ * own pool, and workspace = NULL is one of 0 bytes. */
 
 /* Finds the bytes of workspace that `run` needs for `op`. Pure and cheap. With NULL data pointers
  * the answer is enough for any address, else for the given ones. Returns the status code. On an
@@ -284,8 +284,8 @@ LOGITLESS_API int32_t logitless_workspace(const logitless_op* op,
 LOGITLESS_API int32_t logitless_kept_size(const logitless_op* op,
                                           const logitless_execution* execution, uint64_t bytes,
                                           logitless_kept* kept, logitless_status* status);
-/* Runs `op` in a workspace of at least `minimum` bytes. Neither allocates nor synchronizes.
- * Returns the code; on an error no output is written. */
+/* Runs `op` in a workspace of at least `minimum` bytes. Neither synchronizes nor, except for the
+ * reference and WebGPU's workspace, allocates. Returns the code; refused calls write no output. */
 LOGITLESS_API int32_t logitless_run(const logitless_op* op,
                                     const logitless_workspace_buffer* workspace,
                                     const logitless_execution* execution, logitless_status* status);
@@ -314,7 +314,7 @@ LOGITLESS_API int32_t logitless_describe_backend(int32_t device_type, char* text
  * captured. The matrix library still loads its own kernels at the first product of a shape: run a
  * linear op once before capturing it. A driver older than CUDA 12.4's still loads kernels at their
  * first launch, and without the matrix library it is the linear ops that fail; neither is an error
- * here. Does nothing on the CPU. Returns the code. */
+ * here. Does nothing but on CUDA. Returns the code. */
 LOGITLESS_API int32_t logitless_warmup(const logitless_execution* execution,
                                        logitless_status* status);
 /* On WebGPU a call's workspace is several buffers within a budget of bytes: pass it as the

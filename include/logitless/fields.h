@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one listing of every op's tensors: for_each_tensor(op, c, f) calls f(name, access, op.field,
-// c.field) in the order of docs/semantics.md. The C++ layer, the C entry points, the validation and
-// the tests all walk it.
+// c.field) for each. The C++ layer, the C entry points, the validation and the tests all walk it.
 #pragma once
 
 #include <type_traits>

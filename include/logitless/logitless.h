@@ -182,9 +182,9 @@ Status kept_size(const Op& op, const Execution& execution, uint64_t bytes, Kept*
 }
 
 // Runs `op` in a workspace of at least `minimum` bytes; more memory means fewer and larger chunks,
-// never another class of result. Enqueues on asynchronous devices; neither allocates nor
-// synchronizes. Thread-safe; a workspace serves one call at a time. On an error no output is
-// written.
+// never another class of result. Enqueues on asynchronous devices; neither synchronizes nor, except
+// for the reference and WebGPU's workspace, allocates. Thread-safe; a workspace serves one call at
+// a time. A call that is refused writes no output.
 template <class Op>
 Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
   const detail::COp<Op> c(op);
@@ -279,7 +279,7 @@ inline Status scale(const TensorView& values, const TensorView& factor,
   return status;
 }
 
-// Loads what the first run on the device would load; does nothing on the CPU.
+// Loads a CUDA device's kernels before a run needs them (logitless_warmup); else does nothing.
 inline Status warmup(const Execution& execution) {
   const logitless_execution e = detail::to_c(execution);
   Status status;

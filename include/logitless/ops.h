@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops: structs of views. docs/semantics.md says what every field means and has every formula. N
+// The ops: structs of views. docs/semantics.md says what the fields mean and has the formulas. N
 // counts tokens, V the vocabulary, D the hidden axis. An absent view is an input not given or an
 // output not wanted.
 #pragma once
@@ -53,7 +53,7 @@ struct LossOptions {
   OutOfRange out_of_range = OutOfRange::error;
   EmptyMean empty_mean = EmptyMean::zero;
   InputKind input_kind = InputKind::logits;
-  float probability_floor = 1e-9f;
+  float probability_floor = 1e-9f;  // >= 0
   bool allow_tf32 = false;
   double normalizer = 0;    // what the mean divides by; 0: the number of tokens that count
   int64_t vocab_start = 0;  // the first column of this shard
@@ -323,7 +323,7 @@ struct Combine {
   TensorView loss{};                      // [N] where the reduction is none, else []
   LossOptions options{};                  // the map from raw to z is not used
   LossWeights weights{};
-  TokenStatistics statistics{};   // no rank
+  TokenStatistics statistics{};   // no rank, no mass_above
   TensorView fault{};             // [1] i32; FaultBits are or-ed into it
   TensorView shard_top_logits{};  // [P, N k] f32; the shards' top_logits, one after the other
   TensorView shard_top_ids{};     // [P, N k] i32 or i64

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // WebGPU in native programs, on wgpu-native found at run time. A tensor's data is a WGPUBuffer with
 // usage Storage | CopySrc | CopyDst and a size that is a multiple of 4; its byte_offset is any
-// multiple of the element's size. The workspace of a call is several buffers, a `WebGpuWorkspace`:
+// multiple of the element's size, of `kept` of 256. A workspace is several buffers:
 //
 //   WorkspaceSize size;
 //   Status status = workspace(op, {.device = {DeviceType::webgpu}}, &size);

@@ -37,7 +37,7 @@ inline int64_t id_at(const TensorView& ids, const ChosenPlaces& places, int64_t 
 inline float& element_at(const TensorView& view, const ChosenPlaces& places, int64_t k) {
   return view.as<float>()[element_of(view, places, k)];
 }
-// Sets every element of an f32 view [N] or [N, K].
+// Sets every element of an f32 vector or matrix.
 void fill(const TensorView& view, float value);
 // Fails if id_offsets do not begin at 0, decrease, or do not end at the number of ids.
 Status check_id_offsets(const Call& call);

@@ -33,7 +33,7 @@ struct DivergenceWants {
   bool value = false, mean = false, acceptance = false;
 };
 
-// Returns the wanted sums over a block, added in an order that depends on count alone. With a NaN
+// Returns the wanted sums over a block, in an order set by count and the vectors' length. With NaN
 // in the row, a sum may or may not be NaN.
 DivergenceSums divergence_block(const DivergenceTerms& terms, const DivergenceRow& row,
                                 const float* z, const float* t, int64_t count,

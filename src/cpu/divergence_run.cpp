@@ -5,7 +5,7 @@
 // docs/kernels/cpu.md the schedule and measurements. Forward may keep, for compacted tokens, the
 // gradient of the raw logits for an upstream gradient of 1, each row divided by a power of two that
 // its row of kept_rows records:
-//   kept  [tile][R][192]  in the input's dtype, the last tile as narrow as whole blocks of 64
+//   kept  [tile][rows (kept.h)][192]  in the input's dtype, the last tile of fewer blocks of 64
 #include <cmath>
 #include <limits>
 

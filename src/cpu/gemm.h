@@ -16,7 +16,7 @@
 namespace logitless::cpu {
 
 enum class Arithmetic {
-  f32,       // FMA; 16-bit inputs are widened while they are packed
+  f32,       // multiply-adds; 16-bit inputs are widened while they are packed
   bf16_dot,  // AVX-512 BF16 or Arm BF16: dot products of pairs
   amx,       // Intel AMX: tiles of bf16
 };

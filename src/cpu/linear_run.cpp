@@ -3,8 +3,8 @@
 // coefficients and gradient pass. docs/semantics.md has the formulas, docs/kernels/cpu.md the
 // schedule, tile sizes and measurements. Forward may keep, for compacted tokens, what Backward
 // reads in place of logits:
-//   kept  [tile][R][192]  the logits z of f32, E = exp(z - z_t) of bf16; the last tile as narrow as
-//                         whole blocks of 64
+//   kept  [tile][rows][192]  the logits z of f32, E = exp(z - z_t) of bf16; the last tile as narrow
+//                            as whole blocks of 64; rows as in kept.h
 #include <algorithm>
 #include <bit>
 #include <cmath>

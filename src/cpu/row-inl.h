@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loops of row_kernels.h over one block of a row, compiled once per target. A block is read
-// several times while it is in L1: for the map and the maximum, for exp and its sum, then for
-// further sums.
+// several times while it is in L1: for the map and the maximum, for the further sums that are
+// wanted, then for exp and its sum.
 
 #if defined(LOGITLESS_CPU_ROW_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITLESS_CPU_ROW_INL_H_

@@ -32,7 +32,7 @@ struct BlockWants {
 
 // Changes logits in place: raw[j] (+ bias[j], unless bias is null) becomes z[j] for j in [0,
 // count). Without a bias the identity map writes nothing, so constant logits may be passed. Sums
-// are formed lane by lane and then across lanes, in an order that depends on count alone.
+// are formed lane by lane and then across lanes, in an order set by count and the vectors' length.
 // class_weight is [count], or null where all are 1; a class of weight 0 adds exactly 0, even where
 // its logit is -inf. exponentials [count] gets exp(z[j] - maximum), unless null; it may be
 // `logits`. `rare` is null where no rare sum is wanted.

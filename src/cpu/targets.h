@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instruction sets that the CPU kernels are compiled for. Every file with Highway kernels
-// includes this before any Highway header: if lists differed, a forced target would be missing in
-// some files.
+// The instruction sets that the CPU kernels are compiled for. Their .cpp files include this before
+// any Highway header: if lists differed, a forced target would be missing in some files.
 #pragma once
 
 // SSE2 runs on every x86-64 and is the baseline. SSSE3 is no faster here, and AVX3_DL adds only

@@ -13,7 +13,7 @@ namespace logitless::cpu {
 // Arrays in the workspace start at multiples of 64 bytes.
 constexpr uint64_t padded(uint64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Access to vectors of f32 with any stride.
+// Access to vectors with any stride.
 inline float f32_at(const TensorView& v, int64_t i) { return v.as<const float>()[i * v.stride[0]]; }
 inline void write_f32(const TensorView& v, int64_t i, float value) {
   v.as<float>()[i * v.stride[0]] = value;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ops, written from docs/semantics.md, a token at a time: its row of logits, its loss and
 // statistics, and its contribution to grad_input, grad_weight and grad_bias. In double, with plain
-// loops and O(V) memory in addition to the outputs.
+// loops, and the logits of one token at a time.
 #include "src/reference/reference.h"
 
 #include <algorithm>

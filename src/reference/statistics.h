@@ -53,7 +53,7 @@ struct Made {
 struct Statistic {
   const char* name;
   Made<RowOf> of_row;
-  Made<WholeRow> of_shards;  // Combine has no rank
+  Made<WholeRow> of_shards;  // Combine has no rank, no mass_above
   bool is_index() const { return of_row.index != nullptr; }
 };
 std::span<const Statistic> statistics();

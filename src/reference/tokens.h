@@ -43,7 +43,7 @@ struct Tokens {
   bool empty_mean = false;           // the reduction is mean and the normalizer exactly 0
   double upstream_scale = 0;         // the largest |upstream gradient| of any token or statistic
   double steepest = 0;               // the largest |logit_scale| / temperature of a token
-  bool bad_temperature = false;      // a token that counts has an invalid one
+  bool bad_temperature = false;      // an active token has an invalid one
 };
 
 // Fails with target_out_of_range if the op's options say so.

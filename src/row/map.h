@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The map from raw to z, and its factors in f32, computed once per call on the host.
+// The map from raw to z, and its factors in f32, computed on the host.
 #pragma once
 
 #include <cfloat>

@@ -196,7 +196,7 @@ const TensorView& Run::result() const {
   return call_[problem_.softmax ? "probabilities" : "grad_logits"];
 }
 
-// Copies the chunk's logits to the memory of their gradients.
+// Copies the chunk's logits to the memory of the result.
 void Run::copy_logits(const Chunk& chunk) {
   const TensorView &in = call_["logits"], &out = result();
   if (in.data == out.data || chunk.tokens == 0) return;

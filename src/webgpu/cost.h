@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tiles of products and predicted times of plans, computed from shapes. The constants were measured
-// on an H200 through Vulkan (docs/kernels/webgpu.md); other devices scale them all by about the
-// same factor, so the choices hold there too. Nothing is measured at run time, so that the same
-// call has the same plan.
+// on an H200 through Vulkan (docs/kernels/webgpu.md). Nothing is measured at run time, so that the
+// same call has the same plan; other devices get the same choices.
 #pragma once
 
 #include "src/webgpu/plan.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The device interface of the WebGPU backend: buffers, pipelines, dispatches. Implemented on
 // webgpu.h (native.cpp), and on the browser's own API for the same planner and dispatcher compiled
-// to wasm. Its arguments are scalars and pointers, nothing throws and nothing waits: calls are
+// to wasm. Its arguments are scalars and pointers, and nothing waits for the device: calls are
 // recorded in order, and `submit` passes them to the queue.
 #pragma once
 

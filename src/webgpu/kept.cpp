@@ -2,7 +2,7 @@
 // Kept state, which Forward writes for Backward: raw logits of the vocabulary's first columns as
 // f32 or, for a divergence, the gradient of all columns in the input's dtype. Each token has its
 // own row, whatever the chunks and windows:
-//   kept       slabs of 4096 columns, the last one narrower, each [R, columns], one after the other
+//   kept       slabs of up to 4096 columns, each [rows (kept.h), columns], one after the other
 //   kept_rows  [N, 8]  KeptRow
 // A chunk's rows of a slab fit in one binding of every device that keeps state.
 #include "src/kept.h"

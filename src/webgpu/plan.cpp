@@ -422,7 +422,7 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   Status status = make_plan(p, limits, 0, &plan);
   if (!status.ok()) return status;
   *minimum = plan.total;
-  // The recommended plan's blocks are a quarter of the f32 logits, with at least 64 tokens.
+  // The recommended plan's blocks are a quarter of the f32 logits, with 64 to 1024 tokens.
   const int64_t tokens = p.direct ? most_tokens(p)
                                   : std::clamp(p.tokens / (p.has_teacher() ? 8 : 4),
                                                std::min(p.tokens, kLeastTokens), int64_t{1024});

@@ -27,8 +27,8 @@ enum class Role : uint32_t {
   vocab_weight,  // [vocab_total]  a copy, if the view itself cannot be bound
   bias,          // [V]  a copy, if the view itself cannot be bound
   rows,          // [chunk, kStateWords]  the state of each token
-  extras,        // [chunk, kExtraWords]  statistics that few calls ask for
-  counted,       // [4 + chunk]  their number, then the tokens that count
+  extras,        // [chunk, kExtraWords]  what few calls need
+  counted,       // [4 + chunk]  the number of rows, then their tokens
   inputs,        // [chunk, 8]  inputs per token
   losses,        // [chunk]
   partials,      // [chunk, slots, kSlotWords]  or, for shards, [chunk, kFoldWords]
@@ -80,7 +80,7 @@ struct Problem {
   bool has_vocab_weight = false, vocab_weight_bound = false, sums_vocab_weight = false;
   bool weight_bound = false;  // the kernels read the view itself
   int64_t weight_row_bytes = 0;
-  int64_t kept_columns = 0;  // columns whose logits are in `kept`
+  int64_t kept_columns = 0;  // columns that `kept` holds
   bool wants_grad_input = false, wants_grad_weight = false, wants_grad_bias = false;
   bool grad_weight_bound = false;
   int64_t grad_weight_row_bytes = 0;

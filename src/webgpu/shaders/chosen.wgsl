@@ -5,7 +5,7 @@
 //   put        writes that gradient over the one of gradient.wgsl
 // Uses common: numbers, token, window, scale, map, logit.
 
-// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
+// counted[0]: the number of rows; their tokens' indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> ids: array<u32>;           // [tokens, chosen, id_words]
 @group(0) @binding(3) var<storage, read_write> chosen: array<f32>;  // [tokens, chosen]

@@ -6,7 +6,7 @@
 
 override folded: bool = false;
 
-// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
+// counted[0]: the number of rows; their tokens' indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> partials: array<Slot>;     // [rows, slots]
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;  // [tokens]

@@ -6,7 +6,7 @@
 //   scale_kept  what Forward kept becomes draw                                 -> result
 // Uses common: numbers, token, window, scale, map, heads.
 
-// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
+// counted[0]: the number of rows; their tokens' indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> block: array<f32>;                // [rows, row_stride]
 @group(0) @binding(3) var<storage, read> teacher_block: array<f32>;        // [rows, row_stride]

@@ -7,7 +7,7 @@ override summed: bool = false;   // the slots have sums
 override keeps: bool = false;    // Forward keeps the gradient of an upstream gradient of 1
 override is_kept: bool = false;  // Backward reads only what was kept
 
-// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
+// counted[0]: the number of rows; their tokens' indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> partials: array<PairSums>;   // [rows, slots]
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;    // [tokens]

@@ -37,7 +37,7 @@ struct Fold {
 override more_statistics: bool = false;
 
 @group(0) @binding(0) var<uniform> p: Params;
-// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
+// counted[0]: the number of rows; their tokens' indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read_write> folds: array<Fold>;    // [tokens]
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;    // [tokens]

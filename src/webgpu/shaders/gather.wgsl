@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies elements of a strided view of any dtype into dense f32:
 //   gather       result[r, c] = source[r, c]
-//   gather_rows  result[k, c] = source[counted[k], c], and 0 for rows beyond the active ones
+//   gather_rows  result[k, c] = source[counted[4 + k], c], and 0 for k from counted[0] on
 // Columns from `columns` to padded_columns become 0.
 
 struct Params {
@@ -21,7 +21,7 @@ override dtype: u32 = 0u;  // 0 is f32, 1 f16, 2 bf16
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> source: array<u32>;
 @group(0) @binding(2) var<storage, read_write> result: array<u32>;
-// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
+// counted[0]: the number of rows; their tokens' indices from counted[4] on, in order.
 @group(0) @binding(3) var<storage, read> counted: array<u32>;
 
 // In integers, because a device's conversion may flush subnormals.

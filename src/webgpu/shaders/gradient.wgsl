@@ -2,7 +2,7 @@
 // Turns raw logits into draw, in the block of a window, from the states of its rows.
 // Uses common: numbers, token, window, scale, map, logit.
 
-// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
+// counted[0]: the number of rows; their tokens' indices from counted[4] on, in order.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;  // [columns]
 @group(0) @binding(3) var<storage, read> rows: array<State>;        // [tokens]

@@ -2,7 +2,7 @@
 // Turns rows of logits into their gradient or softmax, in the caller's matrix, and writes their
 // losses, for calls that ask for nothing else (docs/semantics.md has the formulas): no class or
 // token weights, no smoothing, no softcap, no statistics and no gradient of one. Other calls take
-// row, slots, combine and gradient.
+// other shaders.
 //
 // A thread holds 16 columns. Rows of up to 4096 columns stay in registers of 16, 64 or 256 threads,
 // and take one read and one write. A longer row is read twice by 256 threads. The second time goes

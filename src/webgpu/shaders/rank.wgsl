@@ -5,7 +5,7 @@
 // Uses common: numbers, token, window, scale, map.
 
 @group(0) @binding(1) var<storage, read> block: array<f32>;  // [rows, row_stride]
-// counted[0]: the number of tokens that count; their indices from counted[4] on, in order.
+// counted[0]: the number of rows; their tokens' indices from counted[4] on, in order.
 @group(0) @binding(2) var<storage, read> counted: array<u32>;
 @group(0) @binding(4) var<storage, read> rows: array<State>;          // [tokens]
 @group(0) @binding(5) var<storage, read_write> extras: array<Extra>;  // [tokens]

@@ -32,7 +32,7 @@ struct Params {
 @group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;  // [vocab_total]
 @group(0) @binding(3) var<storage, read> inputs: array<Given>;      // [tokens]
 @group(0) @binding(4) var<storage, read_write> rows: array<State>;  // [tokens]
-// counted[0] tokens count: counted[4], counted[5], ... in the order given.
+// counted[0] tokens are listed: counted[4], counted[5], ... in the order given.
 @group(0) @binding(5) var<storage, read_write> counted: array<u32>;
 @group(0) @binding(6) var<storage, read_write> fault: array<atomic<u32>>;
 @group(0) @binding(7) var<storage, read_write> sums: array<f32>;

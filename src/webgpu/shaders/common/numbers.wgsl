@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Detects NaN and infinities by their bits, since WGSL lets a compiler assume that there are none.
-// Its exp, log and tanh are accurate to about an ulp; WGSL's own need not be.
+// Its exp, log and tanh are accurate to about an ulp except as noted; WGSL's own need not be.
 
 const lowest = -0x1.fffffep+127f;
 const infinity_bits = 0x7f800000u;

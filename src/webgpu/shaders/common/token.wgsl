@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A token's values and its call's flags. src/webgpu/run.h has the same names in the same order,
-// which tests/webgpu/shared_names_test.py checks.
+// A token's values and its call's flags. src/webgpu/run.h has the flags in the same order, which
+// tests/webgpu/shared_names_test.py checks.
 
 // A call's flags.
 const has_vocab_weight = 1u;

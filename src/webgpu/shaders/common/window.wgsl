@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The block holds the logits of a window of the vocabulary, [rows, row_stride]; its rows are the
-// tokens that count (`counted`). A slot is 1024 columns of a row; its columns and the order of its
+// tokens that `counted` lists. A slot is 1024 columns of a row; its columns and the order of its
 // sums do not depend on the plan.
 
 struct Params {
