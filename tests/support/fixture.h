@@ -189,7 +189,7 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   return outcome;
 }
 
-// The result of a comparison: everything that is wrong with a run.
+// What is wrong with a run.
 struct Comparison {
   int64_t failures = 0;
   double worst_ratio = 0;  // of error to bound
@@ -200,7 +200,8 @@ struct Comparison {
   void merge(const Comparison& other, const std::string& context);
 };
 
-// Expects |got - value| <= bound, NaN exactly where the value is NaN, and equal infinities.
+// Expects |got - value| <= bound, NaN exactly where the value is NaN, and equal infinities; if the
+// bound reaches beyond the dtype's range, an infinity of the value's sign is right too.
 Comparison compare(const reference::Result& want, const Fields& got);
 // Compares a whole run, including status and guard bytes.
 Comparison compare(const reference::Result& want, const Outcome& got);
