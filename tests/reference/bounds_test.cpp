@@ -53,7 +53,7 @@ TEST(ReferenceBounds, OfTwoEqualLogits) {
                "probabilities");
 }
 
-// One token with every option, and each bound as docs/semantics.md defines it.
+// One token, and bounds as docs/semantics.md defines them, of logits under scale, cap, temperature.
 struct Transcript {
   Example e;
   std::vector<double> z, slope, error, p;  // [V]

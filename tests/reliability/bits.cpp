@@ -21,7 +21,7 @@ using conformance::Fields;
 using conformance::Outcome;
 using conformance::TestDevice;
 
-// The cases have several tiles with a ragged end; every second one has all options at once.
+// The cases have several tiles with a ragged end; every second one has many options at once.
 std::vector<Case> cases() {
   constexpr conformance::Shape shapes[] = {{33, 40, 300}, {9, 70, 131}};
   std::vector<Case> all;
