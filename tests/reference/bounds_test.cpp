@@ -53,7 +53,7 @@ TEST(ReferenceBounds, OfTwoEqualLogits) {
                "probabilities");
 }
 
-// One token, and bounds as docs/semantics.md defines them, of logits under scale, cap, temperature.
+// One token under scale, softcap and temperature, with bounds as docs/semantics.md defines them.
 struct Transcript {
   Example e;
   std::vector<double> z, slope, error, p;  // [V]
