@@ -415,7 +415,7 @@ static void test_every_op(int32_t device) {
   g_what = "";
 }
 
-/* The fields at the end of logitless_op. Temperatures [1/2, 0] make p = [1/10, 9/10] in the first
+/* Statistics and a temperature per token. Temperatures [1/2, 0] make p = [1/10, 9/10] in the first
  * row, whose target is column 0, and NaN in the second. */
 static void test_statistics_and_temperatures(int32_t device) {
   float values[6][2];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The verbs other than `workspace` and `run`: what scale and the WebGPU calls refuse on a machine
-// with neither CUDA nor WebGPU, and that a refused call writes nothing.
+// Verbs other than `workspace` and `run`: scale, kept_size, keeps, the WebGPU calls; on a machine
+// with neither CUDA nor WebGPU. A refused call writes nothing.
 #include <gtest/gtest.h>
 
 #include <array>

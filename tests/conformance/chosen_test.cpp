@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chosen columns (ids): each logit has the bits of a target's logit, with any other outputs.
-// Gradients add up in the order of k. Ids that are absent or outside, and rows that are ignored or
-// inactive, are not read.
+// Gradients add up in the order of k. Gradients of ids that are absent or outside, and rows that
+// are ignored or inactive, are not read.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -80,7 +80,7 @@ void make_extreme(States* s) {
   }
 }
 
-// A change to an op with every option and output.
+// A change to problem_of()'s op, which has no option and writes all that Combine can but top-k.
 struct Variation {
   const char* name;
   void (*apply)(Problem<Combine>&);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares every op of every backend with the double-precision reference: each option alone and in
-// pairs, and every shape, with a bound per element and guarded memory.
+// Compares every op of the case table, on every backend, with the double-precision reference: each
+// option alone and in pairs, and every shape, with a bound per element and guarded memory.
 #include <cstdio>
 #include <string>
 

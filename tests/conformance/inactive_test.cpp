@@ -83,7 +83,7 @@ class InactiveTokens : public ConformanceTest {
     return outcome;
   }
   // Calls f(problem with inactive tokens, description) for every reduction and kind of upstream
-  // gradient.
+  // gradient that can make a token inactive.
   template <class F>
   void for_upstreams(F&& f) {
     with_op(op_, [&](auto op) {

@@ -29,8 +29,8 @@ class Invariance : public ConformanceTest {
                 device_.name(), describe(c).c_str());
     return false;
   }
-  // Cases: row_statistics alone, with the other statistics, everything at once, and, with few
-  // tokens, the options of kAlone, for which linear ops may have their own kernels.
+  // Cases: row_statistics alone, with more statistics, with many options; with few tokens, those of
+  // kAlone, for which linear ops may have their own kernels; and temperatures and all statistics.
   std::vector<Case> cases(Shape shape) const {
     Case c{.op = op_, .shape = shape, .dtype = dtype_, .row_statistics = true};
     c.options.reduction = Reduction::none;

@@ -10,7 +10,7 @@
 namespace logitless::conformance {
 namespace {
 
-// Shapes whose vocabulary is kept whole, or in one or two groups of column blocks.
+// Shapes, and for how many columns there is room (0: for all).
 struct Share {
   Shape shape;
   int64_t columns;
@@ -245,7 +245,7 @@ TEST_P(KeptState, ServesEntropysGradient) {
 // The gradient of log p of an almost certain column is 1 - p. It is accurate only if both parts are
 // added before dz is rounded.
 TEST_P(KeptState, ServesALikelyChosenColumn) {
-  if (device_.synchronous() && dtype_ != DType::f32) return;  // the CPU keeps E in 16 bits
+  if (device_.synchronous() && dtype_ != DType::f32) return;  // the CPU keeps e^z in 16 bits
   constexpr int64_t likely = 17;
   for (const bool capped : {false, true}) {
     Case c = plain(66, 453);
@@ -549,7 +549,7 @@ TEST_P(KeptState, OfTheCpuIsTheSameOnAnyThreads) {
   }
 }
 
-// The run uses its minimum workspace up to the last KiB.
+// A Backward uses its minimum workspace up to the last KiB.
 TEST_P(KeptState, TakesTheBytesAskedFor) {
   if (!device_.has_threads()) return;
   for (const int64_t columns : {0, 192}) {

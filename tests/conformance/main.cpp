@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "\n");
     return 1;
   }
-  // Without sanitizers the suite Conformance runs whole: on a CPU it is quick and finds most.
+  // Unless slow, the suite Conformance runs whole: on a CPU it is quick and finds most.
   rotate_cases(eighth() ? "" : "/Conformance.");
   return RUN_ALL_TESTS();
 }

@@ -204,7 +204,7 @@ std::vector<int64_t> all_rows(int64_t tokens) {
   return rows;
 }
 
-// Statistics to ask for together with a log-probability.
+// What a call may have beside a log-probability.
 const Setting kBeside[] = {
     {"nothing else", [](Case&) {}},
     {"the row", [](Case& c) { c.row_statistics = true; }},
@@ -225,7 +225,7 @@ const Setting kBeside[] = {
     {"temperatures of 1", [](Case& c) { c.temperatures = true; }},
 };
 
-// Forward and ForwardBackward, with each other statistic, in the minimum and the recommended
+// Forward and ForwardBackward, with each setting of kBeside, in the minimum and the recommended
 // workspace.
 TEST_P(TokenStatistics, LogprobHasTheSameBitsWhateverElseIsAsked) {
   for (const Setting& map : kAlone) {

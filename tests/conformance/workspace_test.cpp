@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Any workspace of at least the minimum gives right results. A run writes nothing beyond the
-// workspace, and uses all of its recommended size.
+// workspace; with eight threads or on a GPU it uses all of its recommended size but for kSlack.
 #include <algorithm>
 #include <utility>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random calls of the ops on given logits: tensors in every layout and dtype, with margins around
-// them, and random options.
+// Random calls of the ops on given logits: tensors in several layouts and dtypes, with margins
+// around them, and random options.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random calls of the CPU's ops on given logits, over every layout, dtype and option. Results are
+// Random calls of the CPU's ops on given logits, over layouts, dtypes and options. Results are
 // within the reference's bounds, and have the same bits in place, with any workspace and with any
 // number of threads. Nothing outside an output or the workspace is written.
 #include "logit_calls.h"

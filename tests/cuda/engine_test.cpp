@@ -132,7 +132,7 @@ TEST(CudaEngine, TheFirstOfTheListThatServesTakesTheCall) {
   EXPECT_STREQ(engine_of(toy_vocab, {.major = 9, .multiprocessors = 132}), "portable");
 }
 
-// Top-k needs logits in memory, which only the portable engine has.
+// Top-k needs a Forward's logits in memory, which of the library's engines only the portable has.
 TEST(CudaEngine, OneThatListsLogitsTakesACallForThem) {
   Head head(toy_vocab);
   std::vector<float> logits(6);

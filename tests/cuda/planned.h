@@ -52,8 +52,8 @@ inline std::vector<std::string> hopper_devices() {
 }
 
 // Compares the problem with the reference once for each plan that `name` distinguishes (except ""),
-// among workspaces at `shares` of the recommended one. The plans named in `wanted` must be among
-// them.
+// in workspaces of these shares (0: the minimum, 1: the recommended one). The plans named in
+// `wanted` must be among them.
 template <class F>
 void judge_plans(const TestDevice& device, const Case& c, const Problem<ForwardBackward>& p,
                  const std::vector<double>& shares, F&& name,

@@ -130,7 +130,7 @@ class RecordedCuda {
   int current() const { return current_; }
   void set_current(int device) { current_ = device; }
   cudaError_t last_error() const { return last_error_; }
-  // The first rule broken, or nullptr.
+  // The first rule broken, or "".
   const char* fault() const { return fault_; }
 
  private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op on RecordedCuda, which runs nothing: a call allocates nothing and keeps CUDA's rules. If
-// any one function of the runtime, the driver or cuBLASLt fails, the call says so, leaks nothing,
-// and has launched nothing unless a launch itself failed.
+// Every op but divergences on RecordedCuda, which runs nothing: a call allocates nothing and keeps
+// CUDA's rules. If any one function of the runtime, the driver or cuBLASLt fails, the call says so,
+// leaks nothing, and has launched nothing unless a launch itself failed.
 #include <set>
 #include <string_view>
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler made of a CUDA source for Hopper: no registers spilled to memory, no warning of
-ptxas (C75xx: products that wait for each other), and tensor core instructions where they are meant.
+"""What the compiler made of a CUDA source for Hopper: no register spills but ALLOWED, no warning
+of ptxas (C75xx: products that wait for each other), tensor core instructions where they are meant.
     sass_test.py [OBJECT]
 OBJECT is of a build with LOGITLESS_CUDA_LISTING: its machine code is not compressed, and OBJECT.log
 holds what ptxas said. Without one: one line and exit code 77."""

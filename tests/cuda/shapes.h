@@ -31,7 +31,7 @@ inline Asked on(const Engine& engine, LinearShape shape) {
   return {engine, shape, {}};
 }
 
-// Adds Forward and Backward of a shape with kept state, of all columns or of half.
+// Adds Forward and Backward of a shape with kept state, of all columns or of about half.
 inline void add_kept(const Engine& engine, LinearShape s, std::vector<Asked>* all) {
   for (const int64_t columns : {s.vocab, s.vocab / 2 / 3072 * 3072}) {
     if (columns == 0 || s.tokens == 0) continue;

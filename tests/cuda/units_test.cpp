@@ -65,9 +65,9 @@ std::vector<int64_t> counting(const Fields& fields) {
   return rows;
 }
 
-// The shapes have one unit minus a column, then one unit and a tile; 69 units and a tile, which is
-// more than a round of 66 clusters, also without most of its last unit; 71 units of few rows, which
-// is less than a round of 132 blocks.
+// The shapes have a tile or a unit minus a column; one unit and a tile or two; 69 units and a tile,
+// more than a round of 66 clusters, also without most of its last unit; 71 units of few rows, less
+// than a round of 132 blocks.
 TEST_P(CudaUnits, TheLossAloneIsThatBesideGradients) {
   for (const Shape shape : {Shape{37, 64, 191}, Shape{70, 64, 1535}, Shape{520, 40, 1537},
                             Shape{9, 72, 1729}, Shape{1100, 40, 35401}, Shape{1030, 24, 36300},

@@ -47,7 +47,7 @@ def fields_of(body: str) -> list[tuple[str, str]]:
 
 
 def layout(header: Path, compiler: str) -> list[str]:
-    """The listing's lines about the header."""
+    """The lines of abi.txt that the header decides: structs, enumerators, functions."""
     text = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.DOTALL)
     structs = re.findall(r"typedef struct (\w+) \{(.*?)\} \1;", text, flags=re.DOTALL)
     opaque = re.findall(r"typedef struct (\w+) \1;", text)

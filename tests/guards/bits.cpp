@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prints a digest of what a library writes: a line for each case of the conformance table, with its
-// name and every output's digest. scripts/compare-bits runs this with two libraries and compares.
+// Prints a digest of what a library writes: a line for each case of the conformance table but for
+// divergences, with its name and its outputs' digests. scripts/compare-bits compares two of them.
 // The program uses only the C interface, so it tests whichever liblogitless.so the loader finds.
 //   --step 8      every eighth case; 1: all of them
 //   --webgpu 1    the WebGPU backend instead of the CPU's

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prints a digest of what the CUDA backend writes on this machine's GPU: a line for each case of
-// the conformance table, with its name and every output's digest. Compare the output of two builds
-// as text; LOGITLESS_CUDA_KERNELS picks an engine.
+// the conformance table but for divergences, with its name and its outputs' digests. Compare the
+// output of two builds as text; LOGITLESS_CUDA_KERNELS picks an engine.
 //   --step 8      every eighth case; 1: all of them
 // Exit code 77: there is no such device.
 #include <cstdio>

@@ -6,8 +6,8 @@
 
 PROGRAM is guard_plans or guard_launches. NAME.txt.xz beside this file has two hashes for each call:
 of its name and of everything that PROGRAM said of it when that was recorded. Names the calls that
-differ (the first of them, all with --all) and prints what is said of them now. With OLD, the same
-program of an older build, also prints what changed. --record writes what PROGRAM says now. Exit
+differ (the first of them, all with --all) and prints what is said of them now; with OLD, the same
+program of an older build, what changed instead. --record writes what PROGRAM says now. Exit
 code 1: something differs."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Facts = dict[str, str]
 
 
 def by_call(text: str) -> dict[str, str]:
-    """By a call's text all lines of it."""
+    """All lines about a call, by the call's text."""
     found: dict[str, list[str]] = defaultdict(list)
     for line in text.splitlines():
         found[line.partition(" | ")[0]].append(line)
@@ -41,7 +41,7 @@ def short_hash(text: str) -> str:
 
 
 def digests(calls: dict[str, str]) -> dict[str, str]:
-    """By the hash of a call's name that of its lines."""
+    """The hash of a call's lines, by the hash of its name."""
     found = {short_hash(call): short_hash(lines) for call, lines in calls.items()}
     assert len(found) == len(calls), "two calls have one hash: make it longer"
     return found
@@ -55,7 +55,7 @@ def differing(recorded: dict[str, str], calls: dict[str, str]) -> tuple[list[str
 
 
 def parse(text: str) -> dict[str, Facts]:
-    """By "call | device | memory" the decision's keys and values."""
+    """The decision's keys and values, by "call | device | memory"."""
     lines = (line.rpartition(" | ") for line in text.splitlines())
     return {
         place: dict(fact.split("=", 1) for fact in decision.split(" "))

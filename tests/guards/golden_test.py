@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""golden.py names every call whose lines differ from what was recorded, by programs that are
-scripts."""
+"""golden.py names the calls whose lines differ from what was recorded; scripts stand in for
+guard_plans and guard_launches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/compare-kernels sees what it is for: an object beside itself is the same, and a copy in
-which one thing was written over is not, and the line says what.
+"""scripts/compare-kernels: an object beside itself, or beside a copy with other names, is the same;
+a copy with other code, registers, constants, parameters or relocations is not, and it says what.
     kernels_test.py OBJECT, of a build with LOGITLESS_CUDA_LISTING that has Hopper's kernels."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Patched:
         self.write(info.offset + place + 2, "<H", 1000)
 
     def relocate(self) -> None:
-        """Its one relocation is the first of another table: those of the kernels' addresses."""
+        """KERNEL's one relocation becomes the first of .rela.debug_frame, which has an address."""
         table = self.section(".rela.text.")
         self.write(table.header + 24, "<Q", self.section(".rela.debug_frame", "").offset)
         self.write(table.header + 32, "<Q", 24)
@@ -78,7 +78,7 @@ class Patched:
         self.bytes = self.bytes.replace(KERNEL.encode(), KERNEL.upper().encode())
 
     def move(self) -> None:
-        """The file's part of a name."""
+        """Into another file, of which mangled names have the name."""
         self.bytes = self.bytes.replace(b"_13_copy_panel_cu_", b"_13_more_panel_cu_")
 
     def compress(self) -> None:

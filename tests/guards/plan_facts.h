@@ -11,7 +11,7 @@
 
 namespace logitless::guards {
 
-// Returns devices of every type. Those of CUDA answer only while an AssumedMachine lives.
+// Returns CUDA, CPU and WebGPU devices. Those of CUDA answer only while an AssumedMachine lives.
 std::vector<Assumed> assumed_devices();
 
 // The answer of `workspace`. `text` lists the recommended sizes for 1, 2 and 8 threads where they
@@ -27,7 +27,7 @@ Sizes sizes_of(const AnyOp& op, const Assumed& assumed);
 std::string decision_of(const AnyOp& op, const Assumed& assumed, uint64_t bytes);
 
 // Returns "" if sizes_of a CPU call equals the public `workspace` on this machine, else what
-// differs or is wrong with the call. (On CUDA sizes_of calls `workspace` itself.)
+// differs or is wrong with the call. (On GPUs sizes_of calls `workspace` itself.)
 std::string check_sizes(const AnyOp& op);
 
 }  // namespace logitless::guards

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the package and its library are: this checkout's python/ and build/release (or
-$LOGITLESS_LIBRARY). Every test counts our calls: a hook that is never used would fail nothing
-else."""
+$LOGITLESS_LIBRARY). Tests of frameworks count our calls, because a hook that is never used would
+fail nothing else."""
 
 from __future__ import annotations
 

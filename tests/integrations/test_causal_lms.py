@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every causal LM class of transformers: what the patch makes of it.
 
-A class that becomes another's state fails here, and so does one that comes or goes. The models are
+A class whose state changes fails here, and so does one that comes or goes. The models are
 those of tests/python/causal_lms.py, which prints the lines of a table too.
 """
 
@@ -36,7 +36,7 @@ OWN_CROSS_ENTROPY = """
 bart bigbird_pegasus blenderbot blenderbot-small cpmant marian mbart mvp pegasus plbart trocr
 whisper xlm xlnet
 """.split()
-# Classes that are not served, each with the beginning of what `state` says.
+# The others that are not served, each with the beginning of what `state` says.
 OTHERS = {
     "dbrx": "not built: RuntimeError: torch.clamp",
     "gemma3n": "not built: ImportError: TimmWrapperModel requires",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of adapter that PEFT has, on the lm_head of a patched model: trained as without the
+"""PEFT's kinds of adapters for a layer, on the lm_head of a patched model: trained as without the
 patch where it is a matrix, refused where it is none."""
 
 from __future__ import annotations

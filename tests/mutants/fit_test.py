@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Every mutant of the host's code, of the WebGPU backend, of the published shaders and of the
-JavaScript, and every switch of the validation, still fits the source it changes: a mutant that cannot be made catches nothing, and the
-hours that make mutants takes are too long to be told so. Those of CUDA: mutants_device.py check."""
+"""Every mutant of the host's code, of WebGPU, of the published shaders and of the JavaScript, and
+every switch of the validation, still fits the source it changes: one that does not would be found
+only after hours of make mutants. For those of CUDA: scripts/mutants_device.py check."""
 
 from __future__ import annotations
 

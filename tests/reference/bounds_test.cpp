@@ -53,7 +53,7 @@ TEST(ReferenceBounds, OfTwoEqualLogits) {
                "probabilities");
 }
 
-// One token with every option, and each bound as docs/semantics.md defines it.
+// One token under scale, softcap and temperature, with bounds as docs/semantics.md defines them.
 struct Transcript {
   Example e;
   std::vector<double> z, slope, error, p;  // [V]

@@ -49,8 +49,8 @@ TensorView view_of(const std::vector<float>& values, int64_t rows, int64_t colum
 TensorView view_of(const std::vector<float>& values);
 TensorView view_of(const std::vector<int64_t>& values);
 
-// Makes an op over the example's data with every output that it may have. Output views have no
-// memory, except gradients that are accumulated.
+// Makes an op over the example's data with the outputs that these tests compare. Output views have
+// no memory, except gradients that are accumulated.
 template <class Op>
 Op make_op(const Example& example);
 

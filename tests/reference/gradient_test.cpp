@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares every gradient of the reference with central differences of its own Forward in double,
-// for every option alone and in pairs, on given logits and on linear ops. Perturbations are exact
-// in f32; three step sizes and Richardson extrapolation leave an error of order h^6.
+// Compares the reference's gradients of cross-entropies with central differences of its own Forward
+// in double, for the options below alone and in pairs, on given logits and on linear ops. Steps are
+// exact in f32; three step sizes and Richardson extrapolation leave an error of order h^6.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares random divergences of two heads with the reference, element by element: every kind,
-// dtype and option, teachers as heads or as logits, a few infinite or NaN values, workspaces from
-// the minimum to the recommended size, with and without kept dz. A seed is one case of one to three
+// Compares random divergences of two heads with the reference, element by element: every kind and
+// dtype, many options, teachers as heads or as logits, infinite and NaN values, workspaces from the
+// minimum to the recommended size, with and without kept dz. A seed is one case of one to three
 // calls, each with its own plan.
 //   --calls 300   how many calls to make, at least
 //   --seed 1      seed of the first case

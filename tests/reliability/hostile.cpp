@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tries hostile inputs, one field at a time, for every op on the CPU:
+// Tries hostile inputs, one field at a time, on the CPU (`values`: for the ops of kOps alone):
 //   values       NaN and both infinities in each element of each floating input, and targets far
 //                outside: the status is the reference's, no byte outside the outputs changes, and
 //                what the reference says is finite is within its bound

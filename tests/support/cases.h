@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The case table: ops, shapes and options. Each option is tested on every backend, alone and with
-// each other option that it can be combined with.
+// The case table: ops, shapes and options. Each option of features() is tested alone and with each
+// other that it can be combined with. The table has no Combine.
 #pragma once
 
 #include <cstdint>

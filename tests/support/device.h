@@ -65,11 +65,11 @@ struct Found {
   const TestDevice* device = nullptr;
   std::string reason;  // why there is none
 };
-// Every backend, in the order "reference", "cpu", "cuda", "webgpu".
+// The backends of this build, present or not: "reference", "cpu", "cuda"; "webgpu" if asked for.
 const std::vector<Found>& all_devices();
 // The present backends that LOGITLESS_TEST_DEVICES names ("reference,cpu" if unset).
 const std::vector<const TestDevice*>& devices();
-// Whether the environment asks for the backend, present or not.
+// Whether LOGITLESS_TEST_DEVICES, or its default, names the backend, present or not.
 bool asked_for(const std::string& name);
 const TestDevice& device(const std::string& name);
 

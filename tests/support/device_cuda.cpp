@@ -203,7 +203,7 @@ class CudaDevice final : public TestDevice {
   }
 
  private:
-  // Whether invariance is promised for this case with 16-bit inputs and any options.
+  // Whether half_linear_ops_are_batch_invariant() speaks of this case.
   static bool is_served(const Case& c) {
     return c.dtype != DType::f32 && c.placement == Placement::dense;
   }

@@ -189,7 +189,6 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   return outcome;
 }
 
-// The result of a comparison: everything that is wrong with a run.
 struct Comparison {
   int64_t failures = 0;
   double worst_ratio = 0;  // of error to bound
@@ -200,7 +199,8 @@ struct Comparison {
   void merge(const Comparison& other, const std::string& context);
 };
 
-// Expects |got - value| <= bound, NaN exactly where the value is NaN, and equal infinities.
+// Expects |got - value| <= bound, NaN exactly where the value is NaN, and equal infinities (or
+// one of the value's sign, if the bound reaches beyond the dtype's range).
 Comparison compare(const reference::Result& want, const Fields& got);
 // Compares a whole run, including status and guard bytes.
 Comparison compare(const reference::Result& want, const Outcome& got);

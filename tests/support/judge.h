@@ -34,7 +34,7 @@ reference::Result expected(const TestDevice& device, const Op& op, reference::Bo
   return want;
 }
 
-// Whether the device refuses the case; if so, prints it.
+// Whether the case has a field that the device does not serve.
 bool is_refused(const TestDevice& device, const Case& c);
 Outcome run_case(const TestDevice& device, const Case& c, const RunPlan& plan = {});
 WorkspaceSize workspace_of(const TestDevice& device, const Case& c,
@@ -53,22 +53,22 @@ struct Row {
   Case c;
   Memory memory;
 };
-// Every pair of features of the op and dtype, in workspaces of several sizes.
+// Every pair of features of the op and dtype, each in the minimum or the recommended workspace.
 std::vector<Row> pair_rows(OpKind op, DType dtype, Part part = {});
-// Every shape, without options and with all; the kind of data and the placement rotate.
+// Every shape, with few options and with many; the kind of data and the placement rotate.
 std::vector<Row> shape_rows(OpKind op, DType dtype, Part part = {});
 Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part part = {});
 Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part part = {});
 
-// Turns on all options that the op can have together.
+// Turns on many options that the op can have together.
 void apply_everything(Case& c);
 
 struct Setting {
   const char* name;
   void (*apply)(Case& c);
 };
-// No option or a single one, with only the row's statistics; kernels may be specialized for these.
 inline void only(Case& c) { c.statistics = c.bias = false, c.row_statistics = true; }
+// No option or a single one, with only the row's statistics; kernels may be specialized for these.
 inline constexpr Setting kAlone[] = {
     {"nothing", only},
     {"a bias alone", [](Case& c) { only(c), c.bias = true; }},

@@ -82,7 +82,7 @@ struct Steps {
 
 class KeptState : public ConformanceTest {
  protected:
-  // Runs Forward and gives Backward its state. If Forward fails, reports it and returns false.
+  // Runs Forward and gives Backward its state; false if a target out of range makes Forward fail.
   bool keep(Steps* steps, Memory memory = Memory::recommended) {
     const Outcome outcome =
         execute(device_, steps->forward, steps->problem.pool, {.memory = memory, .fill = garbage});

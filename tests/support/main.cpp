@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// main() of test programs that need no device; under a sanitizer a part of their cases runs.
+// main() of test programs that need no device. Only slow builds (eighth()) leave out cases.
 #include "gtest/gtest.h"
 #include "tests/support/rotation.h"
 

@@ -31,7 +31,7 @@ struct Problem {
 
 enum class Role { input, output };
 
-// The layout of a tensor under a placement. Inputs are only broadcast if tokens may share elements.
+// The layout of a tensor under a placement. In the role of an output it is never broadcast.
 inline Layout layout_of(Placement placement, const std::vector<int64_t>& shape, Role role) {
   const size_t rank = shape.size();
   if (rank == 0) return {.offset = placement == Placement::unaligned ? 1 : 0};

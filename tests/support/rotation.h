@@ -35,10 +35,10 @@ inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
 #endif
-// Whether only an eighth of the cases runs, because each takes many times as long.
+// Whether tests run fewer cases (Conformance an eighth), because each takes many times as long.
 inline bool eighth() { return !full() && (kSanitized || is_set("LOGITLESS_TEST_EIGHTH")); }
 
-// Advances the selected part of the cases from commit to commit (scripts/test sets it).
+// Advances the selected part of the cases from commit to commit.
 inline size_t rotation() {
   const char* value = std::getenv("LOGITLESS_TEST_SEED");
   return value == nullptr ? 0 : std::strtoull(value, nullptr, 10);
@@ -46,8 +46,8 @@ inline size_t rotation() {
 // Selects a part of the runs within one case. It advances more slowly than the cases: otherwise a
 // case would always meet the same part.
 inline size_t rotation_within() { return rotation() / 3; }
-// Whether to do this run of a case: always, or, when only an eighth of the cases runs, a third of
-// the runs, which differs from case to case.
+// Whether to do this run of a case: always, or, if eighth(), in a third of the runs, which differs
+// from case to case.
 inline bool in_third(size_t run, size_t which_case) {
   return !eighth() || (run + which_case + rotation_within()) % 3 == 0;
 }

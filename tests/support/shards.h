@@ -148,8 +148,8 @@ struct Split {
   Content content = plain;
   size_t shard = 0;  // the shard that is masked or has a NaN
 };
-// The interesting splits of a vocabulary into `shards` shards: even, uneven, one shard without
-// columns, one masked, one with a NaN.
+// The interesting splits of a vocabulary into `shards` shards: even, one with a NaN, and, of more
+// than one shard, uneven, one shard without columns, one masked.
 std::vector<Split> splits_of(int64_t vocab, int64_t shards);
 
 // Whether the case can be computed from shards. Combine has neither rank nor mass_above.

@@ -26,8 +26,8 @@ os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# Runs an op on the device and in double; returns the largest error of every output relative to its
-# bound.
+# For scripts in the page: numbers, a problem, its upload; and `worst`, which returns the largest
+# error of each output relative to its bound.
 HELPERS = """
 globalThis.fill = (size, spread = 1) => {
   let seed = size * 7919 + 12345;

@@ -178,7 +178,7 @@ def test_rising_and_falling_rows(compiler: Compiler, vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [200, 700, 3000, 5000])
 def test_one_column_far_above(compiler: Compiler, vocab: int) -> None:
-    """Beyond what an exponential of the others' maximum holds, in any thread's columns."""
+    """Beyond what an exponential of the others' maximum holds, in several threads' columns."""
     x, t = logits(17, vocab, seed=8)
     x[np.arange(17), np.arange(17) * 3] = 150
     check(compiler, x, t)

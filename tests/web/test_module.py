@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""logitless.js in headless Chromium: every op within the contract's bounds of the reference,
-at the default limits; status codes, WebGPU's own messages, the caller's device and buffers."""
+"""logitless.js in headless Chromium: softmax and cross-entropy within the contract's bounds of the
+reference; status codes, the caller's device and buffers. Most tests are at the default limits."""
 
 # ruff: noqa: E501
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_every_published_entry_point_compiles(file: str, compiler: raw.Compiler)
 
 
 def every_pair(own: list[tuple[str, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
-    """As many of them as have every two values of two constants, where some pipeline has both."""
+    """A part of them in which any two constants have each pair of values that they have in all."""
     seen: set[object] = set()
     kept = []
     for entry, constants in own:

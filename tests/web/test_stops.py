@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What throws under the wasm module, or traps in it, does not harm it: the next right call works,
-however many there were (LOGITLESS_TEST_FULL=1: a thousand of each). And memory of it above 2 GiB,
-whose addresses JavaScript is given as negative numbers, is memory. On a device that does nothing."""
+however many there were (of each method 100; LOGITLESS_TEST_FULL=1: 1000). And the module's memory
+above 2 GiB, whose addresses JavaScript is given as negative numbers, works. On an idle device."""
 
 # ruff: noqa: E501
 from __future__ import annotations

@@ -71,7 +71,7 @@ def test_rules_of_the_contract(suite: Page, planned: list[str], test: str) -> No
 
 
 def test_a_failure_is_seen(suite: Page) -> None:
-    """A test that does not exist, and one whose device is gone."""
+    """A test that does not exist, and one whose work is never submitted."""
     assert suite.evaluate("runTests('None.*')")["failed"] == -1
     result = suite.evaluate(
         """async () => {

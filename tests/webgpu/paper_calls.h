@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls on a device that runs nothing: every op with everything that changes which kernels the
-// WebGPU backend uses, or how it binds them.
+// Calls on a device that runs nothing: each op that WebGPU has, with what changes which kernels the
+// backend uses, or how it binds them.
 #pragma once
 
 #include <set>
@@ -18,7 +18,7 @@ struct PaperCall {
   DType dtype = DType::f32;     // of input and weight, or of logits
   DType gradient = DType::f32;  // of gradients or probabilities
   bool strided = false;         // no view can be bound in place
-  bool optional = false;        // with all optional tensors
+  bool optional = false;        // with most optional tensors
   bool capped = false, scaled = false, probabilities = false, none = false;
   bool targets_only = false;  // a Forward without a product
   DivergenceKind divergence = DivergenceKind::forward_kl;
@@ -178,7 +178,7 @@ PaperResult run_on_paper(const PaperCall& c, const Limits& limits, uint64_t budg
   return result;
 }
 
-// Calls f(call) for every variant of PaperCall that an op of this type can have, in one shape.
+// Calls f(call) for the variants of PaperCall that an op of this type can have, in one shape.
 template <class Op, class F>
 void for_each_paper_call(PaperCall c, F&& f) {
   auto number = static_cast<int>(c.tokens);
