@@ -123,7 +123,7 @@ def test_opcheck_of_transposed_tensors(device: str, which: str) -> None:
 
 @pytest.mark.parametrize("default", [torch.float64, BF16], ids=str)
 def test_opcheck_under_another_default_dtype(default: torch.dtype) -> None:
-    """An unwanted result is an empty tensor whose dtype is not torch's default dtype."""
+    """The empty tensors of unwanted results have a fixed dtype, whatever torch's default is."""
     forward = arguments("linear", 2, F32, "cpu")
     with torch.no_grad():
         made = torch.ops.logitless.forward(*forward, _run.LOSS | _run.ROW_STATE, NOTHING_KEPT, None)
