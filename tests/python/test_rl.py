@@ -49,8 +49,8 @@ class Tangent(NamedTuple):
 
 
 def tangent(head: Exact, tail: Tail) -> Tangent:
-    """The tail's value and gradients, and tolerances. These are found by differences, because a tail
-    may detach. The tail's own rounding in f32 counts as one of its arguments."""
+    """The tail's value and gradients, and tolerances, found by differences, because a tail may
+    detach. The tail's own rounding in f32 counts as one of its arguments."""
     shape, n = head.logprob.shape, head.logprob.numel()
     at = torch.cat((head.logprob.flatten(), head.entropy.flatten())).detach()
     valid = (head.target != -100).repeat(2)
@@ -73,8 +73,8 @@ def tangent(head: Exact, tail: Tail) -> Tangent:
 
 
 def judge(recipe: Callable[..., Tensor], tail: Tail, x: Tensor, w: Tensor, t: Tensor) -> None:
-    """The recipe of (hidden, weight, target) against the tail of the exact head; ignored rows of the
-    recipe's hidden states hold NaN."""
+    """The recipe of (hidden, weight, target) against the tail of the exact head; ignored rows of
+    the recipe's hidden states hold NaN."""
     head = Exact(x, w, t)
     expected = tangent(head, tail)
     theirs = torch.autograd.grad(

@@ -93,8 +93,8 @@ def kept() -> Iterator[tuple[str, object]]:
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_no_tensor_is_kept(device: str, dtype: torch.dtype) -> None:
-    """The first call may run while a framework manages memory (a CUDA graph's private pool, a warm-up
-    of torch.compile). A tensor that it kept would be in memory that is reused."""
+    """The first call may run while a framework manages memory (a CUDA graph's private pool, a
+    warm-up of torch.compile). A tensor that it kept would be in memory that is reused."""
     if device == "cuda" and (rows := sys.modules.get("logitless.integrations._rows")):
         torch.cuda.synchronize()
         rows._raise_late()  # a late error of an earlier test's model
