@@ -71,8 +71,7 @@ class Head:
         return made
 
     def error(self, made: Made) -> float:
-        """The largest error of the first 64 tokens' log-probabilities; a likelier class that a list
-        lacks counts too."""
+        """The largest error of the first 64 tokens; a likelier class left out counts too."""
         worst = 0.0
         weight = self.weight.double()
         for logprobs, ids, x in zip(made[0][:64], made[1][:64], self.input[:64].double()):

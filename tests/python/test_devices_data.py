@@ -605,8 +605,7 @@ def _not_replicated(real: Any) -> Any:
 
 
 def _own_upstream(real: Any) -> Any:
-    """A bug: each rank uses its own upstream gradients for those of all. They are gathered along
-    dimension 1, hidden states along 0."""
+    """A bug: a rank's own upstream gradients (gathered along dimension 1) stand for all."""
 
     def gather(x: Tensor, shard: Any, dim: int) -> Tensor:
         return torch.cat([x] * shard.size, dim) if dim == 1 else real(x, shard, dim)

@@ -506,8 +506,7 @@ def test_transforms() -> None:
 
 
 def test_an_axis_of_both_tokens_and_weight() -> None:
-    """As under FSDP: the partitioner gathers one of them. A split hidden dimension is gathered
-    too."""
+    """As under FSDP: one of them is gathered. A split hidden dimension is gathered too."""
     given = arrays()
     check(Layout({"dp": 2, "tp": 2}, ("dp",), ("dp", "tp")), given)
     x, w, b, t = given

@@ -39,8 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def given(dtype: Any = jnp.float32) -> tuple[Any, ...]:
-    """Input, weight, bias, list, target of ids in it; the sorted list, and the target's places in
-    it."""
+    """Input, weight, bias, list and target; the sorted list, and the target's places in it."""
     x, w, b, _ = problem((3, 11), VOCAB, 16, dtype, bias=True)
     ids = list_of()
     t = targets_of(ids, (3, 11))

@@ -617,8 +617,7 @@ def test_workspace_size_is_what_the_call_takes(
 
 
 def test_workspace_size_of_other_surroundings(device: str, ran: list[Ran]) -> None:
-    """Under autocast, hooks and a default memory; of tensors whose rows are no matrix or have no
-    data."""
+    """Under autocast, hooks and a default memory; for rows that are no matrix or have no data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     x, w, _, t = problem((2, 350), 3000, 48, device=device)

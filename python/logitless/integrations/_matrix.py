@@ -179,8 +179,7 @@ def _bound(rows: Tensor) -> float:
 
 
 def _near(one: Tensor, other: Tensor, bound: float, least: float = 0.0) -> bool:
-    """Whether no difference exceeds `bound` times other's largest number, plus `least`. NaN passes,
-    because the loss is NaN then."""
+    """Whether differences are within bound · max |other| + least. NaN passes: the loss is NaN."""
     one, other = one.detach(), other.detach()
     return not bool((one - other).abs().amax() > bound * other.abs().amax() + least)
 
@@ -251,8 +250,7 @@ def _moved(parameter: Tensor) -> Tensor:
 
 
 def check_linear(adapter: Any) -> None:
-    """Raises for an adapter that a few calls of a copy show to be no matrix, or not callable with
-    hidden states alone."""
+    """Raises if calls of a copy show that the adapter is no matrix of hidden states alone."""
     if not is_adapter(adapter) or is_off(adapter) or is_plain_lora(adapter):
         return
     weight = weight_within(adapter)
