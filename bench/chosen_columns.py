@@ -77,7 +77,7 @@ class Head:
         logitless.linear_logprob(self.input, self.weight, self.target).backward(self.upstream)
 
     def logprobs_at(self, count: int) -> Callable[[], None]:
-        """The same through logitless.torch."""
+        """linear_logprobs_at of `count` random ids a token, and its gradients."""
         (tokens, _), vocab = self.input.shape, len(self.weight)
         ids = torch.randint(0, vocab, (tokens, count), device=self.input.device)
         upstream = torch.randn(tokens, count, device=self.input.device)
@@ -128,7 +128,7 @@ class Head:
         return both, ids, logits
 
     def among(self, count: int) -> tuple[Callable[[], None], Tensor, Tensor]:
-        """With a softmax over the ids alone, made by torch from their logits."""
+        """Like `chosen`, with torch's softmax over the logits at the ids alone."""
         x, w = self.input.detach(), self.weight.detach()
         (tokens, _), vocab, device = x.shape, w.shape[0], x.device
         ids = torch.randint(0, vocab, (tokens, count), device=device)

@@ -2,8 +2,8 @@
 """The CPU backend against PyTorch and against the machine, in one process and one run.
 
 Random data, the same threads for all, contenders interleaved in balanced order, medians. On the
-terminal are tables of every group and one of them all; beside a JSON file with every sample is the
-picture of that (cpu_picture.py). It reports; it does not judge: exit code 0 as long as it could
+terminal are a table of each group and one of all groups. Files are a JSON with the samples and its
+picture (cpu_picture.py). It reports; it does not judge: exit code 0 as long as it could
 measure. `make bench-cpu` builds and installs what it needs."""
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Run:
         gc.collect()
 
     def growth(self, contender: Any) -> int:
-        """The most memory that one more call holds beyond what it gives back: its gradients."""
+        """The most memory that one more call holds beyond its gradients."""
         gc.collect()
         contender.prepare()
         # Memory that malloc keeps from earlier calls would hide this call's peak.
@@ -155,7 +155,7 @@ class Run:
         return max(peak - gradients, 0)
 
     def warn_of_losses(self, group: Any) -> None:
-        """Two contenders that compute the same loss should say the same."""
+        """Warns if contenders that compute the same loss have different values."""
         same = [c for c in group.contenders if c.ok and c.loss is not None]
         same = [c for c in same if "options" not in c.name and "ignored" not in c.name]
         for c in same:

@@ -5,8 +5,8 @@ logits, TRL's, Unsloth's and Liger's functions, and four cuBLAS products of the 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/compare_divergence.py --pairs 8192x4096x128256x4096 --peers-from peers
 
-Where they have the kind, ours in their names too, in the memory that it takes there by default: at
-most 1.1 of theirs is meant.
+For the kinds that peers have, our functions with their signatures are measured too, in their
+default memory, which is meant to be at most 1.1 times the peer's.
 
 A pair is N x D x V x the teacher's D. FOLDER of `--peers-from` holds the packages (trl,
 unsloth_zoo, liger_kernel), of which the files of these functions alone are imported. A peer that is
@@ -89,7 +89,7 @@ class Pair:
 
 
 def of_logits(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
-    """The sum over rows, from the definitions."""
+    """The divergence summed over rows, from the definitions."""
     log_p, log_q = functional.log_softmax(student, -1), functional.log_softmax(teacher, -1)
     p, q = log_p.exp(), log_q.exp()
     if kind == "forward_kl":
@@ -123,7 +123,7 @@ def ours(pair: Pair, kind: str) -> dict[str, Call]:
 
 
 def adapters(pair: Pair, kind: str) -> dict[str, Call]:
-    """Ours under the names in PEERS."""
+    """Our functions with the peers' signatures."""
     x, w, y, u = pair.tensors()
     beta = BETAS[kind]
     trl = TrlPatch(None).divergence

@@ -56,7 +56,7 @@ class Head:
         self.padded[:vocab] = self.weight.detach()
 
     def fresh(self, call: Callable[[], None]) -> Callable[[], None]:
-        """The call without gradients of the call before, to which it would add."""
+        """The call, after dropping the gradients of the call before, to which it would add."""
 
         def run() -> None:
             self.input.grad = self.weight.grad = None
@@ -181,7 +181,7 @@ def burst(call: Callable[[], None], seconds: float, device: str) -> float:
 def medians(
     calls: dict[str, Callable[[], None]], rounds: int, seconds: float, device: str
 ) -> dict[str, float]:
-    """Milliseconds of each; all take turns, in an order that is reversed every round."""
+    """The median milliseconds of each call. They take turns; every other round is reversed."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
         for name in list(calls)[:: 1 if i % 2 == 0 else -1]:

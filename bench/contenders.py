@@ -36,7 +36,7 @@ def view(tensor: torch.Tensor) -> native.Tensor:
 
 
 class Scratch:
-    """One workspace for all, touched, 64-byte aligned, as large as the largest call asked for."""
+    """One workspace for all calls, written once, 64-byte aligned, as large as the largest needs."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)

@@ -100,7 +100,7 @@ class Head:
         loss(self.input, self.shard, self.target, vocab_parallel_options=options).backward()
 
     def exchange(self) -> None:
-        """A call's exchanges and sums, on tensors of arbitrary content."""
+        """The collectives and sums of a call, on uninitialized tensors."""
         tokens, hidden = self.input.shape
         shard = shards.Shard(
             dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size(), 0, self.vocab
@@ -113,7 +113,7 @@ class Head:
 
 
 class Captured:
-    """A call in a CUDA graph, its collectives too."""
+    """A call with its collectives, captured in a CUDA graph."""
 
     def __init__(self, call: Callable[[], None], fresh: Callable[[], None]) -> None:
         side = torch.cuda.Stream()
@@ -191,7 +191,7 @@ def usable(name: str, call: Callable[[], None], fresh: Callable[[], None], devic
 
 
 def profile(call: Callable[[], None], fresh: Callable[[], None], rank: int) -> None:
-    """Prints what each kernel of one call takes."""
+    """Prints the start and duration of each kernel of one call."""
     fresh()
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -224,7 +224,7 @@ def contenders(head: Head, args: argparse.Namespace) -> dict[str, Callable[[], N
 
 
 def host_times(head: Head, rounds: int, device: str) -> None:
-    """Prints microseconds a call, none of which waits for the GPU."""
+    """Prints microseconds a call for a head so small that the host is the limit."""
     calls = {"one GPU": head.one, "exchange": head.exchange, "split": head.split}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of TRL's DistillationTrainer on the CPU, patched beside unpatched: seconds of a step but
-for the student's sampling, which is the same, and the growth of the resident set.
+"""Steps of TRL's DistillationTrainer on the CPU, patched beside unpatched: seconds of a step
+without the student's sampling, which is the same, and the growth of the resident set.
 
     LOGITLESS_LIBRARY=build/release/liblogitless.so PYTHONPATH=python \\
         python bench/distillation_trainer.py --shape 1024x256x49152x512
@@ -74,7 +74,7 @@ def trainer_of(given: argparse.Namespace, folder: str) -> Any:
 
 
 class Clock:
-    """Seconds of a trainer's steps but for their sampling."""
+    """Seconds of a trainer's steps without their sampling."""
 
     def __init__(self, trainer: Any) -> None:
         self.steps: list[float] = []

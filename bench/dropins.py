@@ -56,7 +56,7 @@ def bare(folder: Path, *packages: str) -> None:
 
 
 def stand_in(name: str, **values: Any) -> None:
-    """A stub module with all that these functions use of it."""
+    """A stub module with the given values, which are all that these functions use."""
     module = types.ModuleType(name)
     vars(module).update(values)
     sys.modules.setdefault(name, module)
@@ -149,7 +149,7 @@ def ligers(folder: Path) -> Any:
 
 
 def cases(folder: Path) -> dict[str, tuple[Callable[[], Function], Callable[[], Function]]]:
-    """Theirs and ours, each made when it is asked for."""
+    """By name, a pair of functions that make the library's function and ours."""
     found: dict[str, tuple[Callable[[], Function], Callable[[], Function]]] = {}
     for name, (outputs, count) in TRAINERS.items():
         found[f"TRL, {name}"] = tuple(  # type: ignore[assignment]
@@ -222,7 +222,7 @@ def within(memory: int | None, call: Callable[[], None]) -> Callable[[], None]:
 def measure(
     clock: Clock, head: Head, functions: dict[str, Function], backward: bool, given: Any
 ) -> dict[str, tuple[float, float]]:
-    """(milliseconds, MiB) of each; those that fail say so and are left out."""
+    """(milliseconds, MiB) of each function. One that fails is printed and left out."""
     found, contenders = {}, []
     for name, function in functions.items():
         call = functools.partial(head.run, function, backward)

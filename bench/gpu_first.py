@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First calls, each in a process of its own: ours alone on the machine, then the peers side by
-side."""
+"""First calls, each in a process of its own: ours alone on the machine, then the peers at the same
+time."""
 
 from __future__ import annotations
 

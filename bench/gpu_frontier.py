@@ -33,7 +33,7 @@ def trouble(cli: Path) -> str | None:
 
 
 def whole_bytes(cli: Path | None, shape: tuple[int, int, int]) -> int:
-    """What the plan that keeps the whole of E takes; without the command line, nearly that."""
+    """The bytes of the plan that keeps all of E; without the command line, an estimate."""
     tokens, hidden, vocab = shape
     if cli is not None:
         return int(plan(cli, shape, 1 << 40)["bytes"])
@@ -41,7 +41,7 @@ def whole_bytes(cli: Path | None, shape: tuple[int, int, int]) -> int:
 
 
 def predict(cli: Path | None, shape: tuple[int, int, int], sizes: list[int]) -> list[float | None]:
-    """Milliseconds; None without the command line, or where it refuses the budget."""
+    """Predicted milliseconds; None without the command line, or if it refuses the budget."""
 
     def ask(size: int) -> float | None:
         try:

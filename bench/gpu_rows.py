@@ -17,7 +17,7 @@ def shapes(cuda: bool) -> list[tuple[int, int]]:
 
 
 def contenders(bench: Bench, tokens: int, vocab: int, dtype: torch.dtype) -> list[Contender]:
-    """A copy first, and the ops."""
+    """A copy, then the ops, on logits [N, V] of a dtype."""
     device = bench.library.device
     logits = torch.randn(tokens, vocab, device=device).mul_(2).to(dtype)  # [N, V]
     other, inside = torch.empty_like(logits), logits.clone()

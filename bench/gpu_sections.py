@@ -103,13 +103,13 @@ def peers(bench: Bench, head: Head, want: Reference) -> tuple[list[Contender], l
 
 
 def extra(clock: Clock, call: Callable[[], object], gradients: int) -> float | None:
-    """Peak MiB beyond inputs and gradients."""
+    """Peak MiB beyond inputs and `gradients` bytes; None without a GPU."""
     peak = clock.peak(call)
     return None if peak is None else (peak - gradients) / MIB
 
 
 def workspaces(head: Head) -> dict[str, int | None]:
-    """The table's columns; None: the recommended one."""
+    """Bytes of workspace by name; None: the recommended size."""
     return {
         "recommended": None,
         "compile's memory": head.compile_bytes,
@@ -227,8 +227,8 @@ def frontier(bench: Bench, head: Head, want: Reference) -> None:
 
 
 def steadily(bench: Bench, head: Head, want: Reference) -> None:
-    """Each alone in a loop of seconds: what is left of the clocks under the power limit. Twice, in
-    opposite order."""
+    """Each contender alone in a loop of seconds, at the clocks that the power limit allows. Twice,
+    in opposite orders."""
     del want
     three, one, _ = floors(head)
     contenders = [three, *(ours(f"{k}, ", head.both(b)) for k, b in workspaces(head).items() if b)]

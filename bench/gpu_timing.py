@@ -75,7 +75,7 @@ def reason(failure: Exception) -> str:
 
 
 def first_calls(clock: Clock, contender: Contender, seconds: float, burst: float) -> str | None:
-    """Compiles and warms up within about `seconds`; why it failed, or None."""
+    """The contender's first calls, within about `seconds`. Returns why they failed, or None."""
     try:
         with cap(seconds):
             start = time.perf_counter()

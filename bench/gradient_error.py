@@ -52,12 +52,12 @@ class Heads:
         return (states + noise * each * torch.randn(states.shape)).bfloat16()
 
     def logits(self, states: Tensor, dtype: torch.dtype) -> Tensor:
-        """[N, V] of products and sums in `dtype`, some columns at a time."""
+        """Logits [N, V] with products and sums in `dtype`, some columns at a time."""
         of = states.to(dtype)
         return torch.cat([of @ w.to(dtype).t() for w in self.weight.split(COLUMNS)], -1)
 
     def gradient(self, dz: Tensor, dtype: torch.dtype) -> Tensor:
-        """[N, D] of the logits' gradients."""
+        """The gradient [N, D] of the hidden states, from that of the logits."""
         parts = zip(dz.split(COLUMNS, -1), self.weight.split(COLUMNS))
         total = torch.zeros(len(dz), self.weight.shape[1], dtype=dtype)
         for part, w in parts:

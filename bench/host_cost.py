@@ -4,7 +4,7 @@
 
 LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/host_cost.py
 
-Short bursts, so that the host need not wait for the device; the least of many.
+Bursts are short, so that the host does not wait for the device. Figures are the least of many.
 """
 
 from __future__ import annotations

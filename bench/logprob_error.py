@@ -60,7 +60,7 @@ def of_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bf16_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """As Hugging Face's models and losses: logits in bf16, all after them in f32."""
+    """Like Hugging Face's models and losses: logits in bf16, everything after them in f32."""
     return of_logits(functional.linear(hidden, weight).float(), target)
 
 

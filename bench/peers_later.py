@@ -22,7 +22,7 @@ TRL_CHUNK = 32768  # columns of the vocabulary, TRL's _CHUNKED_LOGPROB_CHUNK_SIZ
 
 
 class Peer(NamedTuple):
-    """Calls that give log-probabilities [N], and those with the entropy [N] behind them."""
+    """A call that returns (log-probabilities [N],), and one that also returns the entropies [N]."""
 
     logprob: Call
     both: Call | None
@@ -41,7 +41,7 @@ def compiled() -> Peer:
 
 
 def verl() -> Peer:
-    """Its function always makes the entropy; where that is not asked for, it gets no gradient."""
+    """verl's function always computes the entropy; without `both` it gets no gradient."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     def both(input: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -66,7 +66,7 @@ def trl() -> Peer:
 
 
 def cce() -> Peer:
-    """Its exact variant: the default drops small gradients, which are most on random data."""
+    """The exact variant: the default drops small gradients, most of them on random data."""
     loss = functools.partial(gpu_peers.cce(exact=True), reduction="none")
     return Peer(lambda *tensors: (-loss(*tensors),), None)
 

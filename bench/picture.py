@@ -27,7 +27,7 @@ DARK = Theme("#0d1117", "#e6edf3", "#8d96a0", "#58a6ff", "#d29922")
 
 
 def both(prefix: Path, draw: Callable[[Theme], pyplot.Figure]) -> list[Path]:
-    """PREFIX.svg and PREFIX-dark.svg, of a function that draws in the colours of a page."""
+    """Writes PREFIX.svg and PREFIX-dark.svg, which `draw` draws in the colours of a page."""
     written = []
     for theme, suffix in ((LIGHT, ""), (DARK, "-dark")):
         colours = dict.fromkeys(

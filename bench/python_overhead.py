@@ -20,7 +20,7 @@ from logitless.torch import _run
 
 
 class Empty(torch.autograd.Function):
-    """The same tensors in, a loss out, gradients that already exist back."""
+    """Takes the same tensors, returns an existing loss and, in backward, existing gradients."""
 
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, target: Any, state: Any) -> Any:
@@ -34,8 +34,8 @@ class Empty(torch.autograd.Function):
 
 
 def microseconds(functions: list[Callable[[], None]], calls: int, rounds: int = 40) -> list[float]:
-    """The least time a call of each, over rounds in which they take turns: the machine may be busy
-    with something else, and that only ever adds."""
+    """The least time a call of each, over rounds in which they take turns: other work of the
+    machine can only add time."""
     best = [float("inf")] * len(functions)
     for _ in range(rounds):
         for i, function in enumerate(functions):

@@ -39,7 +39,7 @@ class Group:
         return "x".join(str(n) for n in (self.tokens, self.hidden, self.vocab) if n)
 
     def flop(self, name: str) -> float:
-        """What the definition takes: a plan that recomputes does more, ignored tokens nothing."""
+        """Of the definition's products, without ignored tokens; plans that recompute do more."""
         products = {"gradients": 6, "loss": 2, "logits": 0}[self.kind]
         share = 0.5 if "half ignored" in name else 1.0
         return share * products * self.tokens * self.vocab * self.hidden

@@ -46,7 +46,7 @@ class Head:
         return Op(KIND, {**self.inputs, "loss": torch.empty(tokens, device=self.input.device)})
 
     def top(self, count: int) -> tuple[Op, Callable[[], Made]]:
-        """The call, and what a binding makes of it."""
+        """The op, and a function that runs it and makes log-probabilities of its logits."""
         shape, device = (len(self.input), count), self.input.device
         logits = torch.empty(shape, device=device)
         ids = torch.empty(shape, dtype=torch.int64, device=device)
@@ -71,7 +71,7 @@ class Head:
         return made
 
     def error(self, made: Made) -> float:
-        """Of the first tokens; and no list may leave a class out that is clearly likelier."""
+        """The largest error of the first 64 tokens; a likelier class left out counts too."""
         worst = 0.0
         weight = self.weight.double()
         for logprobs, ids, x in zip(made[0][:64], made[1][:64], self.input[:64].double()):

@@ -286,7 +286,7 @@ class Runner:
             )
 
     def release(self, cuda: bool) -> None:
-        """Frees all of a turn but what was compiled."""
+        """Frees what a turn holds, except compiled code."""
         import torch
 
         if self.trainer is not None:
@@ -329,7 +329,7 @@ def trainer_class() -> Any:
     import transformers
 
     class Measured(transformers.Trainer):
-        """Keeps the loss of every step."""
+        """Appends the loss of each step to `losses`."""
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(*args, **kwargs)

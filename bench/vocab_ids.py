@@ -75,7 +75,7 @@ class Head:
         return products
 
     def error(self, call: Callable[[], None], loss: Callable[[Tensor], Tensor]) -> float:
-        """Of the first 256 tokens' grad_input, whose loss is a mean over all."""
+        """The relative error of the first 256 tokens' grad_input, for a mean over all tokens."""
         call()
         assert self.input.grad is not None
         count = min(256, len(self.input))
@@ -87,7 +87,7 @@ class Head:
 
 
 def tv_of(head: Head, weight: Tensor, teacher: Tensor, x: Tensor) -> Tensor:
-    """Summed over the tokens of x."""
+    """The total variation, summed over the tokens of x."""
     p = (x @ weight.float().t()).softmax(-1)
     q = (head.states[: len(x)].float() @ teacher.float().t()).softmax(-1)
     return (p - q).abs().sum() / 2

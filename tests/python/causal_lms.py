@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every causal LM class of transformers as a tiny model, patched beside itself unpatched.
 
-`python tests/python/causal_lms.py [--compiled] [KIND ...]` prints what each is: a line of TABLE.
+`python tests/python/causal_lms.py [--compiled] [KIND ...]` prints the state of each.
 """
 
 from __future__ import annotations
@@ -179,15 +179,15 @@ def _apart(found: list[Any], expected: list[Any]) -> str:
 
 
 def _backbones(model: Any) -> list[Any]:
-    """What takes most of the time to compile; what a model does to its logits comes behind it.
-    Some models (ProphetNet) call a part of their base model."""
+    """The parts that take most of the time to compile. What a model does to its logits is outside
+    of them. Some models (ProphetNet) call only a part of their base model."""
     head = model.get_output_embeddings()
     found = {id(part): part for part in (model.base_model, model.get_decoder())}
     return [part for part in found.values() if all(m not in (model, head) for m in part.modules())]
 
 
 def state(kind: str, compiled: bool) -> str:
-    """ "served", "refused: WHY", "not built: WHY", "WRONG: WHAT"."""
+    """One of "served", "refused: WHY", "not built: WHY" and "WRONG: WHAT"."""
     try:
         model = make(kind)
     except Exception as error:

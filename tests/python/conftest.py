@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the package and its library are, unless they are installed: this checkout's python/ and
-build/release (or $LOGITLESS_LIBRARY). Every test of a device runs on all that this machine has."""
+build/release (or $LOGITLESS_LIBRARY). A test with the argument `device` runs on each of DEVICES."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def fresh() -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The kinds of op run, in order."""
+    """The kinds of op that _run.launch ran, in order."""
     kinds: list[int] = []
     real = _run.launch
 
@@ -97,7 +97,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, ranks.Group]]:
-    """By their size, of processes that wait for a file's cases."""
+    """Groups of ranks, by size. Their processes start with their first case."""
     made = {size: ranks.Group(size, tmp_path_factory.mktemp("ranks")) for size in ranks.SIZES}
     yield made
     for group in made.values():

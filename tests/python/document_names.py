@@ -2,7 +2,7 @@
 """document_names.py PAGE runs the Python of a document, block by block in one namespace, as a
 reader pastes it. What a block takes as given (tensors, models, what a framework makes) comes from
 here, tiny and on the CPU; what it takes of logitless it must import itself, or an earlier block.
-A block whose framework is not installed is only compiled, by test_documents.py, and named here."""
+A block whose framework is not installed is not run but named in the output."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def a_teacher() -> Names:
 
 
 def a_head() -> Names:
-    """Sizes, and states and labels to call it with."""
+    """The sizes of a head, and hidden states and labels for it."""
     tensors = torch_tensors()
     return {"hidden": D, "vocab": V, "x": tensors["hidden"], "labels": tensors["labels"]}
 
 
 def a_trainer() -> Names:
-    """It trains nothing, but calls what the default memory is for."""
+    """Its train() is one loss and backward, which take the default memory."""
     import types
 
     from logitless.torch import linear_cross_entropy
@@ -117,7 +117,7 @@ def a_llama() -> Names:
 
 
 def a_transformers_trainer() -> Names:
-    """What it is made of."""
+    """The arguments of a transformers.Trainer."""
     needs("transformers", "accelerate")
     import torch
     import transformers
@@ -267,7 +267,7 @@ def a_model_over_ranks() -> Names:
     return {"model": Model(), "loader": [[batch, batch]] * 2, "valid_tokens": 2.0 * B * T * size}
 
 
-# Names given to a page's code blocks: to the first with the text, and all later ones.
+# Names given to the code blocks of a page: to the first block with the text and to later ones.
 GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
     "README.md": [
         ("from logitless.torch import linear_cross_entropy", torch_tensors),
@@ -317,8 +317,8 @@ def python_blocks(page: str) -> Iterator[code_blocks.Block]:
 
 
 def run(block: code_blocks.Block, page: str, namespace: Names) -> None:
-    """Statement by statement. A patch that a statement makes and leaves is taken away after it,
-    for a document shows several, of which a program has one."""
+    """Runs a block statement by statement. A patch that is the value of a statement is taken away
+    after it: a document shows several, and a program would have one."""
     lines = "\n" * (block.line - 1)
     for statement in ast.parse(lines + block.text, page).body:
         if isinstance(statement, ast.Expr):

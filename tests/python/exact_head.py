@@ -46,7 +46,8 @@ class Exact:
             self.of_p = self.p * (e + b + 4 * U32 * (3 + apart))  # [N, V]
 
     def bounds(self, g: Tensor, g_entropy: Tensor, dg: Tensor, dg_entropy: Tensor) -> list[Tensor]:
-        """Of both gradients, where the upstream gradients of a token, [N], are off by d..."""
+        """Error bounds of the gradients of input and weight. g and g_entropy [N] are the upstream
+        gradients, dg and dg_entropy their errors."""
         unit, p = UNIT[self.dtype], self.p
         column = torch.nn.functional.one_hot(self.target.clamp(min=0), p.shape[-1])
         rest = p * self.surprise

@@ -9,7 +9,7 @@ import sys
 
 
 def environment() -> dict[str, str]:
-    """Where the package and the tests' own modules are found as here."""
+    """This environment, with this process's import paths in PYTHONPATH."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
@@ -20,7 +20,7 @@ def attempt(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def run(code: str) -> str:
-    """What it prints; fails where it fails."""
+    """The output of the code. A failure of the code is an AssertionError."""
     done = attempt(code)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of the memory share that functions in other libraries' names take by default."""
+"""Shared by the tests of the default memory of functions with other libraries' signatures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [(dtype, sizes) for dtype in DTYPES for sizes in SIZES]
 
 
 def check_default_is_enough(call: Callable[..., Tensor], *given: Any) -> None:
-    """Gradients of the first two tensors, beside those of a call that may take what it likes."""
+    """The gradients of the first two tensors are those of a call with a memory of 1 GiB."""
     x, w, *_ = given
 
     def gradients() -> Iterator[tuple[Tensor, Tensor]]:

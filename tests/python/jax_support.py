@@ -77,8 +77,7 @@ def same(actual: Any, expected: torch.Tensor, dtype: Any = jnp.float32) -> None:
 
 
 def _compiled(fn: Callable[..., Any], *args: Any) -> str:
-    """Of the program itself: XLA knows then whose split kept state has, and makes one Backward of
-    two."""
+    """The program's text after XLA has left one of two Backwards, by how kept state is split."""
     text: str = jax.jit(fn).lower(*args).compile().as_text()
     return text
 
@@ -95,7 +94,7 @@ def fields(fn: Callable[..., Any], *args: Any) -> list[str]:
 
 
 def products(calls: Sequence[str]) -> int:
-    """Of N V D, that all these linear ops make, of whose tensors each string has the names."""
+    """How many products of N V D terms these linear ops make, each given by its tensors' names."""
     count = 0
     for names in map(str.split, calls):
         gradients = len({"grad_input", "grad_weight"} & {*names})

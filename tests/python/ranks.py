@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that are the ranks of one group: a test calls a function on all of them. They start
-once a size, and again after one has died or hung. With LOGITLESS_TEST_RANKS=nccl each has a GPU,
-where tensors are made then."""
+"""Processes that are the ranks of one group: a test calls a function on all of them. The processes
+of each size are reused, and start anew after one has failed, died or hung. With
+LOGITLESS_TEST_RANKS=nccl each has a GPU, on which tensors are then made by default."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Case = Callable[..., Mapping[str, Tensor]]
 
 
 class Rank(NamedTuple):
-    """What a case is called with, first."""
+    """The first argument of a case."""
 
     rank: int
     size: int
 
 
 def generator(seed: int) -> torch.Generator:
-    """Where tensors are made by default."""
+    """A random generator of the device on which tensors are made by default."""
     return torch.Generator(DEVICE).manual_seed(seed)
 
 
@@ -111,7 +111,7 @@ class Group:
             assert answer == "ready", answer
 
     def _answers(self, seconds: float) -> list[Any]:
-        """Of each rank; None of one that hangs or died."""
+        """The answer of each rank; None if it hangs or has died."""
         end = time.monotonic() + seconds
         answers: list[Any] = []
         for pipe in self.pipes:
@@ -125,8 +125,8 @@ class Group:
         return answers
 
     def call(self, case: Case, *args: Any) -> None:
-        """Fails where the case does on any rank, or where two ranks have other bits of a result of
-        one name."""
+        """Runs the case on all ranks. Fails if it fails on any, or if two ranks have different bits
+        of a result of one name."""
         __tracebackhide__ = True
         if not self.processes:
             self.start()

@@ -18,8 +18,8 @@ def logits_of(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def statistics(logits: Tensor, target: Tensor, o: dict[str, Any]) -> dict[str, Tensor]:
-    """Of every token, 0 (argmax and rank -1) where it is ignored. A temperature may be a tensor in
-    the target's shape."""
+    """The statistics of every token; for ignored ones 0 (argmax and rank -1). A temperature may be
+    a tensor in the target's shape."""
     u = logits.double() * o.get("logit_scale", 1.0)
     cap = o.get("softcap", 0.0)
     temperature = o.get("temperature", 1.0)

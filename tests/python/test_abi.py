@@ -139,7 +139,7 @@ def test_options_defaults_are_the_cores(
 
 
 def test_scale_is_for_devices() -> None:
-    """The host multiplies by itself; what is wrong with the arguments is said first."""
+    """Without CUDA tensors logitless_scale is not supported; wrong arguments are reported first."""
     values, factor = _abi.Tensor(rank=1, dtype=_abi.F32), _abi.Tensor(rank=0, dtype=_abi.F32)
     memory = (ctypes.c_float * 4)(1, 2, 3, 4)
     values.data = factor.data = ctypes.addressof(memory)

@@ -66,7 +66,7 @@ OPTIONS = frozenset(
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Every public function, by the binding's name and its own."""
+    """Public functions of the bindings, and some of the integrations, by a name of theirs."""
     found: dict[str, Callable[..., Any]] = {
         "integrations.cce.linear_cross_entropy": cce.linear_cross_entropy,
         "integrations.verl.linear_cross_entropy": verl.linear_cross_entropy,
@@ -116,7 +116,7 @@ def tensors(name: str) -> dict[str, str]:
 
 
 def wrong(role: str, alone: bool) -> Iterator[tuple[str, Any]]:
-    """What is wrong with a tensor, and that tensor. `alone`: nothing else gives its shape."""
+    """(what is wrong, the wrong tensor). `alone`: no other tensor determines its shape."""
     right = ROLES[role]
     role = role.removeprefix(TEACHERS)
     # These tensors define the width, so an error names the other operand.
@@ -148,7 +148,7 @@ CASES = [
 
 
 def arguments(name: str, **changed: Any) -> dict[str, Any]:
-    """Those of a right call, but for what is changed, as the binding takes them."""
+    """The arguments of a right call, in the binding's types, except those that are `changed`."""
     made: dict[str, Any] = {"k": 2} if "k" in inspect.signature(FUNCTIONS[name]).parameters else {}
     for argument, value in ({a: ROLES[r] for a, r in tensors(name).items()} | changed).items():
         if name.startswith("jax."):
@@ -179,7 +179,7 @@ def test_an_error_names_the_arguments_of_its_function(
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_right_call_is_right(name: str) -> None:
-    """So that those above fail for the one reason that they are given."""
+    """Otherwise the wrong calls above could fail for another reason."""
     FUNCTIONS[name](**arguments(name))
 
 
@@ -227,7 +227,7 @@ def test_a_head_that_is_a_module_is_named_as_its_own() -> None:
 
 
 def test_modules_name_every_option_that_their_function_has() -> None:
-    """So that an editor shows them, and a wrong one is an error where it is given."""
+    """Then an editor shows them, and a wrong name is an error in the constructor."""
     lt = logitless.torch
 
     def options(function: Any) -> dict[str, Any]:

@@ -259,7 +259,7 @@ def test_checkpointing_recomputes_the_loss(device: str) -> None:
 
 @pytest.mark.parametrize("tokens", [9, 4000])
 def test_a_default_device_changes_nothing(device: str, tokens: int) -> None:
-    """Neither in a workspace that is kept nor in one that is not."""
+    """Neither for a small workspace, which is reused, nor for a large one."""
     x, w, _, t = problem((tokens,), 170, 8, device=device)
     expected = linear_cross_entropy(x, w, t)
     grads = torch.autograd.grad(expected, (x, w))
@@ -294,7 +294,7 @@ def test_a_default_device_leaves_the_eager_path_alone() -> None:
 
 @pytest.mark.parametrize("shape", [(), (9,), (3, 4)])
 def test_results_may_be_changed_in_place(device: str, shape: tuple[int, ...]) -> None:
-    """In torch only what is no view made inside the function may."""
+    """torch allows this only for results that are not views made inside the function."""
     names = Statistics._fields
     x, w, _, t = problem(shape, 17, 8, device=device, ignored=0)
     expected = linear_cross_entropy(x, w, t, reduction="none")
@@ -342,7 +342,8 @@ if hasattr(torch.backends, "fp32_precision"):  # since torch 2.9
 
 
 def test_every_switch_of_tf32_is_followed() -> None:
-    """Each in a process of its own, since none can be taken back; a fork has imported torch."""
+    """Each in a process of its own, because none can be taken back: a fork, which has imported
+    torch."""
     code = f"""
 import os, torch
 for setting in {list(TF32_SETTINGS)}:
@@ -386,7 +387,7 @@ def test_a_vmap_over_backward_is_refused_by_name(reduction: str) -> None:
         torch.testing.assert_close(one, *grads(loss, x, u, retain_graph=True))
 
 
-EMPTY: dict[str, dict[str, Any]] = {  # the divisor of the mean is 0 or not a number
+EMPTY: dict[str, dict[str, Any]] = {  # the mean divides by 0 or NaN
     "class weights": {"weight": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])},
     "a number": {"normalizer": 0},
     "a tensor": {"normalizer": torch.tensor(0.0)},
@@ -402,8 +403,8 @@ WAYS = ("linear", "memory", "main_grad", "given logits", "in place", "blocks", "
 def test_a_loss_that_nobody_uses_has_no_part_in_gradients(
     empty: str, way: str, statistic: str
 ) -> None:
-    """A mean over nothing is NaN where that is asked for, and so is its gradient; a statistic's
-    is not."""
+    """With empty_mean="nan" a mean over nothing and its gradient are NaN, but not the gradient of a
+    statistic beside it."""
     x, w, t = torch.randn(5, 6), torch.randn(7, 6), torch.tensor([0, 1, 2, 3, 4])
     found = []
     for options in ({**EMPTY[empty], "empty_mean": "nan"}, {"reduction": "none"}):

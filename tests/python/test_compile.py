@@ -98,7 +98,7 @@ def test_opcheck_of_chosen_columns_alone(device: str, lists: bool) -> None:
 
 @pytest.mark.parametrize("which", ["input", "weight", "both"])
 def test_opcheck_of_transposed_tensors(device: str, which: str) -> None:
-    """A gradient has the order of strides of its tensor: no copy makes another of it."""
+    """A gradient has its tensor's order of strides."""
     x, w, _, t = problem((10,), 19, 8, F32, device)
     x, w = x.detach(), w.detach()
     x = x if which == "weight" else x.t().contiguous().t()
@@ -123,7 +123,7 @@ def test_opcheck_of_transposed_tensors(device: str, which: str) -> None:
 
 @pytest.mark.parametrize("default", [torch.float64, BF16], ids=str)
 def test_opcheck_under_another_default_dtype(default: torch.dtype) -> None:
-    """What is not wanted is an empty tensor of one dtype, whatever torch makes by default."""
+    """The empty tensors of unwanted results have a fixed dtype, whatever torch's default is."""
     forward = arguments("linear", 2, F32, "cpu")
     with torch.no_grad():
         made = torch.ops.logitless.forward(*forward, _run.LOSS | _run.ROW_STATE, NOTHING_KEPT, None)
@@ -297,7 +297,7 @@ def test_a_model_on_meta_and_fake_tensors() -> None:
 def test_what_is_wrong_with_meta_and_fake_tensors_is_said(
     changed: dict[str, Any], fake: bool
 ) -> None:
-    """In the words of a call that runs."""
+    """The error is that of a call with real tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     given: dict[str, Any] = {
@@ -378,7 +378,7 @@ def test_a_wrong_normalizer_is_refused_by_a_compiled_function(number: float) -> 
 def test_a_trace_takes_named_tuples_apart_by_iteration_alone(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch 2.8 traces neither their _replace and _asdict nor a slice of them."""
+    """torch 2.8 cannot trace their _replace, their _asdict or a slice of them."""
 
     def outside(real: Any) -> Any:
         def method(named: Any, **given: Any) -> Any:

@@ -138,7 +138,7 @@ def test_scale_rounds_once_and_leaves_one_alone(
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_f16_gradients_are_rounded_after_the_scalers_factor(compiled: bool) -> None:
-    """Unscaled, all of them but the targets' would be 0 in f16."""
+    """Without the factor, gradients of other classes than the targets' would be 0 in f16."""
     x, w, b, t = problem((512,), 5000, 64, F16, "cuda", bias=True)
 
     def loss(x: Any, w: Any, b: Any) -> Any:
@@ -158,7 +158,7 @@ def test_f16_gradients_are_rounded_after_the_scalers_factor(compiled: bool) -> N
 
 @pytest.mark.parametrize("retained", [False, True], ids=["again", "retained"])
 def test_f16_gradients_twice(retained: bool) -> None:
-    """The first backward uses up what is kept; the second makes the logits again."""
+    """The first backward overwrites kept state; the second computes the logits again."""
     x, w, _, t = problem((300,), 1000, 64, F16, "cuda")
     loss = linear_cross_entropy(x, w, t)
     first = torch.autograd.grad(
@@ -171,8 +171,8 @@ def test_f16_gradients_twice(retained: bool) -> None:
 
 @pytest.mark.parametrize("how", ["bounded", "small head", "f32 parameters"])
 def test_f16_gradients_that_wait_in_f32(how: str) -> None:
-    """Where `memory` is given it serves as for a mean of bf16; where all logits would take more
-    than the gradients, nothing is kept; nor where the gradients are f32 anyway."""
+    """Nothing is kept, and the gradients are computed with the loss, if `memory` is given, if kept
+    state would take much more than the f32 gradients, or if the gradients are f32 anyway."""
     tokens, hidden, vocab = (4096, 16, 8192) if how == "small head" else (1024, 512, 8192)
     dtype = F32 if how == "f32 parameters" else F16
     x = torch.randn(tokens, hidden, device="cuda", dtype=dtype, requires_grad=True)
@@ -248,7 +248,7 @@ def test_peak_memory_is_what_was_said(share: float | None) -> None:
 
 
 def test_memory_is_what_tensors_so_aligned_take() -> None:
-    """As from C with these addresses: less than what serves any, and no plan of others is taken."""
+    """Aligned tensors need less workspace, and a plan for other alignments is not reused."""
     tokens, hidden, vocab = 4096, 1024, 50304
     x = torch.randn(tokens, hidden, device="cuda", dtype=BF16, requires_grad=True)
     memory = torch.randn(vocab * hidden + 1, device="cuda", dtype=BF16)
@@ -284,5 +284,5 @@ print("equal")
 
 
 def test_compiled_with_cuda_graphs_as_the_first_call_of_a_process() -> None:
-    """What a first call keeps would lie in the graph's private pool, which torch refuses."""
+    """A tensor that the first call kept would be in the graph's pool, which torch refuses."""
     assert fresh.run(COMPILED_FIRST).strip() == "equal"

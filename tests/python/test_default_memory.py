@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""default_memory and set_default_memory: the `memory` of calls that are given none, as those of
-signatures without such an argument."""
+"""default_memory and set_default_memory: the `memory` of calls that pass none, such as calls
+through signatures without this argument."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def head() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def kept_bytes(output: Tensor) -> int:
-    """Of kept state in the graph of an output: what the loss has saved beyond its operands."""
+    """The bytes of kept state in an output's graph: what the loss has saved beyond its operands."""
     nodes = [output.grad_fn]
     while nodes:
         node: Any = nodes.pop()
@@ -159,7 +159,7 @@ def test_bad_values_are_errors_as_of_the_argument(function: Any, bad: Any) -> No
 
 
 def test_it_holds_on_every_thread() -> None:
-    """As a checkpoint that is run again on a thread of autograd's needs it."""
+    """Autograd may recompute a checkpoint on a thread of its own."""
     x, w, t = head()
     found: list[int] = []
 
@@ -174,7 +174,7 @@ def test_it_holds_on_every_thread() -> None:
 
 
 def test_blocks_of_threads_that_end_in_the_order_they_began() -> None:
-    """Each would otherwise leave behind what it found."""
+    """The first block must not restore the default that it found: the second still holds."""
     first, second = default_memory(1), default_memory(2)
     first.__enter__()
     thread = threading.Thread(target=second.__enter__)
@@ -220,14 +220,14 @@ def test_compiled_it_is_what_held_when_it_was_traced() -> None:
 
 
 def compiled_kept(output: Tensor) -> int:
-    """Of what a compiled graph has saved, the matrix of as many columns as kept state has."""
+    """The bytes of kept state in a compiled graph: saved matrices of 64 columns."""
     assert output.grad_fn is not None
     saved = output.grad_fn.saved_tensors  # type: ignore[attr-defined]
     return sum(t.numel() * t.element_size() for t in saved if t.dim() == 2 and t.shape[1] == 64)
 
 
 def test_fake_tensors_follow_it() -> None:
-    """What is kept of them is told by the size that the op is asked for."""
+    """The op's argument tells how many bytes would be kept."""
     asked: list[int] = []
 
     class Watch(TorchDispatchMode):

@@ -114,7 +114,8 @@ def made_by(
     call: Callable[..., Any], p: Problem, names: Sequence[str], upstreams: Sequence[Tensor],
     keep_layout: bool = False,
 ) -> Made:  # fmt: skip
-    """`call(x, w, b)` gives (loss, Statistics), whose differentiable ones have an upstream."""
+    """Results and gradients of `call(x, w, b)`, which returns (loss, Statistics). `upstreams` are
+    for the loss and the differentiable statistics."""
     x = p.x.requires_grad_() if keep_layout else leaf(p.x)
     w, b = leaf(p.w), None if p.b is None else leaf(p.b)
     loss, statistics = call(x, w, b)
@@ -139,7 +140,7 @@ def of_reference(p: Problem, options: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def near(actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype = F32) -> None:
-    """close, where infinities are as they are."""
+    """Like close, and infinities are equal."""
     if actual is None or expected is None:
         assert actual is expected
         return
@@ -172,7 +173,7 @@ def near_rows(
 
 
 def rows_of(tensor: Tensor | None, bounds: Bounds, rank: int, padding: int = 0) -> Any:
-    """A rank's rows; behind the last ones of the vocabulary lie `padding` rows of NaN."""
+    """A rank's rows; the last rank's are followed by `padding` rows of NaN."""
     if tensor is None:
         return None
     start, stop = bounds[rank]
@@ -217,8 +218,8 @@ def check(
     of: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Results:  # fmt: skip
-    """A call of all ranks against f64 and one process. `of`: how the problem is made; `change` it;
-    options that are `given` tensors."""
+    """A call of all ranks against f64 and one process. `of`: arguments of problem(); `change`
+    changes the problem; `given` returns options that are tensors."""
     p, bounds = problem(me.size, **(of or {}))
     if change is not None:
         p = change(p, bounds) or p
@@ -251,7 +252,7 @@ def check(
 
 
 def checked(name: str, **how: Any) -> None:
-    """The case `name` is a check."""
+    """Adds the case `name`, a call of check."""
     assert name not in CASES
     CASES[name] = functools.partial(check, **how)
 
@@ -324,7 +325,7 @@ checked(
 
 @case
 def a_row_of_minus_infinity(me: Rank) -> Results:
-    """Every logit of a token is -inf: NaN in this row's loss alone."""
+    """Every logit of a token is -inf: only its loss is NaN."""
     p, bounds = problem(me.size, (5,), targets="none ignored")
     p.x[:] = p.x.abs()
     p.w[:] = -p.w.abs()
@@ -407,7 +408,7 @@ checked("sentinel that is a padded column", padding=3, ignore_index=37, change=l
 
 @case
 def padding_by_the_default_split(me: Rank) -> Results:
-    """A total alone: torch.chunk's split, behind whose end all rows are padding."""
+    """With a total and no start, ranks have torch.chunk's shares; later rows are padding."""
     p, _ = problem(me.size, vocab=37, cut="even")
     each = -(-37 // me.size)
     ends = [min(37, each * (rank + 1)) for rank in range(me.size)]
@@ -481,7 +482,7 @@ def _expanded(p: Problem, _: Bounds) -> Problem:
 
 
 def _shifted_rows(p: Problem, _: Bounds) -> Problem:
-    """As next-token prediction slices: [B, T, D] whose rows are no matrix without a copy."""
+    """A slice as in next-token prediction: [B, T, D] is no matrix of rows without a copy."""
     return p._replace(x=torch.randn(3, 6, p.x.shape[-1])[:, :-1])
 
 
@@ -536,8 +537,7 @@ def two_backwards(me: Rank) -> Results:
 
 
 def replays_of_a_graph(me: Rank) -> Results:
-    """A CUDA graph of loss and gradients, collectives and all: a hundred replays of other bits
-    before and the same ones after."""
+    """A CUDA graph of loss and gradients with their collectives, replayed many times."""
     p, bounds = problem(me.size)
     start, stop = bounds[me.rank]
     x, w = leaf(p.x), leaf(p.w[start:stop])
@@ -598,7 +598,7 @@ def gradients_of_some_inputs_only(me: Rank) -> Results:
 
 @case
 def create_graph(me: Rank) -> Results:
-    """Gradients of gradients are an error, of whatever the gradient was asked."""
+    """Gradients of gradients are an error, whichever gradients were asked for."""
     p, bounds = problem(me.size)
     start, stop = bounds[me.rank]
     where: dict[str, Any] = {"group": dist.group.WORLD, "vocab_start": start, "vocab_total": 37}
@@ -747,7 +747,7 @@ def a_row_does_not_depend_on_the_others(me: Rank) -> Results:
 
 @case
 def checkpointed(me: Rank) -> Results:
-    """Backward makes the loss again, on all ranks; and the logits, as nothing is kept."""
+    """Backward computes the loss again on all ranks, and the logits, as nothing is kept."""
     p, bounds = problem(me.size)
     loss, x, w = call_own(me, p, bounds)
     loss.backward()
@@ -770,7 +770,7 @@ def checkpointed(me: Rank) -> Results:
 
 @case
 def a_loss_that_is_scaled(me: Rank) -> Results:
-    """f16 with a scaler whose factor would overflow a gradient that had been rounded first."""
+    """f16 with a scaler's factor. A gradient must not be rounded before it is scaled."""
     p, bounds = problem(me.size, dtype=F16)
     loss, x, w = call_own(me, p, bounds)
     (loss * 2.0**15).backward()
@@ -832,7 +832,7 @@ def _sequence(
     given: Callable[[Problem], Mapping[str, Any]] | None = None, dtype: torch.dtype = F32,
     unused: bool = False, **options: Any,
 ) -> Results:  # fmt: skip
-    """`unused`: one rank's loss goes into nothing."""
+    """A case of hidden states split along `dim`. `unused`: the first factor is 0."""
     size = me.size
     shape = (2 * size, 3) if dim == 0 else (3, 2 * size)
     p, bounds = problem(size, shape, bias=True, dtype=dtype)
@@ -1014,7 +1014,7 @@ def shift(me: Rank) -> Results:
 
 @case
 def a_group_of_one(me: Rank) -> Results:
-    """The bits of the call without a group."""
+    """The results have the bits of the call without a group."""
     groups = [dist.new_group([rank]) for rank in range(me.size)]
     p, _ = problem(1, bias=True)
 
@@ -1051,7 +1051,7 @@ def a_group_of_one(me: Rank) -> Results:
 
 @case
 def a_part_of_the_world(me: Rank) -> Results:
-    """All ranks but the first are a group; who is not in it says so."""
+    """All ranks but the first are a group; the first raises an error that names the group."""
     group = dist.new_group(list(range(1, me.size)))
     p, bounds = problem(me.size - 1)
     if me.rank == 0:
@@ -1177,7 +1177,7 @@ def vocab_start_without_vocab_total(me: Rank) -> Results:
 
 @case
 def a_split_with_a_gap_or_an_overlap(me: Rank) -> Results:
-    """Also where one rank alone could know."""
+    """Every rank raises an error, even if only one rank's share is wrong."""
     p, bounds = problem(me.size)
     texts = {}
     for name, change in (("gap", -1), ("overlap", 1)):
@@ -1225,7 +1225,7 @@ def a_sequence_that_cannot_be_split(me: Rank) -> Results:
 
 
 def _wrong_on_one_rank(me: Rank, local: bool, name: str, value: Any, match: str) -> Results:
-    """What is wrong of one rank's arguments alone, before it comes to where the others wait."""
+    """An argument is wrong on the last rank only; every rank raises an error."""
     p, bounds = problem(me.size, (2, 2 * me.size))
     where = {"sequence_dim": 1, "local_tokens": True} if local else {}
     own = p._replace(x=own_of(p.x, me, 1), t=own_of(p.t, me, 1)) if local else p
@@ -1312,7 +1312,7 @@ def a_bias_that_is_a_scalar(me: Rank) -> Results:
 
 @case
 def a_bias_beside_padding(me: Rank) -> Results:
-    """One that is too long is named with the padding that was given, on every rank."""
+    """The error for one that is too long names the length with padding, on every rank."""
     x, w, t = torch.ones(3, 4), torch.ones(6, 4), torch.zeros(3, dtype=torch.int64)
     call = functools.partial(
         linear_cross_entropy, x, w, t, group=dist.group.WORLD, vocab_total=6 * me.size - 2
@@ -1323,7 +1323,7 @@ def a_bias_beside_padding(me: Rank) -> Results:
 
 
 def _backward_is_refused(me: Rank, loss: Tensor) -> None:
-    """Every rank raises what rank 1 alone does."""
+    """Every rank raises the error of rank 1."""
 
     def fails(*_: Any) -> Any:
         raise ValueError("no backward today")
@@ -1365,12 +1365,12 @@ def _of_states(change: Callable[[Tensor, int], None]) -> Callable[[Any], Any]:
 
 
 def _local_smoothing(states: Tensor, weighted: int) -> None:
-    """The logits' mean is over as many columns as a shard has."""
+    """A bug: the mean of the logits divides by a shard's number of columns."""
     states[:, weighted] *= dist.get_world_size()
 
 
 def _smoothing_of_one(states: Tensor, weighted: int) -> None:
-    """The weighted sum of one shard is taken for that of all."""
+    """A bug: the weighted sum of one shard is used for that of all."""
     states[1:, weighted] = 0
 
 
@@ -1379,12 +1379,12 @@ def _log_of_size(states: Tensor, _: int) -> None:
 
 
 def _any_target(states: Tensor, _: int) -> None:
-    """The target's logit is that of the last shard, which may not have it."""
+    """A bug: the target's logit is taken from the last shard, which may not have it."""
     states[:, 2] = states[-1, 2].clone()
 
 
 def _of_options(change: Callable[[Any, Any], dict[str, Any]]) -> Callable[[Any], Any]:
-    """`change(tokens, options)` says which options are others."""
+    """`change(tokens, options)` returns the options to change."""
 
     def make(real: Any) -> Any:
         def combine(states: Tensor, argmax: Any, tokens: Any, options: Any, *bits: int) -> Any:
@@ -1420,7 +1420,7 @@ def _doubled(real: Any) -> Any:
 
 
 def _copy_reduced(real: Any) -> Any:
-    """What is reduced in place is a copy, where the buffer is not contiguous."""
+    """A bug: a buffer that is not contiguous is reduced in a copy, which is then dropped."""
 
     def reduce(part: Tensor, *rest: Any) -> Any:
         if part.is_contiguous():
@@ -1504,7 +1504,7 @@ def run(me: Rank, name: str) -> Results:
 
 @case
 def an_ignore_index_beyond_what_targets_hold(rank: Rank) -> Results:
-    """It ignores nothing, and is never what is left of it in 32 bits."""
+    """It ignores no token: it must not be cut to 32 bits, which would be a class."""
     x, w, t = torch.randn(3, 8), torch.randn(4 * rank.size, 8), torch.tensor([0, 1, 2])
     own = w.view(rank.size, 4, 8)[rank.rank]
     options: dict[str, Any] = {"ignore_index": 2**32 + 1, "reduction": "none"}
@@ -1583,7 +1583,7 @@ BLOCKS: Sequence[tuple[int, torch.dtype, dict[str, Any]]] = (
 
 @case
 def ranks_whose_inputs_have_other_gradients(rank: Rank) -> Results:
-    """One would wait for the others' parts of its input's gradient."""
+    """The rank with a gradient would wait for ever for the others' parts of it."""
     x, w, t = torch.randn(4, 8), torch.randn(8, 8).requires_grad_(), torch.arange(4)
     with pytest.raises(ValueError, match="whether the input has one is"):
         linear_cross_entropy(x.requires_grad_(rank.rank == 0), w, t, group=dist.group.WORLD)
@@ -1598,7 +1598,7 @@ def subsets(count: int) -> list[tuple[bool, ...]]:
 def gradients_of(
     p: Problem, needs: Sequence[bool], temperature: Any, **options: Any
 ) -> list[Tensor | None]:
-    """Of input, weight and bias, those that are needed, with a loss and a statistic."""
+    """The needed gradients of input, weight and bias, for a sum of a loss and a statistic."""
     leaves = [t.detach().clone().requires_grad_(n) for t, n in zip((p.x, p.w, p.b), needs)]
     x, w, b = leaves
     loss, s = linear_cross_entropy(
@@ -1610,7 +1610,7 @@ def gradients_of(
 
 @case
 def any_tensors_gradient_alone(rank: Rank) -> Results:
-    """Beside shards and blocks with and without columns, on every rank."""
+    """With shards and blocks of which some have no columns."""
     for cut, blocks in (
         ("uneven", None), ("first empty", None), ("last empty", None), ("one has all", None),
         ("blocks", 8),
@@ -1640,7 +1640,7 @@ def any_tensors_gradient_alone(rank: Rank) -> Results:
 
 @case
 def a_loss_that_nobody_uses(rank: Rank) -> Results:
-    """A mean over nothing is NaN, and a statistic's gradient is not."""
+    """The mean divides by 0 and is NaN, but a statistic's gradient is not."""
     p, bounds = problem(rank.size, bias=True, targets="none ignored")
     made = {}
     for name, options in (
@@ -1662,7 +1662,7 @@ def a_loss_that_nobody_uses(rank: Rank) -> Results:
 
 @case
 def one_rank_is_refused_in_backward(rank: Rank) -> Results:
-    """Whichever tensors have gradients, every rank raises what one of them does."""
+    """Whichever tensors have gradients, every rank raises the error of rank 1."""
     p, bounds = problem(rank.size, bias=True)
     rows = slice(*bounds[rank.rank])
     for needs in subsets(3):
@@ -1679,7 +1679,7 @@ def one_rank_is_refused_in_backward(rank: Rank) -> Results:
 
 @case
 def ranks_of_which_one_has_no_gradient(rank: Rank) -> Results:
-    """It would never come to the others' backward."""
+    """It would not take part in the others' backward."""
     for dtype in (F32, F16):  # f16 keeps nothing for backward
         x, w, t = torch.randn(4, 8).to(dtype), torch.randn(8, 8).to(dtype), torch.arange(4)
         w.requires_grad_(rank.rank == 0)
@@ -1692,7 +1692,7 @@ def ranks_of_which_one_has_no_gradient(rank: Rank) -> Results:
 
 @case
 def a_token_weight_elsewhere(rank: Rank) -> Results:
-    """It is refused before and after a call of the same shape has been planned."""
+    """A token_weight on another device is refused, also after a call of this shape was planned."""
     x, w, t = torch.randn(4, 8), torch.randn(8, 8), torch.arange(4)
     where: dict[str, Any] = {"group": dist.group.WORLD, "reduction": "none"}
     for _ in range(2):
@@ -1705,7 +1705,7 @@ def a_token_weight_elsewhere(rank: Rank) -> Results:
 
 @case
 def the_same_bits_for_any_number_of_ranks(rank: Rank) -> Results:
-    """Of everything, and within the bound of the call without blocks."""
+    """All results have the bits of one process with as many blocks, and are near those without."""
     if rank.size == 3:
         with pytest.raises(ValueError, match=r"^Split\.blocks is 8 with 3 ranks"):
             x, w, t = torch.ones(2, 4), torch.ones(4, 4), torch.ones(2).long()
@@ -1844,7 +1844,7 @@ def test_any_tensors_gradient_alone_beside_empty_blocks(
 @pytest.mark.parametrize("blocks", [1, 2, 8], ids=str)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_bias_of_another_length_than_all_blocks(length: int, blocks: int, grad: bool) -> None:
-    """It is named as it was given, not as a block's part; the last of eight has no columns."""
+    """The error has the length that was given, not that of a block's part."""
     x, t = torch.ones(6, 4), torch.zeros(6, dtype=torch.int64)
     w, b = torch.ones(10, 4, requires_grad=grad), torch.ones(length)
     said = rf"^linear_bias has shape \({length},\); allowed: \(10,\)$"
@@ -1854,7 +1854,7 @@ def test_a_bias_of_another_length_than_all_blocks(length: int, blocks: int, grad
 
 
 def test_a_later_group_of_the_same_name_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names begin anew behind destroy_process_group."""
+    """After destroy_process_group torch gives the same names again."""
 
     class Group:
         group_name = "0"

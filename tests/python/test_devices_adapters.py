@@ -31,7 +31,7 @@ CASES: dict[str, Callable[[Rank], Results]] = {}
 
 
 def case(name: str, **how: Any) -> Callable[[Callable[..., Results]], Callable[..., Results]]:
-    """The function is a case, with these arguments."""
+    """A decorator that adds the function, with these arguments, as a case."""
 
     def add(function: Callable[..., Results]) -> Callable[..., Results]:
         assert name not in CASES
@@ -83,7 +83,7 @@ class Made(NamedTuple):
 
 
 def made_of(call: Callable[..., Any], p: Problem, upstreams: list[Tensor] | None = None) -> Made:
-    """`call(x, w, b)` gives one output or several."""
+    """Outputs and gradients of `call(x, w, b)`, which returns one output or several."""
     x, w, b = leaf(p.x), leaf(p.w), None if p.b is None else leaf(p.b)
     found = call(x, w, b)
     outputs = list(found) if isinstance(found, tuple) else [found]
@@ -95,7 +95,7 @@ def made_of(call: Callable[..., Any], p: Problem, upstreams: list[Tensor] | None
 def dense(
     outputs_of: Callable[[Tensor], Any], p: Problem, upstreams: list[Tensor] | None = None
 ) -> Made:
-    """The same of all columns in f64: `outputs_of(logits)`."""
+    """made_of in f64 on all columns; `outputs_of(logits)` returns the outputs."""
     kept = []
 
     def call(x: Tensor, w: Tensor, b: Tensor | None) -> Any:
@@ -110,7 +110,7 @@ def dense(
 
 
 def same(actual: Made, expected: Made, p: Problem, rows: slice, partial: bool = False) -> None:
-    """The gradient of x is the sum over the ranks, or this rank's part of it."""
+    """`partial`: the gradient of x is this rank's part of the sum over the ranks."""
     for ours, theirs in zip(actual.outputs, expected.outputs):
         assert ours.dtype is torch.float32
         close(ours, theirs)
@@ -121,13 +121,13 @@ def same(actual: Made, expected: Made, p: Problem, rows: slice, partial: bool = 
 
 
 def own(p: Problem, rows: slice, x: Tensor | None = None) -> Problem:
-    """What a rank is given."""
+    """The problem of a rank: its rows of weight and bias, and x."""
     b = None if p.b is None else p.b[rows]
     return Problem(p.x if x is None else x, p.w[rows], p.t, b)
 
 
 def replicated(made: Made, with_x: bool = True) -> Results:
-    """What has the same bits on every rank."""
+    """The results that have the same bits on every rank."""
     outputs = {f"output {i}": value for i, value in enumerate(made.outputs)}
     return outputs | ({"grad_input": made.x} if with_x else {})
 
@@ -231,7 +231,7 @@ def of_nemo_rl(me: Rank, outside: bool) -> Results:
 def of_cce(
     me: Rank, reduction: str, shift: int = 0, reduce_e_grad: bool = True, foreign: bool = False
 ) -> Results:
-    """37 columns are 19 and 18; the options of the library itself do not say that they are 37."""
+    """37 columns are split into 19 and 18. `foreign`: options that lack vocab_size."""
     p = problem((3, 7), vocab=37, bias=True)
     given: Any = cce.VocabParallelOptions.from_vocab(37, None, reduce_e_grad)
     rows = slice(given.start, given.stop)
@@ -311,7 +311,7 @@ def of_megatron(me: Rank, reduction: str, split: bool = False) -> Results:
 
 
 class ColumnParallelLinear(torch.nn.Module):
-    """As much of Megatron-Core's as its output layer has."""
+    """A stand-in for Megatron-Core's class."""
 
     def __init__(self, weight: Any, bias: Any, group: Any, **more: Any) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def layer_of(weight: Any, bias: Any, group: Any, **more: Any) -> Any:
 
 
 def given_to(layer: Any, w: Tensor, b: Tensor | None) -> Any:
-    """The layer with the leaves in the place of its parameters."""
+    """The layer with the leaves instead of its parameters."""
     del layer.weight, layer.bias
     object.__setattr__(layer, "weight", w)
     object.__setattr__(layer, "bias", b)
@@ -513,7 +513,7 @@ def of_titans_data_parallel(me: Rank) -> Results:
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A call with an option that is another than the adapter's."""
+    """A mutant: the option `name` of the call is changed."""
 
     def mutant(real: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -532,7 +532,7 @@ class Mutant(NamedTuple):
 
 
 def reduced(here: bool) -> Callable[[Any], Any]:
-    """A call that reduces the input's gradient, or leaves it in parts, as the adapter does not."""
+    """A mutant: reduce_input_grad is `here`, which is not the adapter's value."""
 
     def of(group: Any) -> Split:
         split = group if isinstance(group, Split) else Split(group)
@@ -644,7 +644,7 @@ def test_what_is_refused(error: Any, match: str, call: Any) -> None:
 
 
 def test_the_classes_that_import_their_library() -> None:
-    """Their modules make them in `__getattr__`, which must refuse every other name."""
+    """The modules make them in `__getattr__`, which must refuse other names."""
     for module in (megatron, torchtitan):
         with pytest.raises(AttributeError, match="no attribute 'Unknown'"):
             module.Unknown  # noqa: B018

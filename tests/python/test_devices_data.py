@@ -48,7 +48,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Rank], Results | None]]] = {}
 
 
 def sizes(*counts: int) -> Callable[[Any], Any]:
-    """A case of so many ranks."""
+    """A decorator that adds a case for these numbers of ranks."""
 
     def add(case: Any) -> Any:
         CASES[case.__name__] = (counts, case)
@@ -67,7 +67,7 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 
 def meshes(size: int) -> list[DeviceMesh]:
-    """Shards alone, and replicas of as few."""
+    """A mesh of shards only and, for an even size, one of two replicas."""
     return [mesh_of(size), *([mesh_of(2, size // 2)] if size % 2 == 0 else [])]
 
 
@@ -88,7 +88,7 @@ def refused(words: str, call: Callable[[], Any], kind: type[Exception] = Excepti
 
 
 def batch(rank: int, step: int = 0, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
-    """A rank's own: [2, 4, 8] and targets [2, 4], of which rank + 1 are ignored."""
+    """A rank's own hidden states [2, 4, 8] and targets [2, 4], of which rank + 1 are ignored."""
     generator = ranks.generator(100 * step + rank)
     x = torch.randn(2, 4, HIDDEN, generator=generator)
     t = torch.randint(vocab, (2, 4), generator=generator)
@@ -97,7 +97,7 @@ def batch(rank: int, step: int = 0, vocab: int = VOCAB) -> tuple[Tensor, Tensor]
 
 
 def head_of(vocab: int = VOCAB, **options: Any) -> LinearCrossEntropyHead:
-    """The same on every rank."""
+    """A head with the same values on every rank."""
     torch.manual_seed(5)
     return LinearCrossEntropyHead(HIDDEN, vocab, bias=True, **options)
 
@@ -125,7 +125,7 @@ class Model(torch.nn.Module):
 
 
 def with_fsdp(model: Model, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> Model:
-    """Ours is sharded by parallelize, and left out of FSDP."""
+    """The model under FSDP2. A head of ours is split by parallelize and left out of FSDP."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     left_out: set[Any] = set()
     if isinstance(model.lm_head, LinearCrossEntropyHead):
@@ -189,7 +189,7 @@ def a_model_learns_as_under_fsdp_in_bf16(me: Rank) -> None:
 def expected_of(
     me: Rank, head: LinearCrossEntropyHead, inputs: list[Tensor], loss: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Of the whole head: each rank's gradient of its input, and the mean of the parameters'."""
+    """Gradients of the whole head: of each rank's input, and the ranks' mean for parameters."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     total = sum(loss(head, rank, x) for rank, x in enumerate(leaves))
     grads = torch.autograd.grad(total, [*leaves, head.weight, head.bias])
@@ -346,7 +346,7 @@ def gradients_of_16_bits_are_rounded_once(me: Rank) -> None:
 
 
 def true_loss(head: Any, x: Tensor, t: Tensor, dtype: torch.dtype = BF16) -> Tensor:
-    """Of the weights that are there, with the products' operands in `dtype`."""
+    """The loss of the head's present weights, with the products' operands in `dtype`."""
     weight = full(head.weight).to(dtype).float()
     logits = x.to(dtype).float() @ weight.T + full(head.bias)
     return functional.cross_entropy(logits.flatten(0, -2), t.flatten())
@@ -356,7 +356,7 @@ Scaled = Callable[[Any, float], Any]
 
 
 def _foreach_mul(head: Any, by: float) -> None:
-    """As an average of weights is swapped in; of a DTensor it leaves no trace in its version."""
+    """Changes the parameters in place by an op that does not move a DTensor's version counter."""
     with torch.no_grad():
         torch._foreach_mul_(list(head.parameters()), by)
 
@@ -381,8 +381,8 @@ ZEROED: list[bool | None] = [None, True, False]  # set_to_none; None: no zero_gr
 
 
 def losses_are_true(me: Rank, head: Any, optimizer: Any, zeroed: bool | None, late: bool) -> None:
-    """Steps of a loop that zeroes gradients before the loss, or late: behind it. Each is followed
-    by an evaluation."""
+    """Steps of a loop that zeroes gradients before the loss or, if `late`, after it, each followed
+    by an evaluation: all losses are those of the present weights."""
     x, t = batch(me.rank)
 
     def zero() -> None:
@@ -605,7 +605,7 @@ def _not_replicated(real: Any) -> Any:
 
 
 def _own_upstream(real: Any) -> Any:
-    """Gradients of the outputs are gathered along dimension 1, hidden states along 0."""
+    """A bug: a rank's own upstream gradients (gathered along dimension 1) stand for all."""
 
     def gather(x: Tensor, shard: Any, dim: int) -> Tensor:
         return torch.cat([x] * shard.size, dim) if dim == 1 else real(x, shard, dim)
@@ -614,7 +614,7 @@ def _own_upstream(real: Any) -> Any:
 
 
 def _mean_of_all(real: Any) -> Any:
-    """What a mean divides by is of the tokens of all ranks."""
+    """A bug: the mean divides by the number of tokens of all ranks."""
 
     def divisor(tokens: Any, options: Any) -> Tensor:
         by: Tensor = real(tokens, options).clone()
@@ -625,7 +625,7 @@ def _mean_of_all(real: Any) -> Any:
 
 
 def _stale(real: Any) -> Any:
-    """The first cast of a weight is kept for ever."""
+    """A bug: the first cast of a weight is used for ever."""
     kept: dict[Any, Tensor] = {}
 
     def cast(tensor: Tensor, dtype: Any) -> Tensor:
@@ -692,7 +692,7 @@ def test_no_result_depends_on_a_version_counter() -> None:
 
 
 def test_what_moves_is_counted() -> None:
-    """Llama-3's head on eight ranks of 2048 tokens."""
+    """head_costs for Llama-3's head on eight ranks of 2048 tokens."""
     costs = head_costs(2048, 4096, 128256, 8)
     x = 7 * 2048 * 4096 * 2
     assert costs.tokens.moved == 3 * x + 12 * 7 * 2048 + 16 * 7 * 8 * 2048

@@ -48,7 +48,7 @@ class Shard:
         self.teacher = (h.teacher_input, self.own(h.teacher_weight))
 
     def own(self, t: Tensor, dim: int = 0) -> Tensor:
-        """Its columns; NaN lies in the padding behind them."""
+        """The shard's columns of t, followed by padding of NaN."""
         part = t.detach().movedim(dim, 0)[self.rows]
         pad = part.new_full((self.padding, *part.shape[1:]), float("nan"))
         return torch.cat((part, pad)).movedim(0, dim).clone()
@@ -66,7 +66,7 @@ class Shard:
 
 
 def of_gradient(actual: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
-    """The ranks' parts cancel, as single columns do in one process, and are larger."""
+    """In f32 the bound is larger than in one process, because the ranks' parts cancel."""
     largest = whole.abs().max().item()
     worst = (actual.double() - whole).abs().max().item()
     assert worst <= (4 if dtype is F32 else 1) * TOLERANCE[dtype] * largest, worst / largest
@@ -197,7 +197,7 @@ def what_is_not_finite_stays_in_its_row(me: Rank) -> Results:
 
 @case
 def a_shard_without_probability(me: Rank) -> Results:
-    """Its columns are masked in one head or in both."""
+    """The first rank's columns are masked by biases of -inf, in one head or in both."""
     results: dict[str, Tensor] = {}
     for kind, options in KINDS.items():
         for masked in ("student", "teacher", "both"):
@@ -259,7 +259,7 @@ def hidden_states_split_over_the_sequence(me: Rank) -> Results:
 
 @case
 def tokens_of_a_rank_alone(me: Rank) -> Results:
-    """With local_tokens all of them are those of the rank's own tokens; a mean is a part."""
+    """With local_tokens, tensors and results are of the rank's own tokens; a mean is its part."""
     for options in KINDS.values():
         for dim in (0, 1):
             for reduction in ("none", "sum", "mean"):
@@ -533,7 +533,7 @@ def what_a_split_has_not(me: Rank) -> Results:
 
 @case
 def tensors_that_one_rank_gives(me: Rank) -> Results:
-    """What is gathered must be there, and as wide, on all."""
+    """Every rank must give token weights or none, and teacher's states of the same width."""
     h = heads(shape=_shape_of_tokens(me))
     for changed in ("token_weight", "teacher"):
         shard = Shard(h, me)
@@ -574,7 +574,7 @@ def ranks_that_are_compared(me: Rank) -> Results:
 
 
 def _of_one_rank(name: str) -> Any:
-    """A bug: this rank's own in the place of the whole."""
+    """A bug: this rank's own states or sums are used for those of all ranks."""
     gather = of_ranks.exchange.all_gather
 
     def own(x: Tensor, shard: Any) -> Tensor:

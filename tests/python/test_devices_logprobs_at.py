@@ -39,7 +39,7 @@ def case(function: Callable[[Rank], Results]) -> Callable[[Rank], Results]:
 def head(
     shape: tuple[int, ...] = (3, 8), vocab: int = 37, dtype: torch.dtype = F32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same on every rank."""
+    """Input, weight and bias, the same on every rank."""
     x, w = torch.randn(*shape, 16).to(dtype), (torch.randn(vocab, 16) / 4).to(dtype)
     return x, w, torch.randn(vocab).to(dtype)
 
@@ -274,7 +274,7 @@ def errors_are_those_of_all_ranks(me: Rank) -> Results:
 
 
 def _summed(states: Tensor, *rest: Any) -> Any:
-    """Over shards: -inf where one shard has it not."""
+    """A bug: chosen logits are summed over the shards, and a shard without the id has -inf."""
     columns = rest[-1].shape[1] if rest[-1] is not None else 0
     if columns:
         states = states.clone()

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[int, Case]] = {}
 
 
 def processes(count: int) -> Callable[[Case], Case]:
-    """A case of so many processes, which is given their mesh: ("tp",) or ("dp", "tp")."""
+    """A decorator of a case for `count` processes, which gets the mesh ("tp",) or ("dp", "tp")."""
 
     def add(case: Case) -> Case:
         CASES[case.__name__] = (count, case)
@@ -64,7 +64,7 @@ def processes(count: int) -> Callable[[Case], Case]:
 
 
 def problem(vocab: int = 19, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same on every rank: input [2, 4, 8], weight, bias, target."""
+    """Input [2, 4, 8], weight, bias and target, the same on every rank."""
     generator = ranks.generator(seed)
     x = torch.randn(*TOKENS, HIDDEN, generator=generator)
     w, b = torch.randn(vocab, HIDDEN, generator=generator), torch.randn(vocab, generator=generator)
@@ -482,7 +482,7 @@ def a_parallelize_plan_hands_the_targets_on(mesh: Any) -> None:
 def compiled_as_eager(
     function: Callable[..., Any], tensors: list[Any], *more: Any, backend: str = "aot_eager"
 ) -> None:
-    """Outputs and gradients are those of the eager call, to the bit, of one graph."""
+    """Compiled as one graph, outputs and gradients have the bits of the eager call."""
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend)
 
@@ -611,7 +611,7 @@ def inductor_runs_it(mesh: Any) -> None:
 
 
 class Checked:
-    """`with Checked():` the ranks are compared."""
+    """Turns LOGITLESS_CHECK_RANKS on within a `with` block."""
 
     def __init__(self, seconds: float = 30) -> None:
         self.seconds = seconds
@@ -754,7 +754,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def as_alone(model: Any, mesh: Any, off: float) -> None:
-    """A model of FSDP's learns from its share of each batch what one process learns of all."""
+    """A model under FSDP, with its share of each batch, learns as one process with all of it."""
     dp = mesh["dp"]
     batches = [batch(seed) for seed in range(4)]
     mine = [tuple(own(v, 0, dp.get_local_rank()) for v in pair) for pair in batches]
@@ -853,8 +853,8 @@ def meshes_of_two_dimensions(mesh: Any) -> None:
 
 
 def work(rank: int, folder: str) -> None:
-    """Every case; what failed is in the file of the rank. Ranks tell one another after each, so
-    that one which fails on all of them does not take the next with it."""
+    """Runs the cases; the rank's file gets their errors. Ranks meet after each case, so that one
+    which fails on all of them does not disturb the next."""
     ranks.join(rank, PROCESSES, f"{folder}/meeting", SECONDS)
     mesh = init_device_mesh(ranks.DEVICE, (PROCESSES // TP, TP), mesh_dim_names=("dp", "tp"))
     hosts = dist.new_group(backend="gloo")

@@ -41,7 +41,7 @@ def check(
     me: Rank, k: int = 5, cut: str = "uneven", dtype: torch.dtype = F32, names: Any = (),
     shape: tuple[int, ...] = (3, 8), compiled: bool = False, equal: bool = False, **options: Any,
 ) -> Results:  # fmt: skip
-    """`equal`: every class is as likely as any other."""
+    """Ranks' linear_topk beside one process's. `equal`: all classes are equally likely."""
     x, w, b = head(shape, dtype=dtype)
     if equal:
         w, b = torch.ones_like(w), torch.zeros_like(b)
@@ -86,8 +86,8 @@ checked("one token", shape=())
 
 @case
 def masked_and_nan_classes(me: Rank) -> Results:
-    """Of classes that have no probability the lowest come first, over all ranks; a NaN in one
-    rank's classes is one in every rank's list."""
+    """Of classes without probability the lowest come first, over all ranks. A NaN in one rank's
+    classes makes every rank's list NaN."""
     vocab = 4 * me.size
     own = slice(4 * me.rank, 4 * me.rank + 4)
     x, w, _ = head((6,), vocab)
@@ -215,7 +215,7 @@ def errors_are_those_of_all_ranks(me: Rank) -> Results:
 
 
 def _first_alone(states: Tensor, indices: Any, *rest: Any) -> Any:
-    """The first shard's list for all."""
+    """A bug: the first shard's list is used for that of all shards."""
     k = indices.shape[1]
     states, indices = states.clone(), indices.clone()
     states[1:, -k:], indices[1:] = -math.inf, -1
@@ -223,7 +223,7 @@ def _first_alone(states: Tensor, indices: Any, *rest: Any) -> Any:
 
 
 def _nobodys(like: Tensor, wanted: int) -> Tensor:
-    """The state of a shard without columns, as if it had a logit of 0."""
+    """A bug: the state of a shard without columns is that of a logit of 0."""
     return _empty_state(like, wanted).nan_to_num(neginf=0.0)
 
 

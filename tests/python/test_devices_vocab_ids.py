@@ -44,7 +44,7 @@ def case(function: Callable[[Rank], Results]) -> Callable[[Rank], Results]:
 
 
 def head(shape: tuple[int, ...] = (3, 8), dtype: torch.dtype = F32) -> tuple[Tensor, ...]:
-    """The same on every rank."""
+    """Input, weight and bias, the same on every rank."""
     x, w = torch.randn(*shape, 16).to(dtype), (torch.randn(VOCAB, 16) / 4).to(dtype)
     return x, w, torch.randn(VOCAB).to(dtype)
 

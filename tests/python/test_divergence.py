@@ -66,7 +66,7 @@ class Heads(NamedTuple):
         return self.input, self.weight, self.bias
 
     def options(self, *names: str) -> dict[str, Tensor]:
-        """Those of these that are keywords."""
+        """These of the tensors that are keywords of linear_divergence."""
         known = {
             "linear_bias": self.bias, "teacher_bias": self.teacher_bias, "target": self.target,
         }  # fmt: skip
@@ -96,7 +96,7 @@ def logits_of(rows: Tensor, scale: float, cap: float, temperature: Any) -> Tenso
 
 
 def divergence_of(p: Tensor, q: Tensor, kind: str, beta: float) -> Tensor:
-    """[...] of log-probabilities [..., V]."""
+    """The divergence [...] of log-probabilities [..., V] of student and teacher."""
     m = torch.logaddexp(p + np.log1p(-beta), q + np.log(beta)) if 0 < beta < 1 else p
     if kind == "forward_kl":
         return (q.exp() * (q - p)).sum(-1)
@@ -110,7 +110,7 @@ def divergence_of(p: Tensor, q: Tensor, kind: str, beta: float) -> Tensor:
 
 
 def expected(h: Heads, **o: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the statistics, in f64; the target is what the caller has moved already."""
+    """The loss and the statistics in f64. `shift` must have been applied to the target already."""
     raw = h.input.double() @ h.weight.double().T
     if o.get("linear_bias") is not None:
         raw = raw + h.bias.double()
@@ -154,8 +154,8 @@ def expected(h: Heads, **o: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def agree(h: Heads, dtype: torch.dtype = F32, given: Any = None, **options: Any) -> None:
-    """The loss, its gradients and every statistic are those of f64. `given`: what the function is
-    given in the place of what the reference is."""
+    """The loss, its gradients and every statistic are those of f64. `given`: options that replace
+    the reference's in the call of the function."""
     names = STATISTICS if options.get("target") is not None else STATISTICS[:3]
     ours, statistics = linear_divergence(
         h.input, h.weight,
@@ -239,7 +239,7 @@ def test_a_normalizer(device: str, normalizer: Any) -> None:
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_teacher_of_logits(device: str, kind: str, dtype: torch.dtype) -> None:
-    """In any dtype, beside a student of f32, with its own scale, softcap and temperature."""
+    """Teacher logits of any dtype, with their own scale, softcap and temperature."""
     h = heads(device)
     logits = (3 * torch.randn(*SHAPE, VOCAB, device=device)).to(dtype)
     for reduction in ("none", "mean"):
@@ -268,8 +268,8 @@ def test_any_number_of_leading_dimensions(
 @pytest.mark.parametrize("shift", [True, 2])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_shift_moves_what_belongs_to_a_label(device: str, reduction: str, shift: Any) -> None:
-    """Position i is given the target of i + k, its weight and its temperatures; the last k
-    positions do not count, in the mean either."""
+    """Position i gets the target, weight and temperatures of i + k; the last k positions do not
+    count, not even in the mean's divisor."""
     h = heads(device)
     by = int(shift)
     weights, own, others = (torch.rand(SHAPE, device=device) + 0.5 for _ in range(3))
@@ -302,7 +302,7 @@ def test_temperatures_flat_or_broadcastable(device: str, shape: tuple[int, ...])
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_heads_are_exactly_0(device: str, kind: str) -> None:
-    """One weight may serve both: its gradient is the student's alone."""
+    """Both heads may share a weight; its gradient, as the student's, is 0 too."""
     h = heads(device)
     x = h.input.detach().clone().requires_grad_()
     for reduction in ("none", "mean"):
@@ -414,7 +414,7 @@ NOTHING_KEPT = [(False, True), (False, True)]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dz_is_kept_for_any_upstream_gradient(device: str, kind: str, ran: list[Ran]) -> None:
-    """And used again by a second backward; tokens with an upstream of 0 give nothing."""
+    """A second backward uses kept dz again. Tokens with an upstream gradient of 0 add nothing."""
     h = heads(device)
     options = {**KINDS[kind], **h.options("target", "linear_bias"), "label_weight": 0.4}
     loss = linear_divergence(*h[:4], **options, reduction="none")
@@ -474,8 +474,8 @@ def test_checkpointing_gives_the_same_bits(device: str, reduction: str, reentran
 
 
 def test_memory_bounds_what_is_kept_with_the_workspaces(device: str, ran: list[Ran]) -> None:
-    """All of dz where it fits beside the larger workspace; else nothing; too little is an error of
-    forward that says how much either call takes."""
+    """All of dz is kept if it fits beside the larger workspace, otherwise nothing. If `memory` is
+    too small for either call, forward raises."""
     h = heads(device)
 
     def bytes_in(memory: Any) -> int:
@@ -509,7 +509,7 @@ def test_memory_bounds_what_is_kept_with_the_workspaces(device: str, ran: list[R
 
 
 def test_kept_state_is_used_after_the_switch_of_tf32(device: str) -> None:
-    """The switch is part of its key, which is made when Backward runs."""
+    """TF32 is part of the key of kept state, which is computed only when Backward runs."""
     h = heads(device)
     loss = linear_divergence(*h[:4], reduction="none")
     before = torch.get_float32_matmul_precision()
@@ -522,8 +522,8 @@ def test_kept_state_is_used_after_the_switch_of_tf32(device: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_autocast_casts_both_heads(device: str, reduction: str, ran: list[Ran]) -> None:
-    """The loss is f32, a bias in f32 stays what it is, and gradients are formed in the dtype of the
-    uncast parameters."""
+    """The loss is f32, an f32 bias is not cast, and gradients have the dtype of the uncast
+    parameters."""
     h = heads(device)
     bias = h.options("linear_bias", "teacher_bias")
     with torch.autocast(device, BF16):
@@ -543,7 +543,7 @@ def test_autocast_casts_both_heads(device: str, reduction: str, ran: list[Ran]) 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_f16_gradients_are_rounded_after_the_upstream_factor(device: str, reduction: str) -> None:
-    """As GradScaler scales them: what is nothing in f16 is something before its factor."""
+    """With a GradScaler's factor, gradients are right that would be 0 in f16 without it."""
     h = heads(device, F16)
     with torch.no_grad():
         h.weight.mul_(1e-4)
@@ -573,7 +573,7 @@ COMPILED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_is_eager_to_the_bit(device: str, name: str) -> None:
-    """One graph, and the same bits: loss, statistics, gradients, those of a second backward."""
+    """One graph, with the eager bits of loss, statistics and the gradients of two backwards."""
     h = heads(device)
     options = COMPILED[name](h)
     teacher = (None, None) if "teacher_logits" in options else h[2:4]
@@ -596,7 +596,7 @@ def test_compiled_is_eager_to_the_bit(device: str, name: str) -> None:
 
 
 def test_one_compiled_graph_serves_every_number_of_tokens(device: str, ran: list[Ran]) -> None:
-    """And dz is kept, whatever it is."""
+    """dz is kept for every number of tokens."""
     counter = Counter()
     call = counter.compile(
         lambda x, w, y, v: linear_divergence(x, w, y, v, reduction="none").sum(), dynamic=True
@@ -684,7 +684,8 @@ def test_meta_and_fake_tensors_have_shapes(device: str) -> None:
 
 @pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
 def test_what_is_wrong_with_meta_and_fake_tensors_is_said(fake: bool) -> None:
-    """In the words of a call that runs, but for what is said of a tensor's numbers or class."""
+    """The error is that of a call with real tensors. Errors about numbers, memory or a tensor's
+    class are left out."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     apart = {"a target outside", "a moved target outside", "memory", "layout", "beta, a tensor"}
@@ -739,7 +740,7 @@ def test_transforms_are_refused_by_name(reduction: Any) -> None:
 
 
 def test_gradients_are_handed_over_not_copied(device: str) -> None:
-    """What was made with the loss becomes .grad, scaled in its place."""
+    """Gradients computed with the loss are scaled in place and become .grad."""
     h = heads(device)
     loss = linear_divergence(*h[:4])
     node: Any = loss.grad_fn
@@ -988,7 +989,7 @@ def test_results_are_tuples_with_names() -> None:
 
 
 def test_the_module_holds_every_option(device: str) -> None:
-    """But those that a call is given; temperatures stay f32, and no part of the state."""
+    """Except those of a call. Temperatures stay f32 and are not in the state_dict."""
     function, module = (
         inspect.signature(f).parameters for f in (linear_divergence, LinearDivergenceLoss)
     )
@@ -1114,7 +1115,7 @@ def test_numpy_of_logits_and_of_its_errors() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_cuda_graph_captures_a_step(reduction: Any) -> None:
-    """And nothing of it waits for the device."""
+    """No part of the step waits for the device."""
     h = heads("cuda")
 
     def step() -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences of two heads in the names of Liger and Unsloth, against their formulas in f64; and
-what those and TRL's take where nobody says how much."""
+"""Divergences of two heads with the signatures of Liger and Unsloth, against their formulas in f64;
+and the default memory of these functions and of TRL's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def known(h: Heads, beta: float, **options: Any) -> Tensor:
 
 
 def same(made: Tensor, theirs: Tensor, leaves: Any, dtype: torch.dtype = F32) -> None:
-    """Value and gradients, of an upstream gradient that is not 1."""
+    """The value, and the gradients for an upstream gradient of 3, are those of `theirs`."""
     assert made.shape == () and made.dtype is F32
     close(made, theirs)
     grads = torch.autograd.grad(3 * made, leaves)
@@ -79,7 +79,7 @@ def test_ligers_loss_is_its_formula(
 
 
 def test_ligers_labels_say_which_tokens_count_and_no_more() -> None:
-    """Nor are they read: 0 may be the one that is ignored, others may be no class."""
+    """They are not read as classes: they may be beyond the vocabulary, or 0 the ignored one."""
     h = heads(shape=(12,))
     labels = torch.arange(12) % 4 * 1000
     made = LigerFusedLinearJSD(ignore_index=0)(*h[:4], labels)
@@ -190,7 +190,7 @@ WRONG: dict[str, tuple[Callable[[Heads], dict[str, Any]], type[Exception], str]]
 def test_ligers_chunked_loss_refuses_alike_with_all_weights(
     name: str, weights: tuple[float, float], temperature: float
 ) -> None:
-    """Liger makes both losses, or the divergence alone; here the one may be left out."""
+    """Errors do not depend on the weights, though here a loss whose weight is 0 may be left out."""
     h = heads(shape=(12,))
     made, kind, message = WRONG[name]
     given: dict[str, Any] = {
@@ -286,7 +286,7 @@ def test_unsloths_other_arguments_change_nothing() -> None:
 
 
 def test_unsloth_multiplies_in_the_dtype_of_the_heads() -> None:
-    """Hidden states in f32 beside them, and a teacher in another."""
+    """With hidden states in f32 beside heads in 16 bits, and with a teacher's head in f32."""
     h = heads(shape=(12,))
     rounded = [t.detach().bfloat16() for t in h[:4]]
     leaves = [rounded[0].float().requires_grad_(), rounded[1].requires_grad_()]
@@ -398,7 +398,7 @@ def given(dtype: torch.dtype, n: int = 600, d: int = 16, v: int = 2500) -> list[
 
 
 def taken(ran: list[Ran], call: Call, tensors: list[Tensor], **more: Any) -> int:
-    """The most that a call took at once beside tensors, results and gradients."""
+    """The most bytes that one call of the library took beside tensors, results and gradients."""
     ran.clear()
     loss = call(*tensors, **more)
     if loss.requires_grad:

@@ -133,7 +133,7 @@ def options_of(program: str) -> str:
 
 
 def check_path(word: str) -> None:
-    """Of a path into this repository: it is there, or where something is to be made."""
+    """A path into this repository must be tracked, or a place where something is made."""
     word = re.split("[=:]", word.strip("'\""))[-1] if "=" in word else word
     folder = word.split("/")[0]
     if folder == "build" and "/" in word:
@@ -214,7 +214,7 @@ def test_a_command_that_names_nothing_is_found(command: str, complaint: str) -> 
 
 
 def test_commands_in_sentences_name_what_is_there() -> None:
-    """In `backquotes`: targets of make, and scripts."""
+    """Targets of make, and scripts, that stand in `backquotes`."""
     wrong = []
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
@@ -229,7 +229,7 @@ def test_commands_in_sentences_name_what_is_there() -> None:
 
 
 def calls_of_our_program() -> Iterator[tuple[str, list[str]]]:
-    """In blocks of commands, and in `backquotes`."""
+    """Calls of `logitless` in blocks of commands and in `backquotes`."""
     for page in PAGES:
         if page.startswith("docs/experiments/"):  # old records, whose commands may no longer exist
             continue
@@ -263,7 +263,7 @@ def test_our_program_has_the_commands_and_options() -> None:
 
 
 def is_of_an_example(text: str) -> bool:
-    """It is compiled there, and runs."""
+    """Whether the text stands in an example, which other tests compile and run."""
     return any(text in path.read_text() for path in (ROOT / "examples").iterdir() if path.is_file())
 
 

@@ -18,7 +18,7 @@ PAGE = "docs/distillation.md"
 
 
 def recipe(word: str) -> dict[str, Any]:
-    """The names after the page's block that holds the word."""
+    """The names after running the page's only block with the word."""
     (block,) = (b for b in document_names.python_blocks(PAGE) if word in b.text)
     names = {**document_names.a_teacher(), "linear_divergence": linear_divergence}
     names["hidden"] = names["hidden"].detach().requires_grad_()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong is said: the exception's kind, the field's name, what is allowed. Never a crash."""
+"""Errors: the exception's kind, the name of the argument, and what is allowed. Never a crash."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def ids() -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def the_threads_of_torch() -> Iterator[None]:
-    """Which training sets, for whatever runs after it too."""
+    """Restores torch's number of threads, which training sets."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -60,7 +60,7 @@ def test_bf16_training_is_no_worse_on_held_out_text(device: str, ids: torch.Tens
 
 
 def run(example: str, *arguments: str) -> str:
-    """In one thread: models this small gain nothing by more, and beside other work lose much."""
+    """The example's output. It has one thread: models this small gain nothing by more."""
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
         [sys.executable, EXAMPLES / example, *arguments],

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What functions in other libraries' names take where nobody says how much: as much as those, or
-the least that ours take."""
+"""The default memory of functions with other libraries' signatures: as much as those need, or the
+minimum of ours."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def tensors(dtype: torch.dtype, n: int = 600, d: int = 16, v: int = 2500) -> tup
 
 
 def least(taken: Taken, call: Call, given: tuple[Tensor, ...], patch: pytest.MonkeyPatch) -> int:
-    """What a call takes that is allowed nothing, and given the least."""
+    """The bytes that a call takes if it is given its minimum."""
     with patch.context() as nothing:
         for module in MODULES:
             nothing.setattr(module, "frugal", lambda *_: Room(1))
@@ -285,7 +285,8 @@ def test_under_autocast_sizes_are_those_of_its_dtype(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_nothing_more_is_kept(dynamic: bool) -> None:
-    """With sizes that are symbols nothing is; and another length compiles nothing anew."""
+    """Compiled code keeps no more than eager code. With symbols as sizes, another length does not
+    recompile."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     call = torch.compile(
@@ -327,7 +328,7 @@ for name, (call, _) in ADAPTERS.items():
 
 
 def test_peak_resident_memory_of_a_process() -> None:
-    """Beside 384 MiB of logits; gradients are 7."""
+    """The logits would be 384 MiB, and the gradients are 7."""
     folder = pathlib.Path(__file__).parent
     paths = os.pathsep.join([str(folder.parents[1] / "python"), str(folder)])
     environment = {**os.environ, "PYTHONPATH": paths, "LOGITLESS_NUM_THREADS": "1"}

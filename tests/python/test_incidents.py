@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went wrong in other implementations of this loss, asked of this one. Each case is written
-from the public description of the incident."""
+"""What went wrong in implementations of this loss. The cases that name an incident are written from
+its public description."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_gradient_accumulation_counts_tokens_not_batches(device: str) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_misaligned_views(device: str, offset: int) -> None:
-    """Vectors of 16 bytes read from addresses that are no multiple of 16."""
+    """Rows at addresses that are no multiple of 16, of which vectors of 16 bytes are read."""
     x = torch.randn(7 * 13 + 4, device=device)[offset : offset + 7 * 13].view(7, 13)
     w = torch.randn(29 * 13 + 4, device=device)[offset : offset + 29 * 13].view(29, 13)
     t = torch.randint(0, 29, (7,), device=device)
@@ -144,7 +144,7 @@ def test_misaligned_views(device: str, offset: int) -> None:
 
 
 def test_batch_invariance(device: str) -> None:
-    """Log-probabilities of a token do not depend on who else is in the batch, bit for bit."""
+    """The bits of a token's loss do not depend on the other tokens of the batch."""
     if device == "cuda":
         import logitless
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other libraries' signatures."""
+"""Functions with other libraries' signatures, such as Liger's and Cut Cross Entropy's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_liger_function_and_its_statistics(reduction: str) -> None:
 
 
 def test_ligers_choice_of_kernels_and_chunks() -> None:
-    """Its newer versions hand these on by position: they choose kernels, and change no result."""
+    """Newer versions pass them by position. They choose kernels and do not change results."""
     x, w, _, t = problem((6,), 50, 16)
     more = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False)
     apply: Any = FusedLinearCrossEntropyFunction.apply
@@ -92,7 +92,7 @@ def test_liger_token_scaling() -> None:
 def test_ligers_z_loss_is_the_z_part_of_the_loss(
     reduction: str, scaling: bool, weighted: bool
 ) -> None:
-    """As in Liger's kernel: scaled by the token, not by the class; a mean is over the tokens."""
+    """As in Liger's kernel, token weights scale the z-loss, class weights do not."""
     x, w, b, t = problem((12,), 17, 8, bias=True)
     assert b is not None
     classes = torch.rand(17) + 0.5 if weighted else None
@@ -152,7 +152,7 @@ class Impl(enum.IntEnum):
     ids=str,
 )  # fmt: skip
 def test_cces_presets(impl: Any) -> None:
-    """Whatever exactness they ask for, ours is exact."""
+    """Whichever preset is named, the result is exact."""
     x, w, b, t = problem((3, 7), 17, 8, bias=True)
     loss = cce.linear_cross_entropy(x, w, t, b, shift=1, impl=impl)
     expected = reference.loss(reference.logits_of(x, w, b)[:, :-1], t[:, 1:])
@@ -169,7 +169,7 @@ def test_other_implementations_of_cce_are_refused_with_the_list(impl: Any) -> No
 
 
 def test_every_parameter_of_cce() -> None:
-    """At other values than the defaults, and none changes the result of exact gradients."""
+    """Parameters that only choose Cut Cross Entropy's kernels do not change the loss."""
     x, w, b, t = problem((6,), 17, 8, bias=True)
     given: dict[str, Any] = {
         "filter_eps": None, "accum_e_fp32": True, "accum_c_fp32": True, "filter_e_grad": False,

@@ -41,7 +41,7 @@ FORWARD, BACKWARD, BOTH = 4, 5, 6  # kinds of linear ops
 
 
 def check(x: Any, w: Any, b: Any, t: Any, dtype: Any = F32, **options: Any) -> None:
-    """Loss and gradients, jitted, against the reference."""
+    """Loss and gradients under jit, against the reference."""
     given = leaves(x, w, b)
     constants = {k: to_torch(v) if isinstance(v, jax.Array) else v for k, v in options.items()}
     expected = reference.loss(reference.logits_of(*given), to_torch(t), **constants)

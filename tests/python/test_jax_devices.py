@@ -37,7 +37,7 @@ SIZES = {0: (1000, 5000, 256), 1: (3000, 7000, 512), 3: (2000, 9000, 128)}
 
 @pytest.fixture
 def unequal(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine of GPUs of which each wants another workspace, and the third is not served."""
+    """A machine of GPUs that need different workspaces, one of which is not supported."""
 
     def workspace(op: Any, execution: Any, size: Any, status: Any) -> int:
         cuda = execution._obj.device_type == _abi.CUDA
@@ -100,8 +100,8 @@ def sharded(
     fn: Any, mesh: Any, axes: Any = "tp", *, checked: bool = True, around: bool = True,
     rest: int = 0,
 ) -> Any:  # fmt: skip
-    """fn(x, w, b, *rest) with w and b split over the axes; with `around` its value alone, else a
-    pair of a value and gradients of x, w and b."""
+    """fn(x, w, b, *rest) with w and b split over the axes. With `around` fn returns a value, else a
+    pair of a value and the gradients of x, w and b."""
     of_shard = (P(), P(axes), P(axes))
     out = P() if around else (P(), of_shard)
     return jax.shard_map(
@@ -113,7 +113,7 @@ def split(
     t: Any, mesh: Any, axes: Any = "tp", *, checked: bool = True, around: bool = True,
     scale: Any = 3.0, **options: Any,
 ) -> Any:  # fmt: skip
-    """The value and the gradients of a scaled loss, of x, w and b."""
+    """The value of a scaled loss, and its gradients of x, w and b."""
     upstream = None if checked else "parts" if around else "whole"
 
     def loss(x: Any, w: Any, b: Any) -> Any:
@@ -449,7 +449,7 @@ def kept_problem(dtype: Any = jnp.float32, shape: tuple[int, ...] = (72,)) -> An
 
 
 def check_kept(size: int, given: Any, *, checked: bool = True, around: bool = True) -> None:
-    """Of losses that are not reduced, each with an upstream gradient of its own."""
+    """Checks losses that are not reduced, each with its own upstream gradient."""
     x, w, b, t = given
     scale, options = 3 * random(*t.shape, seed=8), {"reduction": "none"}
     step = split(t, mesh_of(tp=size), checked=checked, around=around, scale=scale, **options)
@@ -476,7 +476,7 @@ def test_kept_state_of_targets_of_one_shard(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_kept_state_of_a_shard_far_below_the_targets(dtype: Any) -> None:
-    """By more than the exponents of f32: it has no probability, and no gradient."""
+    """A shard so far below, or at -inf, has no probability and no gradient."""
     x, w, b, t = kept_problem(dtype)
     t = jnp.where(t == -100, t, t % 80)
     check_kept(4, (x, w, b.at[80:160].add(-120.0), t))
@@ -539,8 +539,8 @@ def test_the_gradient_of_target_logit_alone_needs_nothing_kept() -> None:
 
 
 def held(given: Any) -> tuple[list[Any], Any]:
-    """What backward is left with of per-token losses on four shards, and what makes the gradients
-    of x and w of it."""
+    """What forward leaves for backward, of per-token losses on four shards; and the function from
+    this to the gradients of x and w."""
     x, w, b, t = given
 
     def loss(x: Any, w: Any, b: Any) -> Any:
@@ -554,7 +554,7 @@ def held(given: Any) -> tuple[list[Any], Any]:
 
 
 def overwritten(given: Any) -> np.ndarray[Any, Any]:
-    """[4, tokens that count]: of which of them a shard has kept nothing that serves (KeptRow in
+    """[4, tokens that count]: where a shard has kept nothing that Backward can use (KeptRow in
     src/kept.h)."""
     (rows,) = (leaf for leaf in held(given)[0] if leaf.shape[-1:] == (8,))
     counted = np.asarray(rows)[:, 4].reshape(4, -1)[:, np.asarray(given[3]) != -100]
@@ -562,8 +562,8 @@ def overwritten(given: Any) -> np.ndarray[Any, Any]:
 
 
 def test_every_token_is_kept_relative_to_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, where exponentials are kept: where they are relative to what is no anchor, Backward
-    makes the logits again, without a word."""
+    """In bf16 exponentials are kept. Relative to another number than the anchor they would be of no
+    use, and Backward would compute the logits again unnoticed."""
     given = kept_problem(jnp.bfloat16)
     assert not overwritten(given).any()
     for anchor in (lambda own, shard: own, lambda own, shard: _parallel._gather(own, shard)[0]):

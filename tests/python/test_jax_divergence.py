@@ -57,7 +57,7 @@ def as_jax(value: Any) -> Any:
 
 
 def given(h: Heads) -> tuple[Any, Any, Any, Any]:
-    """Input and weight, and the teacher's."""
+    """Input and weight of the student and of the teacher."""
     x, w, y, v = map(to_jax, h[:4])
     return x, w, y, v
 
@@ -67,7 +67,7 @@ def jax_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def call(h: Heads, **options: Any) -> Callable[..., Any]:
-    """The function of input, weight and, where there is one, bias, in JAX."""
+    """linear_divergence as a function of the student's input, weight and, if given, bias."""
     _, _, y, v = given(h)
     teacher = (None, None) if "teacher_logits" in options else (y, v)
     rest = jax_options(options)
@@ -92,8 +92,8 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def agree(h: Heads, dtype: Any = F32, moved: Any = None, **options: Any) -> None:
-    """The loss, its gradients and every statistic are those of f64, in jit and outside of it with
-    the same bits. `moved`: what the function is given in the place of what the reference is."""
+    """The loss, its gradients and every statistic are those of f64, with the same bits under jit
+    and outside. `moved`: options that replace the reference's in the function's call."""
     names = STATISTICS if options.get("target") is not None else STATISTICS[:3]
     theirs, known = expected(h, **options)
     function = call(h, **{**options, **(moved or {})}, return_statistics=names)
@@ -142,7 +142,7 @@ def test_every_option_is_that_of_f64(kind: str, name: str, reduction: str) -> No
 
 @pytest.mark.parametrize("seed", range(24))
 def test_any_call_is_that_of_f64(seed: int) -> None:
-    """Sizes, kinds, options and dtypes drawn together."""
+    """Sizes, kind, options and dtype are drawn at random."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     dtype = draw.choice(list(DTYPES))
@@ -185,7 +185,7 @@ def test_a_normalizer(normalizer: Any) -> None:
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_teacher_of_logits(kind: str, dtype: Any) -> None:
-    """In any dtype, beside a student of f32, with its own scale, softcap and temperature."""
+    """Teacher logits of any dtype, with their own scale, softcap and temperature."""
     h = heads()
     logits = (3 * torch.randn(*SHAPE, VOCAB)).to(DTYPES[dtype])
     for reduction in ("none", "mean"):
@@ -209,8 +209,8 @@ def test_any_number_of_leading_dimensions(shape: tuple[int, ...], reduction: str
 @pytest.mark.parametrize("shift", [True, 2])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_shift_moves_what_belongs_to_a_label(reduction: str, shift: Any) -> None:
-    """Position i is given the target of i + k, its weight and its temperatures; the last k
-    positions do not count, in the mean either."""
+    """Position i gets the target, weight and temperatures of i + k; the last k positions do not
+    count, not even in the mean's divisor."""
     h, by = heads(), int(shift)
     weights, own, others = (torch.rand(SHAPE) + 0.5 for _ in range(3))
 
@@ -252,7 +252,7 @@ def test_temperatures_flat_or_broadcastable(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_heads_are_exactly_0(kind: str, reduction: str, jitted: bool) -> None:
-    """One weight may serve both: its gradient is the student's alone."""
+    """Both heads may share a weight; its gradient, as the student's, is 0 too."""
     h = heads()
     x, w, b = map(to_jax, h.leaves)
 
@@ -277,7 +277,7 @@ def test_one_weight_for_both_heads_has_the_students_gradient() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_teacher_has_no_gradient(reduction: str) -> None:
-    """Zeros, for which no product is made; neither where nothing else is differentiated."""
+    """They are zeros, for which no product is made, even if nothing else is differentiated."""
     h = heads()
     x, w, y, v = given(h)
     b, logits = to_jax(h.teacher_bias), jnp.ones((*SHAPE, VOCAB))
@@ -341,14 +341,14 @@ def test_the_calls_a_program_makes() -> None:
 
 
 def keeps(function: Any, *arguments: Any) -> list[tuple[bool, bool]]:
-    """Of every call of a program, whether it has kept state, and a teacher."""
+    """For each call of a program: whether it has kept state, and whether it has a teacher."""
     return [
         ("kept kept_rows" in names, "teacher" in names) for names in fields(function, *arguments)
     ]
 
 
 def pulled(h: Heads, *ups: Any, **options: Any) -> Callable[..., Any]:
-    """The gradients of x and w for each upstream gradient, of one Forward."""
+    """The gradients of x and w for each upstream gradient, from one Forward."""
     function = call(h, **options, reduction="none")
 
     def step(x: Any, w: Any) -> Any:
@@ -362,8 +362,8 @@ def pulled(h: Heads, *ups: Any, **options: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dz_is_kept_for_any_upstream_gradient(kind: str, jitted: bool, dtype: Any) -> None:
-    """And used again by a second backward; tokens with an upstream of 0 give nothing. Backward of
-    what is kept needs no teacher."""
+    """A second backward uses kept dz again. Tokens with an upstream gradient of 0 add nothing.
+    Backward from kept dz needs no teacher."""
     h = heads(dtype=DTYPES[dtype], shape=(4, 80), vocab=200)
     options = {**KINDS[kind], "target": h.target, "label_weight": 0.4}
     first = upstream(h.target.shape)
@@ -382,7 +382,7 @@ def test_dz_is_kept_for_any_upstream_gradient(kind: str, jitted: bool, dtype: An
 
 
 def test_what_is_kept_is_what_backward_takes() -> None:
-    """Emptied, it gives other gradients; and it is not copied, for Backward leaves it as it was."""
+    """Zeroed kept state gives gradients of 0. Backward does not change it, so it is not copied."""
     h = heads(shape=(320,), vocab=200)
     x, w, _, _ = given(h)
     up = jnp.asarray(upstream((320,)).numpy())
@@ -405,7 +405,7 @@ def test_what_is_kept_is_what_backward_takes() -> None:
 
 
 def test_where_nothing_is_kept() -> None:
-    """Within a `memory`: Backward makes both heads' logits again. Of no token there is nothing."""
+    """With `memory`, where Backward computes both heads' logits again, and without gradients."""
     h = heads(shape=(80,))
     x, w, _, _ = given(h)
     up = jnp.asarray(upstream((80,)).numpy())
@@ -442,7 +442,7 @@ def test_memory_bounds_the_workspace(platform: str) -> None:  # noqa: F811
 
 
 def test_f16_gradients_are_rounded_after_the_upstream_factor() -> None:
-    """As a scaler has it: what is nothing in f16 is something before its factor."""
+    """With a loss scaler's factor, gradients are right that would be 0 in f16 without it."""
     h = heads(dtype=torch.float16)
     with torch.no_grad():
         h.weight.mul_(1e-4)
@@ -488,7 +488,7 @@ BATCH = (4, 5)
 
 
 def of_batch(h: Heads) -> dict[str, Any]:
-    """What each sequence has of its own."""
+    """The target, token weights and temperatures of each sequence."""
     rng = np.random.default_rng(1)
     drawn = lambda: jnp.asarray(rng.random(BATCH, np.float32) + 0.5)  # noqa: E731
     return {
@@ -749,7 +749,7 @@ def test_the_label_term_is_the_cross_entropy() -> None:
 
 
 def test_an_unused_loss_adds_nothing() -> None:
-    """Whatever it is divided by."""
+    """Not even if the mean divides by 0."""
     h = heads()
     x, w, y, v = given(h)
 
@@ -763,7 +763,7 @@ def test_an_unused_loss_adds_nothing() -> None:
 
 @pytest.mark.parametrize("index", [1 << 40, -(1 << 40)])
 def test_an_ignore_index_beyond_int32(index: int) -> None:
-    """Of a NumPy target it ignores; without a target nobody reads it."""
+    """It is compared with a NumPy target in 64 bits; without a target it is not read."""
     h = heads()
     x, w, y, v = given(h)
     t = np.where(h.target.numpy() == -100, index, h.target.numpy())
@@ -829,7 +829,7 @@ def refused() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
 @pytest.mark.parametrize("name", refused())
 @pytest.mark.parametrize("how", ["eager", "jit", "grad"])
 def test_errors_name_the_argument(name: str, how: str, platform: str) -> None:  # noqa: F811
-    """In the words of the other bindings."""
+    """The messages are those of the other bindings."""
     changed, kind, message = refused()[name]
     if platform == "cuda" and name.endswith("target outside"):
         pytest.skip("test_a_target_out_of_range_of_a_running_program: nobody waits for the device")
@@ -898,7 +898,7 @@ def test_results_are_tuples_with_names() -> None:
 
 
 def test_arguments_are_those_of_torch() -> None:
-    """But for the group, in whose place JAX has axes of a mesh."""
+    """Instead of a group, JAX has mesh axes."""
     import logitless.torch
 
     ours, theirs = (
@@ -910,7 +910,7 @@ def test_arguments_are_those_of_torch() -> None:
 
 
 class Variable:
-    """An array in a box, as flax's nnx.Param is one."""
+    """An object around an array, like flax's nnx.Param."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

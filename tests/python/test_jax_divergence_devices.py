@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_divergence of logitless.jax where tokens are split over 8 devices of the host: values and
-gradients against f64, the program's text, bits, state that another program has kept; and what a
-vocabulary that is split is told."""
+"""linear_divergence of logitless.jax with tokens split over devices of the host: values and
+gradients against f64, the program's text, bits, state that another program has kept; and the error
+for a split vocabulary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return jax.device_put(x, jax.sharding.NamedSharding(mesh_of(**self.mesh), P(*spec)))
 
     def put_all(self, h: Heads) -> tuple[Any, ...]:
-        """Input, weight, the teacher's, the biases and the target."""
+        """Input and weight, those of the teacher, both biases and the target."""
         x, w, y, v, b, c, t = map(to_jax, h)
         return (
             self.put(x, *self.tokens), self.put(w, self.weight), self.put(y, *self.tokens),
@@ -81,7 +81,7 @@ def torch_options(shape: tuple[int, ...], vocab: int) -> dict[str, dict[str, Any
 def step_of(
     scale: Any, teacher: bool = True, target: bool = False, names: Any = (), **options: Any
 ) -> Any:
-    """The value, the statistics and the gradients of a scaled divergence, of x, w and b."""
+    """A scaled divergence and statistics, and the gradients of x, w and b."""
 
     def loss(x: Any, w: Any, b: Any, y: Any, v: Any, c: Any, t: Any) -> Any:
         heads_of = (y, v) if teacher else (None, None)
@@ -103,7 +103,7 @@ def step_of(
 
 
 def exact(h: Heads, scale: Any, **options: Any) -> tuple[Any, Any, Any]:
-    """The same in f64."""
+    """The results of step_of in f64."""
     given = {"linear_bias": h.bias, **options}
     if "teacher_logits" not in options:
         given["teacher_bias"] = h.teacher_bias
@@ -113,7 +113,7 @@ def exact(h: Heads, scale: Any, **options: Any) -> tuple[Any, Any, Any]:
 
 
 def check(layout: Layout, h: Heads, options: dict[str, Any], dtype: Any = jnp.float32) -> str:
-    """Of the program, whose text is returned."""
+    """The program's results are those of f64. Returns its text."""
     shape = tuple(h.target.shape)
     target = "target" in options
     options = {**options, "target": h.target} if target else options
@@ -179,7 +179,7 @@ def test_outside_of_jit(layout: str, kind: str) -> None:
 
 
 def test_a_split_changes_no_bit_of_a_token() -> None:
-    """Neither of its loss nor of its statistics; and equal heads stay exactly 0."""
+    """Its loss and statistics have the same bits; and equal heads stay exactly 0."""
     h = heads(shape=SHAPE, vocab=VOCAB)
 
     def forward(x: Any, w: Any, y: Any, v: Any, b: Any, c: Any, t: Any) -> Any:
@@ -202,7 +202,7 @@ def test_a_split_changes_no_bit_of_a_token() -> None:
 
 @pytest.mark.parametrize("name", ["mean", "targets", "none"])
 def test_sizes_that_the_axes_do_not_divide(name: str) -> None:
-    """Tokens get ignored ones behind them, though the call has no target."""
+    """Ignored tokens are appended, even if the call has no target."""
     layout = LAYOUTS["tokens"]
     for tokens in (13, 5, 3):
         h = heads(shape=(tokens,), vocab=VOCAB)
@@ -248,8 +248,8 @@ def test_tokens_that_do_not_count(empty: Any) -> None:
 
 
 def test_a_wrong_target_is_an_error_of_every_device() -> None:
-    """None waits for one that has failed: in Backward neither, which may be all that a program has
-    of a call."""
+    """No device waits for one that has failed, also in Backward, which may be the only op of a call
+    that a program has."""
     h = heads(shape=SHAPE, vocab=VOCAB)
     h.target[7, 3] = VOCAB
     for reduction in ("mean", "none"):
@@ -268,8 +268,8 @@ def kinds_of(text: str) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["tokens", "of two axes", "sequences"])
 def test_no_logits_are_exchanged_and_dz_is_kept(layout: str) -> None:
-    """A mean is one call; per-token losses keep dz of a device's own tokens, which is not copied,
-    and of which Backward needs no teacher."""
+    """A mean is one call. Per-token losses keep dz of a device's own tokens; it is not copied, and
+    with it Backward needs no teacher."""
     shape, vocab = (8, 64), 320
     h = heads(shape=shape, vocab=vocab)
     where = LAYOUTS[layout]
@@ -295,7 +295,7 @@ def test_no_logits_are_exchanged_and_dz_is_kept(layout: str) -> None:
 
 
 def test_without_a_target_nothing_is_counted() -> None:
-    """Then what a mean divides by is known before the program runs."""
+    """The divisor of a mean is known before the program runs."""
     h = heads(shape=SHAPE, vocab=VOCAB)
     found = {}
     for target in (False, True):
@@ -319,7 +319,7 @@ STATE = (512,)
 
 
 def pulled(layout: Layout | None, h: Heads, wrap: Any = jax.jit) -> Any:
-    """The function that jax.vjp gives, of a program on this layout, or on one device."""
+    """jax.vjp's function from a program on this layout or, with None, on one device."""
     x, w, y, v, *_ = map(to_jax, h) if layout is None else layout.put_all(h)
 
     def forward(x: Any, w: Any, y: Any, v: Any) -> Any:
@@ -333,7 +333,7 @@ def pulled(layout: Layout | None, h: Heads, wrap: Any = jax.jit) -> Any:
 )
 @pytest.mark.parametrize("made", ["tokens", "of two axes", "one device"])
 def test_kept_state_of_another_split_is_not_used(made: str, used: str) -> None:
-    """Backward then has both heads, and makes their logits again."""
+    """Backward then computes the logits of both heads again."""
     h = heads(shape=STATE, vocab=256)  # two tiles of columns, with all tokens of a device
     up = upstream(STATE)
     theirs, _ = expected(h, reduction="none")
@@ -395,7 +395,7 @@ def test_vmap_and_checkpoint_of_split_sequences() -> None:
 
 
 def test_shard_map_over_tokens() -> None:
-    """By hand, where jax.shard_map does not check types."""
+    """Tokens split by jax.shard_map, with and without its check of types."""
     h = heads(shape=SHAPE, vocab=VOCAB)
     where = LAYOUTS["tokens"]
 
@@ -450,8 +450,8 @@ def test_a_mesh_of_explicit_axes(reduction: str, shift: bool) -> None:
 def test_a_gradient_has_its_own_sharding_on_explicit_axes(
     of: Any, reduction: str, jitted: bool
 ) -> None:
-    """Whatever the other arrays' are: those of the student's input, its weight and the teacher's
-    input."""
+    """Whatever the shardings of the other arrays. `of`: those of the student's input and weight,
+    and of the teacher's input."""
     h = heads(shape=SHAPE, vocab=VOCAB)
     mesh = jax.make_mesh((2, 2), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
@@ -507,7 +507,7 @@ def test_split_logits_of_a_teacher_are_an_error() -> None:
 
 
 def test_the_way_that_the_error_names() -> None:
-    """A constraint makes the heads whole within the program."""
+    """The constraint that the error names gathers the heads within the program."""
     h = heads(shape=SHAPE, vocab=VOCAB)
     where = Layout({"dp": 2, "tp": 4}, ("dp",), "tp")
     x, w, y, v, *_ = where.put_all(h)

@@ -54,7 +54,7 @@ WRT = ("input", "linear_weight", "linear_bias")
 
 
 def gradients(given: dict[str, Any], scale: Any, **options: Any) -> Any:
-    """The value of a scaled loss, the statistics, and the gradients, on one device."""
+    """A scaled loss, the statistics and the gradients, on one device."""
 
     def loss(primals: dict[str, Any], rest: dict[str, Any]) -> Any:
         made, statistics = linear_divergence(**primals, **rest, **options)
@@ -69,7 +69,7 @@ def split(
     given: dict[str, Any], scale: Any, mesh: Any, axes: Any = "tp", *, checked: bool = True,
     around: bool = True, **options: Any,
 ) -> Any:  # fmt: skip
-    """The same with the vocabulary over the axes."""
+    """The results of gradients() with the vocabulary split over the axes."""
     upstream: Any = None if checked else "parts" if around else "whole"
 
     def spec(name: str) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a call of logitless.jax is said; and the layout of XLA's structs."""
+"""Errors of logitless.jax; and the layout of XLA's structs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Layer:
-    """As flax has them."""
+    """A layer with its kernel, like flax's."""
 
     kernel = np.ones((5, 9), np.float32)
 
@@ -129,7 +129,7 @@ def test_a_target_out_of_range(platform: str) -> None:  # noqa: F811
 
 
 def test_eagerly_the_host_names_the_callers_own_target(platform: str) -> None:  # noqa: F811
-    """Where the target can be looked at: not what jax.jit traces, nor on a GPU."""
+    """A target on the CPU that is not traced can be read before the call."""
     if platform == "cuda":
         return
     x, w, _, t = problem((2, 5), 21, 8, ignored=0)
@@ -160,7 +160,7 @@ def test_eagerly_the_host_names_the_callers_own_target(platform: str) -> None:  
 
 
 def test_numbers_that_f32_cannot_hold_with_64_bits(platform: str) -> None:  # noqa: F811
-    """Of an array that can be looked at; what is traced, or on a GPU, cannot be."""
+    """They are refused if the array can be read: if it is not traced and not on a GPU."""
     x, w, _, t = problem((4,), 9, 5, ignored=0)
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         ones = {"weight": jnp.ones(9, jnp.float64), "token_weight": jnp.ones(4, jnp.float64)}
@@ -182,7 +182,7 @@ def test_numbers_that_f32_cannot_hold_with_64_bits(platform: str) -> None:  # no
 
 
 class Variable:
-    """An array in a box, as flax's nnx.Param is one."""
+    """An object around an array, like flax's nnx.Param."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -309,7 +309,7 @@ VALUES = {
 
 
 def test_the_layout_is_that_of_xlas_header(tmp_path: pathlib.Path, platform: str) -> None:  # noqa: F811
-    """src/xla/ffi.h against the header of the JAX installed."""
+    """src/xla/ffi.h against the header of the installed JAX."""
     compiler = shutil.which("c++")
     if platform != "cpu" or compiler is None:
         return

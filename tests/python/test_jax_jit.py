@@ -88,7 +88,7 @@ def arrays(dtype: Any = jnp.float32, shape: tuple[int, ...] = SHAPE, vocab: int 
 
 
 def step_of(scale: Any = 3.0, **options: Any) -> Any:
-    """The value and the gradients of a scaled loss, of x, w and b."""
+    """A scaled loss, and its gradients of x, w and b."""
 
     def loss(x: Any, w: Any, b: Any, t: Any) -> Any:
         return (scale * linear_cross_entropy(x, w, t, linear_bias=b, **options)).sum()
@@ -203,7 +203,7 @@ def collectives(text: str) -> dict[str, list[str]]:
 
 
 def elements(types: str) -> int:
-    """Of the largest array."""
+    """The number of elements of the largest array."""
     shapes = re.findall(r"\[([\d,]*)\]", types)
     return max(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
 
@@ -249,7 +249,7 @@ def test_gradients_are_sharded_as_what_they_are_of(layout: str) -> None:
 
 
 def kept(text: str) -> list[bool]:
-    """Of every custom call, whether it has kept state."""
+    """For each custom call, whether it has kept state."""
     return ["kept kept_rows" in names for names in re.findall(r'fields = "([^"]*)"', text)]
 
 
@@ -329,7 +329,7 @@ def test_state_of_tokens_that_fill_no_block_is_kept() -> None:
 
 @pytest.mark.parametrize("layout", ["vocabulary", "both"])
 def test_a_mean_keeps_state_of_any_split_vocabulary(layout: str) -> None:
-    """Loss and gradients are one call there, from which nothing comes out."""
+    """Loss and gradients are computed together, so no kept state leaves the program."""
     for dtype, shape, vocab in ((jnp.float32, (8, 9), 300), (jnp.bfloat16, (8, 64), 768)):
         given = arrays(dtype, shape, vocab)
         check(LAYOUTS[layout], given)
@@ -340,8 +340,8 @@ def test_a_mean_keeps_state_of_any_split_vocabulary(layout: str) -> None:
 
 
 def test_where_nothing_is_kept_of_a_split_vocabulary() -> None:
-    """Blocks that the axes do not divide, tokens of a device that are no multiple of 64, half
-    precision, a bound of memory: four products, and nothing stands for the state."""
+    """Without kept state there are four products: blocks that the axes do not divide, a number of
+    tokens per device that 64 does not divide, f16, a softcap in bf16, `memory`."""
     tp, both = LAYOUTS["vocabulary"], LAYOUTS["both"]
     cases: tuple[tuple[Layout, Any, dict[str, Any]], ...] = (
         (tp, arrays(shape=(8, 64), vocab=320), {}),  # 5 blocks
@@ -370,8 +370,8 @@ def test_where_nothing_is_kept_of_a_split_vocabulary() -> None:
 
 
 def pulled(given: Any, up: Any, layout: Layout) -> tuple[Any, Any, Any]:
-    """The leaves of a function's vjp, which jit has made of a layout's arrays; the function that
-    takes them; and the gradients."""
+    """The leaves of a vjp function, made under jit from a layout's arrays; a function from them to
+    gradients; and the gradients of one device."""
     x, w, b, t = given
 
     def forward(x: Any, w: Any) -> Any:
@@ -407,7 +407,7 @@ def test_kept_state_of_another_split_is_not_used(other: str, made_by: str) -> No
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_one_device_has_the_calls_of_old(reduction: str) -> None:
-    """And so has each of several that all have everything; nothing is exchanged."""
+    """Several devices that each have all arrays run the same calls and exchange nothing."""
     given = arrays()
     step = jax.jit(step_of(reduction=reduction))
     one = step.lower(*given).compile().as_text()
@@ -429,7 +429,7 @@ def test_one_device_has_the_calls_of_old(reduction: str) -> None:
 
 
 def test_sizes_that_the_axes_do_not_divide() -> None:
-    """Tokens get ignored ones behind them, the vocabulary is whole on every device."""
+    """Ignored tokens are appended; such a vocabulary is whole on every device."""
     layout = Layout({"dp": 4, "tp": 2}, ("dp",), "tp")
     t_rows = layout.put(jnp.zeros(16), "dp").sharding
     x, w, b, t = arrays(shape=(16,), vocab=48)
@@ -464,7 +464,7 @@ def test_tokens_that_do_not_count() -> None:
 
 @pytest.mark.parametrize("layout", ["tokens", "vocabulary", "both"])
 def test_a_wrong_target_is_an_error_of_every_device(layout: str) -> None:
-    """None waits for one that has failed."""
+    """No device waits for one that has failed."""
     x, w, b, t = arrays()
     t = t.at[7, 3].set(VOCAB)
     for reduction in ("mean", "none"):
@@ -506,7 +506,7 @@ def test_transforms() -> None:
 
 
 def test_an_axis_of_both_tokens_and_weight() -> None:
-    """The partitioner gathers one of them; FSDP shards so. A hidden dimension is gathered too."""
+    """As under FSDP: one of them is gathered. A split hidden dimension is gathered too."""
     given = arrays()
     check(Layout({"dp": 2, "tp": 2}, ("dp",), ("dp", "tp")), given)
     x, w, b, t = given
@@ -546,7 +546,7 @@ def test_a_mesh_of_explicit_axes() -> None:
 def test_a_gradient_has_its_own_sharding_on_explicit_axes(
     of: Any, reduction: str, jitted: bool
 ) -> None:
-    """Whatever the other arrays' are."""
+    """Whatever the shardings of the other arrays."""
     given = arrays()
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     step = step_of(reduction=reduction)
@@ -610,7 +610,7 @@ def test_what_belongs_to_a_label_moves_along_a_split_sequence(
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_shift_of_short_sequences_on_explicit_axes(length: int) -> None:
-    """Of targets that are an argument of the program, and of such as are part of it."""
+    """With targets that are an argument of the program, and that are constants in it."""
     x, w, b, t = arrays(shape=(BATCH, length))
     kind = jax.sharding.AxisType.Explicit
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))
@@ -629,7 +629,7 @@ def test_a_shift_of_short_sequences_on_explicit_axes(length: int) -> None:
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")
 @pytest.mark.parametrize("jitted", [False, True])
 def test_given_logits_on_a_mesh_of_explicit_axes(jitted: bool) -> None:
-    """Every device makes the gradient, which is sharded as the logits are."""
+    """The gradient is sharded as the logits are."""
     x, w, _, t = arrays()
     kind = jax.sharding.AxisType.Explicit
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What logitless.jax keeps from Forward to Backward: a residual by a closed formula, which Backward
-overwrites where XLA lets it."""
+"""What logitless.jax keeps from Forward to Backward: a residual whose size is a closed formula, and
+which Backward may overwrite if it is not needed again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def per_token(x: Any, w: Any, t: Any, **options: Any) -> Any:
 
 
 def pulled(x: Any, w: Any, t: Any, *upstreams: Any, **options: Any) -> Any:
-    """The gradients of x and w for each upstream gradient, of one Forward."""
+    """The gradients of x and w for each upstream gradient, from one Forward."""
     _, pull = jax.vjp(lambda x, w: per_token(x, w, t, **options), x, w)
     return [pull(upstream) for upstream in upstreams]
 
@@ -56,14 +56,14 @@ def upstream(shape: Any, seed: int) -> Any:
 
 
 def keeps(function: Any, *arguments: Any) -> list[bool]:
-    """Of every linear op in the program, whether it has kept state."""
+    """For each linear op of the program, whether it has kept state."""
     return ["kept kept_rows" in names for names in fields(function, *arguments)]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_gradients_of_what_is_kept_are_those_of_f64(dtype: Any, jitted: bool) -> None:
-    """Of a Forward used twice too: an operand that is needed again is copied before it is
+    """Also if two Backwards use one Forward: kept state that is needed again is copied before it is
     overwritten."""
     x, w, _, t = problem((4, 80), 1000, 16, dtype)
     ups = [upstream((4, 80), seed) for seed in (0, 1)]
@@ -130,7 +130,7 @@ def test_a_program_copies_nothing_and_takes_what_was_said(dtype: Any) -> None:
 
 
 def test_transforms() -> None:
-    """A loop whose steps keep, gradients of each element of a batch, and jax.checkpoint."""
+    """A loop whose steps keep state, vmap over gradients, and jax.checkpoint."""
     x, w, _, t = problem((3, 320), 1000, 16)
     ups = upstream((3, 320), 0)
     given = leaves(x, w)
@@ -159,7 +159,7 @@ def test_transforms() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_a_program_is_exported_for_each_platform(name: str) -> None:
-    """Sizes are those of the formula, whatever the device."""
+    """The size of kept state does not depend on the device."""
     x, w, _, t = problem((4, 80), 1000, 16)
     step = jax.jit(lambda x, w, up: pulled(x, w, t, up))
     disabled = [jax.export.DisabledSafetyCheck.custom_call("logitless_xla_run")]

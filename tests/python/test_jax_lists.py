@@ -43,7 +43,7 @@ def lists_of(ids: Any, offsets: Any) -> list[list[int]]:
 
 
 def joined(offsets: Any, places: int) -> Any:
-    """The offsets of all elements' lists, each of `places`, one behind the other."""
+    """The offsets of all elements' lists joined; each element has `places` ids."""
     starts = places * np.arange(len(offsets))[:, None]
     return np.append(offsets[:, :-1] + starts, places * len(offsets))
 
@@ -143,7 +143,7 @@ def test_ids_of_64_bits(over: Any, lists: bool) -> None:
 
 @OVER
 def test_the_bits_of_rows(platform: str, over: Any) -> None:  # noqa: F811
-    """Lists are rows that are filled up with ids that are absent."""
+    """Lists of one length are as rows of ids; over the vocabulary on a CPU, to the bit."""
     x, w, _, ids, _, g = given((9,), 4, lists=False, absent=0.0)
     offsets = np.arange(0, 37, 4)
     of_rows, theirs = pulled(lambda *a: linear_logprobs_at(*a, ids, over=over), g, x, w)
@@ -262,7 +262,7 @@ def test_lists_over_the_vocabulary_take_three_products() -> None:
 @OVER
 @JITTED
 def test_what_is_not_asked_of_is_not_read(over: Any, jitted: bool) -> None:
-    """A token without an id, and over the ids alone a row of the weight that nobody chooses."""
+    """A token without an id and, with over="ids", a row of the weight that no id names."""
     x, w, _, _ = problem((5,), 37, 16)
     offsets, ids = np.array([0, 2, 2, 5, 6, 6]), np.array([3, 7, 7, 1, 36, -1])
     x = x.at[jnp.array([1, 3, 4])].set(jnp.array([NAN, INFINITY, NAN])[:, None])
@@ -506,7 +506,7 @@ def test_wrong_offsets(platform: str, offsets: list[int], at: int, text: str, ov
 
 
 def test_offsets_that_nobody_looks_at() -> None:
-    """Nothing outside of the lists is touched, whatever the offsets are."""
+    """Wrong offsets are made non-decreasing and kept within the places."""
     values = jnp.arange(1.0, 8)
     for offsets in ([0, 9, 3, 12], [-5, 2, -1, 7], [3, 3, 3, 3], [1 << 30, 0, 0, -(1 << 30)]):
         ends = jnp.array(offsets)
@@ -628,7 +628,7 @@ def step_of(over: Any, offsets: Any = None) -> Any:
 
 
 def of_48(shape: tuple[int, ...], columns: int) -> tuple[Any, ...]:
-    """As `given`, with a vocabulary that devices can share."""
+    """Like `given` without lists, with a vocabulary of 48, which devices can divide."""
     x, w, b, _ = problem(shape, 48, 16, bias=True)
     ids = ids_of(shape, 48, columns)
     g = torch.randn(ids.shape).masked_fill(ids == -1, NAN)
@@ -872,7 +872,7 @@ def test_lists_of_a_split_vocabulary_are_refused(over: Any, jitted: bool) -> Non
 @needs_partitioner
 @OVER
 def test_ids_and_offsets_of_lists_may_be_split(over: Any) -> None:
-    """XLA gathers them, and splits the softmax over them itself."""
+    """XLA gathers them or splits the work on them by itself."""
     x, w, b, _ = problem((11,), 37, 16, bias=True)
     ids = to_jax(ids_of((48,), 37, 1, absent=0.1).squeeze(-1).int())
     offsets = jnp.array([0, 5, 5, 11, 13, 14, 30, 47, 47, 48, 48, 48])

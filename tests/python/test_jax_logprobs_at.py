@@ -43,7 +43,7 @@ def given(
 
 
 def pulled(call: Any, g: Any, *primals: Any) -> tuple[Any, Any]:
-    """The value, and the gradients for the upstream one g."""
+    """The value, and the gradients for the upstream gradient g."""
     made, pull = jax.vjp(call, *primals)
     return made, pull(g)
 
@@ -308,7 +308,7 @@ def test_sharded_arrays(hosts: None, columns: int, layout: str, jitted: bool) ->
 def test_a_wrong_id_is_an_error_of_every_device(
     hosts: None, columns: int, row: int, ignored: bool
 ) -> None:
-    """Where its row counts on no other device too."""
+    """Even if no other device has a token that counts."""
     x, w, b, ids, _ = given((8, 4), 48, columns, absent=0)
     ids = np.full(ids.shape, -1, np.int32) if ignored else np.array(ids)
     ids[row, 2, columns - 1] = 48

@@ -31,7 +31,7 @@ FOUR = Layout({"all": 4})
 
 @contextlib.contextmanager
 def without_shardy() -> Iterator[None]:
-    """A custom call is opaque to XLA's older partitioner: every device does everything."""
+    """Uses XLA's older partitioner, which cannot split a custom call: every device does all."""
     name = "jax_use_shardy_partitioner"
     before = jax.config.values.get(name)
     if before is None:
@@ -46,7 +46,7 @@ def without_shardy() -> Iterator[None]:
 
 
 def in_shard_map(function: Any) -> Any:
-    """Every device does everything."""
+    """The function in a shard_map that splits nothing: every device does all."""
     mesh = FOUR.put(jnp.zeros(4)).sharding.mesh
     return jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
@@ -84,7 +84,7 @@ WHOLE = tuple(name for name in WAYS if name not in SPLIT)
 
 
 def pulled(way: Way, tokens: int, dtype: Any) -> Any:
-    """The function that jax.vjp gives, of a program that has kept what it could."""
+    """jax.vjp's function from a program that keeps what it can."""
     x, w, _, t = problem((tokens,), VOCAB, HIDDEN, dtype)
 
     def forward(x: Any, w: Any, t: Any) -> Any:
@@ -94,7 +94,7 @@ def pulled(way: Way, tokens: int, dtype: Any) -> Any:
 
 
 def gradients(way: Way, pull: Any, up: Any) -> Any:
-    """By the state that another program has kept."""
+    """The gradients from state that another program has kept, moved to this way's layout."""
     leaves, tree = jax.tree.flatten(pull)
     leaves = [way.put(np.asarray(leaf), up.shape[0]) for leaf in leaves]
     return way.run(
@@ -141,7 +141,7 @@ def test_state_in_16_bits(made: str) -> None:
 
 @pytest.mark.parametrize("used", WHOLE)
 def test_state_of_no_split_is_used_where_nothing_is_split(used: str) -> None:
-    """Without it the gradients would be others: nothing is made again that need not be."""
+    """Zeroed state changes the gradients, so it is read and nothing is computed again."""
     up, pull = random(KEPT), pulled(WAYS["one device"], KEPT, jnp.float32)
     leaves, tree = jax.tree.flatten(pull)
     emptied = jax.tree.unflatten(tree, [0 * x if x.shape[-1:] == (64,) else x for x in leaves])
@@ -151,7 +151,7 @@ def test_state_of_no_split_is_used_where_nothing_is_split(used: str) -> None:
 
 @pytest.mark.parametrize("used", ["one device", "shard_map", "not Shardy"])
 def test_one_program_asks_nothing(used: str) -> None:
-    """XLA knows that the state is its own, and leaves one Backward, which copies nothing."""
+    """In one program XLA knows how the state was split and leaves one Backward, without copies."""
     way, (x, w, _, t) = WAYS[used], problem((KEPT,), VOCAB, HIDDEN)
 
     def step(x: Any, w: Any, t: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX would make smaller without a word: 64-bit targets, constants beyond f32."""
+"""What JAX would narrow silently: 64-bit targets, constants beyond f32."""
 
 from __future__ import annotations
 

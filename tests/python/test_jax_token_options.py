@@ -54,7 +54,7 @@ def exact(x: Any, w: Any, t: Any, temperature: Any, up: Any) -> Any:
     ("shape", "dtype"), [((3, 80), BF16), ((240,), F32), ((3, 1), F32), ((), F32)], ids=str
 )
 def test_a_traced_temperature(dtype: Any, shape: tuple[int, ...]) -> None:
-    """Under jit and grad, of what is kept."""
+    """A temperature per token as an argument of a jitted gradient, with kept state."""
     x, w, _, t = problem(SHAPE, VOCAB, HIDDEN, dtype)
     given, up = temperatures(shape), upstream(SHAPE)
     each = given.reshape(SHAPE) if shape == (240,) else jnp.broadcast_to(given, SHAPE)
@@ -192,11 +192,11 @@ def test_the_gradient_of_target_logit_alone_needs_no_kept_state() -> None:
 
 @pytest.mark.parametrize(("dtype", "jitted"), [(F32, False), (F32, True), (BF16, True)])
 def test_tokens_without_a_gradient(dtype: Any, jitted: bool) -> None:
-    """Clipped ones have none; a NaN row among them changes nothing, nor does another mask for the
-    same Forward."""
+    """A NaN row of such a token changes nothing, also if a second backward of the same Forward has
+    another mask."""
     x, w, _, t = problem(SHAPE, VOCAB, HIDDEN, dtype)
     chance = np.random.default_rng(3)
-    mask = jnp.asarray(chance.random(SHAPE) < 0.6)  # the other tokens have no upstream gradient
+    mask = jnp.asarray(chance.random(SHAPE) < 0.6)  # these tokens have no upstream gradient
     bad = jnp.where(mask[..., None], jnp.nan, x)
     given, up = temperatures(SHAPE), upstream(SHAPE)
     ups = [jnp.where(m, 0.0, up) for m in (mask, mask | (up > 0), mask)]

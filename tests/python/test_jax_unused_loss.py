@@ -33,7 +33,7 @@ def plain(x: Any, w: Any, t: Any, **options: Any) -> Any:
 
 
 def total(made: Any) -> Any:
-    """Of the pair (loss, Statistics), of whose first nothing is read."""
+    """A sum over statistics of the pair (loss, Statistics); the loss is not used."""
     return (made[1].entropy + 2 * made[1].logprob).sum()
 
 
@@ -47,7 +47,7 @@ def in_vmap(x: Any, w: Any, t: Any, **options: Any) -> Any:
 
 
 def in_shard_map(x: Any, w: Any, t: Any, **options: Any) -> Any:
-    """The vocabulary is split by hand."""
+    """The statistics with the vocabulary split by jax.shard_map."""
     if len(jax.devices("cpu")) < 2:
         pytest.skip("needs 2 devices of the host")
     step = jax.shard_map(
@@ -111,7 +111,7 @@ def test_of_arrays_that_are_split(layout: str) -> None:
 
 
 def test_a_loss_made_with_its_gradients_adds_nothing_either() -> None:
-    """Beside a statistic without a gradient, which does not keep the loss from being fused."""
+    """A statistic without a gradient is computed with the loss and its gradients in one call."""
     x, w, _, t = problem(SHAPE, VOCAB, HIDDEN)
 
     def step(x: Any, w: Any) -> Any:

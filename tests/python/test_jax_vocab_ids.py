@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def given(dtype: Any = jnp.float32) -> tuple[Any, ...]:
-    """Input, weight, bias, the list, a target of it; the list in order, and its places of these."""
+    """Input, weight, bias, list and target; the sorted list, and the target's places in it."""
     x, w, b, _ = problem((3, 11), VOCAB, 16, dtype, bias=True)
     ids = list_of()
     t = targets_of(ids, (3, 11))
@@ -54,7 +54,7 @@ def same(ours: Any, theirs: Any) -> None:
 
 
 def spread(grads: Any, ordered: Any) -> Any:
-    """With zeros at other rows."""
+    """The gradients of the whole vocabulary: those of the listed rows, and 0 at other rows."""
     return [
         grads[0], *(jnp.zeros((VOCAB, *g.shape[1:]), g.dtype).at[ordered].set(g) for g in grads[1:])
     ]  # fmt: skip

@@ -69,7 +69,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ran]]:
 
 
 def head(dtype: torch.dtype = F32, device: str = "cpu", **how: Any) -> tuple[Any, ...]:
-    """Enough logits for some of them to be kept by default."""
+    """A head with enough tokens and columns for kept state by default."""
     return problem((6, 50), 700, 16, dtype, device, **how)
 
 
@@ -108,7 +108,7 @@ def inputs(tokens: int, vocab: int, dtype: int) -> list[View]:
 
 @pytest.mark.parametrize("dtype", [_abi.F32, _abi.BF16, _abi.F16])
 def test_the_formula_is_the_librarys(dtype: int) -> None:
-    """Past 2^31 elements and bytes too."""
+    """Also for sizes beyond 2^31 elements and bytes."""
     chance = random.Random(0)
     element = {_abi.F32: 4}.get(dtype, 2)
     some = 0
@@ -133,7 +133,7 @@ def test_the_formula_is_the_librarys(dtype: int) -> None:
 
 
 def test_the_key_is_forwards(ran: list[Ran]) -> None:
-    """Backward is refused with another, so that the two calls must have been given one."""
+    """Backward takes the key that Forward got; another one is refused."""
     x, w, _, t = head()
     loss = per_token(x, w, t)
     loss.grad_fn.kept[0] = loss.grad_fn.kept[0]._replace(key=1)  # type: ignore[union-attr]
@@ -153,7 +153,7 @@ STATISTICS = ("lse", "target_logit", "logprob", "entropy")
 def test_gradients_of_what_is_kept_are_those_of_f64(
     device: str, ran: list[Ran], dtype: torch.dtype, share: float
 ) -> None:
-    """Forward does not know which outputs will have an upstream gradient: every subset."""
+    """Forward does not know which outputs will have an upstream gradient: subsets of 1, 2 and 5."""
     x, w, b, t = head(dtype, device, bias=True)
     memory = int(share * x.shape[0] * x.shape[1] * 700 * 4) + (8 << 20)
     exact = [v.detach().double().requires_grad_() for v in (x, w, b)]
@@ -249,7 +249,7 @@ def test_what_entropys_gradient_consumed_is_not_used_again(device: str, ran: lis
 def test_another_threads_backward_meanwhile_does_without(
     ran: list[Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two Backwards on one kept state at the same time would be an error that nobody notices."""
+    """Two Backwards that use one kept state at the same time would give wrong gradients."""
     x, w, _, t = head()
     loss = per_token(x, w, t)
     real, started = _run.backward, threading.Event()
@@ -290,7 +290,7 @@ def test_double_backward_is_refused_as_ever(device: str, ran: list[Ran]) -> None
 def test_kept_state_lives_as_long_as_the_graph(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved with autograd's own, which lets go of it when backward has run; no attribute of the
+    """It is among autograd's saved tensors, which are freed after backward, and no attribute of the
     context, which lives as long as the loss."""
     made: list[Any] = []
     real = _run._new_kept
@@ -311,7 +311,7 @@ def test_kept_state_lives_as_long_as_the_graph(
 
 
 def test_hooks_on_saved_tensors_keep_nothing(device: str, ran: list[Ran]) -> None:
-    """It would be moved to the host, or made to be thrown away."""
+    """The hooks would move kept state to the host, or discard it."""
     x, w, _, t = head(device=device)
     moved: list[Tensor] = []
 
@@ -395,7 +395,7 @@ def test_the_library_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OfAStream:
-    """A tensor of a CUDA device, on a machine that has none."""
+    """Stands for a tensor on a CUDA device."""
 
     def __init__(self) -> None:
         self.streams: list[object] = []
@@ -466,7 +466,7 @@ BOUNDED: dict[str, dict[str, Any]] = {
 
 
 def every_backward(call: Callable[..., Any], memory: int) -> None:
-    """Of every subset of the results, twice of one graph."""
+    """Runs backward for subsets of the results (of 1, 2 and almost all), twice on one graph."""
     made = call(memory=memory)
     loss, statistics = made if isinstance(made, tuple) else (made, ())
     results = [r for r in (loss, *statistics) if r is not None and r.requires_grad]
@@ -482,7 +482,7 @@ def every_backward(call: Callable[..., Any], memory: int) -> None:
 def test_a_memory_that_forward_takes_is_enough_for_every_backward(
     device: str, dtype: torch.dtype, name: str, way: str
 ) -> None:
-    """Forward asks for what the largest takes, and workspace_size as well."""
+    """Forward requires what the largest Backward needs; so does workspace_size."""
     x, w, b, t = problem((70,), 1500, 16, F32 if way == "autocast" else dtype, device, bias=True)
     options = {
         key: value.to(device) if isinstance(value, Tensor) else value
@@ -592,7 +592,7 @@ ASKED: dict[str, dict[str, Any]] = {
 def test_workspace_size_is_what_the_call_takes(
     device: str, ran: list[Ran], name: str, dtype: torch.dtype
 ) -> None:
-    """Each result has an upstream gradient, and nothing runs where only the size is asked for."""
+    """Each result gets an upstream gradient. workspace_size itself runs nothing."""
     x, w, b, t = problem((2, 350), 3000, 48, dtype, device, bias=True)
     options = {
         key: value.to(device) if isinstance(value, Tensor) else value
@@ -617,7 +617,7 @@ def test_workspace_size_is_what_the_call_takes(
 
 
 def test_workspace_size_of_other_surroundings(device: str, ran: list[Ran]) -> None:
-    """Autocast, hooks, the default of memory, rows that are no matrix, and tensors without data."""
+    """Under autocast, hooks and a default memory; for rows that are no matrix or have no data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     x, w, _, t = problem((2, 350), 3000, 48, device=device)
@@ -764,7 +764,7 @@ def test_a_compiled_backward_uses_and_never_consumes(
 
 
 def test_dynamic_shapes_keep_and_do_not_recompile(device: str, ran: list[Ran]) -> None:
-    """Everything is, whatever the number of tokens."""
+    """All columns are kept, whatever the number of tokens."""
     counter: list[Any] = []
     function = compiled(lambda x, w, t: per_token(x, w, t), counter, dynamic=True)
     frames = []
@@ -786,7 +786,7 @@ def test_dynamic_shapes_keep_and_do_not_recompile(device: str, ran: list[Ran]) -
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_memory_bounds_what_is_planned(ran: list[Ran], dynamic: bool) -> None:
-    """Nothing can be planned of symbols, and nothing is kept of them."""
+    """With symbols as sizes nothing can be planned, so nothing is kept."""
     x, w, b, t = problem((2, 350), 1500, 64, BF16, bias=True)
     exact = [v.detach().double().requires_grad_() for v in (x, w, b)]
     s = reference.statistics(reference.logits_of(*exact), t, {})

@@ -151,7 +151,7 @@ def test_shift_moves_the_targets(device: str, shift: int) -> None:
 @pytest.mark.parametrize("shift", [1, 2, 5])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_shift_moves_what_belongs_to_a_label(device: str, shift: int, reduction: str) -> None:
-    """A weight or a temperature beside a label is that label's; a weight of a class is its own."""
+    """Token weights and temperatures move with their labels, class weights do not."""
     x, w, _, t = problem((3, 6), 17, 5, device=device, ignored=0)
     given: dict[str, Any] = {
         "token_weight": torch.rand(3, 6, device=device), "temperature": torch.rand(3, 6) + 0.5,
@@ -395,7 +395,7 @@ def test_shift_with_any_ignore_index(device: str, index: int, dtype: torch.dtype
 @pytest.mark.parametrize("binding", ["torch", "numpy", "jax", "module"])
 @pytest.mark.parametrize("shift", [False, True])
 def test_none_is_the_default_of_ignore_index_and_softcap(binding: str, shift: bool) -> None:
-    """torch's own function has None for the one, configurations of models for the other."""
+    """torch's own function allows None as ignore_index, and configurations of models as softcap."""
     x, w, _, t = (v if v is None else v.detach() for v in problem((2, 9), 17, 8))
     assert (t == -100).any()
     expected = linear_cross_entropy(x, w, t, shift=shift)

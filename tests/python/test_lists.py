@@ -45,7 +45,7 @@ def exact(
     x: Tensor, w: Tensor, b: Tensor | None, lists: list[list[int]], over: str,
     options: dict[str, Any],
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """[M] in f64, and its leaves."""
+    """The log-probabilities [M] of the lists in f64, and the leaves."""
     leaves = [v.detach().double().requires_grad_() for v in (x, w, b) if v is not None]
     target = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
     z = reference.statistics(reference.logits_of(*leaves), target, options)["z"]
@@ -104,7 +104,7 @@ def test_among_the_ids(device: str, dtype: torch.dtype, columns: int, index: tor
 
 @OVER
 def test_the_bits_of_rows(device: str, over: Any) -> None:
-    """Lists are rows that are filled up with ids that are absent."""
+    """Lists of one length are as rows of ids; over the vocabulary on a CPU, to the bit."""
     x, w, _, _ = problem((9,), 37, 16, device=device)
     ids = ids_of((9,), 37, 4, device, absent=0.0)
     offsets = torch.arange(0, 37, 4, device=device, dtype=torch.int32)
@@ -144,7 +144,7 @@ def test_statistics_beside_lists(device: str) -> None:
 
 @OVER
 def test_what_is_not_asked_of_is_not_read(device: str, over: Any) -> None:
-    """A token without an id, and over the ids alone a row of the weight that nobody chooses."""
+    """A token without an id and, with over="ids", a row of the weight that no id names."""
     x, w, _, _ = problem((5,), 37, 16, device=device)
     offsets = torch.tensor([0, 2, 2, 5, 6, 6], device=device)
     ids = torch.tensor([3, 7, 7, 1, 36, -1], device=device)
@@ -281,7 +281,7 @@ def test_forward_mode_and_transforms_are_refused(over: Any) -> None:
 
 @OVER
 def test_columns_of_hidden_states_under_inductors_rules(device: str, over: Any) -> None:
-    """Fake and real gradients have one order of strides, whichever the input has."""
+    """Fake and real gradients have the same order of strides, whichever the input has."""
     w = problem((4,), 9, 16, device=device)[1]
     ids = ids_of((2, 3), 9, 3, device, absent=0.0)
     for x in (
@@ -303,7 +303,7 @@ def test_columns_of_hidden_states_under_inductors_rules(device: str, over: Any) 
 
 @OVER
 def test_a_list_of_every_class_is_summed_exactly(device: str, over: Any) -> None:
-    """On the CPU its sum is one after the other, which f32 has not the digits for."""
+    """The CPU adds one value after another; in f32 the sum would lose digits."""
     x, w, b, _ = problem((1,), 20000, 16, device=device, bias=True)
     assert b is not None
     ids, offsets = torch.arange(20000, device=device), torch.tensor([0, 20000], device=device)
@@ -377,7 +377,7 @@ def test_bad_arguments(over: Any) -> None:
 
 
 def test_offsets_that_a_gpu_does_not_look_at(device: str) -> None:
-    """Nothing outside of the lists is touched, whatever the offsets are."""
+    """Wrong offsets are made non-decreasing and kept within the places."""
     values = torch.arange(1.0, 8, device=device)
     for offsets in ([0, 9, 3, 12], [-5, 2, -1, 7], [3, 3, 3, 3], [1 << 40, 0, 0, -(1 << 40)]):
         ends = torch.tensor(offsets, device=device)

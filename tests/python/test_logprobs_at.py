@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear_logprobs_at: log-probabilities of chosen columns, and their gradients, against f64 of the
-whole logits; the bits of linear_logprob. That of a vocabulary split over ranks is in
-test_devices_logprobs_at.py."""
+whole logits; the bits of linear_logprob. test_devices_logprobs_at.py tests a split vocabulary."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def ids_of(
     shape: tuple[int, ...], vocab: int, columns: int, device: str = "cpu",
     dtype: torch.dtype = torch.int64, absent: float = 0.2,
 ) -> Tensor:  # fmt: skip
-    """Some absent, some given twice; a row (of several) has none, where any may be absent."""
+    """Ids, some absent, some given twice. If any may be absent, the second row has none."""
     ids = torch.randint(0, vocab, (*shape, columns), device=device)
     if columns > 2:
         ids[..., 2] = ids[..., 0]
@@ -181,8 +180,7 @@ def test_statistics_of_a_target_are_refused(name: str) -> None:
 
 
 def alike(ours: Tensor, theirs: Tensor) -> None:
-    """The same bits. On CUDA other statistics may have others; and on Hopper, in 16 bits, a row's
-    lse has those of a row with its target."""
+    """The same bits on the CPU. On CUDA near ones: they may depend on what else is computed."""
     if not ours.is_cuda:
         assert torch.equal(bits(ours), bits(theirs))
     absent = theirs.isneginf()
@@ -200,7 +198,7 @@ def bits(x: Tensor) -> Tensor:
 def test_it_has_the_bits_of_linear_logprob(
     device: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """Values whatever else is asked; gradients where nothing else is."""
+    """With one id, values and gradients have them; with more ids, values on the CPU."""
     x, w, b, t = problem((5, 7), 211, 24, dtype, device, bias=True)
     t = t.masked_fill(t == -100, -1)
     wanted = linear_logprob(x, w, t, linear_bias=b, ignore_index=-1, **options)
@@ -301,7 +299,7 @@ def test_rows_without_ids_are_not_read(device: str, columns: int, compiled: bool
 
 
 def test_a_token_without_a_gradient_costs_none(device: str) -> None:
-    """A NaN of its row changes nothing."""
+    """A NaN in the row of such a token changes nothing."""
     x, w, _, _ = problem((9,), 37, 16, device=device)
     x = x.detach()
     x[4] = NAN
@@ -432,7 +430,7 @@ def test_results_can_be_changed_in_place(device: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("columns", [1, 3])
 def test_a_wrong_id_on_a_gpu_is_nan_alone(columns: int) -> None:
-    """It has no gradient, and the others have theirs."""
+    """A wrong id has no gradient; the others have theirs."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     for wrong in (37, -2, -100, 1 << 20):

@@ -49,7 +49,7 @@ def model_and_batch(name: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def sums_of(logits: Tensor, target: Tensor, ignored: int = -100) -> dict[str, float]:
-    """Of every metric the sum, and how many tokens count, by the formulas in f64."""
+    """The sum of each metric and the number of tokens that count, by the formulas in f64."""
     counts = target != ignored
     z, t = logits.detach()[counts].double(), target[counts]
     logp = z.log_softmax(-1)
@@ -110,7 +110,7 @@ def test_metrics_are_those_of_the_logits(name: str, how: str) -> None:
 def test_loss_and_gradients_are_those_without_metrics_in_one_call(
     reduction: str, launched: list[int]
 ) -> None:
-    """Those of a mean would be made in a second call, if a statistic could have a gradient."""
+    """If a statistic could have a gradient, a mean would need a second call."""
     model, batch = model_and_batch("llama")
     with patch_transformers(model, reduction=reduction):
         before = model(**batch).loss
@@ -127,7 +127,7 @@ def test_loss_and_gradients_are_those_without_metrics_in_one_call(
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_statistics_that_are_measured_have_no_gradient(reduction: str) -> None:
-    """Nor where the loss's gradients are made later, as in f16 on a GPU."""
+    """Not even if the loss's gradients are computed later, as with reduction="none"."""
     x, w = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     names = [METRICS[name] for name in NAMES]
     loss, found = measured(x, w, torch.arange(5), names, reduction=reduction)
@@ -154,7 +154,7 @@ def test_of_equal_logits_the_first_is_predicted_and_all_have_rank_0() -> None:
 
 
 def test_an_index_of_its_own_that_is_ignored_does_not_count() -> None:
-    """-1 is also what the core gives as argmax and rank of an ignored token."""
+    """With ignore_index=-1, which is also the core's argmax and rank of an ignored token."""
     model, batch = model_and_batch("llama")
     labels = batch["labels"].masked_fill(batch["labels"] == -100, -1)
     expected = expected_of(model(input_ids=batch["input_ids"]).logits, batch["labels"])
@@ -245,19 +245,19 @@ def pickled(output: Any) -> Any:
 
 
 def taken_apart(output: Any) -> Any:
-    """As FSDP, DDP and compiled code do."""
+    """The output taken apart and rebuilt, as FSDP, DDP and compiled code do."""
     leaves, spec = torch.utils._pytree.tree_flatten(output)
     return torch.utils._pytree.tree_unflatten(leaves, spec)
 
 
 def in_f32(output: Any) -> Any:
-    """As accelerate does after a forward in mixed precision."""
+    """The output cast as accelerate does after a forward in mixed precision."""
     operations = importlib.import_module("accelerate.utils.operations")
     return operations.convert_to_fp32(output)
 
 
 def of_mapping(output: Any) -> Any:
-    """As DataParallel puts outputs together."""
+    """The output rebuilt as DataParallel does."""
     return type(output)((key, output[key]) for key in output)
 
 
@@ -374,7 +374,7 @@ def test_a_call_may_leave_out_the_logits_of_an_evaluation() -> None:
 
 # transformers' Trainer.
 
-LENGTHS = (9, 7, 4, 8, 5, 6, 6, 3, 9, 8)  # of ten sequences
+LENGTHS = (9, 7, 4, 8, 5, 6, 6, 3, 9, 8)  # of the sequences
 
 
 def rows_of(model: Any, count: int = 10) -> list[dict[str, Tensor]]:
@@ -390,7 +390,7 @@ def rows_of(model: Any, count: int = 10) -> list[dict[str, Tensor]]:
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Padded on the right, to the longest of the batch."""
+    """The rows padded on the right to the longest of them."""
     padded = torch.nn.utils.rnn.pad_sequence
     ids = padded([row["input_ids"] for row in rows], batch_first=True)
     labels = padded([row["labels"] for row in rows], batch_first=True, padding_value=-100)
@@ -464,7 +464,7 @@ def test_a_trainer_logs_means_over_the_tokens_since_its_last_log(how: str, tmp_p
 
 
 class Seen(transformers.TrainerCallback):  # type: ignore[misc]
-    """What a callback that reports is given."""
+    """Records what a callback that reports is given."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -487,7 +487,7 @@ class Copying(transformers.Trainer):  # type: ignore[misc]
 def test_a_trainer_evaluates_over_all_tokens(
     count: int, eval_logits: bool | None, tmp_path: Any
 ) -> None:
-    """The last batch is smaller, batches are padded unequally, and none is as long."""
+    """The mean is over tokens, not over batches, which have unequal numbers of them."""
     model, _ = test_transformers.model_and_batch("llama")
     own, data = copy.deepcopy(model), rows_of(model, count)
     patch_transformers(model, metrics=NAMES, eval_logits=eval_logits)
@@ -693,8 +693,7 @@ def in_a_process(rank: int, folder: str, port: int, state: Any) -> None:
 
 
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[misc]
-    """Rows without a length: the first process reads them, and each gets an even part of what is
-    left for the last batch."""
+    """A stream of rows, whose number a Trainer does not know beforehand."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -809,7 +808,7 @@ def test_nothing_is_kept_after_a_training(tmp_path: Any) -> None:
 
 
 def test_the_items_of_a_replica_are_one_number() -> None:
-    """The Trainer gives each replica of DataParallel a row of [n, 1]."""
+    """For DataParallel the Trainer passes num_items_in_batch as [n, 1]; each replica gets a row."""
     model, batch = test_transformers.model_and_batch("llama")
     patch_transformers(model, metrics=NAMES)
     items = torch.tensor(13.0)
@@ -824,15 +823,14 @@ def llama_of(state: Any) -> Any:
 
 
 def words_of(given: Any) -> dict[str, float]:
-    """A metric of the predictions at labels, for sequences in whatever padding."""
+    """A metric of the predictions at labels, which does not depend on padding."""
     at, labels = given.predictions[:, :-1], given.label_ids[:, 1:]
     counts = labels != -100
     return {"share": float((at == labels)[counts].mean()), "sum": float(at[counts].sum())}
 
 
 def test_two_processes_log_and_evaluate_every_token_once(tmp_path: Any) -> None:
-    """10 and 7 sequences, 3 at a time on each of two: the sampler repeats some in the last
-    batch."""
+    """With 3 sequences at a time on each process, the sampler repeats some in the last batch."""
     torch.manual_seed(3)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, use_cache=False))
     data = rows_of(model)

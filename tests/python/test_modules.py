@@ -193,7 +193,7 @@ def test_main_grad_makes_its_buffer_and_checks_it() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """One process, as frameworks start it."""
+    """A mesh of one process."""
     from torch.distributed.tensor import init_device_mesh
 
     store = torch.distributed.HashStore()
@@ -261,8 +261,8 @@ def test_a_sharded_weight_is_a_clear_error(mesh: Any) -> None:
 
 
 def test_a_target_that_tensor_parallelism_dropped_is_missed(mesh: Any) -> None:
-    """torch's ColwiseParallel hands on the first argument alone: what the head would then give for
-    a loss is logits."""
+    """torch's ColwiseParallel passes on only the first positional argument, so the head would
+    return logits instead of the loss."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -309,7 +309,7 @@ def test_a_heads_checkpoint_is_a_linears() -> None:
 
 @pytest.mark.parametrize("kind", ["head", "linear", "logits"])
 def test_class_weights_and_temperatures_stay_what_they_are(kind: str) -> None:
-    """In f32, and when parameters are made empty, with their values."""
+    """They stay in f32, and keep their values in to_empty()."""
     classes, degrees = torch.rand(11), torch.rand(6) + 0.5
     options: dict[str, Any] = {"weight": classes, "temperature": degrees}
 

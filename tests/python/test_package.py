@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package as a newcomer meets it: what `import logitless` offers, what it says where a
-framework is missing, and the README's snippets, pasted one after the other."""
+framework is missing, and that the README's snippets run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_snippet_of_the_readme_runs_where_the_ones_before_it_did() -> None
 
 
 def test_a_module_is_there_without_being_imported_by_name() -> None:
-    """In any order, and not before it is asked for: each needs its own framework alone."""
+    """A module is imported at its first use and needs only its own framework."""
     code = """
 import sys, logitless
 assert not {"torch", "numpy", "jax"} & set(sys.modules)
@@ -91,7 +91,7 @@ except AttributeError as error: print(error)
 
 
 def test_every_name_of_the_integrations_is_listed_and_there() -> None:
-    """Listing imports nothing; and no name is there that is not listed."""
+    """Listing imports no framework."""
     code = """
 import sys, importlib.util, pkgutil, logitless
 assert not {"torch", "jax", "transformers", "trl"} & set(sys.modules)

@@ -30,7 +30,7 @@ def a_plan(tokens: int = 3, **how: Any) -> Plan:
 
 
 def tensors(tokens: int = 3) -> list[torch.Tensor]:
-    """Those of a_plan, the loss first."""
+    """The tensors of a_plan, the loss first."""
     torch.manual_seed(1)
     target = torch.arange(tokens) % 5
     return [torch.tensor(-1.0), torch.randn(5, 4), target, torch.randn(tokens, 4)]

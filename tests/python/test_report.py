@@ -32,7 +32,7 @@ def run(folder: pathlib.Path, *arguments: str, **environment: str) -> Any:
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The table and the file of one run."""
+    """The printed table and the text of the file of one run."""
     folder = tmp_path_factory.mktemp("report")
     done = run(folder, "report", "--device", "cpu", "--quick", "--no-compile", "--out", "it.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,7 +90,7 @@ def test_what_fails_is_told_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("which", range(2))
 def test_a_wrong_gradient_is_found(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every function and dtype, where it is off by 3 %; in 16 bits the limit is near that."""
+    """A gradient that is off by 3 % is found in each function and dtype."""
     right = conformance._value_and_gradients
 
     def wrong(call: Any, leaves: Any, upstream: Any) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipes of docs/rl.md (examples/python/rl.py): their values and gradients within what
-docs/semantics.md ("Accuracy") allows, of f64 with the whole logits. Those of trainers that TRL has
-are judged by TRL's own code, run in f64 on log-probabilities of those logits."""
+docs/semantics.md ("Accuracy") allows, of f64 with the whole logits. Those of
+TRL's trainers are compared with TRL's own code, run in f64 on log-probabilities of those logits."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Tangent(NamedTuple):
 
 
 def tangent(head: Exact, tail: Tail) -> Tangent:
-    """By differences, which see what the tail detaches. Its own rounding, a few operations of f32,
-    counts as one of its arguments."""
+    """The tail's value and gradients, and tolerances, found by differences, because a tail may
+    detach. The tail's own rounding in f32 counts as one of its arguments."""
     shape, n = head.logprob.shape, head.logprob.numel()
     at = torch.cat((head.logprob.flatten(), head.entropy.flatten())).detach()
     valid = (head.target != -100).repeat(2)
@@ -74,7 +74,7 @@ def tangent(head: Exact, tail: Tail) -> Tangent:
 
 def judge(recipe: Callable[..., Tensor], tail: Tail, x: Tensor, w: Tensor, t: Tensor) -> None:
     """The recipe of (hidden, weight, target) against the tail of the exact head; ignored rows of
-    its hidden states hold NaN."""
+    the recipe's hidden states hold NaN."""
     head = Exact(x, w, t)
     expected = tangent(head, tail)
     theirs = torch.autograd.grad(
@@ -96,7 +96,7 @@ def judge(recipe: Callable[..., Tensor], tail: Tail, x: Tensor, w: Tensor, t: Te
 
 
 class Trainer(SimpleNamespace):
-    """What `_compute_loss` of TRL's trainers asks of itself."""
+    """The attributes that `_compute_loss` of TRL's trainers reads."""
 
     def __init__(self, target: Tensor, **own: Any) -> None:
         def same(value: Tensor, **_: Any) -> Tensor:
@@ -114,7 +114,7 @@ class Trainer(SimpleNamespace):
 
 
 def model_of(target: Tensor, logprob: Tensor, entropy: Tensor) -> Callable[..., SimpleNamespace]:
-    """A model with TRL's fused head, all of whose work is done."""
+    """Stands for a model with TRL's fused head, whose outputs are given."""
     return lambda **_: SimpleNamespace(
         log_probs=logprob, entropy=entropy, mean_logits=torch.zeros_like(logprob),
         is_top1=logprob > 0, label_mask=target != -100,
@@ -148,7 +148,7 @@ def trl_grpo(
 
 
 def completions(target: Tensor) -> dict[str, Tensor]:
-    """TRL's batch, whose labels are shifted by one."""
+    """TRL's batch, in which tokens come one position later than in `target`."""
     mask = torch.nn.functional.pad((target != -100).long(), (1, 0))
     return {"input_ids": mask, "attention_mask": mask, "completion_mask": mask}
 
@@ -208,7 +208,7 @@ def trl_dft(target: Tensor) -> Tail:
 
 def batch(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, a head and targets, some of them ignored; log-probabilities of an earlier
-    policy and of a reference, a quarter of a nat from those."""
+    policy and of a reference, which differ from the head's by about a quarter of a nat."""
     x, w, _, t = problem((4, 11), 203, 24, dtype, device, ignored=0.3)
     w = (2 * w).detach().requires_grad_()
     logprob = Exact(x, w, t).logprob.detach()
@@ -325,7 +325,7 @@ def test_distillation_is_the_cross_entropy_with_the_teachers_tokens(
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16], ids=str)
 def test_distillation_adds_up_a_class_of_every_token(device: str, dtype: torch.dtype) -> None:
-    """Sums in 16 bits would stop at a few hundred of them."""
+    """One class is in every token's list. Sums in 16 bits would stop growing at a few hundred."""
     x, w, _, t = problem((4096,), 97, 16, dtype, device, ignored=0)
     x = (x + 1).detach().requires_grad_()
     top = torch.randint(1, 97, (4096, 3), device=device)
@@ -359,7 +359,7 @@ def test_distillation_does_not_read_ignored_tokens(device: str, dtype: torch.dty
 
 
 def test_a_nucleus_is_renormalised() -> None:
-    """The probability of what a top-p sampler drew, of whose set it knows each token's own."""
+    """The log-probability of a drawn token within its own top-p set."""
     x, w, _, _ = problem((6,), 23, 16)
     z = (x.double() @ w.double().T / 0.8).detach()
     sets = [torch.randperm(23)[: 1 + 3 * i] for i in range(6)]
@@ -403,7 +403,7 @@ def test_k3_is_never_negative_and_keeps_small_differences() -> None:
 
 @DTYPES
 def test_what_lies_in_ignored_tokens_changes_nothing(device: str, dtype: torch.dtype) -> None:
-    """Not even where it makes the upstream gradient of an ignored token NaN."""
+    """Not even if it makes the upstream gradient of an ignored token NaN."""
     x, w, t, old, frozen = batch(dtype, device)
     advantage = torch.randn(4, 11, device=device)
     results = []
@@ -419,7 +419,7 @@ def test_what_lies_in_ignored_tokens_changes_nothing(device: str, dtype: torch.d
 @DTYPES
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 def test_the_ratio_of_a_policy_and_itself_is_one(dtype: torch.dtype, entropy: bool) -> None:
-    """Without a gradient and with one, alone and in a batch."""
+    """Log-probabilities have the same bits with and without a gradient, alone and in a batch."""
     x, w, t, _, _ = batch(dtype, "cpu")
 
     def of(x: Tensor, t: Tensor) -> Tensor:

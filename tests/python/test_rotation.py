@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs of a commit's tests (tests/support/rotation.py)."""
+"""Which tests run for a commit (tests/support/rotation.py)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class PassThrough(TorchDispatchMode):
 
 
 class Subclass(torch.Tensor):
-    """A tensor of another type, without a word of its own to say."""
+    """A tensor class that redefines nothing."""
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,8 +50,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("way", [*MODES, "subclass", "compiled"])
 def test_no_second_derivative_is_silently_left_out(device: str, way: str, name: str) -> None:
-    """Of whichever leaf, the factor before the loss too, and where the caller allows that a leaf
-    is not used."""
+    """It is an error for each leaf and for the factor of the loss, also with allow_unused."""
     *leaves, t = problem((9,), 17, 8, device=device, bias=True)
     if way == "subclass":
         leaves = [v.detach().as_subclass(Subclass).requires_grad_() for v in leaves]  # type: ignore[union-attr]
@@ -87,7 +86,7 @@ def test_the_first_derivative_under_create_graph_is_as_ever(device: str, way: st
 def test_main_grad_under_create_graph_is_refused_before_it_is_added_to(
     device: str, reduction: str, trunk: bool
 ) -> None:
-    """It lies outside the graph: a derivative of it would be lost without a word."""
+    """main_grad is outside the graph, so its derivative would be silently lost."""
     head = LinearCrossEntropyHead(
         8, 17, device=device, grad_accumulation="main_grad", reduction=reduction
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split, the keywords that it took the place of, and the signatures around it."""
+"""Split, the keywords that it replaced, and the signatures around it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_help_shows_no_private_parameter() -> None:
 
 
 def test_the_table_of_statistics_is_the_type() -> None:
-    """A type checker reads a class of its own, for Python 3.10 has none of a type variable."""
+    """Type checkers read another definition, because Python 3.10 has no generic named tuples."""
     source = pathlib.Path(str(_statistics.__file__)).read_text()
     (typed,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef)
                 and n.name == "Statistics")  # fmt: skip

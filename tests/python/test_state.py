@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the binding keeps from one call to the next: plans, which any thread and any number may use
-again, and which devices are warm; but no tensor, which would lie in memory that is another's."""
+again, and which devices are warm; but no tensor, whose memory may belong to a framework."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def kept() -> Iterator[tuple[str, object]]:
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_no_tensor_is_kept(device: str, dtype: torch.dtype) -> None:
-    """The first call may run where a framework plans its memory (a CUDA graph's private pool, a
-    warm-up of torch.compile): what was kept would lie there, whatever becomes of that memory."""
+    """The first call may run while a framework manages memory (a CUDA graph's private pool, a
+    warm-up of torch.compile). A tensor that it kept would be in memory that is reused."""
     if device == "cuda" and (rows := sys.modules.get("logitless.integrations._rows")):
         torch.cuda.synchronize()
         rows._raise_late()  # a late error of an earlier test's model
@@ -104,8 +104,8 @@ def test_no_tensor_is_kept(device: str, dtype: torch.dtype) -> None:
 
 
 def test_what_is_kept_is_found() -> None:
-    """The walk above would see a tensor in a list, in a tuple of a dictionary, and in a closure or
-    a default of a function."""
+    """kept() finds a tensor in a list, in a tuple in a dictionary, and in a closure or a default of
+    a function."""
     holder = types.ModuleType("logitless._holder")
     tensor = torch.ones(3)
     sys.modules[holder.__name__] = holder
@@ -137,8 +137,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_call_is_planned_for_the_addresses_that_it_runs_on(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without them the workspace would have to serve tensors that are aligned in any way, as on the
-    host it does at no cost."""
+    """Without them the workspace would have to serve tensors of any alignment, as it does on the
+    host, where this costs nothing."""
     names = ("input", "weight", "target", "grad_input", "grad_weight")
     seen: list[list[int]] = []
     workspace, run = _abi._workspace, _abi.Plan.run
@@ -168,7 +168,7 @@ def test_a_call_is_planned_for_the_addresses_that_it_runs_on(
 
 
 def test_threads_with_other_numbers_of_threads_keep_their_plans(planned: list[int]) -> None:
-    """torch.set_num_threads is each thread's own: of two that take turns neither plans anew."""
+    """torch.set_num_threads is each thread's own; two threads that take turns do not plan again."""
     x, w, _, t = problem((9,), 17, 8)
     before = torch.get_num_threads()
 
@@ -187,7 +187,7 @@ def test_threads_with_other_numbers_of_threads_keep_their_plans(planned: list[in
 
 
 def test_a_normalizer_that_changes_is_not_planned_anew(device: str, planned: list[int]) -> None:
-    """Trainers give the number of tokens of each batch."""
+    """Trainers pass each batch's number of tokens."""
     x, w, _, t = problem((9,), 17, 8, device=device)
     for number in (7, 8.5, 1e6, 0.25, 7):
         loss = linear_cross_entropy(x, w, t, normalizer=number)
@@ -219,7 +219,7 @@ def test_a_wrong_normalizer_is_said_where_the_call_was_planned_with_a_right_one(
 
 
 class PlanOfADevice:
-    """What run_cuda is given, on a machine that has no such device."""
+    """Stands for a plan that run_cuda runs, on a machine without such a device."""
 
     bytes = 64
 
@@ -232,7 +232,7 @@ class PlanOfADevice:
 
 @pytest.fixture
 def warmups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The devices warmed up, each failing with the status that the first entry says."""
+    """A test puts the status first, with which every warm-up fails; then come the devices."""
     asked: list[int] = []
 
     def warmup(_: int, index: int) -> None:

@@ -46,7 +46,7 @@ def temperatures(*shape: int, device: str = "cpu") -> Tensor:
 
 
 def gradients(outputs: Any, leaves: Any, retain: bool = True) -> tuple[Tensor, ...]:
-    """For an upstream gradient that is the same each time."""
+    """Gradients for random upstream gradients that are the same in each call."""
     generator = torch.Generator().manual_seed(7)
     upstream = [torch.randn(o.shape, generator=generator).to(o.device) for o in outputs]
     upstream = [u.to(o.dtype) for u, o in zip(upstream, outputs)]
@@ -315,7 +315,7 @@ def test_a_log_probability_has_the_same_bits_whatever_is_asked() -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_it_is_never_above_0(dtype: torch.dtype) -> None:
-    """Where the target has all of the probability, the row's sum may be rounded below its own."""
+    """If the target has all of the probability, the row's lse may be rounded below its logit."""
     x = torch.zeros(513, 64, dtype=dtype)
     x[:, 0] = torch.linspace(0, 90, 513).to(dtype)
     w = (torch.randn(701, 64) * 0.01).to(dtype)
@@ -352,7 +352,7 @@ def test_a_detached_entropy_costs_nothing_in_backward(
 
 
 def test_a_detached_entropy_leaves_as_much_memory_as_none(ran: list[Ran]) -> None:  # noqa: F811
-    """What a Backward of the entropy would take is not put aside."""
+    """No memory is reserved for a Backward of the entropy, so as much state is kept."""
     x, w, _, t = problem((700,), 1500, 64, BF16)
     sizes: dict[Any, list[int]] = {}
     for entropy in (False, "detached", True):
@@ -388,7 +388,8 @@ def test_the_gradient_of_target_logit_alone_needs_no_kept_state(
 def test_a_log_probabilitys_gradient_is_that_of_the_loss(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one upstream tensor; class or token weights make the loss another, and then of two."""
+    """Backward gets grad_loss alone. With class or token weights logprob is not -loss, and grad_lse
+    and grad_target_logit are needed."""
     given: list[list[str]] = []
     real = _abi.Plan.run
 
@@ -456,7 +457,7 @@ def test_clipped_tokens_have_no_gradient(device: str, dtype: torch.dtype, compil
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_masked_before_the_formula_a_nan_stays_out_of_it(compiled: bool) -> None:
-    """After it, the gradient of exp would have multiplied 0 by NaN."""
+    """Masked only after it, the gradient of exp would multiply 0 by NaN."""
     x, w, _, t = problem((6, 50), 700, 16, ignored=0)
     old, mask = linear_logprob(x, w, t).detach(), torch.rand(6, 50) < 0.5
     bad = x.detach().masked_fill(~mask[..., None], math.nan).requires_grad_()
@@ -480,11 +481,11 @@ def test_masked_before_the_formula_a_nan_stays_out_of_it(compiled: bool) -> None
 def test_a_nan_row_without_a_gradient_changes_nothing(
     device: str, dtype: torch.dtype, compiled: bool, memory: Any
 ) -> None:
-    """Nor does an infinite one, or a bad temperature, whether logits are kept or made again."""
+    """Nor does an infinite row or a bad temperature, whether logits are kept or computed again."""
     x, w, _, t = problem((6, 50), 700, 16, dtype, device, ignored=0.1)
     least = 5_100_000 if device == "cuda" and dtype is F32 else 1 << 20
     memory = None if memory is None else int(memory * 300 * 700 * 4) + least
-    mask = torch.rand(6, 50, device=device) < 0.7  # the others have no upstream gradient
+    mask = torch.rand(6, 50, device=device) < 0.7  # these have no upstream gradient
     bad = x.detach().clone()
     bad[mask] = torch.where(torch.rand(6, 50, 1, device=device) < 0.5, math.nan, math.inf).to(
         dtype
@@ -529,7 +530,7 @@ def test_a_retained_graph_with_other_masks(
 
 
 def test_probabilities_of_a_few_classes_are_tokens_with_weights(device: str) -> None:
-    """As docs/python.md has it, in place of soft targets."""
+    """docs/python.md shows this in place of soft targets."""
     x, w, _, _ = problem((2, 3), 50, 8, F32, device)
     p, top = torch.randn(2, 3, 50, device=device).softmax(-1).topk(4)
     rows = x.unsqueeze(-2).expand(*top.shape, -1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_topk of PyTorch: the list, its bits, and what it refuses. That of a vocabulary split over
-ranks is in test_devices_topk.py."""
+"""linear_topk of PyTorch: the list, its bits, and errors. test_devices_topk.py tests a split
+vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 
 
 def in_order(logprobs: Tensor, ids: Tensor) -> None:
-    """A list falls, names each class once, and of equal ones the lowest first."""
+    """A list does not increase, has each class once, and of equal ones the lowest first."""
     before, behind = logprobs[..., :-1], logprobs[..., 1:]
     equal = (before == behind) & (ids[..., :-1] < ids[..., 1:])
     assert bool(((before > behind) | equal).all())
@@ -138,7 +138,7 @@ def test_one_graph(device: str, dynamic: bool) -> None:
 
 
 def test_gradients_go_past_it() -> None:
-    """Beside a loss of the same tensors in one graph."""
+    """A loss of the same tensors has the gradients that it has alone."""
     x, w, _, t = problem((5,), 37, 6, ignored=0)
 
     def both(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

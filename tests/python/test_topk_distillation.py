@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation of a teacher's likeliest tokens in verl's and NeMo-RL's names: beside their formulas
-on logits, in f64."""
+"""Distillation of a teacher's likeliest tokens with verl's and NeMo-RL's signatures, against their
+formulas on logits in f64."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def config(least: float | None = None) -> Any:
 
 
 def teacher(shape: tuple[int, ...], k: int = K, vocab: int = V) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, ids) [..., k] of its likeliest tokens."""
+    """(log-probabilities, ids) [..., k] of a random teacher's likeliest tokens."""
     torch.manual_seed(5)
     made = (3 * torch.randn(*shape, vocab)).log_softmax(-1).topk(k, -1)
     return made.values, made.indices
 
 
 def gradients(outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Of a sum in which every element counts differently."""
+    """The gradients of a sum in which the elements have different factors."""
     total = sum(
         (part * torch.linspace(0.5, 1.5, part.numel()).reshape(part.shape)).sum()
         for part in outputs
@@ -143,7 +143,7 @@ def test_nemo_rls_inputs_of_the_loss(dtype: torch.dtype, outside: bool, entropy:
 def nemo_rls_loss(
     student: Tensor, teacher: Tensor, entropy: Tensor | None, kind: str, weight: float
 ) -> Tensor:  # fmt: skip
-    """NeMo-RL's DistillationLossFn, of every token; zero_outside_topk where H_all is given."""
+    """NeMo-RL's DistillationLossFn for each token. With `entropy`, zero_outside_topk is set."""
     p, q = student.exp(), teacher.exp()
     forward, reverse = (q * (teacher - student)).sum(-1), (p * (student - teacher)).sum(-1)
     if entropy is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face models patched."""
+"""Hugging Face models under patch_transformers."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def gradients(model: Any, loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:
-    """What each of them gives, all at once, each in a thread of its own."""
+    """The results of the calls, which run at the same time in a thread each."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [made.result(timeout=60) for made in [pool.submit(call) for call in calls]]
 
 
 def meeting(module: Any) -> Any:
-    """None of two threads leaves the module before both have been there; `.remove()` ends it."""
+    """A hook: two threads wait for each other at the end of the module's forward."""
     barrier = threading.Barrier(2, timeout=30)
 
     def meet(*_: Any) -> None:
@@ -137,7 +137,7 @@ def test_a_patch_called_once_stays_and_is_taken_away() -> None:
 
 @pytest.mark.parametrize("of_class", [False, True], ids=["model", "class"])
 def test_an_equal_second_patch_is_the_first(of_class: bool) -> None:
-    """As of a cell of a notebook that runs twice."""
+    """A notebook's cell may run twice."""
     weight = torch.rand(61)
     options = {"label_smoothing": 0.1, "weight": weight, "eval_logits": True}
     model, batch = model_and_batch("llama")
@@ -203,7 +203,7 @@ def test_a_model_in_f64_is_refused_when_patching() -> None:
 
 
 class Codes(torch.Tensor):
-    """A weight in int8 that looks like one of its scale's dtype, as torchao's."""
+    """An int8 weight that claims its scale's dtype, like torchao's."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Any:
@@ -287,7 +287,7 @@ def test_a_head_whose_weight_is_elsewhere_until_it_is_called_is_served(when: str
 
 
 class Trained:
-    """transformers' Trainer with a metric of logits, and whether that was called."""
+    """A transformers Trainer with a metric of logits, and how often that was called."""
 
     def __init__(self, model: Any, folder: Any, **settings: Any) -> None:
         self.asked = 0
@@ -361,7 +361,7 @@ def test_configurations_that_change_are_followed() -> None:
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_that_pad_the_vocabulary_are_no_words(bias: bool, softcap: float) -> None:
-    """They are no part of the loss, and their gradients are 0, whatever they hold."""
+    """Padding rows do not change the loss, and their gradients are 0."""
 
     class Padded(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -517,7 +517,7 @@ def test_hooks_on_the_heads_output_run_before_the_losss_gradients() -> None:
 
 
 def test_a_wrapper_around_the_forward_is_bound_to_copies() -> None:
-    """As accelerate wraps it: the function of the method, bound to the module again."""
+    """accelerate wraps the method's function and binds the result to the module again."""
     model, batch = model_and_batch("llama")
     names = list(inspect.signature(model.forward).parameters)
     patch = patch_transformers(model)
@@ -546,7 +546,7 @@ def test_a_wrapper_around_the_forward_is_bound_to_copies() -> None:
 
 
 class Lora(torch.nn.Module):
-    """As peft's Linear, where it is one adapter."""
+    """Stands for PEFT's lora Linear with one adapter."""
 
     merged = False
 
@@ -609,7 +609,7 @@ def test_a_lora_on_the_head_is_served(patch_first: bool, monkeypatch: Any) -> No
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
-    """Of unlike lengths, so that a label of another thread does not fit."""
+    """Batches of different lengths, so that labels of another thread do not fit."""
     ids = [torch.randint(1, 61, (2, length)) for length in (9, 7)]
     return [{"input_ids": i, "labels": i} for i in ids]
 
@@ -770,7 +770,7 @@ def test_generation_still_works() -> None:
 
 
 def changed_llama(change: Any) -> Any:
-    """A Llama that makes something of its logits that no name in its configuration tells."""
+    """A Llama that changes its logits in a way that its configuration does not tell."""
 
     class Changed(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
@@ -1017,8 +1017,8 @@ def test_calls_are_those_that_made_a_loss_here() -> None:
 def test_calls_do_not_compile_a_program_each(
     when: str, longer: int, items: Any, programs: int
 ) -> None:
-    """As many as of an unpatched model, for which numbers and lengths are symbols from the second
-    on. Losses that are not compiled, as of an evaluation, come between."""
+    """There are as many programs as for an unpatched model, in which changed numbers and lengths
+    become symbols. Losses that are not compiled, as in an evaluation, come between."""
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -1046,7 +1046,7 @@ def test_calls_do_not_compile_a_program_each(
 
 @pytest.mark.parametrize("name", ["llama", "cohere", "gpt2"])
 def test_a_patched_class_makes_patched_models(name: str) -> None:
-    """As a trainer makes them, of a configuration that it was given."""
+    """Models made from a configuration, as trainers make them, are patched."""
     before, batch = model_and_batch(name)
     cls, own = type(before), type(before).__init__
     signature = inspect.signature(cls)
@@ -1150,7 +1150,7 @@ def test_a_class_and_one_derived_of_it_are_patched_once_each(
 
 
 class Added(torch.nn.Linear):
-    """A head that is not known here."""
+    """A head whose forward is not that of a Linear."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + 1
@@ -1297,7 +1297,7 @@ def ours(seen: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("alone", [False, True], ids=["without labels", "backbone was called by"])
 def test_a_patch_that_is_of_no_use_in_training_is_warned_of_once(alone: bool) -> None:
-    """A trainer that keeps the labels to itself asks for logits, or as TRL's for hidden states."""
+    """Trainers that compute the loss ask the model for logits or, like TRL's, hidden states."""
     model, batch = model_and_batch("llama")
     called = model.model if alone else model
     ids = batch["input_ids"]
@@ -1322,7 +1322,7 @@ def test_a_patch_that_is_of_no_use_in_training_is_warned_of_once(alone: bool) ->
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_backbone_is_warned_of_by_itself_alone(fullgraph: bool) -> None:
-    """Within its model it is none, whether that is compiled too or not."""
+    """A backbone that its model calls is not warned of, whichever of them is compiled."""
     model, batch = model_and_batch("llama")
     expected = model(**batch)
     gradients_ = gradients(model, expected.loss)
@@ -1352,7 +1352,7 @@ def test_a_compiled_backbone_is_warned_of_by_itself_alone(fullgraph: bool) -> No
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_thread_is_warned_of_what_it_does_itself(alone: bool) -> None:
-    """Another is in the model, and comes to the backbone when this one has done its part."""
+    """A thread inside the model does not hide that another one calls the backbone by itself."""
     model, batch = model_and_batch("llama")
     patch_transformers(model)
     arrived, left = threading.Event(), threading.Event()

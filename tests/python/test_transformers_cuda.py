@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A patched model on a GPU, where only the first call waits for what was found."""
+"""A patched model on a GPU, where only the first call waits for its check."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_more_made_of_the_logits_makes_gradients_nan_and_an_error_later() -> Non
 
 @pytest.mark.parametrize("metrics", [(), ("accuracy", "entropy", "logprob", "rank")])
 def test_a_step_can_be_captured(metrics: tuple[str, ...]) -> None:
-    """So that nothing in it waits for the device, metrics neither."""
+    """Nothing in a step waits for the device, not even metrics."""
     model, tensors = ToyForCausalLM().cuda(), given()
     patch_transformers(model, metrics=metrics)
     side = torch.cuda.Stream()

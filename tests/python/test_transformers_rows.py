@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that do something to their logits: each is served right or refused, whether compiled or
-not, in the first call or in the one in which it begins."""
+"""Models that change their logits: each gets the right loss or an error, compiled or not, also if
+the change begins in a later call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEAR: dict[str, Any] = {"rtol": 2e-6, "atol": 1e-6}
 
 
 class ToyForCausalLM(transformers.PreTrainedModel):  # type: ignore[misc]
-    """An embedding and a head; `change` is what it does to its logits, in its second call too."""
+    """An embedding and a head; `change` is what it does to its logits."""
 
     config_class = transformers.PretrainedConfig
 
@@ -138,8 +138,8 @@ def hold(
     model: Any, refused: int | None, compiled: bool, options: dict[str, Any],
     later: Callable[[Any], Any] | None = None, grad: bool = True,
 ) -> str:  # fmt: skip
-    """Each call gives the loss and gradients of the unpatched model, or is an error of ours from
-    call `refused` on; what the last error says."""
+    """Checks that calls give the loss and gradients of the unpatched model, and from call `refused`
+    on an error of ours. Returns the last error's text."""
     # A wrong shape is dynamo's own error while it traces.
     errors = (LogitlessError, torch._dynamo.exc.TorchRuntimeError) if compiled else LogitlessError
     torch._dynamo.reset()
@@ -461,7 +461,7 @@ def test_no_two_columns_of_the_answer_are_alike(columns: int, dtype: torch.dtype
 def test_a_device_that_is_not_waited_for_makes_the_loss_nan_and_the_next_call_an_error(
     monkeypatch: Any,
 ) -> None:
-    """As on a GPU, which has the report when it comes to it."""
+    """As on a GPU, whose report arrives after the call."""
 
     class Event:
         done = False
@@ -494,7 +494,7 @@ def test_a_device_that_is_not_waited_for_makes_the_loss_nan_and_the_next_call_an
 
 
 class Waits(torch.utils._python_dispatch.TorchDispatchMode):
-    """Ops for which a host waits for its device."""
+    """Fails at ops for which the host would wait for a GPU."""
 
     def __torch_dispatch__(self, op: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         assert op not in (
@@ -507,7 +507,7 @@ class Waits(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 def test_a_call_that_is_settled_waits_for_nothing(softcap: float, monkeypatch: Any) -> None:
-    """A GPU's call, whose ops are looked at on the CPU."""
+    """The ops of a GPU's call, run on the CPU, include none that waits."""
     monkeypatch.setattr(_rows, "_waits", lambda *_: False)
     monkeypatch.setattr(_rows, "_tell_later", lambda *_: None)
     real, loss = torch.randn(3, V), torch.tensor(1.0)

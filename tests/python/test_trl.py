@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, float]] = {
 
 
 def fused(x: Tensor, w: Tensor, b: Any, t: Tensor, outputs: Any = OUTPUTS, **o: float) -> Any:
-    """What TRL's trainers call, patched or not, by name of its outputs."""
+    """The function that TRL's trainers call, patched or not; its outputs by name."""
     values = trl.trainer.utils._ChunkedLogProbFunction.apply(
         x, w, b, t, o.get("temperature", 1.0), 7, o.get("softcap"), o.get("logit_scale", 1.0),
         outputs,
@@ -148,7 +148,7 @@ def test_large_common_offsets_cost_little() -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_token_at_all(name: str) -> None:
-    """As where a batch holds no label."""
+    """A batch without a label has no tokens."""
     x, w, b, t = problem((0,), 17, 8, bias=True)
     with patch_trl():
         actual = fused(x, w, b, t, **OPTIONS[name])
@@ -159,7 +159,7 @@ def test_no_token_at_all(name: str) -> None:
 
 @pytest.mark.parametrize("dtypes", [("f32", "bf16"), ("bf16", "f32"), ("f16", "f32")], ids=str)
 def test_hidden_states_and_weight_of_two_dtypes(dtypes: tuple[str, str]) -> None:
-    """As TRL's cast_lm_head_to_fp32 and a head kept in f32 give them."""
+    """TRL's cast_lm_head_to_fp32 makes such heads."""
     names = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
     hidden, weight = (names[d] for d in dtypes)
     x, w, b, t = problem((23,), 17, 8, bias=True, ignored=0)
@@ -313,7 +313,7 @@ def test_a_trl_that_does_not_call_its_function_is_an_error(monkeypatch: Any) -> 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite", "mixtral"])
 def test_a_fused_head_is_that_of_the_models_logits(name: str) -> None:
-    """With ignored labels, the model's own scale and softcap, and a router's loss."""
+    """Also with ignored labels, a scale, a softcap and a router's loss."""
     model, batch = test_transformers.model_and_batch(name)
     parameters = list(model.parameters())
     with torch.no_grad():

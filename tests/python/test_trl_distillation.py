@@ -38,7 +38,7 @@ BETAS = [0.0, 0.1, 0.5, 1.0]
 
 
 def fused(h: Heads, beta: float, bias: bool = True, **o: float) -> Any:
-    """What DistillationTrainer calls, patched or not: divergence and entropy."""
+    """The divergence and entropy of the function that DistillationTrainer calls, patched or not."""
     return distillation_trainer.ChunkedDivergenceFunction.apply(
         h.input, h.weight, h.bias if bias else None, h.teacher_input, h.teacher_weight,
         h.teacher_bias if bias else None, beta, o.get("temperature", 1.0),
@@ -81,7 +81,7 @@ def test_divergence_entropy_and_gradients_are_those_of_f64(
 
 
 def converted(h: Heads, student: torch.dtype, head: torch.dtype, teacher: torch.dtype) -> Heads:
-    """With values that 16 bits hold."""
+    """The heads cast to these dtypes, with values that bf16 can represent."""
     dtypes = (student, head, teacher, teacher, F32, F32)
     made = [t.detach().bfloat16().to(dtype) for t, dtype in zip(h[:6], dtypes)]
     leaves = {
@@ -159,7 +159,7 @@ def test_autocast() -> None:
 
 
 def test_a_token_without_an_upstream_gradient_gives_none() -> None:
-    """As TRL masks tokens that do not count, where it does not leave them out beforehand."""
+    """TRL masks tokens that do not count, unless it leaves them out beforehand."""
     h = heads(shape=(9,))
     keep = torch.arange(9) % 3 > 0
     with patch_trl():
@@ -170,7 +170,7 @@ def test_a_token_without_an_upstream_gradient_gives_none() -> None:
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_no_token_at_all(beta: float) -> None:
-    """As on a rank whose completions are all masked."""
+    """All completions of a rank may be masked."""
     h = heads(shape=(0,))
     with patch_trl():
         made, entropy = fused(h, beta)
@@ -342,7 +342,7 @@ def no_more(*_: Any) -> Any:
     ids=["beta", "temperature", "softcap", "entropy", "error"],
 )
 def test_a_trl_of_another_formula_is_an_error(change: Any, message: str, monkeypatch: Any) -> None:
-    """Of the same name, arguments and trainer."""
+    """The function has the known name and arguments but another formula."""
     theirs = distillation_trainer.ChunkedDivergenceFunction
     other = types.SimpleNamespace(forward=theirs.forward, apply=lambda *a: change(theirs.apply, *a))
     for module, name in PLACES[1:]:
@@ -353,7 +353,7 @@ def test_a_trl_of_another_formula_is_an_error(change: Any, message: str, monkeyp
 
 
 def test_looking_at_trls_formulas_leaves_no_trace() -> None:
-    """Neither in random numbers nor in the number of calls, in modes that could disturb it."""
+    """It moves no random state and counts no calls, and works in modes that could disturb it."""
     state = torch.get_rng_state()
     modes = torch.inference_mode(), torch.autocast("cpu", BF16), torch.device("meta")
     with default_memory("1B"), modes[0], modes[1], modes[2], patch_trl() as patch:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states and a head of two dtypes: one error at every door, which names both and the ways
-out; autocast serves them. Names of libraries that cast them are served as there."""
+"""Hidden states and a head of two dtypes: the error names both, and autocast as a way out.
+Signatures of libraries whose functions cast them work as there."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_patched_model(pair: tuple[str, str]) -> None:
 
 
 def test_a_head_that_casts_its_input_is_refused_by_the_patch() -> None:
-    """Unpatched it works; the patch would not see what it casts."""
+    """It works unpatched, but the patch does not call its forward."""
     transformers = pytest.importorskip("transformers")
 
     class Casts(torch.nn.Linear):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vocab_ids: a list of rows as the vocabulary. Against f64 of the listed rows' logits, and bit by
-bit against the same call on these rows given by hand. That of a vocabulary split over ranks is in
-test_devices_vocab_ids.py, JAX's in test_jax_vocab_ids.py, NumPy's in test_numpy.py."""
+bit against the same call on these rows given by hand. A vocabulary split over ranks is tested in
+test_devices_vocab_ids.py, JAX in test_jax_vocab_ids.py, NumPy in test_numpy.py."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ VOCAB, LISTED = 41, 13
 
 
 def list_of(vocab: int = VOCAB, listed: int = LISTED, device: str = "cpu") -> Tensor:
-    """In no order."""
+    """A list of ids in random order."""
     return torch.randperm(vocab, device=device)[:listed]
 
 
 def targets_of(ids: Tensor, shape: tuple[int, ...], ignored: float = 0.2) -> Tensor:
-    """Of the list, or ignored."""
+    """Targets from the list, some of them ignored."""
     target = ids[torch.randint(0, ids.shape[0], shape, device=ids.device)].long()
     return target.masked_fill(torch.rand(shape, device=ids.device) < ignored, -100)
 
 
 def in_list(target: Tensor, ids: Tensor, ignored: int = -100) -> Tensor:
-    """Where each target is in the sorted list."""
+    """The place of each target in the sorted list."""
     ordered = ids.long().sort().values
     return (ordered[None] == target.reshape(-1, 1)).int().argmax(-1).view_as(target).masked_fill(
         target == ignored, ignored
@@ -80,7 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def options_of(name: str, device: str) -> dict[str, Any]:
-    """Shapes become tensors."""
+    """The options of this name. Shapes become random tensors."""
     made = dict(OPTIONS[name])
     for option in ("weight", "token_weight", "temperature"):
         if isinstance(made.get(option), (int, tuple)):
@@ -91,7 +91,7 @@ def options_of(name: str, device: str) -> dict[str, Any]:
 def exact(
     x: Tensor, w: Tensor, b: Tensor | None, t: Tensor, ids: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
-    """In f64, of logits of the whole weight; and their leaves."""
+    """The loss in f64 from the listed columns of all logits, and the leaves."""
     leaves = [v.detach().double().requires_grad_() for v in (x, w, b) if v is not None]
     ordered = ids.long().sort().values
     given = {name: v for name, v in options.items() if name != "memory"}
@@ -193,7 +193,7 @@ def test_nothing_of_other_rows_is_read(device: str) -> None:
 @pytest.mark.parametrize("ignored", [0, 5, 1 << 40])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_ignore_index_stays_what_it_is(device: str, ignored: int, dtype: torch.dtype) -> None:
-    """Also where a place of the list has its number, and in i64 beyond 32 bits."""
+    """Also if it is a place in the list, or beyond 32 bits."""
     x, w, _, _ = problem((40,), VOCAB, 16, device=device)
     if dtype is torch.int32:
         ignored %= 1 << 31
@@ -508,7 +508,7 @@ def test_what_the_core_would_not_see_is_checked() -> None:
 
 
 def unseen() -> Any:
-    """On the CPU what a GPU does of wrong ids."""
+    """Makes the CPU treat wrong ids as a GPU does: it raises nothing."""
     return mock.patch.multiple(
         torch.ops.logitless, sort_list=_vocabulary._sort_list, places=_vocabulary._places
     )
@@ -612,7 +612,7 @@ OF_DIVERGENCE = ("entropy", "teacher_entropy", "acceptance", "logprob")
 
 
 def of_list(teacher: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    """The teacher's listed rows, or columns, by hand."""
+    """The listed rows of the teacher's head, or columns of its logits."""
     chosen = {"teacher_weight": 0, "teacher_bias": 0, "teacher_logits": -1}
     return {n: v.index_select(chosen[n], rows) if n in chosen else v for n, v in teacher.items()}
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel: one for every Python, works in an empty environment without a compiler, imports fast;
-and the builds that pip and scripts/wheel are asked for. $LOGITLESS_WHEEL names a wheel that is
-built already."""
+and builds by pip and scripts/wheel. $LOGITLESS_WHEEL names a wheel that is already built."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ except RuntimeError as error: print(error)
 
 
 def options() -> dict[str, str]:
-    """Those of the build that made the library of the other tests, whose objects the compiler's
-    cache has. Where there is none, CUDA is left out, because its kernels take minutes."""
+    """CMake options of the build that made the other tests' library, whose objects ccache has.
+    Without them CUDA is left out, because its kernels take minutes to compile."""
     cache = pathlib.Path(_abi.library_path()).parent / "CMakeCache.txt"
     if not cache.exists() or shutil.which("ccache") is None:
         return {"LOGITLESS_CUDA": "OFF", "LOGITLESS_CPU_TARGETS": "baseline"}
@@ -103,7 +102,7 @@ def python_of(version: str) -> str | None:
 
 
 def install(python: str, wheel: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """An environment of nothing but the wheel; its interpreter."""
+    """Makes an environment with only the wheel; returns its interpreter."""
     subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
     made = folder / "bin/python"
     pip = [sys.executable, "-m", "pip", "--python", made]
@@ -122,7 +121,7 @@ def each(
     wheel: pathlib.Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> pathlib.Path:
-    """An environment of nothing but the wheel, of each Python that is here."""
+    """The interpreter of an environment with only the wheel, for each Python found."""
     found = python_of(request.param)
     if found is None:
         pytest.skip(f"no Python {request.param} on the path, of pyenv or of uv")
@@ -130,7 +129,7 @@ def each(
 
 
 def run(python: pathlib.Path | str, code: str, **environment: str) -> str:
-    """Without a compiler, or anything else, on the path."""
+    """The output of the code, run with an empty PATH, without a compiler."""
     env = {"PATH": "/nowhere", "HOME": os.environ.get("HOME", "/"), **environment}
     done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -305,7 +304,7 @@ def test_options_that_are_not_allowed(
 
 
 def test_the_wheel_of_another_machine(tmp_path: pathlib.Path) -> None:
-    """64-bit Arm, cross-built, and tried under emulation where that is here."""
+    """64-bit Arm: cross-built, and run under emulation if qemu is installed."""
     wrong = build([ROOT / "scripts/wheel", tmp_path], MACHINE="riscv64")
     assert wrong.returncode == 1 and "MACHINE is riscv64; allowed: " in wrong.stderr
     if shutil.which("aarch64-linux-gnu-g++") is None:

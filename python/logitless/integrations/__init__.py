@@ -3,7 +3,7 @@
 trainers.
 
 `liger`, `cce`, `verl`, `nemo_rl`, `megatron`, `torchtitan`, `prime_rl`, `unsloth` and `vllm` are
-modules of drop-in replacements for these libraries' losses. `patch_transformers` makes a causal LM
+modules of replacements for functions of these libraries. `patch_transformers` makes a causal LM
 compute its loss without logits, and `patch_trl` makes TRL's trainers compute log-probabilities and
 divergences without logits. `lm_eval` has a model class for lm-evaluation-harness. `levanter` and
 `tunix` are for JAX. An argument that would change results and has no counterpart here raises. Each
@@ -72,7 +72,7 @@ _MODULES = {
 
 _IN_JAX = {"levanter": ("jax", "haliax"), "tunix": ("jax", "flax", "tunix")}
 # `import *` leaves these out: the first two contain the patches and are named like what they patch;
-# the others need more packages than torch, and would fail without them.
+# the others need packages besides torch or in place of it, and would fail without them.
 _UNSTARRED = ("transformers", "trl", "lm_eval", *_IN_JAX)
 
 

@@ -115,8 +115,8 @@ _UNQUANTIZED = (
 
 
 def check_weight(part: Any) -> None:
-    """Refuses a weight that is not a plain matrix of f32, f16 or bf16: other dtypes, and tensor
-    classes that redefine operations (such as torchao's), except distributed tensors."""
+    """Refuses dtypes other than f32, f16 and bf16, and tensor classes that redefine operations
+    (such as torchao's), except torch's own and distributed tensors."""
     weight = getattr(part, "weight", None)
     if not isinstance(weight, Tensor):
         return

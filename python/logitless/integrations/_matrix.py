@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix of an adapter of PEFT's on the head.
+"""The matrix that a PEFT adapter on the head multiplies hidden states by.
 
-A LoRA is one product of a joined weight. Of any other adapter its own forward is asked for the
-matrix: what it makes of the unit vectors is the effective weight, with PEFT's own gradients. Three
-hidden states of every call are given to it too, and it must make of them what the matrix says. A
-first call compares gradients as well.
+A plain LoRA is one product with a joined weight. For any other adapter, its own forward is called
+with the unit vectors: the results are the columns of the matrix, and PEFT's code gives their
+gradients. It is also called with three of the call's hidden states, and the results must be those
+of the matrix. A call that is new and trains also compares the gradients.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def joined(adapter: Any, own: Callable[..., Any], input: Tensor, new: bool) -> t
 def _with_matrix(
     adapter: Any, own: Callable[..., Any], input: Tensor, new: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The adapter's forward of 0 is its bias, and that of the unit vectors its matrix, in f32. For
-    products in 16 bits the matrix is the sum of two: what the adapter adds may be less than the
-    head's weight loses when it is rounded."""
+    """As joined. The adapter's forward of 0 is the bias, that of a unit vector a column plus the
+    bias, in f32. For products in 16 bits the matrix is a sum of two 16-bit ones: what the adapter
+    adds may be less than the rounding error of one."""
     if torch.compiler.is_compiling():
         raise refused(f"a {name_of(adapter)} in compiled code, where it cannot be checked")
     theirs = weight_within(adapter)
@@ -56,7 +56,7 @@ def _with_matrix(
         rows, before = _rows.chosen(input.detach()).float(), random_state(adapter)
         if new:
             with drawing_again(before):
-                _called(_f32_copy(adapter), adapter, rows)  # the copy may change
+                _called(_f32_copy(adapter), adapter, rows)  # refuses on a copy
         out = _in_f32(adapter, own, torch.cat([torch.zeros_like(units[:1]), units]))
         bias, weight = out[0], (out[1:] - out[0]).T.contiguous()
         after = random_state(adapter)
@@ -91,8 +91,8 @@ def _read(device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def drawing_again(before: RandomState) -> Iterator[None]:
-    """A context that begins with the random numbers of `before`; what comes after it draws as if it
-    had not been."""
+    """A context whose random numbers begin at the state `before`. Afterwards the state is again the
+    one from before the context."""
     after = {device: _read(device) for device in before}
     _set(before)
     try:
@@ -117,11 +117,11 @@ def _check_products(
     adapter: Any, own: Callable[..., Any], rows: Tensor, matrix: tuple[Tensor, Tensor],
     after: RandomState, new: bool, drew: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(what the adapter makes of rows [3, D] of the call, what its matrix and bias do) [3, V].
-    They are a call of their own, which begins with the same random numbers: a dropout of weights
-    draws the same ones, and a dropout of tokens others. How many it drew shows on the CPU; a GPU's
-    generator counts launches, so there only the products differ. A `new` call gives the rows a
-    gradient."""
+    """(the adapter's result for rows [3, D] of the call, that of its matrix and bias), [3, V] each.
+    The adapter is called with the random state that the unit vectors' call began with: a dropout of
+    weights draws the same numbers, a dropout of tokens others. The state tells this if the number
+    of drawn numbers moves it (the CPU's does); otherwise the results differ. With gradients
+    enabled, a `new` call makes the rows require them."""
     gradients = new and torch.is_grad_enabled()
     rows.requires_grad_(gradients)
     with torch.set_grad_enabled(gradients):
@@ -141,7 +141,8 @@ def _check_again(adapter: Any, made: Tensor, again: Tensor) -> None:
 def _check_gradients(
     adapter: Any, rows: Tensor, made: Tensor, known: Tensor, again: Tensor, drew: bool
 ) -> None:
-    """Of an adapter that adds nothing yet, only the gradients show what it will add."""
+    """Raises unless the gradients are those of the matrix. Only they show what an adapter that adds
+    nothing yet will add."""
     leaves = [rows, *(p for p in adapter.parameters() if p.requires_grad)]
     count = torch.arange(1, made.numel() + 1, device=made.device)
     factors = (1.7 * count).sin().view_as(made)
@@ -178,7 +179,7 @@ def _bound(rows: Tensor) -> float:
 
 
 def _near(one: Tensor, other: Tensor, bound: float, least: float = 0.0) -> bool:
-    """Relative to the largest. Where one has NaN or infinities the loss is NaN anyway."""
+    """Whether differences are within bound · max |other| + least. NaN passes: the loss is NaN."""
     one, other = one.detach(), other.detach()
     return not bool((one - other).abs().amax() > bound * other.abs().amax() + least)
 
@@ -192,9 +193,9 @@ def _in_f32(adapter: Any, own: Callable[..., Any], rows: Tensor) -> Tensor:
 
 
 def _called(own: Callable[..., Any], adapter: Any, rows: Tensor) -> Tensor:
-    """own(rows). Raises where that changes a buffer, or a parameter that was cast for this call:
-    there would have to be as many such calls as without the patch. The adapter's own parameters it
-    may project."""
+    """own(rows). Raises if that changes a buffer, or a parameter that was cast for this call: the
+    patch calls the adapter more often than the model would. The adapter's own parameters may
+    change (some adapters project them)."""
     module = own if isinstance(own, torch.nn.Module) else adapter
     kinds = {name: p.dtype for name, p in adapter.named_parameters()}
 
@@ -210,8 +211,8 @@ def _called(own: Callable[..., Any], adapter: Any, rows: Tensor) -> Tensor:
 
 
 def _f32_copy(module: Any, made_of: Callable[[Tensor], Tensor] = Tensor.float) -> Any:
-    """A copy without what was put in the place of its forward. Other threads may use the module, so
-    that its own parameters stay where they are. `made_of` makes those of the adapter's."""
+    """A copy in f32 with its class's own forward. Other threads may use the module, so it is not
+    changed. `made_of` makes the copy's parameters, except those of the base layer."""
     made = object.__new__(_without_del(type(module)))
     made.__dict__.update(
         {
@@ -235,7 +236,7 @@ def _f32_copy(module: Any, made_of: Callable[[Tensor], Tensor] = Tensor.float) -
 
 
 def _without_del(cls: Any) -> Any:
-    """OSF's layer takes its parameters' hooks away when it ends, which its copy shares."""
+    """The class without its __del__: OSF's removes hooks of parameters that a copy shares."""
     if not hasattr(cls, "__del__"):
         return cls
     own = {"__del__": lambda _: None, "__module__": cls.__module__}
@@ -243,13 +244,13 @@ def _without_del(cls: Any) -> Any:
 
 
 def _moved(parameter: Tensor) -> Tensor:
-    """Other numbers: many an adapter begins as one that adds nothing."""
+    """The parameter with something added, because many adapters begin by adding nothing."""
     count = torch.arange(1, parameter.numel() + 1, device=parameter.device)
     return parameter.float() + 0.05 * (2.3 * count).sin().view_as(parameter)
 
 
 def check_linear(adapter: Any) -> None:
-    """Raises for an adapter that shows before a call that it is no matrix."""
+    """Raises if calls of a copy show that the adapter is no matrix of hidden states alone."""
     if not is_adapter(adapter) or is_off(adapter) or is_plain_lora(adapter):
         return
     weight = weight_within(adapter)

@@ -325,7 +325,7 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
     """The loss of this name in liger_kernel.chunked_loss: weight_hard_loss times the mean
     cross-entropy of the labels, without the temperature, plus weight_soft_loss times the mean
     divergence, with the temperature. It is computed in one pass if the temperature is 1, both
-    weights are above 0 and the terms are not asked for, otherwise in one pass for each. With
+    weights are above 0 and the terms are not asked for, otherwise in one pass for each term. With
     `return_soft_hard_loss` the terms are returned too, without gradients, as in Liger. `compiled`
     concerns Liger's code and has no effect. `chunk_size` determines the bytes that Liger's loss
     needs, which are the default of the additional argument `memory`."""

@@ -110,7 +110,7 @@ class LogitlessLM(HFLM):  # type: ignore[misc,unused-ignore]
         self, requests: list[_Request], override_bs: int | None
     ) -> Iterator[list[tuple[tuple[int, ...], list[int]]]]:
         """Batches of (input, indices of the requests with this input), the longest inputs first.
-        Continuations that differ only in their last token share an input."""
+        With logits_cache, requests that differ only in their last token share an input."""
         served: dict[Any, list[int]] = {}
         for index, request in enumerate(requests):
             tokens = self._input(request)

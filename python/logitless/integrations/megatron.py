@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacements for Megatron-Core's heads: its fused function, an output layer that returns the
-loss, and an output_processor, which its models call with the hidden states. The vocabulary is split
-over the tensor-parallel ranks. All collectives are on the layer's `tp_group`, which lies within the
-last pipeline stage."""
+loss, and an output_processor, which its models call with hidden states. The vocabulary is split
+over the tensor-parallel ranks. All collectives are on the `tp_group` of the call or the layer,
+which lies within the last pipeline stage."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def output_processor(
     with "mean" and the "normalizer" of all data and context parallel ranks, the result is a scalar,
     in which loss_mask [b, s] weights the tokens. The arguments are those of gpt_model.py at commit
     d98e8a6. The output layer's hooks run; its logits are not computed. Raises NotImplementedError
-    for a layer that defers the embedding's weight gradient.
+    for an expert's layer, and for one that defers the embedding's weight gradient.
     """
     options = dict(context or {"reduction": "none"})
     if options.setdefault("reduction", "none") == "mean" and options.get("normalizer") is None:
@@ -166,9 +166,9 @@ class _GivesLoss:
         reduction: str = "none",
         ignore_index: int = -100,
     ) -> Any:
-        """With `labels` [b, s] it returns the loss of input_ [s, b, h] in f32, [b, s] or a scalar.
-        Without labels, or with output_cross_entropy_loss=False, it returns the result of
-        ColumnParallelLinear."""
+        """The loss of input_ [s, b, h] in f32, [b, s] or a scalar, if `labels` [b, s] are given or
+        output_cross_entropy_loss is True (without labels an error). Otherwise, or if it is False,
+        the result of ColumnParallelLinear."""
         asked = output_cross_entropy_loss
         if not (labels is not None if asked is None else asked):
             whole: Any = super()

@@ -38,14 +38,14 @@ _OWN_INIT = "_logitless_init"  # the attribute that stores a patched class's own
 # The attribute in which transformers stores a loss_function that differs from the default of the
 # model's kind.
 _LOSS_FUNCTION = "_loss_function"
-# Options of linear_cross_entropy that the user may set; the model and its call set the others.
+# Options of linear_cross_entropy that the user may set, beside _TRANSFORM.
 _OPTIONS = (
     "weight", "reduction", "label_smoothing", "z_loss", "temperature", "token_weight", "normalizer",
     "memory", "empty_mean",
 )  # fmt: skip
 # What the model does to its logits. Unless the user sets these, they are read from the model or its
-# configuration, under the names below; the check of the model's calls finds out whether they are
-# true.
+# configuration (vocab_size as unpadded_vocab_size, the others under the names below). The check of
+# the model's calls finds out whether they are true.
 _TRANSFORM = ("logit_scale", "softcap", "vocab_size")
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -630,8 +630,8 @@ class _Settings:
         return *map(tuple, hooks), *modes, *transform, *_state_of(model), *heads
 
     def count(self, pending: _Pending) -> None:
-        """Counts a loss. Compiled code does not count, because a changing number would make torch
-        recompile."""
+        """Counts a loss and notes a checked state; not in compiled code, because a changing number
+        would make torch recompile."""
         if not torch.compiler.is_compiling():
             with _counting:
                 self.calls += 1
@@ -984,8 +984,10 @@ def patch_transformers(
 
     `model` may also be a PEFT model around a causal LM, or a class such as LlamaForCausalLM; then
     every model of this class that is made from now on is patched. If the model is called with
-    labels, output.loss is the loss and output.logits is None; without labels nothing changes. A
-    call with labels and `skip_logits=False` returns logits [B, T, V] and the model's own loss.
+    labels, output.loss is the loss and output.logits is None (for a Trainer's
+    preprocess_logits_for_metrics, an object that has argmax(-1)); without labels, results do not
+    change. A call with labels and `skip_logits=False` returns logits [B, T, V] and the model's
+    own loss.
 
     - `metrics`: some of "accuracy", "entropy", "logprob" and "rank". output.metrics is then a dict
       of these, [] f32 on the model's device. Each is a mean over the call's labels that are not

@@ -299,7 +299,7 @@ def _wave(*shape: int, step: float) -> Tensor:
 
 
 def _marked(tensor: Tensor) -> Tensor:
-    """The tensor, as a whole parameter: where ZeRO-3 is on, TRL's functions ask for that."""
+    """The tensor, marked as a whole parameter where ZeRO-3 is on: TRL's functions read the mark."""
     known: Any = sys.modules.get("transformers.integrations.deepspeed")
     if known is not None and known.is_deepspeed_zero3_enabled():
         module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")

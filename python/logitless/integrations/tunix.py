@@ -9,8 +9,8 @@ needed.
     common.get_per_token_logps = ours.get_per_token_logps
     algo_core.compute_entropy_from_logits = ours.compute_entropy_from_logits
 
-The model runs as ever, but its head gives eight numbers in place of logits. What the model makes of
-them must be the softcap that the loss is told.
+The model's own code runs, but its head gives eight numbers in place of logits. What the model makes
+of them must be the softcap of its configuration, which the loss uses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALLOWED = (
     "allowed: a model of Tunix 0.1.7's with its embedder.decode or its lm_head, plain "
     "(return_logits=False and the model's own function make logits)"
 )
-# What a head may do beside one product.
+# The primitives that a head may have beside one product.
 _MOVES = frozenset((
     "convert_element_type", "transpose", "sharding_constraint", "copy", "copy_p", "reshape",
     "mesh_cast", "squeeze", "broadcast_in_dim",
@@ -52,7 +52,7 @@ def _refused(model: Any, what: str) -> Exception:
 
 
 class _Head(NamedTuple):
-    """A head, and what it was given."""
+    """A call of a head. hidden and weight are cast to the dtype of its product."""
 
     hidden: Any  # [B, T, D]
     weight: Any  # [V, D]
@@ -96,7 +96,7 @@ def _capped(logits: Any, softcap: float) -> Any:
 
 
 def _check_probe(model: Any, made: Any, probe: np.ndarray[Any, Any], softcap: float) -> None:
-    """Raises unless the model has made the softcap of its head's numbers, and no more."""
+    """Raises unless the model returned `probe` after the softcap, and nothing else."""
     if isinstance(made, jax.core.Tracer) or getattr(made, "shape", None) != probe.shape:
         raise _refused(model, f"makes something else of its head's logits than their {probe.shape}")
     wide = probe.astype(np.float64)
@@ -111,7 +111,7 @@ def _check_probe(model: Any, made: Any, probe: np.ndarray[Any, Any], softcap: fl
 
 
 def _run(model: Any, tokens: Any, **options: Any) -> _Head:
-    """The model's forward, with numbers in place of its logits."""
+    """Runs the model's forward with eight numbers in place of its logits."""
     tied = getattr(model, "lm_head", None) is None
     owner, name = (getattr(model, "embedder", None), "decode") if tied else (model, "lm_head")
     own = getattr(owner, name, None)
@@ -130,7 +130,7 @@ def _run(model: Any, tokens: Any, **options: Any) -> _Head:
             probe = np.linspace(-3, 3, 8).astype(of_logits).reshape(1, 1, 8) * (softcap or 1.0)
             probe = probe.astype(of_logits)
             given.append((hidden.astype(dtype), weight.astype(dtype), of_logits, probe))
-            # What the model makes of the numbers is made now, while it is traced.
+            # From here on the model computes with values, not tracers: _check_probe reads them.
             folding.enter_context(jax.ensure_compile_time_eval())
             return jnp.asarray(probe)
 
@@ -153,8 +153,8 @@ def _run(model: Any, tokens: Any, **options: Any) -> _Head:
 
 @jax.tree_util.register_pytree_node_class
 class Logits:
-    """Stands for logits [B, T, V], and becomes them where it is used as an array. Its entropy is
-    made already."""
+    """Stands for logits [B, T, V], and becomes them where it is used as an array. Their entropy is
+    already computed."""
 
     def __init__(
         self, hidden: Any, weight: Any, entropy: Any, softcap: float, temperature: float,
@@ -177,7 +177,7 @@ class Logits:
 
 
 def compute_entropy_from_logits(logits: Any) -> Any:
-    """[B, T], as Tunix' function; without logits of what `compute_per_token_logps` gives here."""
+    """[B, T], as Tunix' function. For `Logits` no logits are computed."""
     if isinstance(logits, Logits):
         return logits.entropy
     log_probs = jax.nn.log_softmax(logits, axis=-1)
@@ -205,9 +205,9 @@ def compute_per_token_logps(
     *,
     memory: int | str | None = None,
 ) -> Any:
-    """The log-probabilities of completion_tokens [B, T], or with segment_ids [B, T] of a packed
-    sequence, 0 at its first token: f32. With `return_logits` the pair of them and `Logits`, which
-    are made only where they are used as an array."""
+    """The log-probabilities of completion_tokens [B, T] in f32. With segment_ids [B, T], which mark
+    packed sequences, those of all tokens of the row, 0 at its first. With `return_logits` the pair
+    of them and `Logits`."""
     model = nnx.merge(graphdef, state)
     tokens, positions, mask, own_segments = common.process_ids(
         prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids, segment_positions

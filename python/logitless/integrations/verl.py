@@ -20,9 +20,9 @@ _COLUMNS, _SPLIT = 9504, 1024
 
 
 def _peak(call: Sizes) -> int:
-    """The largest number of bytes that verl's kernel needs: those of _COLUMNS and _SPLIT and, in
-    addition to the gradients of the logits, a product that is added to the gradient of hidden, or a
-    copy of the last columns' gradients."""
+    """The largest number of bytes that verl's kernel needs: without gradients, the forward pass's
+    numbers; with them, the gradients of _COLUMNS columns' logits, and a product that is added to
+    the gradient of hidden or a copy of the last columns' gradients."""
     if not call.gradients:
         return 12 * call.tokens * -(-call.vocab // _SPLIT)
     columns = max(min(_COLUMNS, call.vocab), 1)

@@ -111,7 +111,7 @@ def linear_divergence(
     and its loss is token_weight (divergence + label_weight (lse - z of its target)). There is no
     factor T². docs/semantics.md, "Divergences of two heads", has formulas, edges and error bounds.
 
-    Arrays, all of one dtype, f32, f16 or bf16, except biases, which may also be f32:
+    Arrays; those of both heads have one dtype, f32, f16 or bf16, but biases may also be f32:
 
     - `input` [..., D], `linear_weight` [V, D], `linear_bias` [V]: the student's.
     - `teacher_input` [..., Dt], `teacher_weight` [V, Dt], `teacher_bias` [V]; or, instead of this

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions a user calls. docs/semantics.md has the formulas."""
+"""The functions a user calls, except linear_divergence. docs/semantics.md has the formulas."""
 
 from __future__ import annotations
 
@@ -770,9 +770,9 @@ def linear_logprobs_at(
     tokens, candidates, or the tokens that a sampler drew.
 
     - The id -1 stands for no class: its log-probability is -inf, and its upstream gradient is not
-      read. A token whose ids are all -1 is not computed, and its statistics are 0. Any other id
-      outside the vocabulary is an error on the CPU; on a GPU it gives NaN, without a gradient (with
-      over="ids" all values of that token are NaN). An id may be given more than once.
+      read. A token whose ids are all -1 is not computed; its statistics are 0, its argmax -1. Any
+      other id outside the vocabulary is an error on the CPU; on a GPU it gives NaN, without a
+      gradient (with over="ids" all values of that token are NaN). An id may be given repeatedly.
     - `over`: "vocab": the softmax is over the whole vocabulary. "ids": it is over the token's ids
       alone, where an id that is given twice counts twice. That multiplies only these classes, and
       cannot be combined with `return_statistics` or `vocab_ids`.

@@ -93,8 +93,8 @@ class Scale:
 
     def by(self, factor: Tensor) -> None:
         """Multiplies every value by the factor [], f32 on their device: in f32, rounded once, in
-        one launch. If the factor is 1 the kernel reads and writes nothing; the host does not wait
-        to know that. May be called only once."""
+        one launch. If the factor is 1 the kernel touches no value; the host does not wait to know
+        that. May be called only once."""
         if factor.is_neg():
             factor = factor.resolve_neg()
         self._frame.run(factor.data_ptr(), torch._C._cuda_getCurrentRawStream(self._index))

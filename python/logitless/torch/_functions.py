@@ -555,8 +555,8 @@ def workspace_size(
     arguments, results and gradients. Nothing is computed, and no element is read.
 
     These are the workspace and, if the gradients are not computed with the loss, what is kept for
-    backward. The result never exceeds `memory`; None takes the value of `default_memory`. A
-    compiled function may keep another amount.
+    backward; both fit in `memory` (None: the value of `default_memory`). The copies for vocab_ids
+    come on top. A compiled function may keep another amount.
 
     Arguments, shapes and errors are those of linear_cross_entropy, but a vocabulary that is split
     over ranks is not supported. `gradients`: True includes the backward, for the tensors that
@@ -664,7 +664,7 @@ def linear_logprobs_at(
     - `input` [..., D], `linear_weight` [V, D], `linear_bias` [V]: as in `linear_cross_entropy`.
     - `ids` [..., K], int64 or int32, K from 1 to 1024: the classes. -1 stands for no class: its
       log-probability is -inf, and its upstream gradient is not read. A token whose ids are all -1
-      is not computed, and its statistics are 0. An id may be given more than once.
+      is not computed; its statistics are 0, its argmax -1. An id may be given more than once.
     - `over`: "vocab": the softmax is over the whole vocabulary. "ids": it is over the token's ids
       alone, where an id that is given twice counts twice. That multiplies only these classes, and
       cannot be combined with `return_statistics`, `group` or `vocab_ids`.

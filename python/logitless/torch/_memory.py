@@ -47,9 +47,9 @@ def source() -> str:
 
 def set_default_memory(memory: int | str | None) -> None:
     """Sets the default of `memory`, in bytes or as "512MiB", for all later calls of this process,
-    on any thread, to functions of logitless.torch and logitless.integrations. With None, functions
-    of logitless.torch take the memory that the library recommends, and those of
-    logitless.integrations what the function that they replace takes. An open
+    on any thread, that do not pass it: of logitless.torch's functions, and of the integrations for
+    torch. With None, functions of logitless.torch take the memory that the library recommends, and
+    each integration what its docstring says, mostly that of the replaced function. An open
     `with default_memory(...)` overrides it. A compiled function uses the value that was in force
     when it was traced."""
     _settings[0].memory = parse_memory(memory)

@@ -60,9 +60,9 @@ class Options(torch.nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Class weights and temperatures move with the module to another device, but keep their
-        dtype (0.7 is not a bf16 number), and keep their values in to_empty(). On the meta device
-        they have no values; moved from there they are NaN until someone writes them, and so is the
-        loss."""
+        dtype (0.7 is not a bf16 number), and keep their values in to_empty(). Moved from the meta
+        device, where they have no values, they and the loss are NaN until someone writes them. So
+        do lists of ids, which then hold -1."""
         held = dict(self._buffers)
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in held.items():
@@ -282,7 +282,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
 
     It is an nn.Linear that holds the weight. So the hooks of FSDP and DDP run around the loss, a
     weight that is tied to an embedding stays tied, and checkpoints keep their names. The head's own
-    tensors are `head.weight` [V, D] and, if there is a bias, `head.bias` [V]. Keywords are the
+    tensors are `head.weight` [V, D] and, if there is a bias, `head.bias` [V]. Keywords are
     options of `linear_cross_entropy`; `weight` [V] is the class weights. With `vocab_ids`, logits
     are -inf at all other rows.
 

@@ -262,10 +262,10 @@ def launch(
     memory: int | None, asked: object, row_state: Tensor | None = None, accumulate: bool = False,
     keep: Keep | None = None, kept: Kept | None = None, only_chosen: bool = False,
 ) -> Kept | None:  # fmt: skip
-    """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked`
-    identifies the outputs and their dtypes: together with the inputs it decides everything except
-    addresses. `row_state` [2, N] holds row_reference and row_log_sum. A Forward with `keep` returns
-    what it kept; a Backward takes that as `kept`.
+    """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked` tells
+    the outputs and their dtypes; it is part of the key of the cached plan. `row_state` [2, N] holds
+    row_reference and row_log_sum. A Forward with `keep` returns what it kept; a Backward takes that
+    as `kept`.
     """
     first = tensors[0]
     assert first is not None

@@ -133,7 +133,7 @@ class Vocabulary(NamedTuple):
     name: str
     vocab: Any  # the number of ids in the whole vocabulary
     ordered: Tensor  # [V'] i64, ascending
-    order: Tensor  # [V'] where the call's own row of each of them is
+    order: Tensor  # [V'] i64, the call's row of each of them
     wrong: Tensor  # bool [], whether the list is wrong: then all results are NaN
     rows: Tensor  # [V'] i64, the weight's rows in the call's order; of a rank those that it has
 

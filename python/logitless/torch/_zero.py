@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of DeepSpeed's ZeRO-3, which are whole around their module's call alone. DeepSpeed is
-no dependency: such a parameter has its marks."""
+"""Parameters of DeepSpeed's ZeRO-3, which are whole only while their module is called or where they
+are gathered. DeepSpeed is no dependency: its attributes tell such a parameter."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _is_whole(parameter: Any) -> bool:
 
 
 def held(name: str, tensor: Any) -> Any:
-    """The tensor, or a view of the parameter that keeps the memory which it has now: DeepSpeed
-    takes it from the parameter before Backward reads it."""
+    """The tensor, or for a ZeRO-3 parameter a view, which keeps the whole memory alive: DeepSpeed
+    takes that from the parameter before Backward reads it."""
     if not is_zero(tensor):
         return tensor
     if not _is_whole(tensor):
@@ -38,8 +38,8 @@ def held(name: str, tensor: Any) -> Any:
 
 @contextlib.contextmanager
 def gathered(*tensors: Tensor | None) -> Iterator[None]:
-    """Makes parameters whole, on all ranks together. A tied one may be whole for another module,
-    which then lets go of it itself."""
+    """Makes parameters whole, on all ranks together. One that is whole already (tied to another
+    module that is being called) is left to that module."""
     apart = [t for t in tensors if is_zero(t) and not _is_whole(t)]
     if not apart:
         yield

@@ -139,7 +139,7 @@ def _arguments(own: _Own, asked: Asked, shard: Shard) -> tuple[Any, ...]:
 
 
 def _own_states(shard: Shard, given: Inputs, own: _Own, asked: Asked) -> Tensor:
-    """[1, k, N]"""
+    """This rank's states [1, k, N]; without columns, those of an empty shard."""
     shards.check_rows(shard, own.inputs.weight, (given.weight, given.bias))
     states: Tensor = torch.ops.logitless.divergence_states(*_arguments(own, asked, shard))
     if own.empty:
@@ -154,7 +154,7 @@ _NONE = dict.fromkeys(
 
 
 def _own_sums(shard: Shard, own: _Own, asked: Asked, states: Tensor) -> Tensor:
-    """[1, k, N]"""
+    """This rank's sums [1, k, N]; zeros without columns."""
     made: Tensor = torch.ops.logitless.divergence_sums(*_arguments(own, asked, shard), states)
     return (torch.zeros_like(made) if own.empty else made).unsqueeze(0)
 
@@ -199,7 +199,7 @@ def _folded(states: Tensor, tokens: Tokens, shard: Shard, asked: Asked, has_targ
 
 def _losses(divergence: Tensor, found: dict[str, Tensor], given: Inputs, asked: Asked,
             shard: Shard) -> Tensor:  # fmt: skip
-    """[N]"""
+    """The losses [N] of the tokens, 0 for ignored ones."""
     losses = divergence
     if asked.options.label_weight:
         losses = losses - asked.options.label_weight * found["logprob"]
@@ -224,7 +224,7 @@ def _tokens(given: Inputs, asked: Asked) -> tuple[Tokens, Asked]:
 
 
 class ShardedDivergence(Function):
-    """The wanted outputs, in their order."""
+    """The autograd rule: the wanted outputs, in their order."""
 
     @staticmethod
     def forward(

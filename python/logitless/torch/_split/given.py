@@ -17,8 +17,8 @@ class Split:
     `group=` if a process group alone is not enough (docs/devices.md).
 
     - `group`: a torch.distributed.ProcessGroup, or its name. linear_weight and linear_bias are this
-      rank's columns. All other arguments are the same on every rank, and so are all results, to the
-      bit. None: one process, with `blocks`.
+      rank's columns. Unless other fields say so, all other arguments are the same on every rank,
+      and so are all results, to the bit. None: one process, with `blocks`.
     - `start`, `total`: the first column of this rank, and the number of columns of all ranks. None:
       torch.chunk's split of `total`, or equal shards. Rows of the weight beyond `total` are
       padding.

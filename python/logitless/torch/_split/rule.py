@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# SPDX-License-Identifier: Apache-2.0
 """The loss with a vocabulary that is split over a process group. Every rank holds some rows of the
 weight. Hidden states and targets are the same on all ranks, or the hidden states are split along a
 dimension of tokens.

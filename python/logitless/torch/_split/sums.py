@@ -99,7 +99,7 @@ def divisor(tokens: Tokens, options: Options) -> Tensor:
 
 
 def reduced(losses: Tensor, tokens: Tokens, options: Options) -> Tensor:
-    """[] or [N]."""
+    """The reduced loss [], or the losses [N] with reduction "none"."""
     if options.reduction == _abi.REDUCTION_NONE:
         return losses
     total = tree_sum(losses)
