@@ -128,7 +128,10 @@ def _gradient_bounds(group: Group, peak: dict[str, float | None]) -> list[Bound]
         name = best.name if best else "no peer ran"
         out.append(
             Bound(
-                label + "best PyTorch / ours", ratio(best.median if best else None, ours), limit, note=name
+                label + "best PyTorch / ours",
+                ratio(best.median if best else None, ours),
+                limit,
+                note=name,
             )
         )
         out.append(Bound(label + "eager / ours", ratio(group.seconds("torch eager"), ours), 1.6))

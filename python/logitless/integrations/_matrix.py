@@ -199,15 +199,24 @@ def _called(own: Callable[..., Any], adapter: Any, rows: Tensor) -> Tensor:
     module = own if isinstance(own, torch.nn.Module) else adapter
     kinds = {name: p.dtype for name, p in adapter.named_parameters()}
 
-    def kept() -> set[tuple[str, int, int]]:
+    def kept() -> dict[str, Tensor]:
         cast = ((n, p) for n, p in module.named_parameters() if kinds[n] is not p.dtype)
-        return {(name, id(t), t._version) for name, t in (*module.named_buffers(), *cast)}
+        return {name: t.detach() for name, t in (*module.named_buffers(), *cast)}
 
-    before = kept()
+    before = {name: t.clone() for name, t in kept().items()}
     made: Tensor = own(rows[None])[0]
-    if changed := before ^ kept():
-        raise refused(f"a {name_of(adapter)} that keeps something of a call ({min(changed)[0]})")
+    after = kept()
+    for name in sorted({*before, *after}):
+        if name not in before or name not in after or not _equal(before[name], after[name]):
+            raise refused(f"a {name_of(adapter)} that keeps something of a call ({name})")
     return made
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether all numbers are the same; NaN is the same as NaN."""
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _f32_copy(module: Any, made_of: Callable[[Tensor], Tensor] = Tensor.float) -> Any:
