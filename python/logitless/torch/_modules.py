@@ -72,7 +72,8 @@ class Options(torch.nn.Module):
             if not before.is_meta:
                 self._buffers[name] = before.to(now.device)
             elif not now.is_meta:
-                none = float("nan") if before.is_floating_point() else -1  # which no list has
+                # -1 is an absent id; NaN makes the loss NaN until values are written
+                none = float("nan") if before.is_floating_point() else -1
                 self._buffers[name] = torch.full_like(now, none, dtype=before.dtype)
         return moved
 

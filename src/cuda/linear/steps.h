@@ -25,7 +25,7 @@ enum class StepKind {
   states,   // from the sums or a given state: outputs, gradients' factors, input times v
   // E of rows beyond the exponent's range, and the padding rows after the panel's.
   finish_panel,
-  form_dz,           // dz in place of E, and its part of grad_bias unless by rows
+  form_dz,           // dz in place of E; also its part of grad_bias if Origin is dz_in_place
   scale_input,       // input times v, and the rows that give the smoothing's term of E
   remake,            // E or dz of the panel, from logits computed again
   form_panel,        // dz of the panel, from kept E

@@ -27,7 +27,8 @@ struct RowsCall {
   SumSet wants{};
 };
 
-// A row has at least one block of the grid, and columns are counted in 32 bits.
+// A grid has up to 2^31 - 1 blocks and a row takes up to eight (most_row_blocks); columns are
+// counted in 32 bits, with room for those of the last tiles.
 constexpr int64_t most_rows = (int64_t{1} << 28) - 1, most_columns = int64_t{1} << 30;
 Status check_row_extents(const TensorView& logits);
 

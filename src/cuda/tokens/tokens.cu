@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prepares tokens:
+//   screen: each token's temperature, and whether it has a gradient; only if the call has
+//           temperatures, or gradients that may be 0
 //   classify: how many count, the sum of c_t, the largest factors of the gradients; the outputs of
 //             tokens that do not count
 //   compact: the arrays of those that do, from the number before them; the scalars
-// Up to one_launch_tokens take one launch, a token a thread: every block counts all tokens, which
-// is little beside its own work, and the last one makes the scalars. More tokens take two launches
-// of blocks of tokens_per_block, the second of which uses what the first has found.
+// After screening, up to one_launch_tokens take one launch, a token a thread: every block counts
+// all tokens, which is little beside its own work, and the last one makes the scalars. More tokens
+// take two launches of blocks of tokens_per_block, the second of which uses what the first has
+// found, and a third if `place` is asked for.
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/token_scalars.cuh"
 

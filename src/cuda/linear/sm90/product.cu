@@ -143,7 +143,7 @@ Prepared input_product(const LinearWork& work, const Kept& kept, DType out, Prod
   return p;
 }
 
-// Directs the product's output to all of `sums`.
+// Directs the product's output to f32 rows from `sums` on, at the plan's pitch, without scaling.
 void write_sums(float* sums, const LinearPlan& plan, ProductArguments* a) {
   a->out = sums;
   a->stride = a->columns = static_cast<int32_t>(plan.hidden_pitch);
