@@ -137,7 +137,8 @@ std::vector<Case> cases(const BenchArguments& a) {
 }
 
 // Refuses shapes that do not fit in memory, before the system kills the process. For a GPU the host
-// holds a copy of the tensors, and the device the tensors and the workspace.
+// holds a copy of the tensors, and the device the tensors and the workspace; the same sum is asked
+// of both, to be safe.
 void check_fits(const Case& c, const GpuBench* gpu) {
   uint64_t needed = with_op(c.shape.op, [&](auto op) {
     uint64_t bytes = 0;

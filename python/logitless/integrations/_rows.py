@@ -391,7 +391,8 @@ def answer(real: Tensor) -> Tensor:
 
 
 class _Asked(torch.autograd.Function):
-    """The loss, whose backward pass gives the logits a gradient of ones."""
+    """The loss. Its backward pass also sends ones back through what the model made of the answer;
+    _Answered checks how they arrive."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, logits: Tensor) -> Tensor:
