@@ -204,7 +204,7 @@ def test_of_what_is_traced_a_target_that_is_not_listed_lies_beyond_the_list() ->
 def test_what_does_not_go_with_it() -> None:
     x, w, b, ids, t, _, _ = given()
     for more, message in (
-        ({"axis_name": "v"}, r"axis_name is 'v'; allowed beside vocab_ids: None"),
+        ({"axis_name": "v"}, r"axis_name is 'v'; allowed with vocab_ids: None"),
         ({"vocab_ids": ids[None]}, r"vocab_ids has shape \(1, 13\); allowed: \(V',\), of 1 to 41"),
         ({"vocab_ids": ids[:0]}, r"vocab_ids has shape \(0,\); allowed: \(V',\), of 1 to 41 ids"),
         ({"linear_bias": b[:-1]}, r"linear_bias has shape \(40,\); allowed: 41 in its first dim"),
@@ -219,7 +219,7 @@ def test_what_does_not_go_with_it() -> None:
         ({"vocab_ids": ids, "teacher_vocab_ids": ids}, "vocab_ids and teacher_vocab_ids are both"),
         ({"teacher_vocab_ids": ids}, r"teacher_vocab_ids has shape \(13,\); allowed: \(41,\), an "),
         ({"vocab_ids": ids, "teacher_bias": b[1:]}, r"teacher_bias has shape \(40,\); allowed: 41"),
-        ({"vocab_ids": ids, "axis_name": "v"}, "axis_name is 'v'; allowed beside vocab_ids: None"),
+        ({"vocab_ids": ids, "axis_name": "v"}, "axis_name is 'v'; allowed with vocab_ids: None"),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=f"^{message}"):
             linear_divergence(x, w, **teacher, **more)
