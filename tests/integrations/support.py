@@ -19,6 +19,7 @@ from logitless.torch import _run
 # (scripts/test-device-integrations).
 DEVICE = os.environ.get("LOGITLESS_TEST_DEVICE", "cpu")
 ON_CPU = DEVICE == "cpu"
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 STEPS = 20
 VOCAB, HIDDEN, LENGTH = 61, 16, 12
 PACKAGES = (

@@ -99,8 +99,7 @@ def test_adapters_learn_the_same_without_logits(name: str, patch_first: Any, cal
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patched first", "adapter first"])
 @pytest.mark.parametrize("name", ["saved head", "head"])
 def test_adapters_in_one_compiled_graph(name: str, patch_first: bool, calls: Calls) -> None:
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if name == "head" and patch_first and version < (2, 13):
+    if name == "head" and patch_first and support.TORCH < (2, 13):
         pytest.skip("torch before 2.13 cannot trace the patch of a LoRA that came after it")
     own, ours = with_adapter(name, None), with_adapter(name, patch_first)
     loss, expected = loss_and_gradients(own)

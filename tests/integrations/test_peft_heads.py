@@ -405,7 +405,7 @@ def test_what_16_bits_of_the_weight_would_lose_is_not_lost(
 
 
 def test_it_is_not_served_in_compiled_code(calls: Calls) -> None:
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    if support.TORCH < (2, 13):
         pytest.skip("torch before 2.13 cannot trace the patch of an adapter that came after it")
     model = built(*SERVED["LoHa"], True)
     model.compile(fullgraph=True, backend="eager")

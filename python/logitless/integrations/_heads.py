@@ -92,14 +92,15 @@ def parts(head: Any) -> tuple[Any, ...]:
 
 def name_of(module: Any) -> str:
     name = f"{type(module).__module__}.{type(module).__qualname__}"
-    variants = [getattr(v, "__name__", type(v).__name__) for v in _variants_of(module).values()]
+    variants = _variants_of(module)
     return f"{name} ({', '.join(variants)})" if variants else name
 
 
-def _variants_of(adapter: Any) -> dict[str, Any]:
-    """PEFT's variants of a LoRA, of its active adapters."""
+def _variants_of(adapter: Any) -> list[str]:
+    """The names of PEFT's variants of a LoRA, of its active adapters."""
     known: dict[str, Any] = getattr(adapter, "lora_variant", {})
-    return {name: known[name] for name in getattr(adapter, "active_adapters", ()) if name in known}
+    active = (known[name] for name in getattr(adapter, "active_adapters", ()) if name in known)
+    return [getattr(v, "__name__", type(v).__name__) for v in active]
 
 
 def _within(adapter: Any) -> Any:
@@ -201,8 +202,8 @@ def _check_adapter(adapter: Any) -> None:
         return
     if any(weight.is_meta for weight in adapter.parameters()):
         raise refused(f"a {name_of(adapter)} with a weight that is offloaded")
-    variants = [getattr(v, "__name__", type(v).__name__) for v in _variants_of(adapter).values()]
-    if any(name.startswith(("ALora", "Arrow")) for name in variants):  # by positions, by routes
+    # Activated LoRA depends on positions, Arrow on routes.
+    if any(name.startswith(("ALora", "Arrow")) for name in _variants_of(adapter)):
         raise refused(f"a {name_of(adapter)}, which is another head for every token")
 
 
