@@ -8,10 +8,10 @@ without the student's sampling, which is the same, and the growth of the residen
 A shape is the tokens of a step x the student's width x the vocabulary x the teacher's width. Both
 are Llamas of two layers with random weights, in f32; completions are sampled on the policy, a
 quarter of their tokens does not count. Every way has a process of its own, one after the other, in
-as many rounds as `--rounds` says. Seconds are the median of all steps but each process's first.
-MiB is the median over the rounds of what the peak resident set, the first step's too, is above that
-before training; gradients and the optimizer's state are in it. `--memory` is that of patch_trl. Needs transformers, trl, datasets and tokenizers
-beside PyTorch."""
+as many rounds as `--rounds` says. Seconds are the median of all steps but each process's first. MiB
+is the median over the rounds of what the peak resident set, the first step's too, is above that
+before training; gradients and the optimizer's state are in it. `--memory` is that of patch_trl.
+Needs transformers, trl, datasets and tokenizers beside PyTorch."""
 
 from __future__ import annotations
 
