@@ -334,14 +334,16 @@ def test_jax_is_asked_for_by_name(empty: pathlib.Path) -> None:
     assert "logitless.jax needs JAX 0.6.1 or newer" in done.stderr
 
 
-def test_importing_takes_less_than_50_ms_beyond_torch(empty: pathlib.Path) -> None:
+def test_importing_takes_a_twenty_fifth_of_what_torch_takes(empty: pathlib.Path) -> None:
+    """In processor time of one process, because a machine is not as fast at all times."""
     code = """
-import torch, time
-start = time.process_time(); import logitless.torch; print(time.process_time() - start)
+import time; start = time.process_time()
+import torch; middle = time.process_time()
+import logitless.torch; print((time.process_time() - middle) / (middle - start))
 """
     site = site_of(empty)
-    times = [float(run(sys.executable, code, PYTHONPATH=site)) for _ in range(3)]
-    assert min(times) < 0.050, times
+    parts = [float(run(sys.executable, code, PYTHONPATH=site)) for _ in range(3)]
+    assert min(parts) < 0.04, parts
 
 
 def test_the_version_is_said_once_everywhere() -> None:

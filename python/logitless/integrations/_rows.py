@@ -26,6 +26,7 @@ from torch import Tensor
 
 from logitless._errors import not_supported
 from logitless.integrations import _callers
+from logitless.torch._dispatch import define
 
 # The keys of calls outside of compiled programs: already checked, or not yet. A compiled program
 # has its own key, because its check is at its first run.
@@ -345,31 +346,27 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     return grad * ctx.saved_tensors[0], *[None] * 3, *lists, *[None] * 7
 
 
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "FRAGMENT")
-_DEFINED: dict[str, tuple[Any, Any]] = {
-    "rows_real(Tensor input, Tensor weight, Tensor? bias, ScalarType dtype, SymInt key) -> Tensor":
-    (_real, lambda input, weight, bias, dtype, key: weight.new_empty(
-        _REAL, weight.shape[0], dtype=dtype)),
-    "rows_answer(Tensor real) -> Tensor":
-    (_answer, lambda real: real.new_empty(1, _COUNT, real.shape[-1])),
+define(
+    "rows_real(Tensor input, Tensor weight, Tensor? bias, ScalarType dtype, SymInt key) -> Tensor",
+    _real, lambda input, weight, bias, dtype, key: weight.new_empty(
+        _REAL, weight.shape[0], dtype=dtype),
+)  # fmt: skip
+define(
+    "rows_answer(Tensor real) -> Tensor",
+    _answer, lambda real: real.new_empty(1, _COUNT, real.shape[-1]),
+)  # fmt: skip
+define(
     "rows_checked(Tensor out, Tensor loss, Tensor made, Tensor real, Tensor[] given, "
     "Tensor[] known, float scale, float softcap, SymInt columns, str names, str who, SymInt key, "
-    "bool asks) -> (Tensor, Tensor)":
-    (_checked, lambda out, *_: (torch.empty_like(out), torch.empty_like(out))),
+    "bool asks) -> (Tensor, Tensor)",
+    _checked, lambda out, *_: (torch.empty_like(out), torch.empty_like(out)),
+    rule=_backward, setup=_setup,
+)  # fmt: skip
+define(
     "rows_returned(Tensor grad, Tensor real, float scale, float softcap, SymInt columns, str who) "
-    "-> Tensor":
-    (_returned, lambda grad, *_: grad.new_empty((), dtype=torch.float32)),
-}  # fmt: skip
-for _schema, (_kernel, _fake) in _DEFINED.items():
-    _name = _schema.partition("(")[0]
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _device)
-    torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    "logitless::rows_checked", _backward, setup_context=_setup, lib=_library
-)
+    "-> Tensor",
+    _returned, lambda grad, *_: grad.new_empty((), dtype=torch.float32),
+)  # fmt: skip
 _ops: Any = torch.ops.logitless
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless._errors import not_supported
 from logitless._vocabulary import ABSENT
 from logitless.torch import _lists, _run
-from logitless.torch._autograd import ONCE_ONLY, cast, cast_bias
+from logitless.torch._autograd import cast, cast_bias
+from logitless.torch._dispatch import define, once_only
 from logitless.torch._run import columns
 
 _INPUTS = ("input", "weight", "bias", "target", "temperature", "ids", "id_offsets")
@@ -112,14 +112,6 @@ _TENSORS = (
     "Tensor input, Tensor weight, Tensor? bias, Tensor? temperature, Tensor ids, Tensor? offsets, "
     "float logit_scale, float softcap, float temperature_number, int? memory, ScalarType? dtype"
 )
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "FRAGMENT")
-_tags = (torch.Tag.pt2_compliant_tag,)
-_library.define(f"logits_at({_TENSORS}) -> Tensor", tags=_tags)
-_library.define(
-    f"logits_at_backward({_TENSORS}, Tensor upstream, int needs) -> (Tensor, Tensor, Tensor)",
-    tags=_tags,
-)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -135,18 +127,12 @@ def _rule(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     return *(g if needs & 1 << i else None for i, g in enumerate(grads)), *rest
 
 
-def _never_twice(ctx: Any, *_: Any) -> Any:
-    raise not_supported(ONCE_ONLY)
-
-
-for _name, _kernel in (("logits_at", _logits_at), ("logits_at_backward", _backward)):
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _device)
-torch.library.register_fake(
-    "logitless::logits_at",
-    lambda *args: args[0].new_empty(args[4].shape, dtype=torch.float32),
-    lib=_library,
-)
-torch.library.register_fake("logitless::logits_at_backward", _backward_fake, lib=_library)
-torch.library.register_autograd("logitless::logits_at", _rule, setup_context=_setup, lib=_library)
-torch.library.register_autograd("logitless::logits_at_backward", _never_twice, lib=_library)
+define(
+    f"logits_at({_TENSORS}) -> Tensor",
+    _logits_at, lambda *args: args[0].new_empty(args[4].shape, dtype=torch.float32),
+    rule=_rule, setup=_setup,
+)  # fmt: skip
+define(
+    f"logits_at_backward({_TENSORS}, Tensor upstream, int needs) -> (Tensor, Tensor, Tensor)",
+    _backward, _backward_fake, rule=once_only,
+)  # fmt: skip

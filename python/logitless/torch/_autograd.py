@@ -20,6 +20,7 @@ from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import not_supported
 from logitless.torch import _device, _kept, _lists, _run
+from logitless.torch._dispatch import ONCE_ONLY
 from logitless.torch._kept import Keep, Kept
 from logitless.torch._run import Constants, Upstream
 
@@ -213,12 +214,6 @@ def refuse_batches(upstream: Sequence[Tensor | None]) -> None:
     """Refuses a vmap over backward, whose tensors have no memory of their own."""
     if any(g is not None and _is_batched(g) for g in upstream):
         raise not_supported(NO_TRANSFORMS)
-
-
-ONCE_ONLY = (
-    "logitless: the loss can be differentiated once only; its gradients have no gradient (use "
-    "torch.nn.functional.cross_entropy for double backward)"
-)
 
 
 class Once(Function):

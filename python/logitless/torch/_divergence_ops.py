@@ -19,17 +19,16 @@ from torch import Tensor
 
 from logitless import _abi
 from logitless._abi import Divergence
-from logitless._errors import not_supported
 from logitless.torch import _device, _kept, _ops
 from logitless.torch import _divergence_run as _run
 from logitless.torch._autograd import (
-    ONCE_ONLY,
     cast,
     first_order,
     held_dtype,
     refuse_batches,
     scaled,
 )
+from logitless.torch._dispatch import define, once_only
 from logitless.torch._divergence_run import FUSED, KEEP, OF_TENSORS, PLAIN, Inputs
 
 _TENSORS = "Tensor input, Tensor weight, " + ", ".join(f"Tensor? {n}" for n in Inputs._fields[2:])
@@ -44,32 +43,7 @@ _FIRST_OPTION = len(Inputs._fields)
 _WANTED = _FIRST_OPTION + len(Divergence._fields) + 1
 _OUTPUTS = len(_run.OUTPUTS)
 
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "FRAGMENT")
-_tags = (torch.Tag.pt2_compliant_tag,)
 _GRADS = "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
-_library.define(
-    f"divergence({_TENSORS}, {_OPTIONS}, int wanted) -> ("
-    + ", ".join(f"Tensor {name}" for name in (*_run.OUTPUTS, "kept", "kept_rows"))
-    + f", {_GRADS})",
-    tags=_tags,
-)
-_library.define(
-    f"divergence_backward({_TENSORS}, {_OPTIONS}, int wanted, Tensor grad_loss, Tensor? kept, "
-    f"Tensor? kept_rows) -> ({_GRADS})",
-    tags=_tags,
-)
-# For a shard of the vocabulary: its own states [k, N], its sums [k, N], and its gradients; that of
-# the input is a part, in f32.
-_library.define(f"divergence_states({_TENSORS}, {_OPTIONS}, int wanted) -> Tensor", tags=_tags)
-_library.define(
-    f"divergence_sums({_TENSORS}, {_OPTIONS}, int wanted, Tensor states) -> Tensor", tags=_tags
-)
-_library.define(
-    f"divergence_shard_backward({_TENSORS}, {_OPTIONS}, int wanted, Tensor grad_loss, "
-    f"Tensor states, Tensor? slope_mean) -> ({_GRADS})",
-    tags=_tags,
-)
 
 
 def arguments(
@@ -259,22 +233,27 @@ def _handed_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
     return [g if g is None else cast(g, dtype) for g, dtype in zip(grads, ctx.dtypes)]
 
 
-def _never_twice(ctx: Any, *_: Any) -> Any:
-    raise not_supported(ONCE_ONLY)
-
-
-for _name, _kernel, _fake in (
-    ("divergence", _forward, _forward_fake),
-    ("divergence_backward", _backward, _backward_fake),
-    ("divergence_states", _states, _states_fake),
-    ("divergence_sums", _sums, _sums_fake),
-    ("divergence_shard_backward", _shard_backward, _shard_backward_fake),
-):
-    for _where in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _where)
-    torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
-torch.library.register_autograd("logitless::divergence", _rule, setup_context=_setup, lib=_library)
-torch.library.register_autograd("logitless::divergence_backward", _never_twice, lib=_library)
+_CALL = f"{_TENSORS}, {_OPTIONS}, int wanted"
+define(
+    f"divergence({_CALL}) -> ("
+    + ", ".join(f"Tensor {name}" for name in (*_run.OUTPUTS, "kept", "kept_rows"))
+    + f", {_GRADS})",
+    _forward, _forward_fake, rule=_rule, setup=_setup,
+)  # fmt: skip
+define(
+    f"divergence_backward({_CALL}, Tensor grad_loss, Tensor? kept, Tensor? kept_rows) "
+    f"-> ({_GRADS})",
+    _backward, _backward_fake, rule=once_only,
+)  # fmt: skip
+# For a shard of the vocabulary: its own states [k, N], its sums [k, N], and its gradients; that of
+# the input is a part, in f32.
+define(f"divergence_states({_CALL}) -> Tensor", _states, _states_fake)
+define(f"divergence_sums({_CALL}, Tensor states) -> Tensor", _sums, _sums_fake)
+define(
+    f"divergence_shard_backward({_CALL}, Tensor grad_loss, Tensor states, Tensor? slope_mean) "
+    f"-> ({_GRADS})",
+    _shard_backward, _shard_backward_fake,
+)  # fmt: skip
 
 
 def divergence(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.torch._dispatch import define
+
 
 def ends_of(offsets: Tensor, places: Any) -> Tensor:
     """[N + 1]: the offsets, made non-decreasing and within [0, M]."""
@@ -55,26 +57,6 @@ def _log_softmax(logits: Tensor, offsets: Tensor) -> Tensor:
     return shifted - _summed(shifted.exp(), ends).log().float()[token]
 
 
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "FRAGMENT")
-for _name, _given, _kernel in (
-    ("list_sums", "Tensor values", _sums), ("list_log_softmax", "Tensor logits", _log_softmax),
-):  # fmt: skip
-    _library.define(
-        f"{_name}({_given}, Tensor offsets) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-    )
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _device)
-torch.library.register_fake(
-    "logitless::list_sums",
-    lambda values, offsets: values.new_empty(offsets.shape[0] - 1),
-    lib=_library,
-)
-torch.library.register_fake(
-    "logitless::list_log_softmax", lambda logits, offsets: torch.empty_like(logits), lib=_library
-)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1], output)
 
@@ -85,6 +67,11 @@ def _rule(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     return upstream - made.exp() * total, None
 
 
-torch.library.register_autograd(
-    "logitless::list_log_softmax", _rule, setup_context=_setup, lib=_library
-)
+define(
+    "list_sums(Tensor values, Tensor offsets) -> Tensor",
+    _sums, lambda values, offsets: values.new_empty(offsets.shape[0] - 1),
+)  # fmt: skip
+define(
+    "list_log_softmax(Tensor logits, Tensor offsets) -> Tensor",
+    _log_softmax, lambda logits, offsets: torch.empty_like(logits), rule=_rule, setup=_setup,
+)  # fmt: skip

@@ -21,9 +21,8 @@ from torch import Tensor
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import argument, not_supported, wrong_device
-from logitless.torch import _kept, _run
+from logitless.torch import _dispatch, _kept, _run
 from logitless.torch._autograd import (
-    ONCE_ONLY,
     Call,
     asked_of,
     cast,
@@ -70,19 +69,6 @@ RESULTS = (
     "grad_weight", "grad_bias",
 )  # fmt: skip
 
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "DEF")
-_tags = (torch.Tag.pt2_compliant_tag,)
-_library.define(
-    f"forward({TENSORS}, {OPTIONS}, int wanted, SymInt kept_bytes, Tensor? anchor) -> ("
-    + ", ".join(f"Tensor {name}" for name in RESULTS)
-    + ")",
-    tags=_tags,
-)
-_library.define(
-    f"backward({TENSORS}, {OPTIONS}, int wanted, {_UPSTREAM}, {_KEPT}) -> ({_GRADS})",
-    tags=_tags,
-)
 _ROW_STATE, _GRAD_INPUT = RESULTS.index("row_state"), RESULTS.index("grad_input")
 
 
@@ -282,19 +268,16 @@ def _multiplied(ctx: Any, factor: Tensor) -> list[Tensor | None]:
     ]
 
 
-def _never_twice(ctx: Any, *_: Any) -> Any:
-    raise not_supported(ONCE_ONLY)
-
-
-for _name, _kernel, _fake in (
-    ("forward", _forward, _forward_fake),
-    ("backward", _backward, _backward_fake),
-):
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _device)
-    torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
-torch.library.register_autograd("logitless::forward", _rule, setup_context=_setup, lib=_library)
-torch.library.register_autograd("logitless::backward", _never_twice, lib=_library)
+_dispatch.define(
+    f"forward({TENSORS}, {OPTIONS}, int wanted, SymInt kept_bytes, Tensor? anchor) -> ("
+    + ", ".join(f"Tensor {name}" for name in RESULTS)
+    + ")",
+    _forward, _forward_fake, rule=_rule, setup=_setup,
+)  # fmt: skip
+_dispatch.define(
+    f"backward({TENSORS}, {OPTIONS}, int wanted, {_UPSTREAM}, {_KEPT}) -> ({_GRADS})",
+    _backward, _backward_fake, rule=_dispatch.once_only,
+)  # fmt: skip
 
 
 def bytes_to_keep(

@@ -24,18 +24,7 @@ from logitless._errors import not_supported, wrong_device, wrong_dtype
 from logitless._vocabulary import ABSENT
 from logitless.torch import _run
 from logitless.torch._checks import check_matrix, check_rows, check_tensor
-
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "FRAGMENT")
-_library.define(
-    "sort_list(Tensor ids, SymInt vocab, str name) -> (Tensor sorted, Tensor order, Tensor wrong)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "places(Tensor target, Tensor sorted, Tensor order, Tensor wrong, int ignored, int shift, "
-    "str name, str listed) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+from logitless.torch._dispatch import define
 
 
 def _sort_list(ids: Tensor, vocab: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,13 +85,15 @@ def _places_fake(target: Tensor, *_: Any) -> Tensor:
     return target.new_empty(target.shape, dtype=torch.int64)
 
 
-for _name, _kernel, _on_host, _fake in (
-    ("sort_list", _sort_list, _sort_list_on_host, _sort_list_fake),
-    ("places", _places, _places_on_host, _places_fake),
-):
-    _library.impl(_name, _on_host, "CPU")
-    _library.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
+define(
+    "sort_list(Tensor ids, SymInt vocab, str name) -> (Tensor sorted, Tensor order, Tensor wrong)",
+    _sort_list, _sort_list_fake, on_host=_sort_list_on_host,
+)  # fmt: skip
+define(
+    "places(Tensor target, Tensor sorted, Tensor order, Tensor wrong, int ignored, int shift, "
+    "str name, str listed) -> Tensor",
+    _places, _places_fake, on_host=_places_on_host,
+)  # fmt: skip
 
 
 class _Rows(Function):

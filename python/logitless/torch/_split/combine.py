@@ -14,6 +14,7 @@ from logitless import _abi
 from logitless._abi import Options
 from logitless._statistics import names_where
 from logitless.torch import _run
+from logitless.torch._dispatch import define
 from logitless.torch._split.sums import Tokens
 
 # The extra rows of a state [k, N], in their order, after row_reference, row_log_sum and
@@ -130,16 +131,11 @@ def _combine_fake(states: Tensor, *rest: Any) -> list[Tensor]:
     return [states.new_empty(2, states.shape[2]), *(t for t in outputs if t is not None)]
 
 
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "FRAGMENT")
-_library.define(
+define(
     "shard_combine(Tensor states, Tensor? argmax, Tensor? top_logits, Tensor? top_ids, "
     "Tensor target, Tensor? token_weight, Tensor? vocab_weight, Tensor? normalizer, "
     "int reduction, int ignore_index, int empty_mean, SymInt vocab_total, "
     "float label_smoothing, float z_loss, float normalizer_number, int given, int wanted) "
     "-> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-for _device in ("CPU", "CUDA"):
-    _library.impl("shard_combine", _combine, _device)
-torch.library.register_fake("logitless::shard_combine", _combine_fake, lib=_library)
+    _combine, _combine_fake,
+)  # fmt: skip

@@ -30,6 +30,7 @@ from logitless.torch import _divergence_ops as ops
 from logitless.torch import _divergence_run as run
 from logitless.torch import _run
 from logitless.torch._autograd import cast, first_order
+from logitless.torch._dispatch import compose
 from logitless.torch._divergence_run import BITS, OF_TENSORS, SLOPE, Inputs
 from logitless.torch._split import combine, exchange, ranks, rule, shards, sums
 from logitless.torch._split.given import Split
@@ -364,17 +365,6 @@ def divergence(
     return outputs
 
 
-# For torch.compile, like the other losses' (rule.py).
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "FRAGMENT")
-_library.define(
-    f"sharded_divergence({ops._TENSORS}, {ops._OPTIONS}, int wanted, str group, int rank, "
-    "int size, int? sequence_dim, bool local_tokens, bool reduce_input_grad, bool ordered, "
-    "bool of_input, bool of_any, str revision) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
 def _sharded_divergence(*args: Any) -> list[Tensor]:
     inputs, options, memory, dtype, wanted = ops._split(args)
     group, rank, size, dim, local, reduces, ordered, of_input, of_any, _ = args[ops._WANTED + 1 :]
@@ -387,7 +377,13 @@ def _sharded_divergence(*args: Any) -> list[Tensor]:
     return list(apply(*inputs[:3], tuple(inputs[3:]), asked, shard))
 
 
-_library.impl("sharded_divergence", _sharded_divergence, "CompositeImplicitAutograd")
+# For torch.compile, like the other losses' (rule.py).
+compose(
+    f"sharded_divergence({ops._TENSORS}, {ops._OPTIONS}, int wanted, str group, int rank, "
+    "int size, int? sequence_dim, bool local_tokens, bool reduce_input_grad, bool ordered, "
+    "bool of_input, bool of_any, str revision) -> Tensor[]",
+    _sharded_divergence,
+)
 
 
 def _traced(inputs: Inputs, asked: Asked, shard: Shard) -> Sequence[Tensor]:

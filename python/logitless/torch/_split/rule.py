@@ -37,6 +37,7 @@ from logitless._statistics import names_where
 from logitless.torch import _autograd, _kept, _ops, _run
 from logitless.torch._autograd import Call, asked_of, cast, cast_bias, first_order, taken
 from logitless.torch._device import allows_tf32
+from logitless.torch._dispatch import compose
 from logitless.torch._run import Constants
 from logitless.torch._split import blocks, combine, exchange, ranks, shards, sums
 from logitless.torch._split.shards import Shard
@@ -381,20 +382,6 @@ def own_loss(
     return [t if t is None or t.dim() == 0 else t.view(shape) for t in outputs]
 
 
-# The loss for torch.compile, as an op that is composed of other ops, through which the compiler
-# traces, including the autograd rule. A plain autograd.Function would get a graph of its own, which
-# fails at dynamic sizes.
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "FRAGMENT")
-_library.define(
-    f"sharded_loss({_ops.TENSORS}, {_ops.OPTIONS}, int wanted, ScalarType? dtype, str group, "
-    "int rank, int size, SymInt start, SymInt total, int? sequence_dim, bool local_tokens, "
-    "bool reduce_input_grad, bool ordered, int blocks, bool own, str replicas, float divisor, "
-    "bool keeps, bool of_input, bool of_any, str revision) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
 def _revision() -> str:
     """A digest of this op's code. Torch caches compiled graphs on disk by the names of the ops, not
     by their code, and graphs of another revision must not be used."""
@@ -418,7 +405,16 @@ def _sharded_loss(*args: Any) -> list[Tensor]:
     return [t for t in apply(input, weight, bias, call, Shard(*where)) if t is not None]
 
 
-_library.impl("sharded_loss", _sharded_loss, "CompositeImplicitAutograd")
+# The loss for torch.compile, as an op that is composed of other ops, through which the compiler
+# traces, including the autograd rule. A plain autograd.Function would get a graph of its own, which
+# fails at dynamic sizes.
+compose(
+    f"sharded_loss({_ops.TENSORS}, {_ops.OPTIONS}, int wanted, ScalarType? dtype, str group, "
+    "int rank, int size, SymInt start, SymInt total, int? sequence_dim, bool local_tokens, "
+    "bool reduce_input_grad, bool ordered, int blocks, bool own, str replicas, float divisor, "
+    "bool keeps, bool of_input, bool of_any, str revision) -> Tensor[]",
+    _sharded_loss,
+)
 
 
 def _traced(
