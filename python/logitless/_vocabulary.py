@@ -52,7 +52,7 @@ def not_listed(
     none = f"ignore_index ({ignored})"
     where = f"{name}[{place}]"
     if name == "ids":
-        none, shape = "-1 for none", (*shape[:-1], shape[-1])
+        none = "-1 for none"
         row, column = divmod(place, shape[-1])
         where, shape = f"ids[{row}, {column}]", shape[:-1]
     message = f"{where} is {value}, which is not in {listed}; allowed: an id of the list, or {none}"

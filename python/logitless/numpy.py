@@ -514,7 +514,7 @@ def linear_logprobs_at(
     - `ids` [..., K], int64 or int32: the columns, or -1 for none, which gives -inf. Tokens whose
       ids are all -1 are not computed.
     - `over`: "vocab", the softmax over the vocabulary; or "ids", over the token's ids alone, which
-      does not need the other columns' logits.
+      does not need the other columns' logits and allows no `vocab_ids`.
     - `offsets` [N + 1], int64 or int32, with `ids` [M]: for tokens with different numbers of
       columns. Token i, counted over all leading dimensions, has ids[offsets[i]:offsets[i + 1]].
 
@@ -522,6 +522,8 @@ def linear_logprobs_at(
     shape of the tokens.
     """
     alone = _vocabulary.check_over(over)
+    if alone:
+        _vocabulary.refuse_beside_ids(vocab_ids, ())
     rows = _array("input", input)
     tokens = math.prod(rows.shape[:-1])
     if offsets is None:

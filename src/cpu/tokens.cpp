@@ -285,7 +285,6 @@ Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tok
       loss_constants(o, whole, smooths ? class_weight_sum(call.vocab_weight, whole) : 0);
   tokens->normalizer = normalizer_of(call, *tokens);
   tokens->empty_mean = tokens->normalizer == 0;
-  tokens->loss_scale = static_cast<float>(1 / tokens->normalizer);
   if (!call.forward) leave_out_inactive(call, tokens);
   const float temperature =
       read_temperatures(call.temperature, o, *tokens, call.fault, &tokens->temperature);

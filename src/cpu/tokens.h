@@ -45,7 +45,6 @@ struct Tokens {
   LossConstants constants{};
   float gradient_scale = 1;      // GradientScale::scale
   float inv_gradient_scale = 1;  // 0 if gradient_scale is 0
-  float loss_scale = 1;          // 1 / normalizer for mean, 1 for sum
   double normalizer = 1;         // the divisor of the mean
   Temperatures temperature{}, teacher_temperature{};
   bool empty_mean = false;  // the reduction is mean and the normalizer exactly 0

@@ -1,16 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Properties of a CUDA device that `info` reports: the oldest driver, whether a token's bits depend
-// on its batch, and whether row_reference is the row's maximum.
+// Properties of a CUDA device that `info` reports: whether a token's bits depend on its batch, and
+// whether row_reference is the row's maximum.
 #pragma once
 
 #include "src/cuda/linear/engines.h"
 #include "src/cuda/runtime/runtime.h"
 
 namespace logitless::cuda {
-
-// CUDA's version as cudart encodes it; any driver of the same major version works. With drivers
-// before 12.4 warmup loads less; before 12.3 there are no early launches.
-inline constexpr int driver_floor = CUDART_VERSION / 1000 * 1000;
 
 // In ops on given logits a token's loss and statistics never depend on its batch. In linear ops
 // they do if cuBLASLt computes the logits, as it does for f32 on every device.

@@ -1585,7 +1585,7 @@ BLOCKS: Sequence[tuple[int, torch.dtype, dict[str, Any]]] = (
 def ranks_whose_inputs_have_other_gradients(rank: Rank) -> Results:
     """The rank with a gradient would wait for ever for the others' parts of it."""
     x, w, t = torch.randn(4, 8), torch.randn(8, 8).requires_grad_(), torch.arange(4)
-    with pytest.raises(ValueError, match="whether the input has one is"):
+    with pytest.raises(ValueError, match="whether the input has a gradient is"):
         linear_cross_entropy(x.requires_grad_(rank.rank == 0), w, t, group=dist.group.WORLD)
     return {}
 

@@ -426,11 +426,11 @@ def every_way_to_write_weights_is_seen(me: Rank) -> None:
                     close(loss, true_loss(head, x, t), 2e-3)
                 if trains:
                     loss.backward()
-    copied = copy.deepcopy(head)
-    with torch.no_grad():
-        assert torch.equal(copied(x, t), head(x, t))
-        with torch.autocast(ranks.DEVICE, torch.float16):  # overrides param_dtype
-            close(head(x, t), true_loss(head, x, t, torch.float16), 2e-3)
+        copied = copy.deepcopy(head)
+        with torch.no_grad():
+            assert torch.equal(copied(x, t), head(x, t))
+            with torch.autocast(ranks.DEVICE, torch.float16):  # overrides param_dtype
+                close(head(x, t), true_loss(head, x, t, torch.float16), 2e-3)
 
 
 @sizes(2)

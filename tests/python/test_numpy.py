@@ -383,6 +383,8 @@ def test_over_and_offsets_that_are_none() -> None:
     ids = np.arange(6)
     with pytest.raises(ValueError, match=r"^over is 'id'; allowed: 'vocab', 'ids'"):
         ln.linear_logprobs_at(x, w, ids, over="id", offsets=np.arange(5))
+    with pytest.raises(NotImplementedError, match=r"^vocab_ids is given with over='ids'; "):
+        ln.linear_logprobs_at(x, w, ids, over="ids", offsets=np.arange(5), vocab_ids=np.arange(9))
     with pytest.raises(ValueError, match=r"^offsets has shape \(4,\); allowed: \(5,\), N \+ 1"):
         ln.linear_logprobs_at(x, w, ids, offsets=np.arange(4))
     with pytest.raises(

@@ -35,15 +35,15 @@ Status ask_driver(Machine* machine) {
   if (code == cudaSuccess && driver == 0) {
     return error(StatusCode::backend_unavailable,
                  "cuda: no NVIDIA driver found; needed: one for CUDA %d.%d or newer",
-                 CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+                 driver_floor / 1000, driver_floor % 1000 / 10);
   }
   if (code == cudaSuccess) code = api().device_count(&count);
   if (code != cudaSuccess) {
     (void)api().take_error();  // clears our own error: the caller must not see it
     return error(StatusCode::backend_unavailable,
                  "cuda: %s (the driver is for CUDA %d.%d; needed: %d.%d or newer)",
-                 cudaGetErrorString(code), driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
-                 CUDART_VERSION % 1000 / 10);
+                 cudaGetErrorString(code), driver / 1000, driver % 1000 / 10, driver_floor / 1000,
+                 driver_floor % 1000 / 10);
   }
   if (count == 0) return error(StatusCode::backend_unavailable, "cuda: no device");
   machine->devices = std::make_unique<Remembered<DeviceInfo>[]>(static_cast<size_t>(count));

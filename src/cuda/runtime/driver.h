@@ -4,10 +4,15 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 
 #include "logitless/logitless.h"
 
 namespace logitless::cuda {
+
+// CUDA's version as cudart encodes it; any driver of the same major version works. With drivers
+// before 12.4 warmup loads less; before 12.3 there are no early launches.
+inline constexpr int driver_floor = CUDART_VERSION / 1000 * 1000;
 
 struct Driver {
   // In every driver that this library supports.

@@ -31,8 +31,9 @@ def facts_of(
 
 _SAME = (
     "Split.total", "the number of the input's tokens", "its hidden size", "Split.blocks",
-    "what is asked for, in bits,", "whether gradients follow", "whether the input has one",
-    "whether anything has a gradient", "the teacher's hidden size",
+    "what is asked for, in bits,", "whether state is kept for Backward",
+    "whether the input has a gradient", "whether anything has a gradient",
+    "the teacher's hidden size",
     "which tensors of tokens are given, in bits,", "the number of ids of a token",
 )  # fmt: skip
 _NO_FACTS = (0,) * (2 + len(_SAME))

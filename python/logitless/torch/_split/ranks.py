@@ -103,7 +103,7 @@ def before_forward(
         "reduce_input_grad": repr(shard.reduce_input_grad),
         "reduce_dtype": repr("float32" if shard.ordered else "input"),
         "input.requires_grad": repr(torch.is_grad_enabled() and input.requires_grad),
-        "whether gradients follow": repr(shard.keeps),
+        "whether state is kept for Backward": repr(shard.keeps),
         "input's dtype and shape": _like(input),
         "linear_weight's dtype": str(weight.dtype)[6:],
         "linear_weight's columns": repr(weight.shape[-1]),
