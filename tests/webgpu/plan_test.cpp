@@ -316,7 +316,6 @@ TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
   for (const bool optional : {false, true}) {
     const PaperCall c{.tokens = 1, .hidden = 4, .vocab = 20000000, .optional = optional};
     for (const Limits& limits : {Limits{}, large}) {
-      // The class weights exceed the smaller limits.
       if (optional && limits.buffer_bytes < large.buffer_bytes) continue;
       for (const uint64_t budget : {uint64_t{0}, uint64_t{1}, UINT64_MAX}) {
         EXPECT_EQ(run_on_paper<CrossEntropyForward>(c, limits, budget).faults, "");
