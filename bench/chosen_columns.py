@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chosen columns through the C interface: logits and row states of K random columns a token, then
-both gradients for random upstream gradients, of what Forward keeps; the same of the softmax over
-the ids alone; beside linear_logprobs_at of as many, linear_logprob of one target a token and three
-cuBLAS products of the same operands.
+both gradients for random upstream gradients, from the state that Forward keeps; and the same for a
+softmax over the ids alone. Compared with linear_logprobs_at for as many ids, linear_logprob for one
+target a token, and three cuBLAS products of the same operands.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/chosen_columns.py --heads 8192x4096x128256 --columns 1,32,64
 
-One process; all take turns in bursts, in an order that turns round every round; medians of
-`--rounds`. bf16. The last column is the largest error of 64 tokens' logits against f32, relative to
+One process; all take turns in bursts, in an order that is reversed every round; medians of
+`--rounds`. bf16. The last column is the largest error of 64 tokens' logits against f64, relative to
 the largest logit. Needs a GPU; `--heads 64x32x300` tries it anywhere, and its figures mean nothing.
 """
 
@@ -34,7 +34,7 @@ class Op:
     def __init__(
         self, kind: int, tensors: dict[str, Tensor], key: int = 0, *, only_chosen: bool = False
     ) -> None:
-        self.tensors = tensors  # the owner of the addresses
+        self.tensors = tensors  # keeps the memory at the addresses
         self.addresses = [t.data_ptr() for t in tensors.values()]
         device = next(iter(tensors.values())).device
         where = (int(device.type == "cuda"), 0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences of a student's and a teacher's head, loss and gradients: ours beside torch.compile of
-logits, TRL's, Unsloth's and Liger's functions, and four cuBLAS products of the same operands.
+"""Divergences of a student's and a teacher's head, loss and gradients: ours compared with
+torch.compile of logits, with TRL's, Unsloth's and Liger's functions, and with four cuBLAS products
+of the same operands.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/compare_divergence.py --pairs 8192x4096x128256x4096 --peers-from peers
@@ -11,12 +12,12 @@ default memory, which is meant to be at most 1.1 times the peer's.
 A pair is N x D x V x the teacher's D. FOLDER of `--peers-from` holds the packages (trl,
 unsloth_zoo, liger_kernel), of which the files of these functions alone are imported. A peer that is
 absent or fails is left out, with one line that says so. `--near SIZE` takes a teacher whose weight
-is the student's but for noise of that relative size.
+is the student's with noise of that relative size.
 
-One process; all take turns in bursts, in an order that turns round every round; medians of
+One process; all take turns in bursts, in an order that is reversed every round; medians of
 `--rounds`. Random data of `--dtype`; f32 products are without TF32. MiB: the allocator's
-peak beyond the inputs and their gradients. The last column is the error of grad_input against f32
-logits, of its norm. Needs a GPU; `--pairs 64x32x300x16` tries it anywhere, and its figures mean
+peak beyond the inputs and their gradients. The last column is the relative error of grad_input
+against f32 logits. Needs a GPU; `--pairs 64x32x300x16` tries it anywhere, and its figures mean
 nothing."""
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from logitless.integrations.trl import TrlPatch
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "tv")
-BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # the peers support three values of beta
+BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # the kinds that the peers compute too
 Call = Callable[[], Tensor]
 
 

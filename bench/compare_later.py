@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that arrive after the loss, beside the mean whose gradient is known: ours with state
-kept between forward and backward (the default), in less memory, and forward alone, torch.compile,
-and the peers of peers_later.py that `--peers` names.
+"""Gradients that arrive after the loss, compared with the mean, whose gradient is known beforehand:
+ours with state kept between forward and backward (the default), in less memory, and forward alone,
+torch.compile, and the peers of peers_later.py that `--peers` names.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/compare_later.py \
         --shapes 8192x4096x128256,8192x2048x151936 --peers verl,trl,cce
@@ -9,14 +9,14 @@ and the peers of peers_later.py that `--peers` names.
 `--peers-from FOLDER` says where their packages are, unless they are installed. A peer that is
 absent or fails is left out, with one line that says so.
 
-`--only TEXT` picks contenders; then the log-probability with a temperature, with other statistics
-and with an upstream gradient for a quarter of the rows at random is among them too.
+`--only TEXT` picks contenders by name, also from those that are left out by default: temperatures,
+other statistics, and upstream gradients that are 0 except for a random quarter of the rows.
 
-One process; all take turns in bursts, in an order that turns round every round; medians of
+One process; all take turns in bursts, in an order that is reversed every round; medians of
 `--rounds`, by the host's clock around bursts that are waited for. bf16, random data and upstream
-gradients. Beside them three bare cuBLAS products of the same operands (V to a multiple of 64). MiB:
-the allocator's peak beyond the inputs and their gradients. The last column is what a peer's
-gradient of the input differs from ours by, of its norm. Needs a GPU; `--shapes 64x32x300` tries it
+gradients. The base is three bare cuBLAS products of the same operands (V to a multiple of 64). MiB:
+the allocator's peak beyond the inputs and their gradients. The last column is the relative
+difference of a peer's gradient of the input from ours. Needs a GPU; `--shapes 64x32x300` tries it
 anywhere, and its figures mean nothing."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Head:
         self.padded[:vocab] = self.weight.detach()
 
     def fresh(self, call: Callable[[], None]) -> Callable[[], None]:
-        """The call, after dropping the gradients of the call before, to which it would add."""
+        """The call, after dropping the last call's gradients: autograd would add to them."""
 
         def run() -> None:
             self.input.grad = self.weight.grad = None
@@ -211,13 +211,13 @@ def chosen(calls: dict[str, Callable[[], None]], only: str) -> dict[str, Callabl
 
 
 class Warm:
-    """Contenders that have run twice, and what was seen of each."""
+    """Contenders that have run twice, with their memory and the difference of their gradients."""
 
     def __init__(self, head: Head, device: str) -> None:
         self.head, self.device = head, device
         self.calls: dict[str, Callable[[], None]] = {}
         self.mib: dict[str, float] = {}
-        self.off: dict[str, float] = {}  # peers' gradients from ours
+        self.off: dict[str, float] = {}  # relative difference from our gradients
         self._gradients: dict[str, Tensor] = {}
 
     def add(self, name: str, call: Callable[[], None]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: one call of ours or of PyTorch on the same memory.
+"""The contenders of compare_cpu.py: calls of ours and of PyTorch on the same inputs.
 
 Head: input [N, D], weight [V, D], target [N], random. Ours writes into gradients that exist; PyTorch
 allocates its own in each call, as autograd does."""
@@ -87,8 +87,8 @@ class Gradients:
 
 
 def workspace_bytes(which: str, sizes: native.Sizes, head: Head, weight_sum: bool) -> int:
-    """recommended, minimum, or quarter: a quarter of the f32 logits, 16 MiB, and the f32 sum that
-    16-bit gradients of weight need."""
+    """`which`: recommended, minimum, or quarter. Quarter is a quarter of the f32 logits, 16 MiB,
+    and the f32 sum that 16-bit gradients of weight need; the recommended size if that is less."""
     if which == "minimum":
         return sizes.minimum
     if which == "recommended":
@@ -263,7 +263,7 @@ PEERS = (EAGER, COMPILED, DEFAULT, AUTO, CHUNKED)
 
 
 def best_chunked(head: Head, gradients: bool, cap_seconds: float) -> Contender:
-    """The fastest accumulation policy, by one call of each."""
+    """The fastest accumulation policy, by one timed call of each after a first one."""
     times: dict[str, float] = {}
     failure = "no policy ran"
     for policy in POLICIES:

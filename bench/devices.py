@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vocabulary that is split over the GPUs of one host: loss and gradients by `group=`, beside one
-GPU with the whole weight, and beside what others do with logits.
+"""A vocabulary that is split over the GPUs of one host: loss and gradients by `group=`, compared
+with one GPU that has the whole weight, and with other libraries' losses of split logits.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/devices.py \
         --ranks 2 --shapes 8192x4096x128256,8192x2048x151936
 
-Starts one process a rank. All contenders take turns in bursts between barriers, in an order that
-turns round every round; a sample is the slowest rank's, by its own clock; medians of `--rounds`.
+Starts one process a rank. All contenders take turns in bursts between barriers, in balanced
+orders; a sample is the slowest rank's, by its own clock; medians of `--rounds`.
 bf16, random data, the weight split evenly. Efficiency: the time of one GPU with the whole weight,
-which every rank takes at the same time, by P times that of the split. "exchange" is the
-collectives and sums of one call alone. MiB: the allocator's peak on a rank beyond the inputs and
-their gradients. `--megatron FOLDER` says where megatron-core is, `--cce FOLDER` where
+on all P ranks at the same time, divided by P times that of the split. "exchange" is the
+collectives and sums of one call alone. MiB: the allocator's peak on a rank beyond the inputs, with
+the gradients. `--megatron FOLDER` says where megatron-core is, `--cce FOLDER` where
 cut_cross_entropy with its vocab_parallel is; without them and where a contender fails there is one
-line that says so. `--host`: of a head so small that the host is what takes time, how long it takes
-for a split call beyond one GPU's and the collectives. `--backend gloo` tries it on a CPU, and its
+line that says so. `--host`: for a head so small that only the host's time counts, a split call's
+time minus one GPU's and the collectives'. `--backend gloo` tries it on a CPU, and its
 figures mean nothing."""
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe of docs/rl.md for a teacher's likeliest tokens on one GPU, beside the plain loss and
-logits in chunks of 1024 tokens under torch.utils.checkpoint; loss and gradients in bf16.
+"""The recipe of docs/rl.md for a teacher's likeliest tokens on one GPU, compared with the
+cross-entropy alone and with logits in chunks of 1024 tokens under torch.utils.checkpoint; loss and
+gradients in bf16.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python:examples/python \\
         python bench/distillation.py
 
-Random data; all ways of a head take turns in bursts, in an order that turns round every round;
+Random data; all ways of a head take turns in bursts, in an order that is reversed every round;
 medians. x: to three cuBLAS products. MiB: the allocator's peak beyond inputs and gradients."""
 
 from __future__ import annotations

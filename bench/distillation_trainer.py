@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of TRL's DistillationTrainer on the CPU, patched beside unpatched: seconds of a step
+"""Steps of TRL's DistillationTrainer on the CPU, patched and unpatched: seconds of a step
 without the student's sampling, which is the same, and the growth of the resident set.
 
     LOGITLESS_LIBRARY=build/release/liblogitless.so PYTHONPATH=python \\
         python bench/distillation_trainer.py --shape 1024x256x49152x512
 
 A shape is the tokens of a step x the student's width x the vocabulary x the teacher's width. Both
-are Llamas of two layers with random weights, in f32; completions are sampled on the policy, a
-quarter of their tokens does not count. Every way has a process of its own, one after the other, in
-as many rounds as `--rounds` says. Seconds are the median of all steps but each process's first. MiB
-is the median over the rounds of what the peak resident set, the first step's too, is above that
-before training; gradients and the optimizer's state are in it. `--memory` is that of patch_trl.
-Needs transformers, trl, datasets and tokenizers beside PyTorch."""
+are Llamas of two layers with random weights, in f32; completions are sampled from the student, and
+a quarter of their tokens does not count. Every way has a process of its own, one after the other,
+in `--rounds` rounds. Seconds are the median of all steps but each process's first. MiB is the
+median over the rounds of the growth of the resident set during training, at its peak; it includes
+gradients, the optimizer's state and the first step. `--memory` is that of patch_trl.
+Needs transformers, trl, datasets and tokenizers besides PyTorch."""
 
 from __future__ import annotations
 

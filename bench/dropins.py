@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our functions in other libraries' names beside those: time and memory of one head on one GPU, in
-bf16.
+"""Our replacements of other libraries' functions, compared with the originals: time and memory of
+one head on one GPU, in bf16.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/dropins.py \\
         --peers-from FOLDER --json OUT.json
 
 Each library's function, ours in its place with its default memory, and ours with `--memory` (all
-logits fit by default) take turns in bursts in one process, in an order that turns round every
-round; medians of `--rounds`, by the device's events. Random data and upstream gradients. MiB: the
-allocator's peak beyond the inputs and their gradients. Below, ours / theirs: at most 1.10 in memory
-and 1.00 in time is what is asked of the default. `off`: what the gradients of the hidden states
-differ by, of their norm.
+logits fit by default) take turns in bursts in one process, in balanced orders; medians
+of `--rounds`, by the device's events. Random data and upstream gradients. MiB: the allocator's peak
+beyond the inputs and their gradients. `time` and `memory`: ours with the default memory / theirs;
+the targets are at most 1.00 and 1.10. `off`: the difference of the gradients of the hidden states,
+relative to their norm.
 
 FOLDER holds the libraries' packages (trl, verl, unsloth_zoo, liger_kernel, prime_rl), of which the
 files of these functions alone are imported; a library that is absent or fails is left out, with one
@@ -62,7 +62,8 @@ def stand_in(name: str, **values: Any) -> None:
     sys.modules.setdefault(name, module)
 
 
-# The outputs that each trainer of TRL 1.16 reads, and from how many of them it computes the loss.
+# The outputs that trainers of TRL 1.16 ask for (log-probabilities are made in any case), and how
+# many of the results, from the first on, get an upstream gradient.
 TRAINERS: dict[str, tuple[tuple[str, ...], int]] = {
     "log-probability alone": (("log_probs",), 1),
     "SFT": (("log_probs", "entropy", "is_top1"), 1),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The picture of time against memory from the JSON of compare_gpu.py, sections heads and frontier:
-loss and gradients of one head, ours as a line over what memory it is given, every peer as a point.
+loss and gradients of one head, ours as a line over the memory it is given, every peer as a point.
 Writes PREFIX.svg and PREFIX-dark.svg, for a dark page, and prints the same figures, with what the
 plan predicts and what is allowed.
 
@@ -82,8 +82,8 @@ def memory(mib: float) -> str:
 
 
 class Labels:
-    """Words beside points, pushed away where they would lie over the curve or over words that are
-    there already, with a line to their point."""
+    """Labels of points. They are moved away from the curve and from earlier labels, and have a line
+    to their point."""
 
     def __init__(self, axes: pyplot.Axes, line: str, curve: Any) -> None:
         self.axes, self.taken = axes, list[Any]()

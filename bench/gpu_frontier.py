@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frontier of time against workspace: what the plan predicts of a budget, what is allowed."""
+"""The frontier of time against workspace: a budget's predicted time, and its allowed time."""
 
 from __future__ import annotations
 

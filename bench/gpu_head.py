@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One LM head: its data, ours as calls on it, the products nobody avoids, and the answer in double.
+"""One LM head: its data, our calls, the bare products that all need, and a reference in double.
 
     input [N, D] bf16, weight [V, D] bf16, target [N]; gradients bf16, mean loss
 Data as of a trained head: weight is random with logits of standard deviation 3, and twice the

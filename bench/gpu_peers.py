@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers: what else computes loss and gradients of an LM head in PyTorch. bench/setup-gpu
+"""The peers: other ways to compute loss and gradients of an LM head in PyTorch. bench/setup-gpu
 installs them; one that is absent is left out and said so. Each maps (input, weight, target) to
 the mean loss."""
 
@@ -68,8 +68,8 @@ def liger_flsce() -> Loss:
 
 @functools.cache
 def pin_quack() -> None:
-    """QuACK 0.6.5 cannot tell a row from a column where D equals its chunk, and raises. Its own
-    advice is to pin the operand of its epilogue, which changes nothing else."""
+    """QuACK 0.6.5 raises if D equals its chunk, because it cannot tell rows from columns then. Its
+    own advice is to pin the operand of its epilogue, which changes nothing else."""
     import quack.linear_cross_entropy as quack
     from quack.epilogue.frontend import gemm_epilogue
     from quack.epilogue.ops import ColVecLoad

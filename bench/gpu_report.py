@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says: lines as they come, and the same in a text and a JSON file written after every
-part."""
+"""The output of a run: lines on the terminal, and the same in a text and a JSON file that are
+written after every part."""
 
 from __future__ import annotations
 

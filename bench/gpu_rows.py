@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops on given logits beside a copy of as many bytes: cross-entropy with its gradient, in place and
-not, and softmax. `logitless_cuda_rows_bench` has more shapes, and graphs; this one is quick."""
+"""Ops on given logits, compared with a copy of as many bytes: cross-entropy with its gradient, in
+place and not, and softmax. `logitless_cuda_rows_bench` has more shapes, and CUDA graphs."""
 
 from __future__ import annotations
 

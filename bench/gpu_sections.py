@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of compare_gpu.py that work on one head: ours beside the peers, the options, the
+"""The parts of compare_gpu.py that work on one head: ours and the peers, the options, the
 frontier of time against workspace, and loops of seconds."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Bench:
     report: Report
 
     def ready(self, contender: Contender) -> bool:
-        """Runs it for the first time; prints one line if that fails."""
+        """Runs the contender for the first time; prints one line if that fails."""
         why = first_calls(self.clock, contender, self.arguments.cap, self.arguments.burst)
         if why:
             self.report.record(
@@ -62,8 +62,8 @@ def ours(name: str, call: Call, base: str = THREE) -> Contender:
 
 
 def judged(head: Head, want: Reference, contender: Contender) -> Contender:
-    """Runs it once into poisoned gradients and compares them with double."""
-    tensors = contender.call.tensors  # of its Call
+    """Runs the contender once into gradients of NaN, and compares them with double."""
+    tensors = contender.call.tensors
     for name in ("grad_input", "grad_weight"):
         tensors[name].fill_(float("nan"))
     contender.call()
@@ -247,7 +247,7 @@ def steadily(bench: Bench, head: Head, want: Reference) -> None:
     bench.tell("steady", head, contenders)
 
 
-HEAD_SECTIONS = {  # a section's description, function and time limit in seconds on an H200
+HEAD_SECTIONS = {  # a section's description, function and expected seconds on an H200
     "heads": ("loss and gradients beside the peers", heads, 30),
     "options": ("options, ignored tokens, f32 sums", options, 15),
     "frontier": ("time against workspace", frontier, 10),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two published comparisons, run again with ours beside them, on CUDA or, small, on the CPU.
+"""Two published comparisons, repeated with ours included, on CUDA or, small, on the CPU.
 
 The table of the article "Fused Linear Cross-Entropy" (Ian's Blog): regular against vocabulary
 chunks with an online softmax, f32, loss and gradients. Its shape is not printed; N 4096, D 1024, V
@@ -25,8 +25,8 @@ CHUNK = 1024  # columns, as in the article
 
 
 class OnlineSoftmax(torch.autograd.Function):
-    """Mean loss over chunks of the vocabulary: running maximum m and sum s; the backward makes each
-    chunk's logits again."""
+    """Mean loss over chunks of the vocabulary: running maximum m and sum s; the backward recomputes
+    each chunk's logits."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

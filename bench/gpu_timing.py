@@ -22,7 +22,7 @@ MIB = 1 << 20
 class Contender:
     name: str
     call: Callable[[], object]
-    base: str = ""  # the contender that its ratio is to
+    base: str = ""  # name of the contender that the ratio is relative to
     ours: bool = False
     facts: dict[str, object] = field(default_factory=dict)
     repeats: int = 1

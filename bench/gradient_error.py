@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The error of grad_input of a divergence of two heads in bf16 against how far apart the heads are,
-on the CPU: of bf16 logits, of linear_divergence and of f32 logits, whose own gradients are rounded
-to bf16 but once, each against f64. Writes the figures and draws PREFIX.svg and PREFIX-dark.svg.
+on the CPU: of bf16 logits, of linear_divergence and of f32 logits, whose gradients are rounded to
+bf16 only at the end, each against f64. Writes the figures and draws PREFIX.svg and PREFIX-dark.svg.
 
     LOGITLESS_LIBRARY=build/release/liblogitless.so PYTHONPATH=python \\
         python bench/gradient_error.py --json bench/results/cpu-DATE-gradient-error.json
@@ -12,7 +12,7 @@ The head is random, but its distributions are like a trained one's: rows of the 
 vary, hidden states that point towards a few rows each, so that a few tokens have most of the
 probability, of some tokens nearly all, over a broad background. The student has the teacher's head;
 its hidden states are the teacher's and noise, of a relative size that goes down from 1. All are
-bf16 numbers. Errors are of the norm of all tokens' gradients. Needs matplotlib to draw."""
+bf16 numbers. Errors are relative to the norm of all tokens' gradients. Needs matplotlib to draw."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def difference(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def of_bf16_logits(heads: Heads, states: Tensor) -> Tensor:
-    """As torch.compile has it: products in f32, logits and dz rounded to bf16, softmax in f32."""
+    """As torch.compile does: products in f32, logits and dz rounded to bf16, softmax in f32."""
     p, q = (heads.logits(s, torch.float32).bfloat16().float() for s in (states, heads.teacher))
     return heads.gradient(difference(p, q).bfloat16(), torch.float32).bfloat16()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss and gradients of an LM head under jax.jit: XLA's own of f32 logits, optax's, and ours,
-beside three bare products of the same operands.
+compared with three bare products of the same operands.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/jax_heads.py --out bench/results/jax-DATE
@@ -9,7 +9,7 @@ One process; all take turns in bursts, in orders in which each follows each equa
 of `--rounds`, by the host's clock around bursts that are waited for. bf16, the mean, random data;
 the products' V is padded to a multiple of 64. MiB: the temporary memory that XLA plans for the
 compiled function (`compiled.memory_analysis()`), our workspace in it, beyond inputs and gradients.
-"off": what the gradient of the input differs from XLA's own by, of its norm. One that is absent or
+"off": the relative difference of the input's gradient from XLA's own. A contender that is absent or
 fails is left out with one line. Needs JAX with CUDA, and optax; `--shapes 64x32x300` tries it
 anywhere, and its figures mean nothing."""
 

@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 LOGITLESS_LIBRARY=build/release/liblogitless.so PYTHONPATH=python \
         python bench/logprob_error.py
 
-Trains the small GPT of examples/python/train_gpt.py in f32, takes its hidden states of text held
-out and its head, rounds both to bf16, and gives the same numbers to all. f64 of those numbers is
-the truth, so that what is shown is the error of the head alone. On the CPU, in five minutes of one
+Trains the small GPT of examples/python/train_gpt.py in f32, takes its head and its hidden states
+of text held out, rounds both to bf16, and passes the same numbers to all. The reference is f64 of
+those numbers, so the figures are the error of the head alone. On the CPU, in five minutes of one
 core, all but a few seconds of which train."""
 
 from __future__ import annotations

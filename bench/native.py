@@ -134,7 +134,7 @@ class Library:
         self.threads = self.set_threads(threads)
 
     def set_threads(self, threads: int) -> int:
-        """The pool's threads from now on; 0: what this process may use."""
+        """Sets the pool's number of threads (0: what this process may use) and returns it."""
         return int(self._library.logitless_set_num_threads(threads))
 
     @property
@@ -160,7 +160,7 @@ class Library:
         return Sizes(size.minimum, size.recommended, size.alignment)
 
     def kept(self, op: Op, size: int) -> Kept:
-        """What a Forward keeps in `size` bytes."""
+        """The shapes, bytes and key of the state that a Forward keeps in `size` bytes."""
         kept, status = Kept(), Status()
         self._check(
             self._library.logitless_kept_size(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers of compare_later.py: what else gives log-probabilities whose gradient arrives later.
+"""The peers of compare_later.py: other log-probabilities whose gradient arrives later.
 They are no part of this repository. Each is imported from where it is installed, or from a folder
 of packages that holds only what is named here:
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prompt's log-probabilities in vLLM's shapes, each token's own, its rank and the k likeliest:
-ours in several bounds of memory, beside vLLM's formula on the logits of transformers.
+ours in several bounds of memory, compared with vLLM's formula on logits in f32.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/prompt_logprobs.py --heads 8192x2048x151936 --counts 20
 
-One process; all take turns in bursts, in an order that turns round every round; medians. bf16
+One process; all take turns in bursts, in an order that is reversed every round; medians. bf16
 inputs. MiB: the allocator's peak beyond the inputs, results in it. The error is that of
 log-probabilities of 256 tokens against f64, each of its own id; "ranks" the largest difference of
 their ranks from those of f64. Needs a GPU; `--heads 64x32x300` tries it anywhere.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Python binding costs a call: forward + backward of linear_cross_entropy on a tiny shape,
-beside an empty autograd.Function with the same arguments, in the same run, and beside the one C
-call that computes loss and gradients. Also the loss alone, under no_grad.
+compared in one run with an empty autograd.Function of the same arguments, and with the one C call
+that computes loss and gradients. Also the loss alone, under no_grad.
 
 python bench/python_overhead.py [--device cuda] [--threads 1]
 """

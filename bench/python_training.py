@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matched-seed training: how far logitless goes from plain PyTorch, beside how far that goes
-from itself with another number of threads; and the held-out losses in bf16.
+"""Training from one seed: how far the losses of logitless are from plain PyTorch's, and how far
+PyTorch's are from its own with another number of threads; and the held-out losses in bf16.
 
     python bench/python_training.py [--steps 300] [--device cuda]
 """

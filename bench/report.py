@@ -12,7 +12,7 @@ from typing import Any
 from timing import Contender
 
 MIB = 1 << 20
-# Our op is compared with the fastest contender whose name begins like this, except a copy.
+# Our op is compared with the fastest contender whose name begins so, except a copy.
 TORCH = ("torch", "F.")
 
 
@@ -39,7 +39,7 @@ class Group:
         return "x".join(str(n) for n in (self.tokens, self.hidden, self.vocab) if n)
 
     def flop(self, name: str) -> float:
-        """Of the definition's products, without ignored tokens; plans that recompute do more."""
+        """FLOP of the definition's products, without ignored tokens; some plans do more."""
         products = {"gradients": 6, "loss": 2, "logits": 0}[self.kind]
         share = 0.5 if "half ignored" in name else 1.0
         return share * products * self.tokens * self.vocab * self.hidden
@@ -265,7 +265,7 @@ def memory_of(c: Contender) -> int | None:
 
 
 def print_table(groups: list[Group]) -> None:
-    """One line a contender that a reader compares, every dtype beside the others, in Markdown."""
+    """A Markdown table of ours and the peers: a line for each contender, a column per dtype."""
     dtypes = list(dict.fromkeys(g.dtype for g in groups))
     print("\n| ms (x ours) [MiB beyond inputs and gradients] | " + " | ".join(dtypes) + " |")
     print("|---|" + "---|" * len(dtypes))

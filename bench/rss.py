@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak growth of the resident set during one call of ours, as JSON: a process of its own, so that
 nothing else is counted. Inputs and outputs are touched beforehand, the workspace is fresh from mmap,
-so the growth should be the workspace's bytes and nothing more - less the scratch of the threads that
-are not there: the recommended workspace has room for eight."""
+so the growth should be the workspace's bytes, except the scratch of threads that do not run: the
+recommended workspace has room for at least eight threads."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Many heads, from PyTorch at the default memory: loss and gradients, per-token losses with a
-random upstream, log-probability and entropy with random ones, and the loss alone, beside
-torch.compile of the same and bare cuBLAS products.
+random upstream, log-probability and entropy with random ones, and the loss alone, compared
+with torch.compile of the same and with bare cuBLAS products.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/sweep.py --out PREFIX
     python bench/sweep.py --draw PREFIX.json        # PREFIX.svg; needs matplotlib and no GPU
 
-One process; all contenders of a head take turns in bursts, in an order that turns round every
+One process; all contenders of a head take turns in bursts, in an order that is reversed every
 round; medians. x: to the products of the same dtype (three, or one for the loss alone), V to a
 multiple of 64. Gradients of f16 are of 2^16 times the mean, as a GradScaler has them. MiB: the
 allocator's peak beyond inputs and gradients. Random data. `--only TEXT` picks heads by a regular

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaved timing: every contender once a round, in an order where each follows each equally often."""
+"""Interleaved timing: every contender once a round; each follows each other equally often."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TooSlow(Exception):
 
 @contextmanager
 def cap(seconds: float) -> Iterator[None]:
-    """Raises TooSlow once Python code runs again after `seconds`; one long native call is not cut."""
+    """Raises TooSlow once Python code runs after `seconds`; one long native call is not cut."""
 
     def stop(_signal: int, _frame: Any) -> None:
         raise TooSlow
@@ -60,7 +60,7 @@ class Contender:
         return statistics.median(self.samples)
 
     def once(self, seconds: float) -> float:
-        """One call, at most about `seconds` long, and its time."""
+        """Makes one call, at most about `seconds` long, and returns its seconds."""
         self.prepare()
         time.sleep(PAUSE_SECONDS)
         try:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The k largest logits of each token with lse, through the C interface; beside the loss alone, and
-beside what torch makes of the logits, which its product rounds to bf16: logsumexp and topk, of
-these in f32 or as they are.
+"""The k largest logits of each token with lse, through the C interface, compared with the
+loss alone, and with torch's logsumexp and topk of the logits. torch's product rounds the logits to
+bf16; they are used in bf16 and cast to f32.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/topk.py --heads 8192x4096x128256 --counts 20,32,256
 
-One process; all take turns in bursts, in an order that turns round every round; medians of
+One process; all take turns in bursts, in an order that is reversed every round; medians of
 `--rounds`. bf16 inputs. MiB is what a call takes beyond the inputs: ours the workspace and the
 outputs, torch's what its allocator had at most. The last column is the largest error of 64 tokens'
 log-probabilities, each against f64 of its own id. Needs a GPU; `--heads 64x32x300` tries it

@@ -6,14 +6,14 @@ a Llama, unpatched, under torch.compile, with Liger's fused head, and patched by
         python bench/trainer.py --out bench/results/trainer-DATE
     python bench/trainer.py --draw bench/results/trainer-DATE/trainer.json   # needs no GPU
 
-Needs transformers, accelerate and Liger beside PyTorch with CUDA; `bench/setup-trainer` makes a
+Needs transformers, accelerate, Liger, and PyTorch with CUDA; `bench/setup-trainer` makes a
 folder of them, build/trainer-site. Weights are random, in bf16, of Llama-3.2-1B's shape and of
 Llama-3-8B's with `--layers` (5) of its 32 layers; training is in bf16 with gradient checkpointing
 and fused AdamW, whose state is bf16 as the weights are: 9 and 16 GiB of weights, gradients and
 state. All ways share one set of weights, drawn anew from a seed before every `train()`, and see the
-same tokens. Turns and their seconds, compilation among them, are told on stderr.
+same tokens. Turns and their seconds, with compilation, are printed on stderr.
 
-One process. In each of `--rounds` every way takes its turn, in an order that turns round every
+One process. In each of `--rounds` every way takes its turn, in an order that is reversed every
 round: a `train()` of `--warmup` steps that are not timed and `--steps` that are. A step is timed
 between the ends of steps, waited for; figures are medians. GiB: the allocator's peak in the timed
 steps, all there is in it. "off": the largest difference of a step's loss from the first way's.
@@ -156,7 +156,7 @@ class Batch(NamedTuple):
 
 
 class Rows:
-    """The sequences of a batch, again and again: a step's loss falls by what the steps before
+    """The sequences of one batch, repeated: a step's loss falls by what the steps before
     have learnt, so that losses show whether gradients are right."""
 
     def __init__(self, batch: Batch, vocab: int, steps: int) -> None:

@@ -4,8 +4,8 @@ memories, its loss alone, with statistics, and ops of given logits.
 
 PYTHONPATH=bench python bench/two_libraries.py OLD NEW
 
-Both are called in bursts in balanced orders; the medians, and NEW's as a ratio to OLD's. Move a
-kernel or a planner only where no ratio is above 1.01 in both of two runs.
+Both are called in bursts in balanced orders; the medians, and NEW's as a ratio to OLD's. Code of a
+kernel or a planner may be moved only if no ratio is above 1.01 in both of two runs.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of rows as the vocabulary: loss and gradients over the whole head and over V / PART random
-rows of it by vocab_ids, beside the same rows copied before, which shows what copy and scatter cost;
-and a frozen draft head by total variation with its acceptance, beside the three products of it.
+"""A list of rows as the vocabulary: loss and gradients over the whole head, over V / PART random
+rows of it by vocab_ids, and over the same rows copied before, which shows what copy and scatter
+cost; and the total variation and acceptance of a frozen draft head, compared with its three bare
+products.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/vocab_ids.py --heads 8192x4096x128256 --parts 4
 
-Meant: of a quarter of the rows at most 0.30 of the whole; a frozen draft head at most 1.14 of its
-three products. One process; all take turns in bursts, in an order that turns round every round;
-medians of `--rounds`. bf16; the teacher's D is the student's. The last column is the error of
-grad_input against f32 logits of the listed rows, of its norm, for 256 tokens. Needs a GPU;
+Targets: a quarter of the rows takes at most 0.30 of the whole, a frozen draft head 1.14 of its
+three products. One process; all take turns in bursts, in an order that is reversed every round;
+medians of `--rounds`. bf16; the teacher's D is the student's. The last column is the relative
+error of grad_input against f32 logits of the listed rows, for 256 tokens. Needs a GPU;
 `--heads 64x32x300` tries it anywhere, and its figures mean nothing.
 """
 

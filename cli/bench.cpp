@@ -85,7 +85,7 @@ double Row::flops() const {
          static_cast<double>(s.hidden);
 }
 
-// The bytes of whole logits in f32, which plan and loss count too.
+// The bytes of all logits in f32.
 uint64_t Row::logits_bytes() const {
   return static_cast<uint64_t>(c.shape.tokens) * static_cast<uint64_t>(c.shape.vocab) *
          sizeof(float);
@@ -115,7 +115,7 @@ std::vector<Case> cases(const BenchArguments& a) {
   for (const std::string& text : a.memories) memories.push_back(parse_bytes(text, "--memory"));
   if (memories.empty()) memories.emplace_back();
   std::vector<Case> all;
-  // The tensors stay the same in the innermost loop.
+  // The two innermost loops reuse the tensors.
   for (const int64_t n : a.tokens)
     for (const int64_t d : a.hidden)
       for (const int64_t v : a.vocab)

@@ -224,7 +224,7 @@ Measurement measure(const OpShape& shape, const MeasureOptions& options, Tensors
     } else {
       gpu->timed(op, m.workspace, true);
     }
-    // The same condition as in tests/support/device_cuda.cpp.
+    // Linear ops multiply 16-bit inputs on tensor cores, as in tests/support/device_cuda.cpp.
     const bool tensor_cores =
         gpu != nullptr && gpu->has_tensor_cores() && shape.linear() && shape.dtype != DType::f32;
     m.error_ratio = error_ratio(op, shape, tensors, options.samples, saved, tensor_cores);

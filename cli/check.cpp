@@ -35,7 +35,7 @@ constexpr OpKind kOps[] = {OpKind::softmax,
                            OpKind::linear_forward,
                            OpKind::linear_backward,
                            OpKind::linear_forward_backward};
-// The ops that take a shard of the vocabulary.
+// The ops of kOps that accept a shard of the vocabulary.
 constexpr OpKind kShardOps[] = {OpKind::forward, OpKind::backward, OpKind::linear_forward,
                                 OpKind::linear_backward};
 constexpr DType kDtypes[] = {DType::f32, DType::f16, DType::bf16};

@@ -44,7 +44,7 @@ struct Failure : CommandError {
       : CommandError(message, std::move(code), "") {}
 };
 
-// Adds a subcommand with its --json flag; `body` runs after parsing.
+// Adds a subcommand with its --json flag.
 CLI::App* add_command(CLI::App& app, Context& context, const std::string& name,
                       const std::string& description);
 

@@ -151,8 +151,8 @@ HeadInputs load_inputs(const SafetensorsFile& file, const HeadArguments& argumen
 volatile std::sig_atomic_t json_wanted = 0;
 char changed_line[128];  // the error message, with the command's name
 
-// If another process truncates the mapped file, the command ends here, with the output of main's
-// other failures.
+// If another process truncates the mapped file, the command ends here and prints the error as main
+// prints others.
 void on_bus_error(int) {
   // Several threads read the file; only the first to fail writes the message.
   static std::atomic_flag told;

@@ -144,7 +144,7 @@ void print_text(const HeadInputs& inputs, const LossOutputs& outputs,
     print_summary("entropy", summary.entropy);
     print_summary("lse", summary.lse);
   }
-  // A plain implementation holds the logits and their gradient.
+  // An implementation that stores logits holds them and their gradient.
   const bool gradients = !arguments.gradients.empty();
   const uint64_t held = logits_bytes(inputs) * (gradients ? 2 : 1);
   const std::string remark =

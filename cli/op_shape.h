@@ -13,7 +13,7 @@ namespace logitless::cli {
 inline const std::vector<std::string> kOpNames{
     "linear-forward",   "linear-backward", "linear-forward-backward", "forward", "backward",
     "forward-backward", "softmax"};
-// For `plan` only.
+// Ops that only `plan` accepts.
 inline const std::vector<std::string> kDivergenceNames{"divergence-forward", "divergence-backward",
                                                        "divergence-forward-backward"};
 
@@ -44,7 +44,7 @@ decltype(auto) with_op(const std::string& name, F&& f) {
   return f(LinearCrossEntropyForwardBackward{});
 }
 
-// Also accepts the divergence ops.
+// As with_op, but also accepts the divergence ops.
 template <class F>
 decltype(auto) with_planned_op(const std::string& name, F&& f) {
   if (name == "divergence-forward") return f(LinearDivergenceForward{});
@@ -101,7 +101,7 @@ void set_views(Op& op, const OpShape& s, Memory&& memory) {
       op.kept = matrix("kept", s.dtype, kept.shape[0], kept.shape[1]);
       op.kept_rows = matrix("kept_rows", DType::f32, kept.rows_shape[0], kept.rows_shape[1]);
       if constexpr (GradientOp<Op>) op.kept_key = kept.key;
-      if constexpr (DivergenceOp<Op> && GradientOp<Op>) op.teacher = {};  // not read then
+      if constexpr (DivergenceOp<Op> && GradientOp<Op>) op.teacher = {};  // the kept state suffices
       if constexpr (AnchoredOp<Op>) {
         if (s.vocab_total > 0) op.anchor = vector("anchor", DType::f32);
       }

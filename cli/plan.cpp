@@ -95,7 +95,7 @@ json parts(const cpu::LinearShape& shape, const cpu::LinearPlan& p) {
   add("f32 sum of grad_weight", p.bias_sum_at - p.weight_sum_at);
   add("f32 sum of grad_bias", p.lanes_at - p.bias_sum_at);
   add("scratch of the threads", static_cast<uint64_t>(p.lanes) * p.lane_bytes);
-  // They share memory, because they are used at different times.
+  // One part: partial sums may reuse the memory of the packed input, which is not needed then.
   add("packed input, partial sums", rest);
   return out;
 }
@@ -117,7 +117,7 @@ json linear_plan(const OpShape& s, uint64_t bytes) {
                             ? 0
                             : static_cast<double>(shape.kept) / static_cast<double>(s.vocab);
   const double more =
-      shape.forward && shape.teacher_hidden > 0  // the teacher's logits are as wide
+      shape.forward && shape.teacher_hidden > 0  // products() counts the teacher's with D
           ? product *
                 (static_cast<double>(shape.teacher_hidden) / static_cast<double>(s.hidden) - 1)
           : 0;
@@ -135,7 +135,7 @@ json linear_plan(const OpShape& s, uint64_t bytes) {
           {"flops", (products(shape, p) - spared) * product + more}};
 }
 
-// A plain implementation holds the logits of each head, and the gradient of the student's.
+// An implementation that stores logits holds those of each head, and the gradient of the student's.
 uint64_t held_bytes(const json& out) {
   const bool gradients = !out["op"].get<std::string>().ends_with("-forward") ||
                          out["op"].get<std::string>().ends_with("backward");

@@ -110,7 +110,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Runs f(thread) on every thread of the pool at once.
+// Runs f(0) to f(threads - 1) on the pool at once and returns the seconds.
 template <class F>
 double time_on_all_threads(F&& f) {
   const Executor& executor = cpu::default_executor();
@@ -185,7 +185,7 @@ Bandwidth probe_bandwidth() {
   const size_t share = bytes / sizeof(float) / static_cast<size_t>(threads) / kBlock * kBlock;
   if (share == 0) return {};
   const Buffer from(share * sizeof(float) * threads), to(share * sizeof(float) * threads);
-  // First touch by the thread that uses the memory.
+  // Touches every page, so that the measurements contain no page faults.
   time_on_all_threads([&](int64_t thread) {
     std::fill_n(from.as<float>() + thread * share, share, 1.0f);
     std::fill_n(to.as<float>() + thread * share, share, 0.0f);

@@ -31,7 +31,7 @@ std::string joined(const std::vector<std::string>& names);  // "a, b, c", for ex
 // Returns a short --memory argument for at least `bytes`, such as "414KiB".
 std::string memory_argument(uint64_t bytes);
 // The line for a workspace that is no smaller than the logits: "nothing is saved at this size;
-// --memory 414KiB would do". `held` is the bytes that a plain implementation holds.
+// --memory 414KiB would do". `held` is the bytes of an implementation that stores logits.
 std::string nothing_saved(uint64_t held, const WorkspaceSize& size);
 
 inline const std::vector<std::string> kFloatDtypes{"f32", "f16", "bf16"};
@@ -43,7 +43,7 @@ DType parse_dtype(const std::string& name);  // one of kFloatDtypes
 DeviceType parse_device(const std::string& name);
 // The values of --device that the named command accepts.
 std::vector<std::string> devices_of(const std::string& command);
-// Accepts one of them; the error for another device lists the commands that accept it.
+// Accepts one of devices_of(command); the error for another lists the commands that accept it.
 CLI::Validator device_of(const std::string& command);
 const char* name_of(DeviceType device);
 

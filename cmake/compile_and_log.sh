@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# compile_and_log.sh COMPILER [OPTION...] -o OBJECT ...: runs the compiler, and keeps what it said in OBJECT.log, where a test
-# reads what ptxas reports of each kernel. Shows it only when the compiler fails, for it has a line for every kernel.
+# compile_and_log.sh COMPILER [OPTION...] -o OBJECT ...: runs the compiler and writes its messages to OBJECT.log, where a test
+# reads what ptxas reports of each kernel. Prints the log only if the compiler fails, because it has lines for every kernel.
 object=
 previous=
 for argument in "$@"; do

@@ -15,8 +15,8 @@ endforeach()
 
 option(LOGITLESS_CUDA_LISTING "Keep the kernels' machine code uncompressed and what ptxas says of it in OBJECT.log, for tests" OFF)
 
-# What is built, and how long that takes on these cores; what ccache has takes none of it. The seconds are those of one
-# core of an EPYC server, for everything and for the file that takes longest.
+# Prints what is built and about how long that takes on this machine's cores with an empty compiler cache. `everything` and
+# `longest` are seconds on one core of an EPYC server: of all files together, and of the slowest file.
 function(logitless_say what everything longest)
   set(cores $ENV{CMAKE_BUILD_PARALLEL_LEVEL})
   if(NOT cores GREATER 0)
@@ -29,7 +29,7 @@ function(logitless_say what everything longest)
   math(EXPR minutes "(${seconds} + 59) / 60")
   set(line "logitless: ${what}: about ${minutes} min on ${cores} cores")
   message(STATUS "${line}")
-  if(SKBUILD AND UNIX)  # pip keeps a build's output to itself, unless -v asks for it; who waits before a terminal is told
+  if(SKBUILD AND UNIX)  # pip hides a build's output unless -v is given, so the line also goes to the terminal
     execute_process(COMMAND sh -c "printf '\\n  %s\\n' \"$0\" >/dev/tty" "${line}" OUTPUT_QUIET ERROR_QUIET)
   endif()
 endfunction()
@@ -43,7 +43,7 @@ elseif(LOGITLESS_CUDA STREQUAL AUTO AND CMAKE_CROSSCOMPILING)
   logitless_say("another machine's library, the CUDA backend is left out" 60 20)
 else()
   include(CheckLanguage)
-  if(NOT CMAKE_CUDA_COMPILER)  # that none was found is remembered: one that was installed since would not be looked for
+  if(NOT CMAKE_CUDA_COMPILER)  # else the cached failure hides a compiler that was installed later
     unset(CMAKE_CUDA_COMPILER CACHE)
   endif()
   check_language(CUDA)
@@ -62,15 +62,15 @@ endif()
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
-# The compiler's version is known after enable_language, which wants some architecture.
+# The compiler's version is known after enable_language, which needs some architecture.
 set(CMAKE_CUDA_ARCHITECTURES 80)
 if(CCACHE_PROGRAM AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
 endif()
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
-# Machine code for every architecture served; PTX of the lowest and the highest for those to come. A device of 9.0 runs the
-# code of sm_90a, so there is none of sm_90 beside it: of two that fit, the driver would choose.
+# Machine code for every architecture served, and PTX of the lowest and the highest for others. There is code of sm_90a and
+# none of sm_90: a device of 9.0 runs both, and the driver might choose that of sm_90.
 set(CMAKE_CUDA_ARCHITECTURES 80 89-real 90a-real 100-real 120)
 set(LOGITLESS_CUDA_COMPRESSES --compress-mode=size)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)

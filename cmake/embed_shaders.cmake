@@ -1,6 +1,6 @@
 # cmake -D "FILES=a.wgsl;b.wgsl" -D OUTPUT=x.cpp -P embed_shaders.cmake: the files' text as shader_text (src/webgpu/shaders.h).
-# A line "// Uses common: a, b." of a file puts common/a.wgsl and common/b.wgsl in front of it. The texts are also written beside
-# the output, as shaders/NAME.wgsl, for the tests and for whoever looks for the line that a compiler names.
+# A line "// Uses common: a, b." of a file puts common/a.wgsl and common/b.wgsl in front of the file. The texts are also written
+# to shaders/NAME.wgsl beside the output, for the tests and for finding a line that a compiler's message names.
 get_filename_component(texts ${OUTPUT} DIRECTORY)
 file(REMOVE_RECURSE ${texts}/shaders)
 set(entries)

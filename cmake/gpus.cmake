@@ -1,8 +1,8 @@
-# Which architectures this machine's NVIDIA GPUs want. `served` are those of CMAKE_CUDA_ARCHITECTURES that the library has, the
-# lowest first. `result` is what serves every GPU here, or empty, and `said` the sentence that says why.
-# A GPU runs machine code of its own architecture, or of a lower one of the same generation (8.6 runs that of 80). PTX of the
-# code's architecture, or of the highest below, stands beside where the code is not the GPU's own: not every chip of a
-# generation takes the others' code (Jetson).
+# Finds the architectures that this machine's NVIDIA GPUs need. `served` are the entries of CMAKE_CUDA_ARCHITECTURES that the
+# library supports, the lowest first. `result` gets those that serve every GPU here, or nothing; `said` gets the reason.
+# A GPU runs machine code of its own architecture, or of a lower one of the same generation (8.6 runs that of 80). Where a
+# GPU other than 8.6 is newer than the code, PTX is included too: not every chip of a generation runs the others' code
+# (Jetson). For a generation without code there is only PTX, of the highest architecture below.
 function(logitless_find_gpus served result said)
   set(${result} PARENT_SCOPE)
   execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader TIMEOUT 30 RESULT_VARIABLE code

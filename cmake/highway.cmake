@@ -1,6 +1,6 @@
-# Highway: the tarball that is named, else the one that scripts/fetch_highway brought, else upstream's; or the target `hwy`
-# of a project that holds us and has its own. Private, static, hidden. URL and hash change together. The cache keeps what
-# somebody named and no default: a tarball that is brought after a run that failed is found by the next one.
+# Highway comes from the tarball in LOGITLESS_HIGHWAY_URL, else from scripts/fetch_highway's, else from upstream; or it is the
+# target `hwy` of an enclosing project. It is linked privately and statically. URL and hash change together. The default URL
+# is not cached, so that a run after scripts/fetch_highway finds its tarball even if an earlier run failed.
 set(LOGITLESS_HIGHWAY_URL "" CACHE STRING
     "Highway's release tarball, a URL or a path; empty: the one in third_party, else upstream's")
 set(LOGITLESS_HIGHWAY_HASH 07b3c1ba2c1096878a85a31a5b9b3757427af963b1141ca904db2f9f4afe0bc2)
@@ -18,11 +18,11 @@ if(highway_url MATCHES "1\\.2\\.0")
   set(LOGITLESS_HIGHWAY_HASH 7e0be78b8318e8bdbf6fa545d2ecb4c90f947df03f7aadc42c1967f019e63343)
 endif()
 
-# The tarball on this machine: FetchContent tries for minutes what cannot be reached, and ends in a page of its log.
+# Finds or downloads the tarball: FetchContent would retry an unreachable URL for minutes and then print a page of log.
 function(logitless_find_highway result)
   set(${result} ${highway_url} PARENT_SCOPE)
   if(FETCHCONTENT_FULLY_DISCONNECTED OR FETCHCONTENT_SOURCE_DIR_HIGHWAY)
-    return()  # the project's builder has it, or has said where it is
+    return()  # FetchContent then downloads nothing
   endif()
   get_filename_component(file ${highway_url} ABSOLUTE)
   set(reason "there is no such file")
@@ -62,7 +62,7 @@ function(logitless_find_highway result)
   message(FATAL_ERROR "Highway could not be had from ${highway_url} (${reason}): ${advice} the release tarball of Highway 1.3.0")
 endfunction()
 
-# A function, so that what Highway is told stays out of the cache of a project that holds us.
+# A function, so that the settings for Highway stay out of an enclosing project's cache.
 function(logitless_add_highway)
   include(FetchContent)
   logitless_find_highway(tarball)
@@ -73,12 +73,12 @@ function(logitless_add_highway)
   set(HWY_ENABLE_CONTRIB OFF)
   set(HWY_ENABLE_INSTALL OFF)
   set(HWY_FORCE_STATIC_LIBS ON)
-  # SYSTEM comes first: CMake 3.25 takes it for a part of a keyword's value anywhere else.
+  # SYSTEM comes first: anywhere else CMake 3.25 takes it for a part of another keyword's value.
   FetchContent_Declare(highway SYSTEM URL ${tarball} URL_HASH SHA256=${LOGITLESS_HIGHWAY_HASH}
                        DOWNLOAD_EXTRACT_TIMESTAMP TRUE)
   FetchContent_MakeAvailable(highway)
   set_target_properties(hwy_test hwy_list_targets PROPERTIES EXCLUDE_FROM_ALL ON)
-  # What nobody here calls; the first is compiled for every instruction set and takes as long as all of its other files.
+  # This project calls neither file. per_target.cc is compiled for every instruction set, as long as all other files together.
   get_target_property(sources hwy SOURCES)
   list(FILTER sources EXCLUDE REGEX "/(per_target|nanobenchmark)\\.cc$")
   set_property(TARGET hwy PROPERTY SOURCES ${sources})
@@ -90,12 +90,12 @@ if(NOT TARGET hwy::hwy)
   add_library(hwy::hwy ALIAS hwy)
 endif()
 if(highway_url MATCHES "1\\.2\\.0")
-  target_compile_definitions(hwy INTERFACE HWY_AVX10_2=0)  # a target it does not know yet
+  target_compile_definitions(hwy INTERFACE HWY_AVX10_2=0)  # Highway 1.2.0 does not know this target
 endif()
 
-# The best instruction set of this machine, by the rule of the library itself (src/cpu/dispatch.cpp): Highway's own detection
-# among the targets that this compiler makes. The program that asks is compiled once a build folder and asked at every run,
-# so that a folder which came to another machine is made anew for that one.
+# Finds the best instruction set of this machine by the library's own rule (src/cpu/dispatch.cpp): Highway's detection among
+# the targets that this compiler supports. The program is compiled once in a build folder and runs at every configuration,
+# so that a folder copied to another machine is rebuilt for that machine.
 function(logitless_find_native result)
   if(CMAKE_CROSSCOMPILING)
     message(FATAL_ERROR "LOGITLESS_CPU_TARGETS is \"native\" in a build for another machine; allowed: all, some, baseline")

@@ -1,4 +1,4 @@
-# What `cmake --install` brings beside the command line: headers, both libraries, the CMake package, the pkg-config file and
+# What `cmake --install` installs besides the command line: headers, both libraries, the CMake package, the pkg-config file and
 # the licence. All are relocatable, except CUDA's folder in the pkg-config file.
 include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/logitless)
@@ -24,8 +24,8 @@ install(FILES ${PROJECT_BINARY_DIR}/logitlessConfig.cmake ${PROJECT_BINARY_DIR}/
 set(LOGITLESS_PC_CUDA)
 set(LOGITLESS_PC_CUDA_DIR)
 if(LOGITLESS_WITH_CUDA)
-  # The one path of this machine's, since the toolkit has no pkg-config file for its static library: a variable, which
-  # another machine sets with --define-variable=cudalibdir=FOLDER.
+  # The only absolute path, because the toolkit has no pkg-config file for its static library. It is a variable, so that
+  # another machine can set it with --define-variable=cudalibdir=FOLDER.
   set(LOGITLESS_PC_CUDA_DIR "cudalibdir=${CUDAToolkit_LIBRARY_DIR}\n")
   set(LOGITLESS_PC_CUDA "-L\${cudalibdir} -lcudart_static -ldl -lrt ")
 endif()

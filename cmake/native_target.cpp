@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prints the best of the targets that this compiler makes and this machine runs:
-// cmake/highway.cmake asks it for LOGITLESS_CPU_TARGETS=native.
+// Prints the best of the targets that this compiler supports and this machine runs:
+// cmake/highway.cmake runs this program for LOGITLESS_CPU_TARGETS=native.
 #include <cstdint>
 #include <cstdio>
 
 #include "src/cpu/targets.h"
-// Highway's headers need the list above.
+// Highway's headers must come after the list of targets.
 #include "hwy/highway.h"
 #include "hwy/targets.h"
 

@@ -94,7 +94,7 @@ class Judge {
     double worst = 0;
     for (size_t k = 0; k < got.size(); ++k) {
       const double error = std::fabs(double(got[k]) - want[first + k]), most = bound[first + k];
-      // The bound may be 0 (an ignored token); then no error counts as 0 of it.
+      // The bound may be 0 (an ignored token); without an error the ratio is 0.
       const double ratio = error == 0 ? 0 : error / most;
       if (!(ratio <= worst)) worst = std::isnan(ratio) ? INFINITY : ratio;
     }

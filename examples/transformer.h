@@ -372,7 +372,6 @@ void adamw(int64_t step, T rate, T decay, int64_t size, const T* g, T* m, T* v, 
   }
 }
 
-// A model in training.
 class Model {
  public:
   Model(const Shape& shape, uint64_t seed)

@@ -38,7 +38,7 @@ inline double most(DType dtype) {
 // not be finite.
 inline bool within(double got, double want, double bound, DType dtype) {
   if (!std::isfinite(want)) return !std::isfinite(got);
-  if (std::isnan(bound)) return !std::isnan(got);  // infinities nearby: nothing to hold it to
+  if (std::isnan(bound)) return !std::isnan(got);  // the bound of a sum with infinities is NaN
   if (std::isinf(got)) return (got > 0) == (want > 0) && std::fabs(want) + bound >= most(dtype);
   return std::fabs(got - want) <= bound;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // An op described by bytes: sizes, options, dtypes, strides, presence, aliases, mistakes; every
-// tensor has memory for exactly the bytes that its view reaches. When the input bytes run out, the
-// simplest choice is made.
+// tensor has memory for exactly the bytes that its view reaches. When the input bytes run out, a
+// generator that they seeded makes the choices.
 #pragma once
 
 #include <fuzzer/FuzzedDataProvider.h>
@@ -200,7 +200,7 @@ inline void vary_view(Input& in, std::string_view name, bool written, TensorView
     if (layout == 1 || layout == 2) v->stride[0] = layout + 1;
     if (layout == 5 && !written) v->stride[0] = 0;
   }
-  for (int32_t d = 0; d < v->rank; ++d) {  // never taken, so anything is allowed
+  for (int32_t d = 0; d < v->rank; ++d) {  // no element uses this stride, so any number is allowed
     if (layout == 7 && v->shape[d] <= 1) v->stride[d] = INT64_MAX;
   }
   const int kind = in.between(0, 3);

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with the docstrings of the public modules: complaints_of_all(), a line each.
-scripts/python_reference.py and tests/python/test_reference.py ask.
+scripts/python_reference.py and tests/python/test_reference.py call it.
 
 - Every public name has a docstring of its own, not one that it inherits.
 - A name in `backquotes` is an argument, a field, or what one of the modules has. So no docstring
@@ -20,7 +20,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# Submodules of these packages have other libraries' signatures.
+# The submodules of logitless.integrations are added by documented().
 MODULES = (
     "logitless",
     "logitless.torch",
@@ -70,7 +70,7 @@ def members(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def parameters(value: Any) -> list[inspect.Parameter]:
-    """Those of a function, or of what makes a class's object."""
+    """The parameters of a function, or of a class's constructor."""
     try:
         return list(inspect.signature(value).parameters.values())
     except (TypeError, ValueError):  # a builtin
@@ -78,13 +78,13 @@ def parameters(value: Any) -> list[inspect.Parameter]:
 
 
 def arguments(function: Any) -> set[str]:
-    """Those that a docstring has to speak of."""
+    """The arguments that a docstring must name."""
     names = {p.name for p in parameters(function) if p.kind is not p.VAR_KEYWORD}
     return names - {"self", "cls"}
 
 
 def known_names(modules: Iterable[types.ModuleType]) -> set[str]:
-    """What a docstring may name."""
+    """The names that a docstring may have in backquotes."""
     known = {*dir(builtins), *keyword.kwlist}
     for module in modules:
         known |= {*module.__name__.split("."), *vars(module), *getattr(module, "__all__", ())}

@@ -5,7 +5,7 @@ them. The headers themselves have none of Doxygen's marks, which help nobody who
 
     // text      before a declaration   ///  text
     int x;  // text                     int x;  ///< text
-The same of /* */ in c.h. The comment at a file's head, behind its licence, is the file's.
+The same of /* */ in c.h. The comment at a file's head, after its licence, is the file's.
 
 With --check in the place of a header it reads Doxygen's warnings and fails, naming each, where a
 struct, a class or a function of the C interface has no comment, or where a comment has something in

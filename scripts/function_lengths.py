@@ -17,7 +17,7 @@ PATTERNS = [f"*.{name}" for name in ("h", "c", "cpp", "cu", "cuh", "js")]
 
 
 def declaration(lines: list[str], name: int) -> str:
-    """What stands before a function's name, and the line of the name, whose index is given."""
+    """The text before a function's name, with the name's line, whose index is `name`."""
     first = name
     while first > 0 and not re.search(r"^\s*(//|#|$)|[;{}]\s*(//.*)?$", lines[first - 1]):
         first -= 1

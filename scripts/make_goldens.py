@@ -5,8 +5,8 @@
 Every input is an integer from -64 to 64 divided by 16, 32 or 64 (or that plus a large offset), so
 it is exact in f32, and without the offset in f16 and bf16 too; every option is exact in f32. The
 cross-entropy itself is torch.nn.functional.cross_entropy wherever it has the option; the softcap,
-temperature, scale, z-loss, token weights, the caller's normalizer and the entropy are written
-out, and every gradient is autograd's.
+temperature, scale, z-loss, token weights, the caller's normalizer, the statistics and the loss of
+given probabilities are written out, and every gradient is autograd's.
 
     python3 -m venv venv && venv/bin/pip install torch==2.13.0 numpy
     venv/bin/python scripts/make_goldens.py
@@ -123,7 +123,8 @@ def reduced_loss(case: Case, losses: torch.Tensor, target: torch.Tensor) -> torc
 def check_against_torch(
     case: Case, z: torch.Tensor, target: torch.Tensor, loss: torch.Tensor
 ) -> None:
-    """Where torch reduces by itself, it must agree: its weighted, smoothed mean too is over c_t."""
+    """Where torch has all the options, its own reduction must agree: its weighted mean, too,
+    divides by the sum of the targets' class weights."""
     own = case["z_loss"] > 0 or case["normalizer"] != 0 or case["input_kind"] != "logits"
     if own or "token_weight" in case:
         return

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Puts bugs in on purpose and demands that a test fails: a mutant that every test lets pass survives.
+"""Puts bugs in on purpose and demands that a test fails: a mutant survives if no test does.
 
 Every mutant is an exact piece of text and what replaces it (tests/mutants/*.py), or one rule of the
 validation switched off (generated from src/validate*.cpp). It is applied to a scratch copy of the
@@ -317,7 +317,7 @@ def main() -> int:
             if arguments.only in name:
                 print(name)
         return 0
-    # One build, and a share of the time for each kind of mutant.
+    # With a time limit one build is made, and at most SAMPLE mutants are drawn.
     if arguments.seconds > 0:
         chosen = shuffled([m for m in chosen if m.targets == "some"])[:SAMPLE]
     without = [m.name for m in chosen if m.targets == "all" and not has_amx()]

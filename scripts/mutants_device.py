@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs put into src/cuda on purpose (tests/mutants/cuda.py), which the device's tests must catch.
 
-`check` only looks whether each one's text is still there. `build` compiles all of them at once into
-a copy of the tree under out/mutants-device, each behind a switch, and leaves one program. `run` needs
-that program, scripts/ and tests/mutants alone, on a machine with a GPU: the tests must pass with
-every switch off, and fail, or not end in ten times that, with each one on.
+`check` looks whether each one's text is still in its file and fits a switch. `build` compiles all
+of them at once into a copy of the tree under out/mutants-device, each behind a switch, and leaves
+one program. `run` needs that program, scripts/ and tests/mutants alone, on a machine with a GPU:
+the tests must pass with every switch off. With each one on they must fail, or take over ten times
+as long and over a minute.
 Exit code 0: all caught, or no GPU. 1: survivors. 2: a text that is gone, no build, no verdict."""
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Broken(Exception):
 
 
 def edited(text: str, mutants: list[tuple[int, CudaMutant]]) -> str:
-    """The file with a switch for each mutant; several may be at one place."""
+    """The file's text with a switch for each mutant; several may be at one place."""
     places: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
     for number, m in mutants:
         first, last = m.marked.index("@{"), m.marked.index("}@")
@@ -184,7 +185,7 @@ def copy_tree(tree: Path) -> None:
             text = edited(source.read_text(), mutants[name])
             if name == "src/cuda/runtime/kernel_file.h":
                 text += SWITCH_H
-            else:  # behind the licence's line
+            else:  # after the licence's line
                 text = text.replace("\n", '\n#include "src/cuda/runtime/kernel_file.h"\n', 1)
             if name == "src/cuda/runtime/runtime.h":
                 old = "stream_(static_cast<cudaStream_t>(stream)) {}"

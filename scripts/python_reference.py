@@ -15,7 +15,7 @@ from pathlib import Path
 import docstrings
 import pdoc
 
-# They need haliax and Tunix.
+# These modules need haliax and Tunix, which are not installed here.
 _ABSENT = ("!logitless.integrations.levanter", "!logitless.integrations.tunix")
 MODULES = (*docstrings.MODULES, *_ABSENT)
 
@@ -30,8 +30,8 @@ def import_with_types() -> None:
 
 
 def resolve_names() -> None:
-    """What is imported at its first use; and the types of a NamedTuple's fields, which Python
-    looks up in another module than the class's."""
+    """Imports what is imported at its first use, so that pdoc finds it. Resolves the types of a
+    NamedTuple's fields, which are otherwise looked up in another module than the class's."""
     for name in docstrings.MODULES:
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", []):

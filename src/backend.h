@@ -45,7 +45,7 @@ struct Backend {
   virtual Status run(const Call& call, const Decisions& decided,
                      const Workspace& workspace) const = 0;
   virtual const char* name() const = 0;
-  // Writes one line: the device, or the CPU's instruction set and threads; or why none is usable.
+  // Writes one line about the device or the implementation; returns the reason if none is usable.
   virtual Status describe(char* text, size_t bytes) const = 0;
   // Multiplies each of `values` by `factor`, all validated.
   virtual Status scale(std::span<const TensorView>, const TensorView&, const Execution&) const {

@@ -38,7 +38,7 @@ struct TensorField {
 };
 std::span<const TensorField> tensor_fields(int32_t kind);
 constexpr int32_t kinds = 11;
-inline constexpr int64_t most_chosen = 1024;  // limit of chosen columns per token
+inline constexpr int64_t most_chosen = 1024;  // limit of K in ids [N, K]
 inline constexpr int64_t most_listed = 256;   // limit of k for top-k
 
 constexpr const char* name_of_op(int32_t kind) {
@@ -102,7 +102,7 @@ struct Call {
   Tensor teacher_entropy{}, acceptance{};                         // each [N]
   Tensor teacher_row_reference{}, teacher_row_log_sum{};          // each [N]
   Tensor divergence_sum{}, slope_sum{}, slope_mean{};             // each [N]
-  Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; inputs of Backward
+  Tensor row_reference{}, row_log_sum{}, entropy{};               // each [N]
   Tensor grad_loss{};                                             // [N] or []
   Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // each [N]
   Tensor anchor{};                                                // [N]
@@ -148,9 +148,9 @@ struct Call {
   // Chosen columns of all tokens.
   int64_t all_chosen() const { return !ids ? 0 : lists() ? ids.shape[0] : tokens() * chosen(); }
   int64_t listed() const { return top_logits ? top_logits.shape[1] : 0; }  // k
-  // The sums that this call's statistics are made of.
+  // The sums over a row from which this call's statistics are computed.
   SumSet sums_of_statistics() const;
-  // The sums over a row that this call's statistics and label smoothing need.
+  // The same, and the sum that label smoothing needs.
   SumSet sums() const;
   // Whether the call requests only logits of targets and of chosen columns, which need no product.
   bool targets_only() const;

@@ -14,10 +14,10 @@ namespace logitless {
 // Columns of a block; rows are rounded up to a multiple of it.
 inline constexpr int64_t kept_block = 64;
 inline constexpr int64_t kept_row_width = 8;  // floats per row of kept_rows
-// In blocks: if not all of the vocabulary is kept, whole groups are.
+// If a part of the vocabulary is kept, its number of blocks is a multiple of this.
 inline constexpr int64_t kept_group = 3;
 inline constexpr uint64_t kept_alignment = 16;  // bytes
-// The same for an offset into a WebGPU buffer.
+// Bytes, of the offset of `kept` in a WebGPU buffer.
 inline constexpr uint64_t kept_binding = 256;
 
 // A token's row of kept_rows.

@@ -45,8 +45,8 @@ struct Row {
   int64_t step, last;
 };
 
-// Whether j s - l t = c for some j of `one` and l of `other`. All are below 2^32, so that products
-// of two stay below 2^63.
+// Whether j s - l t = c for some j of `one` and l of `other`. Steps and sizes are below 2^31
+// (most_bytes), so that a product of two fits int64.
 bool meet_at(Row one, Row other, int64_t c) {
   if (other.step == 0) other.last = 0;
   if (one.step == 0) {

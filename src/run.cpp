@@ -92,7 +92,7 @@ Status PlannedCall::create(const Call& call, uint64_t bytes) {
     Tensor& tensor = tensor_at(call_, field);
     if (!tensor) continue;
     given_[count_++] = &field;
-    // Nothing is assumed about an unknown address.
+    // An unknown address may be any multiple of the element's size.
     if (tensor.alignment == 0) tensor.alignment = static_cast<uint32_t>(size_of(tensor.dtype));
   }
   std::sort(given_.begin(), given_.begin() + static_cast<int64_t>(count_),

@@ -34,7 +34,7 @@ class PlannedCall {
   Status place(std::span<void* const> addresses, Call* call) const;
 
   Call call_;
-  Executor executor_{};  // a copy: the caller's may be gone by then
+  Executor executor_{};  // a copy: the caller's may be gone when the plan runs
   const Backend* backend_ = nullptr;
   Decisions decided_;
   uint64_t bytes_ = 0, alignment_ = 1;

@@ -216,7 +216,7 @@ Status check_empty(const Call& call) {
   return {};
 }
 
-// ids defines K.
+// The width of ids defines K, so only its range can be wrong.
 Status check_chosen_count(const Call& call) {
   if (!call.ids || call.lists() || (call.chosen() >= 1 && call.chosen() <= most_chosen)) return {};
   return error(StatusCode::wrong_shape, "ids has shape %s; allowed: [%lld, K], K from 1 to %lld",
@@ -224,7 +224,7 @@ Status check_chosen_count(const Call& call) {
                static_cast<long long>(most_chosen));
 }
 
-// The lists define k.
+// The width of the lists defines k, so only its range can be wrong.
 Status check_listed_count(const Call& call) {
   const int64_t columns = call.vocab_total();  // 0 only if there is no token
   const int64_t most = columns > 0 ? std::min(columns, most_listed) : most_listed;
@@ -312,7 +312,7 @@ Status check_products(const Call& call) {
                static_cast<long long>(d));
 }
 
-// Asked in this order; a rule may rely on those above it.
+// Checked in this order; a rule may rely on those above it.
 // clang-format off
 constexpr Status (*kRules[])(const Call&) = {
     check_execution,

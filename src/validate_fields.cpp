@@ -29,7 +29,7 @@ enum class Shape {
   reduced,               // [N] if the reduction is none, else [] or [1]
   scalar,                // [] or [1]
   one,                   // [1]
-  kept,                  // [blocks * N to 64, 64]
+  kept,                  // [blocks * rows, 64], rows = N rounded up to 64
   kept_rows,             // [N, 8]
   shard_token,           // [P, N]
   teacher_hidden,        // [N, Dt]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A line chart in SVG: axes linear or logarithmic, each with its label, every curve named at its end.
+// A line chart in SVG: linear or logarithmic axes with labels; every curve is named at its end or, if narrow, on top.
 
 const SVG = 'http://www.w3.org/2000/svg';
 
@@ -34,7 +34,7 @@ function ticks({low, high, log}) {
   return found;
 }
 
-// Labels pushed apart, so that no two of them overlap.
+// Returns the places of labels, pushed apart so that no two labels overlap.
 function apart(places, gap) {
   const order = places.map((_, i) => i).sort((a, b) => places[a] - places[b]);
   const placed = [...places];
@@ -42,7 +42,7 @@ function apart(places, gap) {
   return placed;
 }
 
-// The charts that are on the page are drawn again where their width changes.
+// Charts are drawn again when their width changes.
 const charts = new Map();
 addEventListener('resize', () => {
   for (const [svg, {width, chart}] of charts) if (svg.clientWidth !== width) drawChart(svg, chart);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What logitless.wasm exports (src/webgpu/browser/module.cpp), by the names of JavaScript: an op is begun, given
-// its tensors and options, then planned, run, or evaluated in double. One op at a time.
+// What logitless.wasm exports (src/webgpu/browser/module.cpp), with names in camelCase: an op is begun, given its
+// tensors and options, then planned, run, or evaluated in double. One op at a time.
 
 import {DTYPES, LogitlessError} from './tensor.js';
 
@@ -34,7 +34,7 @@ export const OPTIONS = [
 
 const snake = (name) => name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
 
-// What a thrown value says of itself.
+// The message of a thrown value, which need not be an Error.
 const said = (error) => error?.message ?? String(error);
 
 export class Core {
@@ -43,8 +43,8 @@ export class Core {
     this.#enter((module) => module._initialize());
   }
 
-  // Calls the module. What traps in it, or passes through it as an exception, would leave its stack pointer where it
-  // was, and a module that has no stack left runs nothing: here it is put back.
+  // Calls the module. A trap or an exception in the module leaves its stack pointer lowered. This restores the
+  // pointer, because a module without stack space can run nothing.
   #enter(call) {
     const stack = this.exports.__stack_pointer;
     const before = stack.value;
@@ -58,12 +58,12 @@ export class Core {
     }
   }
 
-  // An address, which JavaScript is given as a signed number and the module takes as either.
+  // Returns an address as an unsigned number; JavaScript gets it from the module as a signed one.
   #address(call) {
     return this.#enter(call) >>> 0;
   }
 
-  // Throws where a function of the module returns another code than 0.
+  // Throws if a function of the module returns a code other than 0.
   #ask(call) {
     const code = this.#enter(call);
     if (code === 0) return;
@@ -81,7 +81,7 @@ export class Core {
   }
 
   allocate(bytes) {
-    // A size of the module has 32 bits, and a larger number would be cut to them.
+    // The module's sizes have 32 bits; a larger number would be truncated.
     const address = bytes < 2 ** 32 ? this.#address((module) => module.allocate(bytes)) : 0;
     if (address === 0) throw new LogitlessError('internal', `out of memory: the module has no ${bytes} bytes left`);
     return address;
@@ -91,7 +91,7 @@ export class Core {
     this.#enter((module) => module.release(address));
   }
 
-  // f(address) of that many bytes, which are released whatever becomes of it.
+  // Calls f with the address of that many bytes, and releases them even if f throws.
   #withMemory(bytes, f) {
     const address = this.allocate(bytes);
     try {
@@ -101,7 +101,7 @@ export class Core {
     }
   }
 
-  // call(module, address) of the text, with a 0 behind it.
+  // Calls call(address) with the address of the text, which ends with a 0 byte.
   #withText(text, call) {
     const bytes = new TextEncoder().encode(`${text}\0`);
     return this.#withMemory(bytes.length, (address) => {
@@ -122,7 +122,7 @@ export class Core {
   }
 
   #option(name, value) {
-    // As the module's number null would be 0, and "one" NaN.
+    // WebAssembly would convert null to 0, and "one" to NaN.
     if (typeof value !== 'number') throw new LogitlessError('invalid_argument', `${name} is ${value}; allowed: a number`);
     this.#withText(snake(name), (text) => this.#ask((module) => module.option(text, value)));
   }
@@ -155,12 +155,12 @@ export class Core {
     this.#ask((module) => module.evaluate(bounds ? 1 : 0));
   }
 
-  // The workspace's buffers are made anew by the next call. A module that has stopped has none to forget.
+  // Drops the workspace's buffers, so that the next call creates new ones.
   forget() {
     try {
       this.#enter((module) => module.forget());
     } catch {
-      // run() has said so.
+      // The module has stopped, which run() has reported.
     }
   }
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The browser's side of src/webgpu/device.h: what the wasm module calls to reach a GPUDevice. Work is
-// recorded into one command encoder and handed over by submit(); nothing here waits. What WebGPU finds
-// wrong it says later: every buffer, pipeline and submission has a verdict, a promise of a message or
-// null, and a call's verdict is the first of those of all that it used.
+// recorded into one command encoder and handed over by submit(); nothing here waits. WebGPU reports
+// errors later: every buffer, pipeline and submission has a verdict, a promise of a message or null.
+// A call's verdict is the first message among the verdicts of everything that the call used.
 
 const FILTERS = ['internal', 'out-of-memory', 'validation'];
 const usage = () =>
@@ -15,13 +15,13 @@ export class DeviceSide {
   /** @param {GPUDevice} device */
   constructor(device) {
     this.device = device;
-    this.memory = null;  // of the wasm module, once there is one
+    this.memory = null;  // the wasm module's; Logitless sets it
     this.buffers = new Map();  // number -> {buffer, verdict}
     this.kernels = [null];
     this.next = 1;
     this.encoder = null;
     this.pass = null;
-    this.isRecording = false;  // its scopes are open
+    this.isRecording = false;  // true: the error scopes of recorded work are open
     this.allocated = 0;  // bytes of the buffers made here
     this.most = 0;
     this.lost = null;
@@ -29,7 +29,7 @@ export class DeviceSide {
     this.begin();
   }
 
-  // A number for a buffer of the caller's; forget() ends it.
+  // Returns the number by which the module knows a buffer, until forget().
   adopt(buffer, verdict = null) {
     const number = this.next++;
     this.buffers.set(number, {buffer, verdict});
@@ -39,23 +39,23 @@ export class DeviceSide {
     this.buffers.delete(number);
   }
 
-  // Between these two lies a call of the module; end() gives its verdict.
+  // begin() and end() enclose a call of the module; end() returns the call's verdict.
   begin() {
-    this.refusal = null;  // what was thrown at once
+    this.refusal = null;  // the first message thrown during the call
     this.verdicts = new Set();
   }
   end() {
     return first(this.verdicts).then((message) => this.lost ?? message);
   }
 
-  // After a call that failed or trapped: what it recorded is dropped, and its scopes do not stay open on the page's device.
+  // After a call that failed or trapped: drops what the call recorded, and closes its error scopes.
   abandon() {
     if (this.isRecording) this.#closeScopes('what was recorded');
     this.isRecording = false;
     this.encoder = this.pass = null;
   }
 
-  // What `make` gives, or null where it throws, and the verdict of WebGPU.
+  // Calls make(). Returns what it made, or null if it threw; the message thrown; and WebGPU's verdict.
   scoped(what, make) {
     this.#openScopes();
     let made = null;
@@ -83,12 +83,12 @@ export class DeviceSide {
   }
 
   #closeScopes(what) {
-    // A lost device has no scopes; whoever asks is told of the loss.
+    // A lost device may reject; `lost` then has the reason.
     const popped = FILTERS.map(async () => this.device.popErrorScope()).map((scope) => scope.catch(() => null));
     return first(popped).then((error) => (error ? `${what}: ${error.message}` : null));
   }
 
-  // As a part of the call under way.
+  // Like scoped(), and adds the outcome to the current call's refusal and verdicts.
   #ofCall(what, make) {
     const {made, thrown, verdict} = this.scoped(what, make);
     this.refusal ??= thrown;
@@ -96,14 +96,14 @@ export class DeviceSide {
     return {made, verdict};
   }
 
-  // A buffer that the call uses.
+  // Returns a buffer that the current call uses, whose verdict then counts for the call.
   #bound(number) {
     const {buffer, verdict} = this.buffers.get(number);
     if (verdict) this.verdicts.add(verdict);
     return buffer;
   }
 
-  // Addresses are unsigned; JavaScript is given them as signed numbers.
+  // Addresses are unsigned, but the module passes them to JavaScript as signed numbers.
   #text(pointer) {
     const bytes = new Uint8Array(this.memory.buffer);
     const start = pointer >>> 0;
@@ -115,8 +115,8 @@ export class DeviceSide {
     this.pass = null;
   }
 
-  // From the first call recorded to its submission one set of scopes is open: a call of the module
-  // ends with submit(), so nobody else's scope comes between.
+  // One set of error scopes is open from the first command recorded to its submission. A call of the
+  // module ends with submit(), so no scope of the page can come between.
   #recording() {
     if (!this.isRecording) this.#openScopes();
     this.isRecording = true;
@@ -124,14 +124,14 @@ export class DeviceSide {
     return this.encoder;
   }
 
-  // How many pipelines the module has asked for, and of how many WebGPU has said that they are compiled or refused.
+  // The number of pipelines that the module has asked for, and of those that are compiled or refused.
   get pipelines() {
     const asked = this.kernels.slice(1);
     return {asked: asked.length, ready: asked.filter(({ready}) => ready).length};
   }
 
-  // Makes a kernel, or makes it anew. One that WebGPU refused is not kept: what it was short of may be there by the
-  // next call.
+  // Creates a kernel's pipeline. A refused one is created again at its next use, because WebGPU may
+  // have refused it only for lack of memory.
   #compile(kernel) {
     const {made, verdict} = this.#ofCall(kernel.name, kernel.make);
     Object.assign(kernel, made, {verdict, failed: false, ready: false});
@@ -139,7 +139,7 @@ export class DeviceSide {
     return made !== null;
   }
 
-  // Returns the number of a kernel of these constants, or 0 where it was refused.
+  // Returns the number of a kernel with these constants, or 0 if it was refused at once.
   #pipeline(label, text, entry, constants, count) {
     const view = new DataView(this.memory.buffer);
     const values = {};
@@ -178,9 +178,9 @@ export class DeviceSide {
     this.pass.dispatchWorkgroups(x, y, z);
   }
 
-  // The imports of the wasm module. An exception must not pass through the module, whose functions would never give
-  // back their part of its stack. So it is kept as the call's refusal, which ends in a status: submit() hands nothing
-  // over then.
+  // The imports of the wasm module. An exception must not pass through the module, whose functions
+  // would then not free their part of its stack. So it becomes the call's refusal: submit() submits
+  // nothing then, and the module returns an error.
   imports() {
     const guarded = ([name, call]) => [name, (...given) => {
       try {
@@ -210,7 +210,7 @@ export class DeviceSide {
         this.forget(number);
         buffer.destroy();
       },
-      // Before what is recorded and not submitted, as device.h says.
+      // Takes effect before what is recorded and not yet submitted, as device.h says.
       write: (number, offset, data, bytes) => {
         this.#ofCall('a write', () => device.queue.writeBuffer(this.#bound(number), offset, this.memory.buffer, data >>> 0, bytes >>> 0));
       },
@@ -220,7 +220,7 @@ export class DeviceSide {
         this.#endPass();
         this.#recording().copyBufferToBuffer(this.#bound(source), sourceOffset, this.#bound(target), targetOffset, bytes);
       },
-      // 1, or 0 where something was refused at once: then nothing of what was recorded since the last one is handed over.
+      // Returns 1; or 0, having submitted nothing, if something was refused during the call.
       submit: () => {
         if (this.refusal) {
           this.abandon();
@@ -229,7 +229,7 @@ export class DeviceSide {
         if (!this.encoder) return 1;
         this.#endPass();
         device.queue.submit([this.encoder.finish()]);
-        this.encoder = null;  // not before: its scopes are open until here
+        this.encoder = null;
         this.isRecording = false;
         this.verdicts.add(this.#closeScopes('what was submitted'));
         return 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shows one of the documents that lie beside this page, which are Markdown: document.html?docs/semantics.md#section.
-// It reads as much of Markdown as they have: headings, paragraphs, lists, tables, fenced code, links, bold and code.
+// Shows one of the Markdown documents in this page's folder: document.html?docs/semantics.md#section.
+// Reads only the Markdown that they use: headings, paragraphs, lists, tables, fenced code, links, bold and code.
 
 const HERE = ['README.md', 'docs/semantics.md', 'docs/web.md', 'docs/results.md'];
 const INLINE = /`([^`]+)`|\[([^\]]*)\]\(([^)\s]+)\)|\*\*(.+?)\*\*/g;
@@ -13,12 +13,12 @@ function element(name, children = [], attributes = {}) {
   return made;
 }
 
-// The name of a section, as in links to it.
+// The id of a heading, as links in the documents spell it.
 function slug(heading) {
   return heading.toLowerCase().replace(/[^\p{L}\p{N}\s_-]/gu, '').trim().replace(/\s/g, '-');
 }
 
-// Where a link of the document leads from here; null where what it names is not beside this page.
+// The target of a document's link, seen from this page; null if the file is not in HERE.
 function follow(link, folder) {
   if (/^https?:/.test(link)) return link;
   const [file, section] = link.split('#');
@@ -53,7 +53,7 @@ function table(lines, folder) {
   return element('div', [element('table', [row(head, 'th'), ...rows.map((line) => row(line, 'td'))])], {className: 'wide'});
 }
 
-// Takes the lines of one block from the front, and returns its element, or null of one that is not shown (HTML).
+// Takes the lines of one block from the front, and returns its element, or undefined for HTML, which is not shown.
 function block(lines, folder) {
   const take = (belongs) => {
     const taken = [lines.shift()];

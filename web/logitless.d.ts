@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Types of logitless.js. N tokens, V vocabulary, D hidden. What every option and statistic means is
-// docs/semantics.md of the repository, whose names these are in camelCase.
+// Types of logitless.js. N tokens, V vocabulary, D hidden. The repository's docs/semantics.md says
+// what every option and statistic means; the names here are its names in camelCase.
 
 /// <reference types="@webgpu/types" />
 
@@ -14,7 +14,7 @@ export class LogitlessError extends Error {
   readonly code: StatusCode;
 }
 
-/** Why there is no WebGPU here, in a sentence for the visitor; null where there is. */
+/** Resolves to the reason why there is no WebGPU, as a sentence for the visitor; or to null. */
 export function whyUnavailable(): Promise<string | null>;
 
 /** A strided view of a GPU buffer. */
@@ -27,15 +27,15 @@ export class Tensor<D extends DType = DType> {
   readonly bytes: number;
   readonly isContiguous: boolean;
   /**
-   * The elements, once everything recorded before has run; f16 as the bits. Contiguous tensors only.
-   * Rejects with WebGPU's message where the call that made them, or what it was given, went wrong.
+   * Resolves to the elements, once everything recorded before has run; f16 as bits. Contiguous tensors
+   * only. Rejects with WebGPU's message if the call that wrote them failed, or one that wrote its inputs.
    */
   read(): Promise<D extends 'f32' ? Float32Array : D extends 'f16' ? Uint16Array : Int32Array>;
-  /** The one element of a tensor of one. */
+  /** Resolves to the first element; for tensors with a single one. */
   item(): Promise<number>;
   /**
-   * Takes place before what is recorded next. An odd number of f16 only where it is the whole of a tensor
-   * that was made here, else `misaligned`.
+   * Takes effect before what is recorded later. An odd number of f16 is `misaligned`, unless it fills a
+   * tensor that is not in a buffer of the caller's.
    */
   write(data: Float32Array | Uint16Array | Int32Array): void;
   /** Frees the buffer, unless it is the caller's. */
@@ -52,9 +52,9 @@ export interface LossOptions {
   temperature?: number;
   outOfRange?: 'error' | 'ignore';
   emptyMean?: 'zero' | 'nan';
-  /** Of mean; 0 or absent: counted. */
+  /** The divisor of a mean; 0 or absent: computed from the tokens that count. */
   normalizer?: number;
-  /** A shard of the vocabulary: its first column, and the columns of the whole. */
+  /** For a shard of the vocabulary: its first column, and the number of columns of the whole. */
   vocabStart?: number;
   vocabTotal?: number;
 }
@@ -63,7 +63,7 @@ export type Statistic =
   | 'lse' | 'targetLogit' | 'entropy' | 'argmax' | 'rowReference' | 'rowLogSum' | 'weightedLogitSum' | 'logprob' | 'rank'
   | 'sumPSquared' | 'meanLogit' | 'maxLogprob' | 'massAbove';
 
-/** Those that a call is given to write, or has made. */
+/** Statistics that a call writes, into tensors of the caller or new ones. */
 export interface Statistics {
   lse?: Tensor<'f32'>;  // each [N]
   targetLogit?: Tensor<'f32'>;
@@ -81,17 +81,17 @@ export interface Statistics {
 }
 
 export interface CallOptions extends Omit<LossOptions, 'temperature'>, Statistics {
-  /** One, or one of each token: [N]. */
+  /** One for all tokens, or one per token, [N]. */
   temperature?: number | Tensor<'f32'>;
   tokenWeight?: Tensor<'f32'>;  // [N]
   vocabWeight?: Tensor<'f32'>;  // [V]
-  gradLoss?: Tensor<'f32'>;  // as the loss
-  /** Those to be made. */
+  gradLoss?: Tensor<'f32'>;  // shaped like the loss
+  /** Statistics to write into new tensors. */
   statistics?: Statistic[];
   /** Where the loss goes; absent: a new tensor. */
   loss?: Tensor<'f32'>;  // [N] for reduction none, else []
   fault?: Tensor<'i32'>;  // [1]
-  /** Bytes of workspace; absent: what serves the call well. Never less than it needs. */
+  /** Bytes of workspace; absent: the recommended size. A size below the minimum is raised to it. */
   budget?: number;
 }
 
@@ -115,7 +115,7 @@ export interface DivergenceOptions {
   divergence?: 'forward_kl' | 'reverse_kl' | 'jsd' | 'skew_kl' | 'tv';
   /** Of jsd and skew_kl: the teacher's share of the mixture. */
   beta?: number;
-  /** Of the labels' cross-entropy, beside the divergence. */
+  /** The weight of the labels' cross-entropy, which is added to the divergence. */
   labelWeight?: number;
   teacherLogitScale?: number;
   teacherSoftcap?: number;
@@ -123,12 +123,12 @@ export interface DivergenceOptions {
 
 export interface DivergenceCall extends Omit<LinearCall, 'target' | 'statistics' | 'labelSmoothing' | 'zLoss' | 'vocabWeight'>, DivergenceOptions {
   target?: Tensor<'i32'>;  // [N]; absent: every token counts
-  /** A head, or logits. */
+  /** The teacher: a head (the next three), or its logits. */
   teacherInput?: Tensor;  // [N, Dt]
   teacherWeight?: Tensor;  // [V, Dt]
   teacherBias?: Tensor;  // [V]
   teacherLogits?: Tensor;  // [N, V]
-  /** One, or one of each token: [N]. */
+  /** One for all tokens, or one per token, [N]. */
   teacherTemperature?: number | Tensor<'f32'>;
   statistics?: DivergenceStatistic[];
   teacherEntropy?: Tensor<'f32'>;  // [N]
@@ -154,9 +154,9 @@ export type Result = {
   gradWeight?: Tensor;
   gradBias?: Tensor;
   gradLogits?: Tensor;
-  /** Where the call was given one. */
+  /** Present if the call was given one. */
   fault?: Tensor<'i32'>;
-  /** Of the workspace that the call was given. */
+  /** The size of the workspace that the call uses. */
   workspaceBytes: number;
 } & Statistics;
 
@@ -164,19 +164,19 @@ export interface EvaluateCall extends LossOptions, DivergenceOptions {
   kind?: 'softmax' | 'crossEntropyForward' | 'crossEntropyForwardBackward' | 'linearCrossEntropyForward' | 'linearCrossEntropyForwardBackward' | 'linearDivergenceForward' | 'linearDivergenceForwardBackward';
   teacherTemperature?: number;
   tensors: Record<string, Float32Array | Uint16Array | Int32Array>;
-  /** Of the tensors that are not vectors. */
+  /** The shapes of the tensors that are not vectors. */
   shapes: Record<string, number[]>;
   outputs: Record<string, number[]>;
   inputKind?: 'logits' | 'probabilities';
   probabilityFloor?: number;
-  /** Adds to the gradients, whose values before are among `tensors`. */
+  /** Adds to the gradients, whose previous values are among `tensors`. */
   accumulate?: boolean;
   bounds?: boolean;
 }
 
 export class Logitless {
   /**
-   * Rejects with `backend_unavailable` and a sentence for the visitor where there is no WebGPU.
+   * Rejects with `backend_unavailable` and a sentence for the visitor if there is no WebGPU.
    * `device`: one of yours; `limits: 'default'` asks for none beyond WebGPU's defaults.
    */
   static create(options?: {device?: GPUDevice; limits?: 'default'; wasm?: string | URL}): Promise<Logitless>;
@@ -184,29 +184,29 @@ export class Logitless {
   /** Resolves with WebGPU's reason when the device is lost: make another Logitless and other tensors then. */
   readonly lost: Promise<string>;
   readonly isLost: boolean;
-  /** Of the pipelines that calls have wanted so far, how many are compiled (or refused): to show a visitor who waits. */
+  /** The number of pipelines that calls have needed so far, and of those compiled or refused: to show progress. */
   readonly pipelines: {asked: number; ready: number};
 
   empty<D extends DType = 'f32'>(shape: number[], dtype?: D): Tensor<D>;
   tensor(data: Float32Array, shape?: number[]): Tensor<'f32'>;
   tensor(data: Int32Array, shape?: number[]): Tensor<'i32'>;
   tensor(data: Uint16Array, shape?: number[], dtype?: 'f16'): Tensor<'f16'>;
-  /** A buffer of the caller's, which stays the caller's; its usage must have STORAGE. */
+  /** A tensor in a buffer of the caller's, which destroy() leaves alone; its usage must have STORAGE. */
   wrap<D extends DType = 'f32'>(buffer: GPUBuffer, shape: number[], dtype?: D, view?: {byteOffset?: number; stride?: number[]}): Tensor<D>;
 
-  /** These record the work and return at once. */
+  /** Like the ops below, records the work and returns at once. */
   linearCrossEntropy(call: LinearCall): Result;
   linearDivergence(call: DivergenceCall): Result & Pick<DivergenceCall, 'teacherEntropy' | 'acceptance'>;
   crossEntropy(call: LogitsCall): Result;
   softmax(logits: Tensor, options?: {into?: Tensor}): Tensor;
-  /** Resolves once all that was recorded since the last time is accepted; rejects with WebGPU's message. */
+  /** Resolves once all that was recorded since the last done() is accepted; rejects with WebGPU's message. */
   done(): Promise<void>;
 
   /**
-   * Bytes of workspace of linearCrossEntropy on these shapes, or, with a teacher, of linearDivergence; gradients are of
-   * `dtype` where nothing else is said.
+   * Bytes of workspace of linearCrossEntropy on these shapes, or, with a teacher, of linearDivergence.
+   * `gradientDtype` is `dtype` if absent.
    */
   plan(shape: {tokens: number; hidden: number; vocab: number; teacherHidden?: number; teacherLogits?: boolean; gradients?: boolean; dtype?: 'f32' | 'f16'; gradientDtype?: 'f32' | 'f16'} & LossOptions & DivergenceOptions & {teacherTemperature?: number}): {minimum: number; recommended: number};
-  /** The same op in double precision by plain loops on the CPU, with how far the contract lets a backend be from it. */
+  /** Evaluates an op in double precision on the CPU; with `bounds`, also the error that the contract allows. */
   evaluate(call: EvaluateCall): Record<string, {value: Float64Array; bound?: Float64Array}>;
 }

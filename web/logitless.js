@@ -17,18 +17,18 @@ const TENSORS = [
   'acceptance',
 ];
 const TEACHER = ['teacherInput', 'teacherWeight', 'teacherBias', 'teacherLogits', 'teacherTemperature'];
-// What a call reads; all its other tensors it writes.
+// The tensors that a call reads; it writes all its other tensors.
 const INPUTS = new Set(['logits', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'temperature', 'gradLoss', ...TEACHER]);
 const isIndex = (name) => name === 'argmax' || name === 'rank';
-// A temperature is an option where it is a number.
+// A temperature is an option if it is a number.
 const isTensor = (name, value) => TENSORS.includes(name) || (/^(t|teacherT)emperature$/.test(name) && value instanceof Tensor);
-// What bigger limits the planner can use.
+// The limits that the planner and the shaders can use beyond WebGPU's defaults.
 const LIMITS = [
   'maxBufferSize', 'maxStorageBufferBindingSize', 'maxStorageBuffersPerShaderStage', 'maxComputeWorkgroupStorageSize',
   'maxComputeInvocationsPerWorkgroup', 'maxComputeWorkgroupSizeX',
 ];
 
-// Why there is no WebGPU here, in a sentence for the visitor; null where there is.
+// Resolves to the reason why there is no WebGPU, as a sentence for the visitor; or to null.
 export async function whyUnavailable() {
   if (!globalThis.isSecureContext) {
     return 'WebGPU needs a secure page: open it over https, or from localhost.';
@@ -43,8 +43,8 @@ export async function whyUnavailable() {
 }
 
 export class Logitless {
-  // Options: `device` (a GPUDevice of yours), `limits: 'default'` (no bigger ones are asked for),
-  // `wasm` (where logitless.wasm is).
+  // Options: `device` (a GPUDevice of yours), `limits: 'default'` (requests no larger limits),
+  // `wasm` (the URL of logitless.wasm).
   static async create({device, limits, wasm} = {}) {
     if (!device) {
       const why = await whyUnavailable();
@@ -55,7 +55,7 @@ export class Logitless {
     }
     const side = new DeviceSide(device);
     const source = fetch(wasm ?? new URL('logitless.wasm', import.meta.url));
-    // The module asks the system for nothing that a page has: every call of WASI's is answered with 0.
+    // The module needs no system: every WASI function does nothing and returns 0.
     const wasi = new Proxy({}, {get: () => () => 0});
     const {instance} = await WebAssembly.instantiateStreaming(source, {device: side.imports(), wasi_snapshot_preview1: wasi});
     return new Logitless(device, side, instance.exports);
@@ -67,8 +67,8 @@ export class Logitless {
     side.memory = exports.memory;
     this.core = new Core(exports);
     this.core.setLimits(device.limits);
-    // GPUBuffer -> {made, written: the verdicts of its creation and of what wrote it last}. It is the buffer's, however
-    // many tensors wrap it, and goes with it.
+    // GPUBuffer -> {made, written}: the verdicts of its creation and of what wrote it last. By buffer, because several
+    // tensors may share one.
     this.buffers = new WeakMap();
     this.pending = Promise.resolve(null);  // the verdict of everything since the last done()
     /** @type {Promise<string>} resolves, with WebGPU's reason, when the device is lost */
@@ -79,7 +79,7 @@ export class Logitless {
     return this.side.lost !== null;
   }
 
-  // {asked, ready}: of the pipelines that calls have wanted so far, how many are compiled (or refused).
+  // {asked, ready}: the number of pipelines that calls have needed so far, and of those compiled or refused.
   get pipelines() {
     return this.side.pipelines;
   }
@@ -106,9 +106,9 @@ export class Logitless {
     return tensor;
   }
 
-  // A buffer of the caller's, which stays the caller's. It must be usable as STORAGE.
+  // A tensor in the caller's buffer, which destroy() leaves alone. The buffer's usage must have STORAGE.
   wrap(buffer, shape, dtype = 'f32', {byteOffset = 0, stride} = {}) {
-    // By its brand, which a buffer of another window's has as well.
+    // Not by instanceof, which is false for a buffer of another window.
     const brand = Object.prototype.toString.call(buffer).slice(8, -1);
     if (brand !== 'GPUBuffer') throw new LogitlessError('invalid_argument', `buffer is a ${brand}; allowed: a GPUBuffer`);
     return new Tensor(this, buffer, shape, dtype, {byteOffset, stride});
@@ -118,8 +118,8 @@ export class Logitless {
     if (tensor.owned) tensor.buffer.destroy();
   }
 
-  // Whole words at a time. Half a word at the end is padded where it ends the tensor's own buffer; elsewhere
-  // the other half is somebody else's.
+  // Writes whole 32-bit words. Half a word at the end is padded only if it ends the tensor's own buffer:
+  // in another buffer the other half may belong to another tensor.
   write(tensor, data) {
     this.#refuseIfLost();
     if (!tensor.isContiguous || data.byteLength > tensor.bytes) {
@@ -140,7 +140,7 @@ export class Logitless {
       queue.writeBuffer(tensor.buffer, tensor.byteOffset + whole, last);
     });
     if (thrown) throw new LogitlessError('device_error', thrown);
-    // A whole tensor of its own is as good as new.
+    // After the whole of its own buffer is written, earlier failures no longer matter.
     const before = tensor.owned && bytes.length === tensor.bytes ? [] : [known.written];
     known.written = this.#remember(first([...before, verdict]));
   }
@@ -160,7 +160,7 @@ export class Logitless {
       return buffer;
     });
     if (thrown) throw new LogitlessError('device_error', thrown);
-    // Of a lost device WebGPU says so a moment after this has failed.
+    // If the device was lost, WebGPU reports the loss a moment after mapAsync has failed.
     const moment = () => new Promise((resolve) => setTimeout(resolve, 100));
     const mapped = reader.mapAsync(GPUMapMode.READ).then(
         () => null, async (error) => (await Promise.race([this.lost, moment()])) ?? `a read: ${error.message}`);
@@ -174,7 +174,7 @@ export class Logitless {
     }
   }
 
-  // Resolves once everything recorded since the last call was accepted; rejects with WebGPU's own message.
+  // Resolves once everything recorded since the last done() was accepted; rejects with WebGPU's own message.
   async done() {
     const pending = this.pending;
     this.pending = Promise.resolve(null);
@@ -183,7 +183,7 @@ export class Logitless {
     if (failure) throw new LogitlessError('device_error', failure);
   }
 
-  // --- ops; the tensors that are made here are the result's
+  // --- ops; the caller destroys the tensors of a result
 
   // probabilities [R, C] of logits [R, C]
   softmax(logits, {into} = {}) {
@@ -198,8 +198,8 @@ export class Logitless {
     return this.#call(gradients ? 'crossEntropyForwardBackward' : 'crossEntropyForward', given, outputs, rest);
   }
 
-  // The loss of input [N, D] and weight [V, D], and the gradients that are asked for:
-  // true, or some of 'input', 'weight', 'bias'.
+  // The loss of input [N, D] and weight [V, D], and the gradients that are asked for.
+  // `gradients`: true, or some of 'input', 'weight', 'bias'.
   linearCrossEntropy({input, weight, bias, target, gradients = false, statistics = [], ...rest}) {
     return this.#linear('linearCrossEntropy', {input, weight, target, bias}, gradients, statistics, rest);
   }
@@ -220,12 +220,12 @@ export class Logitless {
     const op = teacherLogits || teacherHidden ? 'linearDivergence' : 'linearCrossEntropy';
     if (gradients) Object.assign(tensors, {gradInput: none([tokens, hidden], gradientDtype), gradWeight: none([vocab, hidden], gradientDtype)});
     this.core.begin(`${op}Forward${gradients ? 'Backward' : ''}`, options);
-    // Any number for a buffer of its own, at offset 0, as tensor() makes them.
+    // Planning reads no buffer: different numbers stand for separate buffers, with tensors at offset 0.
     Object.entries(tensors).forEach(([name, tensor], i) => this.core.give(name, tensor, i + 1));
     return this.core.sizes();
   }
 
-  // The same op in double by plain loops, from arrays, on the CPU: {loss, gradInput, ...}, each with the
+  // Evaluates an op on arrays in double by plain loops on the CPU: {loss, gradInput, ...}, each with the
   // f64 `value` and, with `bounds`, how far from it the contract allows a backend to be.
   evaluate({kind = 'linearCrossEntropyForwardBackward', tensors, shapes, outputs, bounds = false, ...options}) {
     const {core} = this;
@@ -242,7 +242,7 @@ export class Logitless {
         new Uint8Array(core.exports.memory.buffer, address, data.byteLength).set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength));
         this.core.give(name, new Tensor(this, null, shapes[name] ?? [data.length], dtypeOf(data)), address);
       }
-      // Gradients that the op adds to are among the tensors. Of the others only the shape is read.
+      // Gradients that the op adds to are among `tensors`. Of other outputs only the shape is read.
       for (const [name, shape] of Object.entries(outputs)) if (!tensors[name]) this.core.give(name, new Tensor(this, null, shape, isIndex(name) ? 'i32' : 'f32'), hold(8));
       core.evaluate(bounds);
       const results = {};
@@ -256,9 +256,8 @@ export class Logitless {
     }
   }
 
-  // --- inside
+  // --- private
 
-  // A linear op, with the gradients that are asked for.
   #linear(op, given, gradients, statistics, rest) {
     const outputs = this.#outputs(rest, statistics, given.input.shape[0]);
     const wanted = gradients === true ? ['input', 'weight', ...(given.bias ? ['bias'] : [])] : gradients || [];
@@ -277,7 +276,7 @@ export class Logitless {
     return outputs;
   }
 
-  // The outputs that the caller does not bring are made here, and not kept where the call is refused.
+  // Creates the outputs that the caller does not give, and destroys them if the call is refused.
   #call(kind, given, outputs, rest) {
     const tensors = Object.fromEntries(Object.entries({...rest, ...given}).filter(([name, tensor]) => tensor && isTensor(name, tensor)));
     const options = Object.fromEntries(Object.entries(rest).filter(([name, value]) => !isTensor(name, value)));
@@ -299,7 +298,7 @@ export class Logitless {
     return this.buffers.get(buffer);
   }
 
-  // For done(), too.
+  // Returns the verdict, and adds it to those that done() waits for.
   #remember(verdict) {
     this.pending = first([this.pending, verdict]);
     return verdict;
@@ -309,13 +308,13 @@ export class Logitless {
     if (this.isLost) throw new LogitlessError('device_error', this.side.lost);
   }
 
-  // Records the op; the bytes of workspace it was given.
+  // Records the op, and returns the bytes of its workspace.
   #run(kind, tensors, options) {
     this.#refuseIfLost();
     const unknown = Object.keys(options).filter((name) => ![...OPTIONS, ...Object.keys(WORDS), 'accumulate', 'budget', 'gradientDtype'].includes(name));
     if (unknown.length > 0) throw new LogitlessError('invalid_argument', `there is no option ${unknown[0]}`);
     this.core.begin(kind, options);
-    // The module's numbers hold their buffers, so they end with the call.
+    // `side` holds a buffer as long as the buffer has a number, so numbers are dropped after the call.
     const numbers = new Map();
     try {
       for (const [name, tensor] of Object.entries(tensors)) {
@@ -332,7 +331,7 @@ export class Logitless {
     }
   }
 
-  // The call's verdict, with those of its inputs, is from now on that of what it writes.
+  // The first message of the call's and its inputs' verdicts becomes the verdict of what the call writes.
   #record(tensors, options, budget) {
     let refusal = null;
     this.side.begin();
@@ -342,7 +341,7 @@ export class Logitless {
       refusal = error;
       this.side.abandon();
     }
-    // What was refused has written nothing: its outputs are as good or as bad as before.
+    // A call refused with another code has written nothing, so its outputs keep their verdicts.
     if (refusal && !['device_error', 'internal'].includes(refusal.code)) throw refusal;
     const known = (name) => this.#known(tensors[name].buffer);
     const read = (name) => INPUTS.has(name) || name === 'fault' || (options.accumulate && name.startsWith('grad'));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page: finds a GPU or says why there is none, runs one call and judges it, plots its memory.
+// The page: finds a GPU or says why there is none, runs one call, checks its errors, plots its memory.
 
 import {bytesText, drawChart} from './chart.js';
 import {halves} from './halves.js';
@@ -8,17 +8,17 @@ import {drawn, showing} from './progress.js';
 import {prepareTraining} from './train.js';
 
 const at = (id) => document.getElementById(id);
-// What the double-precision check may cost: multiplications of one product, about a second's worth.
+// The most multiplications of one product in the double-precision check, about a second's worth.
 const CHECKED = 2 ** 27;
-// The shape of the first call on a GPU, where it takes no longer than the form's own on a software adapter.
+// The form's defaults on a GPU, where such a call takes no longer than index.html's defaults on the CPU.
 const ON_A_GPU = {tokens: 1024, vocab: 32768};
-// Where the bound is derived.
+// The section that derives the bound.
 const CONTRACT = 'document.html?docs/semantics.md#accuracy-promised-and-tested-per-element-against-the-double-reference';
-const STEP = 4096;  // tokens of a training step of today
+const STEP = 4096;  // tokens of a typical training step
 
 let instance = null;
 
-// The module; after its device was lost, on a new one.
+// Resolves to a Logitless, which is a new one if the last one's device was lost.
 async function ready() {
   if (!instance || instance.isLost) {
     instance = await Logitless.create({limits: new URLSearchParams(location.search).get('limits') ?? undefined});
@@ -67,7 +67,7 @@ function complaint(form) {
   return `${name} is ${field.value || 'not a number'}; allowed: ${whole}${range}.`;
 }
 
-// Of the tensors that a call holds, one that no buffer of the device would.
+// A message if a tensor of the call is larger than the device's largest buffer, else null.
 function tooLarge(logitless, {tokens, hidden, vocab, dtype, gradients}) {
   const most = logitless.device.limits.maxBufferSize;
   const bytes = dtype === 'f16' && !gradients ? 2 : 4;  // gradients are f32
@@ -109,7 +109,7 @@ function callOf(tensors, problem, workspace, rows) {
   };
 }
 
-// The greatest error of every output, in units of what the contract allows.
+// The greatest error of every output, as a share of the contract's bound; of a large call's first tokens.
 async function judge(logitless, problem, arrays, shapes, tensors, workspace) {
   const {tokens, hidden, vocab, options, gradients, bias} = problem;
   const rows = Math.max(1, Math.min(tokens, Math.floor(CHECKED / (hidden * vocab))));
@@ -137,13 +137,13 @@ async function judge(logitless, problem, arrays, shapes, tensors, workspace) {
   return {rows, shares, greatestGradientError: greatest};
 }
 
-// Bytes of workspace of a choice on the page.
+// The bytes that the form's choice of workspace means.
 function budgetOf({minimum, recommended}, {workspace, tokens, vocab}) {
   if (workspace === 'minimum') return minimum;
   return workspace === 'quarter' ? Math.max(minimum, Math.min(recommended, tokens * vocab)) : recommended;
 }
 
-// Bytes of workspace of a call as this page makes it; null of one that passes the device's limits.
+// The workspace sizes of a call as this page makes it; null if the call passes the device's limits.
 function planned(logitless, shape) {
   try {
     return logitless.plan({...shape, gradientDtype: 'f32'});
@@ -153,7 +153,7 @@ function planned(logitless, shape) {
   }
 }
 
-// Memory over the tokens of a call, from 16 to 64k, at the vocabulary of this one.
+// Plots memory against tokens, from 16 to 64k, for this call's vocabulary.
 function showMemory(logitless, problem, used) {
   const {tokens, hidden, vocab, gradients, dtype} = problem;
   const sizes = [];
@@ -182,7 +182,7 @@ function showMemory(logitless, problem, used) {
   at('memory-note').textContent = `A training step of ${STEP} tokens: ${told(vocab)}; with V = ${2 ** 17}, ${told(2 ** 17)}.`;
 }
 
-// A plain implementation holds the f32 logits, and their gradient beside them.
+// Compares the workspace with the f32 logits and their gradient, which a simple implementation stores.
 function sayMemory({tokens, vocab, gradients}, used, plan) {
   const logits = 4 * tokens * vocab;
   const held = gradients ? 2 * logits : logits;
@@ -198,7 +198,7 @@ function sayMemory({tokens, vocab, gradients}, used, plan) {
   at('memory-meaning').textContent = `f32 ${name} are ${bytesText(held)}${least}.`;
 }
 
-// What an earlier call has left says nothing of one that was refused.
+// After a refused call, an earlier call's results would mislead.
 function clearResults() {
   at('results').hidden = true;
   at('memory-chart').replaceChildren();
@@ -247,7 +247,7 @@ function showLoss({vocab, options}, loss) {
     `The ${options.reduction} over the tokens of −log p(target); a random guess costs ln ${vocab} = ${Math.log(vocab).toFixed(2)} a token.`;
 }
 
-// A rate says something of a GPU alone.
+// The rate is shown only for a GPU: a software adapter's means nothing for one.
 function showTime(logitless, {tokens, hidden, vocab, gradients}, best, first) {
   at('time').textContent = `${best.toFixed(1)} ms a call; the first call ${first.toFixed(1)} ms`;
   const rate = (gradients ? 3 : 1) * 2 * tokens * hidden * vocab / best / 1e6;
@@ -269,7 +269,7 @@ function showVerdict(problem, {rows, shares, greatestGradientError}) {
     (problem.gradients ? `; greatest gradient error ${greatestGradientError.toExponential(1)}.` : '.');
 }
 
-// Chromium does not call its SwiftShader a fallback everywhere.
+// Chromium does not always set isFallbackAdapter for its SwiftShader.
 function isSoftware(info) {
   return Boolean(info?.isFallbackAdapter) || /swiftshader|llvmpipe|software/i.test(`${info?.architecture} ${info?.description}`);
 }
@@ -284,7 +284,7 @@ function showDevice(logitless) {
     `${bytesText(l.maxStorageBufferBindingSize)}, workgroups of up to ${l.maxComputeInvocationsPerWorkgroup} with ${bytesText(l.maxComputeWorkgroupStorageSize)}.`;
 }
 
-// What the visitor or the browser has put into a field stays there.
+// Sets only fields that have their default value: others were filled by the visitor or the browser.
 function fitToDevice(logitless) {
   if (isSoftware(logitless.device.adapterInfo)) return;
   for (const [name, value] of Object.entries(ON_A_GPU)) {
@@ -312,14 +312,14 @@ async function start() {
     } catch (error) {
       clearResults();
       at('progress').className = 'bad';
-      // Of an array that JavaScript does not make.
+      // JavaScript throws a RangeError for an array that is too large.
       at('progress').textContent = error instanceof RangeError ? `This call is too large for this browser's memory (${error.message}).` : error.message;
     }
     button.disabled = false;
   };
   button.addEventListener('click', run);
   at('options').addEventListener('submit', (event) => event.preventDefault());
-  // The browser cannot show what is wrong with a field that is folded away.
+  // Unfolds the options, because the browser cannot show an error in a hidden field.
   at('more').addEventListener('invalid', () => (at('more').open = true), true);
   prepareTraining(ready);
   await run();

@@ -3,10 +3,10 @@
 
 const EVERY = 100;  // ms
 
-// Lets the browser draw what was written before the thread is busy again.
+// Resolves after the browser has had time to draw, before the thread is busy again.
 export const drawn = () => new Promise((resolve) => setTimeout(resolve, 20));
 
-// What `work` gives, a promise; until then `element` says how far it is.
+// Resolves to what the promise of work() gives; until then `element` shows the progress.
 export async function showing(element, logitless, work) {
   const start = performance.now();
   const say = () => {

@@ -38,12 +38,12 @@ export class Tensor {
     return count(this.shape) * DTYPES[this.dtype].bytes;
   }
 
-  // The elements, once everything recorded before has run. Contiguous tensors only.
+  // Resolves to the elements, once everything recorded before has run. Contiguous tensors only.
   async read() {
     return this.owner.read(this);
   }
 
-  // The one element of a tensor of one.
+  // Resolves to the first element; for tensors with a single one.
   async item() {
     return (await this.read())[0];
   }

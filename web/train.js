@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small model trained live on the visitor's text: h = tanh(sum over the last three tokens of a row of a
-// table each); the head [V, D] and its bias live on the GPU, where logitless makes loss and gradients and
-// Adagrad applies them. The tables are sparse work for the CPU: of V rows a step touches 3 N.
+// A small model trained live on the visitor's text: h = tanh(sum of the last three tokens' rows, each from
+// its own table); the head [V, D] and its bias live on the GPU, where logitless makes loss and gradients and
+// Adagrad applies them. The tables are on the CPU: a step touches at most 3 N of their 3 V rows.
 
 import {drawChart} from './chart.js';
 import {showing} from './progress.js';
@@ -14,7 +14,7 @@ const RATE = 0.1;
 
 export const DEFAULT_TEXT = `The last layer of a language model is a question with many thousands of answers. The model reads a few words and gives every word of its vocabulary a score, and the loss asks how much of the score went to the word that really came next. A score for every word and every position makes a very large table, and the table is the largest thing in the whole step of training. Nobody needs the table. The loss needs one number for every position, and the gradient needs two sums over the table. So the table can be made a window at a time, used, and forgotten. A window of the vocabulary is multiplied, its largest score is kept, its exponentials are added, and the next window takes its place. When the last window is done the loss is known, and the windows come by once more for the gradient. The model learns the same thing, word by word, and the memory stays small. The words that come often are learned first. The words that come rarely are learned last, or not at all.`;
 
-// Adagrad on the GPU, one invocation an element; the gradient is logitless' output as it is.
+// Adagrad on the GPU, one invocation per element; `gradient` is the buffer that logitless writes.
 const ADAGRAD = `
 @group(0) @binding(0) var<storage, read_write> value: array<f32>;
 @group(0) @binding(1) var<storage, read_write> squares: array<f32>;
@@ -34,7 +34,7 @@ function split(text, letters) {
   return letters ? [...text.toLowerCase().replace(/\s+/g, ' ')] : text.toLowerCase().match(/[\p{L}\p{N}'’]+|[^\s\p{L}\p{N}]/gu) ?? [];
 }
 
-// The most frequent pieces first; -100, which the loss ignores, for those beyond the vocabulary.
+// Numbers the pieces by frequency. Those beyond the vocabulary become -100, which the loss ignores.
 function readText(text, letters) {
   const pieces = split(text, letters);
   const counts = new Map();
@@ -205,7 +205,7 @@ async function train(logitless, at, running) {
   }
 }
 
-// `ready` gives the module on a device that lives.
+// `ready` resolves to a Logitless whose device is not lost.
 export function prepareTraining(ready) {
   const at = (id) => document.getElementById(id);
   if (!at('text').value) at('text').value = DEFAULT_TEXT;

@@ -79,7 +79,7 @@ std::string draw_curve(std::span<const float> values, int64_t columns, int64_t r
     const auto y = std::clamp<int64_t>(
         std::lround((high - curve[static_cast<size_t>(x)]) / (high - low) * dots), 0,
         rows * cell_height - 1);
-    // A vertical stroke connects it to the previous dot.
+    // A vertical stroke connects this dot to the previous one.
     const int64_t from = before < 0 ? y : before;
     for (int64_t dot = std::min(from, y); dot <= std::max(from, y); ++dot) {
       cells[static_cast<size_t>(dot / cell_height * columns + x / cell_width)] |=

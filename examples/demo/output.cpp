@@ -22,7 +22,7 @@ namespace {
 constexpr double nucleus = 0.9;  // a word is drawn from the likeliest ones, which have this share
 // Nats subtracted from a word's logit for each excess occurrence in the context.
 constexpr double repetition = 1;
-constexpr int64_t usual_words = 2;  // occurrences allowed for a word; for marks see below
+constexpr int64_t usual_words = 2;  // occurrences of a word without a penalty; below, of a mark
 constexpr int64_t usual_marks = 5;
 constexpr int prompts_tried = 64;
 

@@ -45,7 +45,7 @@ std::string marked(const std::string& text, const char* mark) {
   for (size_t at = 0; at < text.size();) {
     const size_t end = std::min(text.find('\n', at), text.size());
     size_t shown = std::min(end, at + most);
-    // Up to the end of a UTF-8 character.
+    // Does not cut a UTF-8 character in two.
     while (shown < end && (text[shown] & 0xc0) == 0x80) ++shown;
     if (end > at) result += fmt::format("{}{}\n", mark, text.substr(at, shown - at));
     at = end + 1;

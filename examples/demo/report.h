@@ -26,7 +26,7 @@ class Progress {
 
  private:
   Mode mode_;
-  double shown_ = 0;  // seconds since the start
+  double shown_ = 0;  // when the last line was shown, in seconds since the start
 };
 
 // Draws a curve in braille dots, `rows` lines high, with its scale.
@@ -51,12 +51,12 @@ struct Outcome {
   TrainResult training;
   Baselines baselines;
   double perplexity = 0;
-  int64_t heldout_words = 0;  // scored
-  double unknown_share = 0;   // of these, words not in the vocabulary
+  int64_t heldout_words = 0;  // the number scored
+  double unknown_share = 0;   // the share of these that is not in the vocabulary
   Memory memory;
   Exactness exactness;
   Sample sample;
-  double seconds = 0;  // of all of it
+  double seconds = 0;  // of the whole run
 };
 
 void print_text(const Text& text);

@@ -35,8 +35,8 @@ std::string read_file(const fs::path& path) {
 // The whole text. Words are numbered in order of appearance.
 struct Corpus {
   std::unordered_map<std::string, int32_t> number;
-  std::vector<std::string> word;               // a number has its word
-  std::vector<std::vector<int32_t>> document;  // a document has its word numbers
+  std::vector<std::string> word;               // by number
+  std::vector<std::vector<int32_t>> document;  // the word numbers of each
   int64_t bytes = 0;
   int64_t tokens = 0;
   bool truncated = false;
@@ -88,8 +88,8 @@ struct Part {
   size_t size() const { return word.size(); }
 };
 
-// Holds out whole files in an order drawn by the seed, but none above a quarter of that part.
-// Returns how many files, or 0 if their words are less than the intended share.
+// Holds out whole files in an order drawn by the seed, none larger than a quarter of the intended
+// share. Returns how many files, or 0 if they have fewer words than the share.
 int64_t hold_out_files(const Corpus& corpus, uint64_t seed, Part* train, Part* heldout) {
   const auto share = static_cast<size_t>(heldout_share * static_cast<double>(corpus.tokens));
   std::vector<size_t> order(corpus.document.size());
@@ -113,7 +113,7 @@ int64_t hold_out_files(const Corpus& corpus, uint64_t seed, Part* train, Part* h
   return count;
 }
 
-// Holds out every twentieth block of the text, so that they lie evenly apart.
+// Holds out every twentieth block of the text.
 void hold_out_blocks(const Corpus& corpus, Part* train, Part* heldout) {
   const auto every = static_cast<size_t>(std::lround(1 / heldout_share));
   const auto block = static_cast<size_t>(

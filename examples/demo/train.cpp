@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This file has the training loop.
+// The demo's batches, its optimizer and its training loop.
 #include "examples/demo/train.h"
 
 #include <algorithm>

@@ -85,7 +85,7 @@ struct TrainProgress {
 };
 
 struct TrainResult {
-  std::vector<float> loss;  // every step has one
+  std::vector<float> loss;  // of each step
   double seconds = 0;
   int64_t tokens = 0;
 };

@@ -5,8 +5,8 @@ logits and with logitless, and prints both losses, the memory XLA plans for a st
     python examples/python/jax_head.py
     python examples/python/jax_head.py --text *.txt --steps 500 --batch 2048
 
-The text is Python's own language reference (pydoc's topics) unless files are given, its tokens are
-all its words; the next one is guessed from the last four. Needs JAX alone.
+The text is Python's own language reference (pydoc's topics) unless files are given. Its tokens are
+all its words; the model predicts each from the four before. Needs JAX alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def plain_loss(x: jax.Array, head: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def model_loss(loss: Any, parameters: Parameters, windows: jax.Array) -> jax.Array:
-    """windows [N, CONTEXT + 1]: the last words and the next."""
+    """windows [N, CONTEXT + 1]: CONTEXT words, and the next one, which is the target."""
     x = parameters["embedding"][windows[:, :CONTEXT]].reshape(len(windows), -1)  # [N, CONTEXT D]
     x = jax.nn.gelu(jnp.matmul(x, parameters["mix"], precision="highest"))  # [N, D]
     return loss(x, parameters["head"], windows[:, CONTEXT])

@@ -150,10 +150,10 @@ typedef struct logitless_op {
   /* [1] i32; faults are or-ed into it: 1 a target outside the vocabulary, 2 kept state of another
    * Forward, 4 a temperature that is not allowed */
   const logitless_tensor* fault;
-  /* For linear Forward and Backward; logitless_kept_size gives the sizes and the key. */
-  const logitless_tensor *kept, *kept_rows; /* [blocks * N to 64, 64] [N,8] */
+  /* For linear Forward and Backward; logitless_kept_size gives the shapes and the key. */
+  const logitless_tensor *kept, *kept_rows; /* [blocks * rows, 64] [N,8] */
   uint64_t kept_key;                        /* only in Backward */
-  int32_t consume_kept; /* only in Backward: `kept` need not serve another one */
+  int32_t consume_kept; /* only in Backward: no further Backward reads `kept` */
   int32_t reserved_2;
   const logitless_tensor* temperature; /* [N] f32; replaces options.temperature */
   const logitless_tensor *logprob, *sum_p_squared, *mean_logit; /* [N] [N] [N] */
@@ -182,7 +182,7 @@ typedef struct logitless_op {
    * Combine, which reads the shards' */
   const logitless_tensor *top_logits, *top_ids;             /* [N,k] [N,k] */
   const logitless_tensor *shard_top_logits, *shard_top_ids; /* [P,N*k] [P,N*k] */
-  const logitless_tensor* id_offsets; /* [N+1] i32 or i64; ids, logits_at, grad_logits_at are [M] */
+  const logitless_tensor* id_offsets; /* [N+1] i32 or i64; ids and *logits_at are then [M] */
   int32_t only_chosen;                /* only in Backward: logits_at alone has a gradient */
   int32_t reserved_3;
 } logitless_op;
@@ -292,8 +292,8 @@ LOGITLESS_API int32_t logitless_run(const logitless_op* op,
 /* Multiplies `values` by `factor` in place, each element rounded once: for gradients made together
  * with the loss, before their upstream factor was known. `values` [n] are contiguous f32, f16 or
  * bf16; `factor` [] is f32 on the same device. If the factor is exactly 1, the kernel writes
- * nothing; the host does not wait to learn that. CUDA only: on the host it is a loop of the
- * caller's. Returns the code. */
+ * nothing; the host does not wait to learn that. CUDA only: on the host the caller can write the
+ * loop. Returns the code. */
 LOGITLESS_API int32_t logitless_scale(const logitless_tensor* values,
                                       const logitless_tensor* factor,
                                       const logitless_execution* execution,
@@ -321,7 +321,7 @@ LOGITLESS_API int32_t logitless_warmup(const logitless_execution* execution,
  * workspace's data, with at most that many bytes. */
 LOGITLESS_API int32_t logitless_webgpu_create_workspace(int32_t device_index, uint64_t bytes,
                                                         void** workspace, logitless_status* status);
-/* Frees such a workspace when the last call that uses it is done. */
+/* Frees such a workspace; the device keeps its buffers until enqueued calls are done. */
 LOGITLESS_API void logitless_webgpu_destroy_workspace(void* workspace);
 /* Registers the caller's device (WGPUInstance, WGPUDevice, WGPUQueue of the same wgpu-native) and
  * gives the device_index that names it in executions and tensors. Registering it again gives the
@@ -342,7 +342,7 @@ LOGITLESS_API int32_t logitless_num_threads(void);
  * attributes of a call are private to this library and python/logitless/jax. */
 LOGITLESS_API void* logitless_xla_run(void* call_frame);
 
-/* As the `bytes` of a plan: the op's recommended ones. */
+/* Passed as the `bytes` of a plan: the op's recommended number. */
 #define LOGITLESS_RECOMMENDED UINT64_MAX
 
 /* Plans `op` for runs in `bytes` of workspace, at least logitless_workspace's minimum. The plan
@@ -355,7 +355,7 @@ LOGITLESS_API int32_t logitless_plan_create(const logitless_op* op,
 /* Gives the workspace of a run: minimum and recommended are both the plan's bytes. */
 LOGITLESS_API int32_t logitless_plan_size(const logitless_plan* plan,
                                           logitless_workspace_size* size, logitless_status* status);
-/* Runs the plan with the bits that logitless_run would give in a workspace of the plan's bytes. It
+/* Runs the plan. Results have the bits of logitless_run in a workspace of the plan's bytes. It
  * checks addresses, overlaps and the workspace; it neither allocates nor synchronizes. Threads may
  * run one plan at once, each in its own workspace. Returns the code. */
 LOGITLESS_API int32_t logitless_plan_run(const logitless_plan* plan,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replaces an older C++'s errors about concepts by one in words. Compilers that knew a part of
-// C++20 give a __cplusplus between those of C++17 and C++20.
+// Replaces an older C++'s many errors about concepts by one clear error. Compilers that knew a part
+// of C++20 give a __cplusplus between those of C++17 and C++20.
 #pragma once
 
 #if (defined(_MSVC_LANG) ? _MSVC_LANG : __cplusplus) <= 201703L

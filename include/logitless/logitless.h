@@ -217,7 +217,7 @@ class Addresses {
   size_t count_ = 0;
 };
 
-// As the `bytes` of Plan::create: the op's recommended ones.
+// Passed as the `bytes` of Plan::create: the op's recommended number.
 inline constexpr uint64_t recommended_bytes = LOGITLESS_RECOMMENDED;
 
 // A call whose rules are checked and whose work is divided once: docs/semantics.md, "Plans".
@@ -242,7 +242,7 @@ class Plan {
     if (status.ok()) logitless_plan_destroy(std::exchange(plan_, made));
     return status;
   }
-  // Gives the workspace that a run needs.
+  // Gives the workspace of a run; its minimum and recommended bytes are equal.
   Status size(WorkspaceSize* size) const {
     logitless_workspace_size s = LOGITLESS_WORKSPACE_SIZE_INIT;
     Status status;

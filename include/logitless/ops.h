@@ -85,7 +85,7 @@ struct TokenStatistics {
   TensorView target_logit{};   // [N] f32; z_it
   TensorView entropy{};        // [N] f32; lse - sum_j p_ij z_ij
   TensorView argmax{};         // [N] i32 or i64
-  TensorView row_reference{};  // [N] f32; m_i, the row maximum or an anchor near it
+  TensorView row_reference{};  // [N] f32; m_i, the row maximum or a number near it
   TensorView row_log_sum{};    // [N] f32; log sum_j exp(z_ij - m_i), so that lse = m + log sum
   // [N] f32; sum_j c_j z_ij, for shards under label smoothing
   TensorView weighted_logit_sum{};
@@ -177,9 +177,9 @@ struct LinearCrossEntropyForward {
   TensorView bias{};    // [V]
   TensorView target{};  // [N]  i32 or i64
   TensorView loss{};    // [N] where the reduction is none, else []
-  // [N] f32; z_it; on a shard without the target, its kept state is relative to this
+  // [N] f32; only on a shard: z_it, to which the kept state of a shard without target t is relative
   TensorView anchor{};
-  TensorView kept{};       // [blocks * N to 64, 64]  for Backward, sized by kept_size()
+  TensorView kept{};       // [blocks * rows, 64]  for Backward, sized by kept_size()
   TensorView kept_rows{};  // [N, 8] f32; with `kept`
   TensorView ids{};        // [N, K] i32 or i64; chosen columns, -1 where there is none
   TensorView logits_at{};  // [N, K] f32; z of these columns
@@ -211,7 +211,7 @@ struct LinearCrossEntropyBackward {
   TensorView kept{};                    // from Forward; with kept_rows and the row state
   TensorView kept_rows{};               // [N, 8]  f32
   uint64_t kept_key = 0;                // from kept_size() of that Forward
-  bool consume_kept = false;            // `kept` need not serve another Backward
+  bool consume_kept = false;            // no further Backward reads `kept`
   TensorView grad_input{};              // [N, D]
   TensorView grad_weight{};             // [V, D]
   TensorView grad_bias{};               // [V]
@@ -250,12 +250,12 @@ struct LinearDivergenceForward {
   Teacher teacher{};
   TensorView target{};          // [N]  i32 or i64; optional
   TensorView loss{};            // [N] where the reduction is none, else []
-  TensorView kept{};            // [blocks * N to 64, 64]  for Backward, sized by kept_size()
+  TensorView kept{};            // [blocks * rows, 64]  for Backward, sized by kept_size()
   TensorView kept_rows{};       // [N, 8] f32; with `kept`
-  DivergenceStates states{};    // inputs where one of the sums is asked for, else outputs
+  DivergenceStates states{};    // inputs if one of the sums below is given, else outputs
   TensorView target_logit{};    // [N] f32; -inf where another shard has it
   TensorView divergence_sum{};  // [N] f32; of the divergence, over the columns of the views
-  TensorView slope_sum{};       // [N] f32; sum of p f, which dz subtracts
+  TensorView slope_sum{};       // [N] f32; sum_j p_j f_j, with f of dz in docs/semantics.md
   LossOptions options{};
   DivergenceOptions divergence{};
   LossWeights weights{};  // no class weights

@@ -56,9 +56,10 @@ else:
 
 
 def describe_backend(device: str = "cpu") -> str:
-    """One line of text about the backend of a `device` ("cpu", "cuda" or "webgpu"): the instruction
-    set in use, the number of threads, the devices. Raises if the backend is not available on this
-    machine."""
+    """One line of text about the backend of a `device`. For "cpu" it gives the instruction set in
+    use and the number of threads; for "cuda" and "webgpu" the first device and its abilities.
+    Raises LogitlessRuntimeError if this machine does not have the backend, and LogitlessValueError
+    for any other `device`."""
     kinds = {"cpu": _abi.CPU, "cuda": _abi.CUDA, "webgpu": _abi.WEBGPU}
     if device not in kinds:
         raise LogitlessValueError(f"device is {device!r}; allowed: {', '.join(kinds)}")
@@ -66,16 +67,17 @@ def describe_backend(device: str = "cpu") -> str:
 
 
 def num_threads() -> int:
-    """The number of threads in the library's pool."""
+    """The number of threads in the library's own pool, which computes the calls on the CPU."""
     return int(_abi.library.logitless_num_threads())
 
 
 def set_num_threads(threads: int) -> int:
-    """Sets the number of threads in the library's pool (0: the default), and returns the new
-    number.
+    """Sets the number of `threads` in the library's pool, and returns the new number. 0 asks for
+    the default: LOGITLESS_NUM_THREADS, OMP_NUM_THREADS, or the CPUs that this process may use.
 
-    Results do not depend on it. `logitless.torch` sets it to torch.get_num_threads(),
-    unless LOGITLESS_NUM_THREADS is set.
+    Results do not depend on the number. Calls of `logitless.torch` on the CPU set it when
+    torch.get_num_threads() has changed, unless LOGITLESS_NUM_THREADS is set. Raises
+    LogitlessTypeError unless `threads` is an int, and LogitlessValueError if it is negative.
     """
     if isinstance(threads, bool) or not isinstance(threads, int):
         raise LogitlessTypeError(f"threads is a {type(threads).__name__}; allowed: an int >= 0")

@@ -46,7 +46,7 @@ TENSORS = (
     "grad_entropy", "grad_logits", "grad_input", "grad_weight", "grad_bias", "fault", "kept",
     "kept_rows",
 )  # fmt: skip
-# The struct grew at its end, so these groups follow in the order in which they were added.
+# New fields are added at the end of the struct, so these groups are not sorted by meaning.
 MORE_TENSORS = (
     "temperature", "logprob", "sum_p_squared", "mean_logit", "rank", "anchor",
     "shard_row_reference", "shard_row_log_sum", "shard_target_logit", "shard_entropy",
@@ -195,8 +195,8 @@ _keeps = library.logitless_keeps
 
 
 class Options(NamedTuple):
-    """The fields of LossOptions as plain values, in its order, without those that Python always
-    leaves at their defaults."""
+    """The fields of LossOptions as plain values, without those that Python always leaves at their
+    defaults."""
 
     reduction: int = REDUCTION_MEAN
     ignore_index: int = -100
@@ -296,8 +296,8 @@ def kept_bytes(tokens: Any, elements: Any, element: int) -> Any:
 
 
 def whole_kept(tokens: Any, vocab: Any, dtype: int) -> Any:
-    """The bytes for kept state if `memory` does not bound it: those of all logits in the input's
-    dtype. The sizes may be symbolic."""
+    """The bytes for kept state if `memory` does not bound it: all logits in the input's dtype, with
+    N and V rounded up to multiples of 64, and kept_rows. The sizes may be symbolic."""
     return kept_bytes(tokens, _padded(tokens) * _padded(vocab), KEPT_ELEMENT.get(dtype, 0))
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPy arrays in the core's dtypes, for the bindings that take NumPy arrays. A value that the
-dtype cannot represent is an error."""
+"""Checks of NumPy arrays, and their conversion to f32, for the bindings that take NumPy arrays. A
+number that would become 0 or infinite in f32 is an error."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def with_cast(message: str) -> str:
 
 
 def check_range(target: NDArray[Any], vocab: int, ignore_index: int, shift: int = 0) -> None:
-    """Raises if a target [...] is neither a class nor `ignore_index`. The first `shift` of a
-    sequence are not read, and so not checked."""
+    """Raises if a target [...] is neither a class nor `ignore_index`. The first `shift`
+    targets of a sequence are not read, and so not checked."""
     wrong = (target != ignore_index) & ((target < 0) | (target >= vocab))
     if shift and wrong.ndim:
         wrong[..., :shift] = False
@@ -97,7 +97,7 @@ def places_in(
     at = np.searchsorted(ordered, target).clip(max=len(ordered) - 1)
     counts = target != ignored
     missing = counts & (ordered[at] != target)
-    if shift:  # the shift drops the first ones, so they are not read
+    if shift:  # the shift drops the first targets, so they are not read
         missing[..., :shift] = False
     if missing.any():
         place = int(missing.argmax())

@@ -61,11 +61,12 @@ if TYPE_CHECKING:  # Python 3.10 has no TypedDict of a type variable
         temperature: float | A
 
     class ModuleOptions(_OfLogits[A], _OfLoss, total=False):
-        """The options that the module of a loss of given logits stores, besides weight and
-        reduction."""
+        """The options that the module of a loss of given logits stores, besides weight, reduction
+        and return_statistics."""
 
     class LinearModuleOptions(ModuleOptions[A], _OfHead[A], total=False):
-        """The options that the module of a linear loss stores, besides weight and reduction."""
+        """The options that the module of a linear loss stores, besides weight, reduction and
+        return_statistics."""
 
 
 REDUCTIONS = {
@@ -88,7 +89,7 @@ def options_of(
     reduction: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, logit_scale: Any,
     softcap: Any, temperature: Any, empty_mean: Any,
 ) -> Options:  # fmt: skip
-    """The options without the normalizer. An ignore_index of None means the default, as in
+    """The core's options without the normalizer. An ignore_index of None means the default, as in
     torch.nn.functional.linear_cross_entropy; a softcap of None means none, as in models'
     configurations."""
     return Options(

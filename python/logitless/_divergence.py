@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         logprob: A | None = None
 
     class ModuleOptions(TypedDict, Generic[A], total=False):
-        """The options that a module stores, besides the kind and the reduction."""
+        """The options that a module stores, besides kind, reduction and return_statistics."""
 
         beta: float
         label_weight: float
@@ -100,9 +100,9 @@ def options_of(
     softcap: Any, temperature: Any, teacher_logit_scale: Any, teacher_softcap: Any,
     teacher_temperature: Any, empty_mean: Any,
 ) -> Divergence:  # fmt: skip
-    """The options without the normalizer. For kinds that do not read beta, any value is replaced by
-    the default, so that it is not checked and does not make two calls differ. None means the same
-    as in _call.options_of; a teacher_temperature of None means the student's."""
+    """The core's options without the normalizer. For kinds that do not read beta, its value is
+    replaced by the default, so that it is not checked and does not make two calls differ. None
+    means the same as in _call.options_of; a teacher_temperature of None means the student's."""
     code = _call.one_of("kind", kind, KINDS)
     return Divergence(
         reduction=_call.one_of("reduction", reduction, _call.REDUCTIONS),

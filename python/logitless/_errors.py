@@ -90,16 +90,16 @@ def _replaced(text: str, names: Mapping[str, str]) -> str:
     return re.sub(words, lambda found: names[found.group()], text)
 
 
-# The core's names of arguments, and the names in linear_cross_entropy, cross_entropy and softmax,
-# which all bindings share. In the core `weight` and `bias` are those of the head.
+# The core's names of arguments, and the names that Python's functions have for them, in all
+# bindings. In the core `weight` and `bias` are those of the head.
 _ARGUMENTS = {
     "weight": "linear_weight",
     "bias": "linear_bias",
     "vocab_weight": "weight",
     "options.normalizer": "normalizer",
     "id_offsets": "offsets",
-    "probabilities": "logits",  # softmax in place calls it logits
-    "grad_logits": "logits",  # cross_entropy in place calls it logits
+    "probabilities": "logits",  # softmax_ writes them over its argument
+    "grad_logits": "logits",  # cross_entropy_ writes them over its argument
     "0: counted": "None: counted",  # in Python 0 is a valid normalizer
 }
 
@@ -130,16 +130,18 @@ def placed(
     For a matrix whose rows have that `shape`, "ids[8, 1] is 99; ..." becomes "ids[1, 3, 1] (flat:
     ids[8, 1]) is 99; ...".
 
-        `shape`: that of the caller's tensor. `shift`: the places along the last dimension by which
-        the binding had moved the elements before the core saw them. `name`: the tensor's name in
-        the message. `ranks` (dim, size): the core saw a tensor that was gathered from `size` ranks
-        along dimension `dim`, and the message also names the rank.
+    `shape`: that of the caller's tensor. `shift`: the places along the last dimension by which the
+    binding had moved the elements before the core saw them. `name`: the tensor's name in the
+    message. `ranks` (dim, size): the core saw a tensor that was gathered from `size` ranks along
+    dimension `dim`, and the message also names the rank.
+
+    It is used like this:
 
         except LogitlessError as error:
             error.args = (placed(str(error), target.shape, shift),)
             raise
 
-    or, if a microsecond does not matter, `with places(target.shape, shift):`."""
+    The context manager `places` does the same, and takes a microsecond in every call."""
     found = re.search(rf"(?<![\w.-]){re.escape(name)}\[(\d+)((?:, \d+)*)\](?= is )", message)
     if found is None:
         return message

@@ -18,7 +18,7 @@ class Statistic(NamedTuple):
     formula: str
     differentiable: bool = False
     indexes: bool = False  # an integer, not f32
-    extra: bool = False  # Combine needs it from each shard, besides the state of every loss
+    extra: bool = False  # Combine needs it from each shard, besides what every loss needs
     of_whole_rows: bool = False  # not available for a shard of the vocabulary
     of_target: bool = False  # it needs a target
 
@@ -88,7 +88,7 @@ else:
     )
     Statistics.__class_getitem__ = classmethod(lambda cls, _: cls)
     Statistics.__doc__ = (
-        "Statistics of every token, in the shape of the target; None where not asked for. argmax "
+        "Statistics of every token, in the shape of the tokens; None where not asked for. argmax "
         "and rank are integers, int64 or in JAX int32; the others are f32.\n\n"
     ) + listed(STATISTICS)
     describe(Statistics, STATISTICS)

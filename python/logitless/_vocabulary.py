@@ -17,7 +17,7 @@ from logitless._errors import (
     wrong_shape,
 )
 
-ABSENT = -1  # an ignored target, in a call on listed rows
+ABSENT = -1  # an absent id; in a call on listed rows also an ignored target
 
 
 def check_list(name: str, dtype: str, shape: Sequence[int], vocab: Any, rows: Any = None) -> None:
@@ -94,8 +94,8 @@ def no_teacher() -> LogitlessError:
 
 
 def wrong_extent(name: str, shape: Sequence[int], vocab: Any, last: bool = False) -> LogitlessError:
-    """The error about a tensor whose vocabulary dimension is not V. The core cannot find it,
-    because it sees only the listed rows."""
+    """The error about a tensor whose vocabulary dimension is not V. The core cannot find this
+    error, because it gets only the listed rows."""
     of = "last" if last else "first"
     return wrong_shape(
         f"{name} has shape {tuple(shape)}; allowed: {vocab} in its {of} dimension, the vocabulary's"

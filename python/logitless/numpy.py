@@ -70,8 +70,8 @@ if TYPE_CHECKING:
 
 
 class Gradients(NamedTuple):
-    """The loss's gradients with respect to the arguments of the same names. linear_bias is None if
-    the call has no bias."""
+    """The loss's gradients with respect to the arguments of the same names, in the shapes and
+    dtypes of these. linear_bias is None if the call has no bias."""
 
     input: Array
     linear_weight: Array
@@ -90,7 +90,8 @@ class Gradients(NamedTuple):
 
 def _view(name: str, array: Array) -> tuple[View, Array]:
     """A view that the core can read, and the array that it describes: a copy if the byte order is
-    foreign, or a stride is negative or not a multiple of the element size."""
+    foreign, the memory is not aligned, or a stride is negative or no multiple of the element
+    size."""
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None:
         indexes = name in ("target", "ids", "id_offsets")
@@ -403,17 +404,18 @@ def linear_cross_entropy(
     - `target` [...]: class indices, int64 or int32.
     - `linear_bias` [V]: the input's dtype or float32.
 
-    All options mean the same as in logitless.torch. Of those that take arrays:
+    All options mean the same as in logitless.torch, except that a `memory` of None is what the
+    library recommends. docs/semantics.md has the formulas. Of the options that take arrays:
 
     - `weight` [V] of classes and `token_weight` [...]: factors of the loss.
     - `temperature`: a number, or an array in the target's shape, of shape [N] (N tokens in all), or
       broadcastable to the target's shape. `shift` moves it, and token_weight, with the targets.
-    - `vocab_ids` [V']: the softmax is over these rows of linear_weight alone.
+    - `vocab_ids` [V'], int64 or int32: the softmax is over these rows of linear_weight alone.
 
     Returns the loss, float32: a scalar, or [...] with reduction "none". With `return_statistics`
     the result is (loss, Statistics). With `return_gradients`, for reductions "mean" and "sum", the
-    function returns (result, Gradients), computed in one pass. Raises LogitlessValueError,
-    LogitlessTypeError or LogitlessNotSupportedError.
+    function returns (result, Gradients), computed in one pass. Raises LogitlessValueError, for a
+    target out of range too, LogitlessTypeError or LogitlessNotSupportedError.
     """
     options = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
@@ -444,8 +446,9 @@ def linear_logprob(
     entropy: bool | str = False, vocab_ids: Array | None = None,
 ) -> Any:  # fmt: skip
     """Log-probability of every target token: [...], float32, at most 0. With `entropy` (True, or
-    "detached", which means the same here) it returns the pair (logprob, entropy). Both are 0 for
-    tokens whose target is `ignore_index`. The arrays and the other options are as in
+    "detached", which means the same here) it returns the pair (logprob, entropy), both float32.
+    Both are 0 for tokens whose target is `ignore_index`. docs/semantics.md, "Statistics of a
+    token", has the formulas. The arrays, the other options and the errors are as in
     `linear_cross_entropy`.
     """
     entropy_detached(entropy)
@@ -510,16 +513,17 @@ def linear_logprobs_at(
     memory: int | str | None = None, vocab_ids: Array | None = None,
 ) -> Array:  # fmt: skip
     """Log-probabilities of chosen columns of each token: float32, in the shape of `ids`, at most 0.
+    docs/semantics.md, "Chosen columns", has the formulas.
 
-    - `ids` [..., K], int64 or int32: the columns, or -1 for none, which gives -inf. Tokens whose
-      ids are all -1 are not computed.
+    - `ids` [..., K], int64 or int32, K from 1 to 1024: the columns, or -1 for none, which gives
+      -inf. Tokens whose ids are all -1 are not computed.
     - `over`: "vocab", the softmax over the vocabulary; or "ids", over the token's ids alone, which
       does not need the other columns' logits and allows no `vocab_ids`.
     - `offsets` [N + 1], int64 or int32, with `ids` [M]: for tokens with different numbers of
       columns. Token i, counted over all leading dimensions, has ids[offsets[i]:offsets[i + 1]].
 
-    The arrays and the other options are as in `linear_cross_entropy`; a `temperature` is in the
-    shape of the tokens.
+    The arrays, the other options and the errors are as in `linear_cross_entropy`; a `temperature`
+    is in the shape of the tokens. Raises LogitlessValueError for wrong ids and offsets.
     """
     alone = _vocabulary.check_over(over)
     if alone:
@@ -623,7 +627,9 @@ def linear_topk(
 
     `k` is from 1 to 256 and at most V; with `vocab_ids` [V'], which are then the only classes, at
     most V'. With `return_statistics`, names of statistics that need no target, it returns
-    (log-probabilities, ids, Statistics). The other options are as in `linear_logprobs_at`.
+    (log-probabilities, ids, Statistics). The other options and the errors are as in
+    `linear_logprobs_at`; a `k` outside its range raises LogitlessValueError. docs/semantics.md,
+    "Top-k", has the definition.
     """
     rows, weight = _array("input", input), _weight(linear_weight)
     listed = None
@@ -782,9 +788,10 @@ def linear_divergence(
     teacher_vocab_ids: Array | None = None, return_gradients: bool = False,
 ) -> Any:  # fmt: skip
     """The divergence of the student's head from the teacher's for each token, without the logits of
-    either. Arguments and result are as in logitless.torch; the formulas are in docs/semantics.md,
-    "Divergences of two heads". With `return_gradients`, for reductions "mean" and "sum", it returns
-    (result, Gradients), where the gradients are those of the student's arrays."""
+    either. Arguments and result are as in logitless.torch, without a group; the formulas are in
+    docs/semantics.md, "Divergences of two heads". With `return_gradients`, for reductions "mean"
+    and "sum", it returns (result, Gradients), where the gradients are those of the student's
+    arrays. Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError."""
     listed = paired = None
     if vocab_ids is not None and teacher_vocab_ids is not None:
         raise _vocabulary.both_given()
@@ -874,9 +881,10 @@ def cross_entropy(
     return_statistics: Any = (), empty_mean: EmptyMean = "zero",
     return_gradients: bool = False,
 ) -> Any:  # fmt: skip
-    """Cross-entropy of given `logits` [..., V]. `target` [...], these options and result are as in
-    `linear_cross_entropy`. With `return_gradients`, for reductions "mean" and "sum", it returns
-    (result, grad_logits).
+    """Cross-entropy of given `logits` [..., V], float32, float16 or bfloat16. `target` [...], these
+    options, result and errors are as in `linear_cross_entropy`. With `return_gradients`, for
+    reductions "mean" and "sum", it returns (result, gradient), where the gradient has the shape and
+    dtype of the logits.
     """
     options = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
@@ -899,7 +907,9 @@ def cross_entropy(
 
 
 def softmax(logits: Array, axis: int = -1) -> Array:
-    """Softmax of `logits` along `axis`, as a new array of the same dtype."""
+    """Softmax of `logits`, float32, float16 or bfloat16, along `axis`, as a new array of the same
+    shape and dtype. docs/semantics.md, "Softmax", has the definition. Raises LogitlessTypeError for
+    another dtype."""
     moved = np.moveaxis(_array("logits", logits), axis, -1)
     rows = moved.reshape(-1, moved.shape[-1]) if moved.size else moved.reshape(0, 1)
     result = np.empty(rows.shape, rows.dtype)

@@ -15,7 +15,7 @@ struct DivergenceRow {
   // p = exp((z - reference) - log_sum); q likewise, of the teacher's.
   float reference = 0, log_sum = 0;
   float teacher_reference = 0, teacher_log_sum = 0;
-  float apart = 0;  // lse_z - lse_t, from reference and log_sum of each
+  float apart = 0;  // lse of the student minus lse of the teacher
   float mean = 0;   // sum_k p_k f_k, NaN if infinite; 0 or NaN for forward_kl
 };
 

@@ -170,7 +170,7 @@ RowState DivergenceRun::state_of(Head head, int64_t n) const {
   return state;
 }
 
-// Both heads' row states.
+// Computes both heads' row states from the tiles' sums, or reads the given ones.
 void DivergenceRun::begin_rows() {
   for_each_token([&](int64_t n) {
     RowState state[2];
@@ -216,7 +216,6 @@ void DivergenceRun::finish_row(int64_t n) const {
   }
 }
 
-// Writes the requested outputs of a token.
 void DivergenceRun::put_outputs(int64_t i, const DivergenceOutputs& of_token) const {
   const auto put = [&](const TensorView& view, float value) {
     if (view) write_f32(view, i, value);
@@ -254,8 +253,8 @@ void DivergenceRun::write_statistics(int64_t n, const DivergenceSums& row) const
                   .teacher_row_reference = of_teacher.reference,
                   .teacher_row_log_sum = of_teacher.log_sum});
   if (!call_.kept) return;
-  // |dz| of reverse_kl is at most 2 (D + 2), of the other kinds 2; the label's term adds its
-  // weight.
+  // |dz| is at most 2 (D + 2) for reverse_kl, and less than 4 for the other kinds; the label's term
+  // adds its weight.
   const double far = terms_.kind == DivergenceKind::reverse_kl ? row.value : 0;
   const LogitMap map = map_of(n);
   const double most = (2 * (far + 2) + terms_.label_weight) *

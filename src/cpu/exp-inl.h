@@ -24,8 +24,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 // log(2^-126): below it exp would be subnormal, and is taken as 0.
 constexpr float kLeastExponent = -87.3365f;
 
-// Computes r and scale = 2^n for |x| <= 87.3 (f32). n is taken from the low bits of x / ln 2 plus a
-// number whose ULP is 1 and which contains the exponent's bias.
+// Computes r and scale = 2^n for x from -87.3 to 88 (f32). n is taken from the low bits of x / ln 2
+// plus a number whose ULP is 1 and which contains the exponent's bias.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE void reduce_exponent(D d, V x, V& r, V& scale) {
   using T = hn::TFromD<D>;

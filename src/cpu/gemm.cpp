@@ -111,7 +111,7 @@ bool multiply_rows_unpacked(const Engine& engine, const Source& source, int64_t 
   return true;
 }
 
-// With a row stride of at least this, C is taken for a weight's gradient, far larger than a cache:
+// With a row stride of at least this, `to` is taken for a weight's gradient, larger than a cache:
 // whole vectors are stored without fetching their lines first.
 constexpr int64_t streamed_stride = 512;
 

@@ -54,7 +54,7 @@ constexpr int64_t tile_rows = 4, tile_vectors = 3;
 constexpr int64_t lane_depth = 256;
 
 // A streams from L2 and is prefetched 32 steps ahead: 222 to 232 of 240 GFLOP/s a core (Granite
-// Rapids). Tiles of 12 x 2 reach 235 and of 8 x 3 234, but 12 does not divide the chunk, and 48
+// Rapids). Tiles of 12 x 2 reach 234 and of 8 x 3 232, but 12 does not divide the chunk, and 48
 // columns do not divide D = 1024.
 constexpr int64_t prefetch_steps = 32;
 

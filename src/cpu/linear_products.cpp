@@ -97,7 +97,7 @@ void LinearProducts::pack_along(const TensorView& input, const PackedInput& pack
 }
 
 void LinearProducts::pack_across() {
-  // A task is a group of hidden panels, with all tokens of the chunk.
+  // A task is one hidden panel, with all tokens of the chunk.
   const Engine& engine = plan_.engine;
   const Source source = source_of(call_.input, tokens_->row + first_);
   const int64_t columns = engine.b_columns, hidden = shape_.hidden;
@@ -234,7 +234,7 @@ void LinearProducts::reduce_slots() {
 void LinearProducts::finish(const Tokens& tokens, bool any_chunk) {
   const int64_t vocab = shape_.vocab, hidden = shape_.hidden;
   if (call_.grad_input) {
-    // Writes zeros to the rows of tokens that do not count.
+    // Writes zeros to the rows of tokens that do not count or are inactive.
     for_each_other(
         tokens, [&](int64_t n) { store_rows(nullptr, 0, 0, n, 1, 0, hidden, call_.grad_input); });
   }

@@ -166,8 +166,8 @@ void LinearProducts::form_gradient(int64_t tile, const Lane& lane, const RowOf& 
 template <class RowsOf>
 void LinearProducts::gradient_pass(bool first_chunk, const RowsOf& rows_of) {
   const int64_t panels = plan_.engine.b_panels(shape_.hidden);
-  // If there are more threads than slots, several share a slot's hidden axis. That changes no bit,
-  // but each computes G again.
+  // If there are more threads than slots, several share a slot, each with a part of the hidden
+  // axis. That changes no bit, but each thread computes G again.
   const int64_t parts = std::clamp<int64_t>((plan_.lanes + plan_.slots - 1) / plan_.slots, 1,
                                             most_gradient_parts(panels));
   float* slots = at<float>(plan_.slots_at);

@@ -38,7 +38,6 @@ Strided<T> strided(const TensorView& v, const RowGroup& rows, int64_t column) {
   return {v.as<T>() + column * v.stride[1], rows.row, v.stride[0], v.stride[1]};
 }
 
-// Copies a strip of columns at a time.
 template <class T>
 void move_strided(int64_t rows, int64_t count, const Strided<const T>& from, const Strided<T>& to) {
   const int64_t from_step = from.column_stride, to_step = to.column_stride;

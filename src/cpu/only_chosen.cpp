@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of logits_at alone ("Only chosen columns" of docs/semantics.md), without a product:
+// The gradients of logits_at alone ("Only chosen columns" of docs/semantics.md). No product over V:
 //   a_ik = g_ik dz/draw of the column ids_ik
 //   grad_input_i = sum_k a_ik W[ids_ik]
 //   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over the places (i, k)

@@ -47,8 +47,8 @@ struct Layout {
 // tokens reading the weight dominates, and longer runs are read faster (8 x 4096 x 128256, loss
 // only: 119 ms with 256, 105 with 1024, 138 with 4096).
 constexpr int64_t many_tokens_depth = 256, few_tokens_depth = 1024, few_tokens = 64;
-// 512 tokens do 144 flop per byte of weight at D 768, far above the machine's balance; 256 cost 3 %
-// more, 1024 gain nothing (docs/kernels/cpu.md).
+// 512 tokens do 144 flop per byte of memory traffic at D 768, far above the machine's balance; 256
+// cost 3 % more, 1024 gain nothing (docs/kernels/cpu.md).
 constexpr int64_t chunk_steps[] = {512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8};
 // If logits are recomputed, both products' packed operands share the cache; chunks are smaller.
 constexpr int64_t largest_recomputed = 256;
@@ -60,12 +60,12 @@ constexpr int64_t smallest_chunk = 64;
 constexpr int64_t slot_bytes = int64_t{12} << 20;
 // What the default may take beyond half of the f32 logits.
 constexpr int64_t default_extra = int64_t{16} << 20;
-// The default's limit for the loss alone: packed X, a tile for each lane, the tiles' states.
+// The default's limit for the loss alone: packed input, a tile for each lane, the tiles' states.
 constexpr int64_t loss_only_bytes = int64_t{14} << 20;
 
-// The lanes and slots for which a plan's cost is estimated. `cost` is the mean over 1, 2, 4 and 8
-// threads of the cost of idle threads; with fewer slots than threads each tile's gradient is
-// computed twice.
+// The lanes and slots for which a plan's cost is estimated. `cost` is the geometric mean over 1, 2,
+// 4 and 8 threads of the cost of idle threads; with fewer slots than threads each tile's gradient
+// is computed twice.
 struct Crew {
   int64_t lanes, slots;
   double cost;
@@ -165,7 +165,7 @@ void place(const LinearShape& shape, LinearPlan& p) {
   p.lanes_at = whole.at;
 
   Layout lane;
-  // With two heads no tile of logits follows the block, so it only needs to hold what is packed.
+  // With one head, targets and chosen columns are packed too, up to vocab_tile whatever V is.
   const int64_t packed = shape.diverges ? std::min(shape.vocab, vocab_tile) : vocab_tile;
   const int64_t block = shape.makes_logits() ? p.engine.b_bytes(packed, p.depth_block) : 0;
   p.weight_block_at = lane.take(block);

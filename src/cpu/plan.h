@@ -6,8 +6,8 @@
 // while the tile is in the cache, and in a stored plan writes the logits to the workspace. Then it
 // computes dz from the stored logits, or from a second product (recompute plan), and both gradient
 // products. What decides the bits (chunk, slots, stored or recomputed) never depends on the number
-// of threads; more threads only need more scratch ("lanes"). A plan's cost is estimated as a mean
-// over 1 to 8 threads, so that a larger chunk does not leave threads idle.
+// of threads; more threads only need more scratch ("lanes"). A plan's cost is estimated as a
+// geometric mean over 1 to 8 threads, so that a larger chunk does not leave threads idle.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Vector kernels over a block of one row of logits, f32 in memory, one per instruction set,
 // dispatched at run time. The logits ops walk a row in blocks of `row_block` columns; the linear
-// ops call them on the hot rows of a product tile.
+// ops call the kernels on rows of a product tile that are in the cache.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ void forward_block(const LogitMap& map, float* logits, const float* bias, const 
                    int64_t count, const BlockWants& wants, BlockState* state,
                    float* exponentials = nullptr, RareBlock* rare = nullptr);
 
-// Applies only the map.
+// Adds the bias and applies the map as forward_block does, without the sums.
 void map_block(const LogitMap& map, float* logits, const float* bias, int64_t count);
 
 // draw[j] = dz_j dz/draw for j in [0, count), from z[j] as forward_block left it, WITHOUT the
@@ -54,7 +54,7 @@ void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
 void scale_block(const LogitMap& map, const RowGradient& g, const float* exponentials,
                  float maximum, const float* class_weight, int64_t count, float* draw);
 
-// exponentials[j] = exp(z[j] - reference) in bf16; inf above 2^127, 0 below 2^-126.
+// exponentials[j] = exp(z[j] - reference) in bf16; inf above exp(88), 0 below 2^-126.
 void store_exponentials(const float* z, float reference, int64_t count, uint16_t* exponentials);
 
 // gradient_block from exponentials [count] that were rounded to bf16 and widened, without a

@@ -5,6 +5,6 @@
 
 // SSE2 runs on every x86-64 and is the baseline. SSSE3 is no faster here, and AVX3_DL adds only
 // integer instructions to AVX3; leaving both out saves a quarter of the build.
-#ifndef HWY_DISABLED_TARGETS  // a quick build may ask for fewer
+#ifndef HWY_DISABLED_TARGETS  // cmake/highway.cmake may define fewer targets
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_AVX3_DL)
 #endif

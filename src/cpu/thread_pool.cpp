@@ -19,7 +19,7 @@ namespace {
 
 using Function = void (*)(void* context, int64_t i);
 
-// 0: the default, not yet determined.
+// As set by set_num_threads; 0: the default.
 std::atomic<int32_t> chosen_threads{0};
 
 struct Job {
@@ -174,7 +174,7 @@ int32_t num_threads() {
 }
 
 const Executor& default_executor() {
-  // One per thread, because num_threads may change while another thread reads it.
+  // One per thread: another thread may read its executor while num_threads changes.
   thread_local Executor executor;
   executor = {sizeof(Executor), num_threads(), nullptr, parallel_for};
   return executor;

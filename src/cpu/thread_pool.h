@@ -28,9 +28,8 @@ inline const Executor& executor_of(const Execution& execution) {
 }
 
 // Calls f(task, lane) for every task in [0, tasks). At most `lanes` run at once, each with its own
-// lane number and slice of the scratch. Tasks are handed out in order, but to any lane: results
-// must not depend on `lane`. No task may wait for another: an executor may run lanes one after the
-// other.
+// lane number and slice of the scratch. Tasks start in order, but on any lane: results must not
+// depend on `lane`. No task may wait for another: an executor may run lanes one after the other.
 template <class F>
 void for_each_task(const Executor& executor, int64_t lanes, int64_t tasks, F&& f) {
   if (tasks <= 0) return;

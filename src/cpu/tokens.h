@@ -50,7 +50,7 @@ struct Tokens {
   bool empty_mean = false;  // the reduction is mean and the normalizer exactly 0
 };
 
-// Returns a token's map; all NaN if its temperature is invalid. `map` is the call's.
+// Returns a token's map, which gives NaN if its temperature is invalid. `map` is the call's.
 LogitMap map_of(const LogitMap& map, const Temperatures& temperature, int64_t row);
 inline LogitMap map_of(const LogitMap& map, const Tokens& tokens, int64_t k) {
   return tokens.temperature.view ? map_of(map, tokens.temperature, tokens.row[k]) : map;

@@ -33,8 +33,8 @@ __device__ inline float tanh_of_half(float y) {
 __device__ inline float map_raw(const MapFactors& f, float raw) {
   if (!f.capped) return f.identity ? raw : raw * f.slope;
   float size = fabsf(raw);
-  // fminf would drop NaN. t is set too: with a tiny scale the limit's own tanh may be below 1, but
-  // whatever exceeds the limit is infinite.
+  // A select, because fminf would drop NaN. Above the limit t is 1: with a tiny scale the limit is
+  // FLT_MAX, whose tanh may be below 1, and only infinity exceeds it (src/row/map.h).
   const bool is_one = size > f.limit;
   size = is_one ? f.limit : size;
   const float y = fmaf(size, f.inward, size * f.inward_low);

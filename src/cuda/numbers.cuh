@@ -120,7 +120,7 @@ __device__ inline float log2_fast(float x) {
 }
 
 // exp x for x <= 0, -inf included; NaN stays NaN. x log2(e) is computed in two parts, so that the
-// error is that of the last instruction (2 ulp) for any x.
+// error is that of exp2_fast (2 ulp) for any x.
 __device__ inline float exp_nonpositive(float x) {
   constexpr float log2e_low = 0x1.4ae0cp-26f;
   const float product = x * log2e;

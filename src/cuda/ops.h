@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The families of ops on CUDA except divergences. The device has been found; for the run_*
-// functions and warmup it is current.
+// The families of ops on CUDA except divergences, and warmup. The caller has found the device; for
+// run_* and warmup the device is also current.
 #pragma once
 
 #include "src/call.h"

@@ -17,8 +17,8 @@ inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
 }
 
 // row_reference is the row's maximum where a statistic needs it (SumKind::maximum), and in ops of
-// given logits. In other linear forwards of such inputs it is the maximum if this returns true,
-// whatever the weight's layout; else it is near the maximum.
+// given logits. In other linear forwards with inputs of this dtype, whatever the weight's layout,
+// it is the maximum if this returns true; else it is near the maximum.
 inline bool reference_is_maximum(const DeviceInfo& device, DType inputs) {
   LinearShape shape;
   shape.dtype = inputs;

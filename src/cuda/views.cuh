@@ -27,7 +27,6 @@ void with_dtype(DType dtype, F&& f) {
   }
 }
 
-// with_dtype for kernels.
 template <class F>
 __device__ void with_dtype_on_device(DType dtype, F&& f) {
   if (dtype == DType::f32) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The reference as a backend: evaluates in double, then rounds every value once. It needs no
-// workspace; unlike other backends, it allocates memory.
+// workspace, because it allocates its memory.
 #include "src/backend.h"
 
 #include <new>

@@ -58,7 +58,7 @@ Column column_of(double beta, const Row& student, const Row& teacher, size_t j) 
     c.log_q_m = c.d < -1 ? -std::log(beta + (1 - beta) * std::exp(c.d))
                          : -std::log1p((1 - beta) * std::expm1(c.d));
   }
-  // If one is negligible relative to the other, e^d exceeds a double.
+  // If p or q is negligible relative to the other, e^|d| exceeds a double.
   if (c.p > 0 && !std::isfinite(c.log_p_m)) c.log_p_m = c.d - std::log(beta);
   if (c.q > 0 && !std::isfinite(c.log_q_m)) c.log_q_m = -c.d - std::log(1 - beta);
   return c;
@@ -69,7 +69,7 @@ Column column_of(double beta, const Row& student, const Row& teacher, size_t j) 
 struct Part {
   double value, rounded, slope;
 };
-// Values computed from d grow with e^d, and so does their error, up to where they mean nothing.
+// The bound of a value computed from e^d, for an error of d. A factor of e^20 allows any value.
 double grown(double error) { return error * std::exp(std::min(2 * error, 20.0)); }
 // With a subnormal p or q, m may be 0.
 double share(double p, double m) { return m == 0 ? 0 : p / m; }

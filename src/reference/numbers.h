@@ -22,7 +22,7 @@ std::vector<double> read_row(const TensorView& matrix, int64_t row);
 std::vector<int64_t> read_indices(const TensorView& view);
 void write(const std::vector<double>& values, const TensorView& view);
 
-// Relative, for normal numbers of the dtype.
+// The relative error of rounding to normal numbers of the dtype.
 double unit_roundoff(DType dtype);
 // The magnitude below which values of the dtype may be lost: f32 and bf16 may be flushed to 0 below
 // the smallest normal number; f16 always rounds to its subnormals.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ops, written from docs/semantics.md, a token at a time: its row of logits, its loss and
 // statistics, and its contribution to grad_input, grad_weight and grad_bias. In double, with plain
-// loops, and the logits of one token at a time.
+// loops.
 #include "src/reference/reference.h"
 
 #include <algorithm>
@@ -150,7 +150,7 @@ class Evaluation {
   Shards shards_;                     // only in Combine
   std::vector<Estimate> token_loss_;  // [N]  0 where ignored
   std::vector<int64_t> times_;        // [V]  number of summands of a column's gradient
-  // of [D], the current token's; [V, D]; [V]
+  // grad_input_ is [D], of the current token; the others are [V, D] and [V].
   Sum grad_input_, grad_weight_, grad_bias_;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The reference: every op in double with plain loops, written from docs/semantics.md alone. It
-// shares no code with the other backends, and bounds the error of every element for an f32
+// shares no arithmetic with the other backends, and bounds the error of every element for an f32
 // implementation ("Accuracy" of that document).
 #pragma once
 
@@ -23,8 +23,8 @@ struct BoundModel {
 struct Output {
   std::vector<double> value;  // dense, row-major, in the view's shape
   std::vector<double> bound;  // the absolute error allowed, including the final rounding
-  // argmax, rank and top_ids have no bound; `accepted` lists what else may be returned for
-  // value[i].
+  // argmax, rank and top_ids have no bound; accepted[i] lists all values that element i may
+  // have.
   std::vector<std::vector<int64_t>> accepted;
 };
 
@@ -34,7 +34,7 @@ struct Result {
   // allocate: once the first output is written nothing may fail.
   std::map<std::string, Output, std::less<>> outputs;
   int32_t fault = 0;  // or-ed into the op's fault word
-  // row_reference may be near the maximum; row_log_sum is then lse minus it
+  // Set by tests: row_reference need only be near the maximum, and row_log_sum is lse minus it.
   bool anchored = false;
   // It may or may not be infinite (an edge case at 2^-126), so a divergence cannot be compared.
   bool undecided = false;

@@ -58,7 +58,7 @@ struct RowSource {
 Row make_row(const RowSource& source, const Token& token, int64_t i);
 // Uses the given state instead, unless it is null.
 Row make_row(const RowSource& source, const Token& token, int64_t i, const GivenState* state);
-// A row of logits for Softmax, with the rest at its defaults.
+// A row of logits for Softmax, with default options.
 Row softmax_row(std::vector<double> logits, bool with_bounds);
 
 // Returns the loss times the token's weight, which a device may flush to 0 below 2^-126.
@@ -84,7 +84,7 @@ struct RowGradient {
 };
 RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& token,
                          const Row& row);
-// If logits_at alone has a gradient.
+// The gradient where logits_at alone has an upstream gradient.
 RowGradient gradient_of_chosen(const Call& call, const Token& token, const Row& row);
 RowGradient probability_gradient(const Call& call, const Tokens& tokens, const Token& token,
                                  const std::vector<double>& p);

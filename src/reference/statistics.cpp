@@ -46,7 +46,7 @@ double highest(const std::vector<double>& values) {
   return most;
 }
 
-// m, log s and the shards' probabilities.
+// Computes m, log s and the logarithms of the shards' probabilities.
 void add_probabilities(WholeRow* whole) {
   const std::vector<double>& reference = given(*whole, "shard_row_reference");
   const std::vector<double>& log_sum = given(*whole, "shard_row_log_sum");
@@ -113,7 +113,7 @@ Estimate whole_entropy(const WholeRow& whole) {
   });
 }
 
-// The first of the logits that are equal in f32: the order of top_ids.
+// Of logits that are equal in f32 the first column wins, as in the order of top_ids.
 size_t highest_column(const Row& row) {
   size_t best = 0;
   for (size_t j = 0; j < row.z.size() && !std::isnan(row.z[best]); ++j) {

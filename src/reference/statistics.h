@@ -38,7 +38,7 @@ struct WholeRow {
 };
 WholeRow combine(const Shards& shards, int64_t token);
 
-// `accepted`: other values that may be returned.
+// `accepted` lists all values that may be returned.
 struct Index {
   int64_t value = -1;
   std::vector<int64_t> accepted;

@@ -46,7 +46,7 @@ struct Tokens {
   bool bad_temperature = false;      // an active token has an invalid one
 };
 
-// Fails with target_out_of_range if the op's options say so.
+// Fails if id_offsets are invalid or, by out_of_range = error, a target or id is out of range.
 Status read_tokens(const Call& call, Tokens* tokens);
 
 }  // namespace logitless::reference

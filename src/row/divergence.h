@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kinds of divergence, for host and device. What a column adds to each is in
-// src/cuda/divergence/column.cuh and src/cpu/divergence_kernels.cpp.
+// src/cuda/divergence/column.cuh, src/cpu/divergence_kernels.cpp and WebGPU's divergence.wgsl.
 #pragma once
 
 #include <type_traits>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradient of a row (docs/semantics.md) in f32, for the CPU and CUDA; the others have their
-// own.
+// The gradient of a row (docs/semantics.md) for the CPU and CUDA; the other backends have their
+// own code.
 //   dz_ij  = probability p_ij - smoothing c_j - onehot [j=t] - entropy p_ij (log p_ij + H)
 // This file has the factor common to a call's gradients, the coefficients of dz, and dz itself
 // (dz-inl.h).
@@ -35,7 +35,7 @@ struct GradientSizes {
   double statistic = 0;
   double weight = 0;  // |a_i| ((1 - eps) |c_t| + (eps/V) sum_j c_j)
   // dz of f16 is stored times this, so that small values keep their bits: the largest usual dz
-  // becomes 64, of 65504.
+  // becomes 64 (f16 ends at 65504).
   float lift = 1;
 };
 
@@ -55,7 +55,7 @@ LOGITLESS_HOST_DEVICE inline float upstream_of_row(const LossOptions& o, int64_t
   return flat && std::isfinite(g) ? 0 : g;
 }
 
-// `grad_loss` is the single upstream gradient for sum and mean, else 1.
+// `grad_loss` is the single upstream gradient for sum and mean; reduction none does not read it.
 LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, int64_t whole,
                                                           float grad_loss, double normalizer,
                                                           const GradientSizes& sizes) {
@@ -116,7 +116,7 @@ LOGITLESS_HOST_DEVICE inline RowGradient scaled(RowGradient g, float factor) {
   return g;
 }
 
-// x - y z: in one rounding, as dz_of subtracts, or with a rounded product.
+// x - y z, in one rounding (Fused) or with a rounded product (Rounded).
 struct Fused {
   LOGITLESS_HOST_DEVICE float operator()(float x, float y, float z) const { return fmaf(-y, z, x); }
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loss of a row (docs/semantics.md) in f32, for the CPU and CUDA; the others have their own.
+// The loss of a row (docs/semantics.md) in f32, for CPU and CUDA; other backends have their own.
 //   loss_i = a (nll + lambda lse^2),  nll = (1-eps) c_t (lse - z_t) + (eps/V) sum_j c_j (lse - z_j)
 #pragma once
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Folds a token's shards of the vocabulary, one after the other and in f64, for the CPU and CUDA
-// (docs/semantics.md, "Combine"; the reference has its own).
+// (docs/semantics.md, "Combine"; the other backends have their own).
 //   m = max m_s    a_s = (m_s - m) + log s_s    log s = log sum_s exp a_s    P_s = exp(a_s - log s)
 //   H = sum_s P_s (H_s - log P_s)    sum_p_squared = sum_s P_s^2 Q_s
 //   max_logprob = max_s (M_s + log P_s)

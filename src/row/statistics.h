@@ -70,8 +70,8 @@ inline constexpr Statistic kStatistics[] = {
      [](auto& s) { return s.mass_above > 1 ? 1 : s.mass_above; }, nullptr, "", true},
 };
 
-// Calls f(constant, index in kStatistics) for each, so that the table's functions are inlined into
-// a loop over tokens.
+// Calls f(I) for each index I of kStatistics, as a constant, so that the table's functions are
+// inlined into a loop over tokens.
 template <class F>
 LOGITLESS_HOST_DEVICE constexpr void with_each_statistic(const F& f) {
   [&]<size_t... I>(std::index_sequence<I...>) {

@@ -79,6 +79,7 @@ struct Weighted {
   void merge(const auto& second, const Meeting&) { weighted += second.weighted; }
 };
 
+// With b the part's maximum and a the new one:
 //   exp(z - a) (z - a) = exp(b - a) [ exp(z - b) (z - b) + exp(z - b) (b - a) ]
 template <class N>
 struct Shifted {

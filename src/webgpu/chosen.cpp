@@ -101,7 +101,7 @@ void Run::make_chosen_gradients(const Chunk& chunk, const Window& window) {
                      blocks(chunk.tokens * problem_.chosen, 64));
 }
 
-// Writes these gradients into the block.
+// Writes the chosen columns' gradients over those in the block.
 void Run::put_chosen_gradients(const Chunk& chunk, const Window& window) {
   if (!call_.grad_logits_at) return;
   recorder_.dispatch("chosen", "put", {}, chosen_params(chunk, window),

@@ -223,7 +223,7 @@ Binding Run::block(const Chunk& chunk, const Window& window, RowParams* params) 
   return binding;
 }
 
-// The weights of the window's columns; *base becomes the first one's offset in the binding.
+// The class weights of the window's columns; *base becomes the first one's offset in the binding.
 Binding Run::vocab_weight_window(const Window& window, uint32_t* base) const {
   *base = 0;
   if (!problem_.has_vocab_weight) return zeros();
@@ -258,7 +258,7 @@ void Run::product(const ProductParams& params, const ProductKind& kind, Binding 
         {"threads", static_cast<double>(tile.threads())}});
 }
 
-// The window's rows, [columns, D] with D rounded up to 4, in the view itself or copied.
+// The weight's rows of a window, [columns, D] with D rounded up to 4, in the view itself or copied.
 Binding Run::weight_window(const Window& window, const Head& head, uint32_t* base,
                            uint32_t* stride) {
   const Part part{.first_row = window.first, .rows = window.columns, .columns = head.hidden};
@@ -302,8 +302,8 @@ void Run::make_logits(const Chunk& chunk, const Window& window, const Head& head
   Binding bias = zeros();
   const bool has_bias = static_cast<bool>(head.bias);
   if (has_bias) {
-    // Windows, and the rest of one that is computed again, start at multiples of 64 columns, which
-    // are multiples of a binding's alignment.
+    // Windows, and the rest of a window after its kept columns, start at multiples of 64 columns,
+    // which are multiples of a binding's alignment.
     int64_t base;
     bias = head.bias_bound
                ? bound(head.bias, {.first_row = window.first, .rows = window.columns}, &base)

@@ -37,7 +37,7 @@ double product_time(int64_t rows, int64_t columns, int64_t depth, int64_t slices
 
 double copy_time(double bytes) { return kDispatch + bytes / kBytes; }
 
-// A window's grad_input and grad_weight, and the sum over slices.
+// The time of a window's gradients, and of the sum over slices.
 double gradient_time(const Problem& p, const Plan& plan, bool adds) {
   const auto block = 4.0 * static_cast<double>(plan.chunk * plan.window);
   double time = copy_time(2 * block);

@@ -31,7 +31,7 @@ Devices& devices() {
   return *all;
 }
 
-// The result of a request; if it is nullptr, there is a reason.
+// The result of a request; `why` is the reason if `made` is nullptr.
 template <class Handle>
 struct Wanted {
   Handle made = nullptr;

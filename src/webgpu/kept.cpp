@@ -16,7 +16,8 @@ namespace logitless::webgpu {
 namespace {
 
 constexpr int64_t kSlabColumns = 4096;
-constexpr int64_t kRowUnit = 32;  // a slab's width is a multiple of it: half a block's columns
+// A slab's width is a multiple of this: the f32 columns that fit into a block of 16-bit ones.
+constexpr int64_t kRowUnit = 32;
 // This backend's values of KeptRow::layout.
 constexpr float kLayout = 3, kDivergenceLayout = 4;
 

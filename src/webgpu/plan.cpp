@@ -11,13 +11,13 @@
 namespace logitless::webgpu {
 namespace {
 
-// A chunk is one row of workgroups, so at most 65535 tokens (except if one kernel does everything).
-// Unless the matrix is modified in place, it is also one workgroup's list of tokens.
+// A chunk is one row of workgroups, so at most 65535 tokens (except for plain calls in place).
+// Unless the op is `direct`, one workgroup lists a chunk's tokens, so a chunk has at most 4096.
 constexpr int64_t kMostTokens = 4096, kMostInPlace = 65535;
 constexpr int64_t kLeastTokens = 64;
 constexpr int64_t kMostChosen = 64;       // chosen_ids.wgsl has one thread per id
 constexpr int64_t kColumnsAtOnce = 4096;  // of a row in registers, 16 per thread
-// The most tokens whose losses plain.wgsl sums, which also limits its columns.
+// The most tokens of a plain call in place, and its most columns: 65535 workgroups of 256 threads.
 constexpr int64_t kMostPlain = int64_t{65535} * 256;
 constexpr uint64_t kParams = uint64_t{256} * 256, kSmall = 256;
 
@@ -231,9 +231,9 @@ bool is_plain(const Call& call, const Problem& p) {
          o.reduction != Reduction::none;
 }
 
-// With the limits that every device has, a row of one kernel must fit in one binding, and so must a
-// slab of kept state. The device decides this, not the workspace: a token's bits depend on it, and
-// Backward reads what Forward kept.
+// A row of plain.wgsl must fit in one binding, and so must a full chunk's rows of a slab of kept
+// state. The device decides this, not the workspace: a token's bits depend on it, and Backward
+// reads what Forward kept.
 Problem on_device(Problem p, const Limits& limits) {
   p.plain &= p.vocab <= static_cast<int64_t>(limits.storage_binding_bytes - 512) / 4;
   if (limits.storage_binding_bytes < slab_binding_bytes(kMostTokens)) p.kept_columns = 0;
@@ -303,7 +303,7 @@ Problem problem_of(const Call& call) {
   p.has_vocab_weight = static_cast<bool>(call["vocab_weight"]);
   p.vocab_weight_bound = is_bound_vector(call["vocab_weight"]);
   p.direct = is_direct(call);
-  // A log-probability is computed from sums of slots, so that its order of additions is fixed.
+  // A logprob always comes from sums of slots, so that its bits do not depend on other outputs.
   p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce && !call["logprob"];
   p.temperatures = call["temperature"] && !call.combines;  // included in the shards' states
   p.more_statistics = asks_extras(call);
@@ -422,7 +422,7 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   Status status = make_plan(p, limits, 0, &plan);
   if (!status.ok()) return status;
   *minimum = plan.total;
-  // The recommended plan's blocks are a quarter of the f32 logits, with 64 to 1024 tokens.
+  // Recommends blocks of at most about a quarter of the f32 logits, with 64 to 1024 tokens.
   const int64_t tokens = p.direct ? most_tokens(p)
                                   : std::clamp(p.tokens / (p.has_teacher() ? 8 : 4),
                                                std::min(p.tokens, kLeastTokens), int64_t{1024});

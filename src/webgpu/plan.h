@@ -67,7 +67,7 @@ struct Problem {
   bool state_given = false;   // row_reference and row_log_sum are given
   bool combines = false;      // the tokens' states come from shards of the vocabulary
   bool diverges = false;      // a divergence, of two heads
-  bool hands_states = false;  // a divergence with its states as outputs, for shards
+  bool hands_states = false;  // a divergence that writes states or sums for shards: refused
   int64_t chosen = 0;         // chosen columns per token
   int64_t id_bytes = 0;       // bytes of a chosen column's id
   bool id_lists = false;      // ids are lists: refused
@@ -115,7 +115,7 @@ bool is_bound_vector(const TensorView& view);
 struct Plan {
   int64_t chunk = 0, chunks = 0;    // tokens of a chunk, and the number of chunks
   int64_t window = 0, windows = 0;  // columns per window (a row's stride); number of windows
-  int64_t slots = 0;                // per row, of 1024 columns each
+  int64_t slots = 0;                // per row, of 1024 columns each; 2 in Combine
   int64_t kept_columns = 0;
   bool whole = false;
   bool plain = false;         // one kernel does everything, without the rows' state

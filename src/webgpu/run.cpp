@@ -159,7 +159,7 @@ void Run::finish_gradients() {
             {.rows = problem_.vocab, .columns = problem_.hidden}, false);
   }
   if (problem_.wants_grad_bias) {
-    // Written as a column, not a row, because the view has a single stride, that of its rows.
+    // Written as one row [1, V]: scatter would treat a vector as V rows of a workgroup each.
     TensorView view = call_["grad_bias"];
     view.rank = 2;
     view.shape = {1, problem_.vocab};

@@ -292,7 +292,7 @@ class Run {
   const WorkspaceBuffers& workspace_;
   Device* const device_;
   Recorder recorder_;
-  int64_t sums_ = 0;  // sums of losses so far
+  int64_t sums_ = 0;  // the number of sums of losses written so far
 };
 
 }  // namespace logitless::webgpu

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the shaders keep each statistic of a token, and how it is written to outputs. The structs
-// are those of common/token.wgsl, common/window.wgsl and fold.wgsl, which
+// Where the shaders keep each statistic of a token, and how it is written to outputs. The words are
+// those of structs in common/token.wgsl, common/window.wgsl and fold.wgsl, which
 // tests/webgpu/shared_names_test.py compares.
 #pragma once
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls at the edge of what is allowed: the CPU and the reference accept them, with the recommended
-// and the minimum workspace, and write no input; so do the rules for CUDA.
+// Calls at the edge of what is allowed. The rules for CUDA accept them. The CPU and the reference
+// run them, in the recommended and the minimum workspace, and write no input.
 #include <gtest/gtest.h>
 
 #include <cfloat>

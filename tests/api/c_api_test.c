@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The C interface from C11, against the shared library: sizes of structs, NULLs, every op once.
+ * The C interface from C11, against the shared library: sizes of structs, NULLs, small calls.
  *   logits z = [[0, log 3], [0, log 3]], target [1, 0]: p = [1/4, 3/4], loss = mean(log 4/3, log 4)
  */
 #include <math.h>

@@ -40,7 +40,7 @@ struct Subject {
   bool* consume = nullptr;                           // of a linear Backward
   std::map<std::string, TensorView*> of_whole_rows;  // rank and mass_above, which Combine lacks
   uint64_t key_error = 0;                            // makes kept_key wrong
-  TensorView anchor{};                               // a shard's alone
+  TensorView anchor{};                               // allowed only for a shard
   TensorView teacher_logits{};                       // in place of the teacher's head
   DivergenceOptions* divergence = nullptr;           // of divergences
   // Fields of a divergence's shard, which is given the states of the whole vocabulary.
@@ -319,7 +319,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
                       s->of_whole_rows[field] = &view;
                       return;
                     }
-                    if (DivergenceOp<Op> && field == "vocab_weight") return;  // which has none
+                    if (DivergenceOp<Op> && field == "vocab_weight") return;  // the op has none
                     view = subject_view(name);
                     if (device == DeviceType::cuda) view.device.type = device;
                     s->views[name] = &view;

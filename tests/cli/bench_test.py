@@ -17,8 +17,8 @@ from support import OPS, PROGRAM, SANITIZED, CliTest
 def read_terminal(leader: int) -> bytes:
     """All that was written to a terminal whose other end is closed.
 
-    It comes in pieces, the last maybe after the writer's end; then reading fails (Linux) or
-    there is nothing more.
+    The output comes in pieces, and the last may come after the writer has exited. At its end a
+    read fails (Linux) or returns nothing.
     """
     shown = b""
     while select.select([leader], [], [], 5)[0]:
@@ -72,7 +72,7 @@ class BenchTest(CliTest):
         self.assertIn(" 1.0 MiB ", row)
         self.assertIn("logits: ", rest[-2])
         self.assertIn("make bench-cpu", rest[-1])
-        given = self.succeed(*small, "--n", "64", "--op", "softmax")  # takes samples and no input
+        given = self.succeed(*small, "--n", "64", "--op", "softmax")  # it is given the logits
         self.assertNotIn("logits: ", given)
         self.assertIn("make bench-cpu", given)
 

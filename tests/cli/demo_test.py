@@ -29,7 +29,7 @@ def demo(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def made_up_text(words: int) -> str:
-    """A word mostly tells which one comes two places later; which is next, it does not tell."""
+    """Nine words in ten follow from the word two places before, but none from the last word."""
     rng = random.Random(1)
     names = [f"word{i}" for i in range(400)]
     later = list(range(400))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files the commands write: no input, no other output, no bystander is touched; whole or absent."""
+"""Files that commands write are whole or absent, and no input, other output or file is touched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text(words: int = 3000) -> str:
 
 class FilesTest(CliTest):
     def commands(self) -> dict[str, tuple[str, ...]]:
-        """Every option that writes a file, last in a command that lacks the file's name alone."""
+        """A command for each option that writes a file, without the file's name at the end."""
         head = self.file(safetensors(Head().tensors()))
         loss = ("loss", head)
         corpus = self.file(text().encode(), "corpus.txt")

@@ -24,7 +24,7 @@ class GeneralTest(CliTest):
         self.assertIn("--frobnicate", self.refuse("info", "--frobnicate"))
 
     def error(self, *arguments: str) -> tuple[str, str | None, str]:
-        """What --json says of an error: code, field, message; stderr says it to a person."""
+        """Code, field and message of an error with --json. Stderr has one line for a person too."""
         done = run(*arguments, "--json")
         self.assertIn(done.returncode, (1, 2))
         self.assertRegex(done.stderr, r"\Alogitless: [^\n]+\n\Z")

@@ -62,7 +62,7 @@ WORDS = {
     **{f"cut to {share}0 %": "truncated" for share in (1, 2, 3, 4)},
     **{f"cut to {share}0 %": "ends at byte" for share in (5, 6, 7, 8, 9)},
     "one byte short": "ends at byte",
-}  # each name appears in one message
+}  # what the message about a file says; "not JSON" for files that are not listed
 
 
 def entry(offsets: str = "[0,4]", dtype: str = '"F32"', shape: str = "[1]") -> str:
@@ -70,7 +70,7 @@ def entry(offsets: str = "[0,4]", dtype: str = '"F32"', shape: str = "[1]") -> s
 
 
 def header(*entries: str) -> str:
-    """Tensors a, b, ..."""
+    """The JSON header of a file whose tensors a, b and c have these entries."""
     return "{" + ",".join(f'"{name}":{e}' for name, e in zip("abc", entries, strict=False)) + "}"
 
 

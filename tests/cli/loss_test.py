@@ -120,7 +120,7 @@ class LossTest(CliTest):
                     self.assertEqual(error["field"], "target")
 
     def test_a_token_weight_moves_with_its_target(self) -> None:
-        """It belongs to the label: the weight of target[b, t] is that of whoever predicts it."""
+        """token_weight[b, t] weighs the loss of the position that predicts target[b, t]."""
         weights = [0.5, 2.0, 0.25, 7.0, 0.0, 3.0]
         for shift in (0, 1, 2, 5):
             head = Head()
@@ -202,7 +202,7 @@ class LossTest(CliTest):
             self.assertAlmostEqual(statistics["perplexity"], math.exp(mean), delta=1e-4)
 
     def test_log_probability_and_rank_beside_a_large_offset(self) -> None:
-        """The lse alone holds an offset of 2^14 and next to nothing of the rest."""
+        """At an offset of 2^14, f32 holds lse only to 2^-10: too little for these results."""
         tensors = {
             "hidden": ("F32", [4, 1], pack("F32", [1.0] * 4)),
             "weight": ("F32", [3, 1], pack("F32", [0.125, 1.0, 0.5])),
@@ -246,7 +246,7 @@ class LossTest(CliTest):
                         self.assert_near(log, [-v for v in head.expected()["losses"]], 1e-6)
                         if reduction == "none":
                             self.assertEqual(report["loss"], loss)
-        # The smallest workspace of the gradients is enough for this pass too.
+        # The smallest workspace of the gradients is enough for the per-token losses too.
         arguments = ("loss", path, "--per-token", str(out), *gradients, "--memory")
         least = self.refuse(*arguments, "1").split("needs at least ")[1].split()[0]
         self.succeed(*arguments, least)
@@ -340,7 +340,7 @@ class LossTest(CliTest):
         path = self.file(safetensors(Head().tensors()))
         out = self.directory / "out.safetensors"
         out.write_bytes(b"what was there")
-        # A limit on file sizes makes writing fail halfway, as on a full disk.
+        # A limit on file sizes makes writing fail, as on a full disk.
         limit = (
             f'ulimit -f 0; trap "" XFSZ; exec "$0" loss "$1" --gradients "$2" --device {DEVICES[0]}'
         )

@@ -87,7 +87,7 @@ class PlanTest(CliTest):
             self.assertIn("; allowed: ", self.refuse("plan", *self.SHAPE, *wrong))
 
     def test_divergences_on_gpus(self) -> None:
-        """Where this build has them, though no GPU need be here."""
+        """A build with CUDA or WebGPU plans divergences for them on a machine without a GPU too."""
         backends = self.json("info")["backends"]
         absent = {b["name"] for b in backends if "built without it" in b.get("reason", "")}
         for device in ("cuda", "webgpu"):
@@ -201,7 +201,7 @@ class PlanTest(CliTest):
         self.refuse("plan", *shape, f"--memory={space['minimum'] - 1}")
         for op in OPS:
             self.assertIn(op, self.succeed("plan", *shape, "--op", op))
-        # Gradients in f32 need no scratch: they are computed in place, for any dtype of logits.
+        # Outputs in f32 need no scratch: they are computed in place, for any dtype of logits.
         for op in ("forward-backward", "softmax"):
             spaces = [self.json("plan", *shape, "--op", op, "--dtype", dtype)["workspace"]
                       for dtype in ("f32", "f16")]  # fmt: skip

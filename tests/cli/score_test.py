@@ -177,7 +177,7 @@ class ScoreTest(CliTest):
         self.assertEqual(out.read_bytes(), b"what was there")
 
     def peak(self, tokens: int) -> int:
-        """The KiB that the command held at most."""
+        """The peak resident memory of the command, in KiB."""
         path = self.file(safetensors(large(tokens, hidden=1, vocab=64)))
         process = subprocess.Popen(
             [PROGRAM, "score", path, "--top", "64", "--threads", "1", "--out",

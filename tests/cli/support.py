@@ -161,9 +161,9 @@ class CliTest(unittest.TestCase):
         return json.loads(text)
 
     def refuse(self, *arguments: str, code: int = 2) -> str:
-        """Bad input: the exit code and one line on stderr, which it returns.
+        """Expects an error: this exit code and one line on stderr, which it returns.
 
-        On stdout nothing, and with --json the same as an object.
+        Stdout must be empty, or with --json have the same message in an object.
         """
         done = run(*arguments)
         self.assertEqual(done.returncode, code, f"{arguments}: {done.stdout}{done.stderr}")

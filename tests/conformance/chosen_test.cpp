@@ -558,7 +558,7 @@ TEST_P(ChosenColumns, OffsetsThatAreNoneMakeEmptyLists) {
   }
 }
 
-// With only_chosen, no other row of weight is read, and other rows of grad_weight get nothing.
+// With only_chosen, only the chosen columns' rows of weight are read and of grad_weight changed.
 TEST_P(ChosenColumns, OnlyTheirGradientsAreMade) {
   if (!device_.has_id_lists()) return;
   Case c = plain(OpKind::linear_backward, {6, 24, 200}, 3);

@@ -31,7 +31,7 @@ function(add_device_test suite parts)
       continue()
     endif()
     set(test device.${kernels}.${suite})
-    string(REPLACE own "" named ${kernels})  # the engine that is named is then the best there is
+    string(REPLACE own "" named ${kernels})  # "": the best engine
     add_parts(${test} ${parts} device_suite --gtest_filter=*/${suite}.*)
     foreach(part RANGE ${last})
       set_property(TEST ${test}.${part} APPEND PROPERTY ENVIRONMENT "LOGITLESS_TEST_DEVICES=cuda"

@@ -14,7 +14,7 @@ namespace logitless::conformance {
 namespace {
 
 // Small and large calls, without options and with many, so that a call is one task, a few or many.
-// The first is a single tile of odd width, whose padding no other tile has written.
+// The first has a single token and odd sizes: no other row writes the padding of its tiles.
 std::vector<Case> cases_of(OpKind op, DType dtype) {
   const Case plain{.op = op, .dtype = dtype};
   Case everything = plain;

@@ -103,7 +103,7 @@ TEST(Harness, SeesInputsWrittenTo) {
 
 TEST(Harness, SeesOneWrongElement) {
   for (const char* name : {"loss", "lse", "entropy", "argmax", "grad_input", "grad_weight"}) {
-    // A byte with bits of the exponent, or the lowest of the index.
+    // The byte with the high bits of an f32's fraction, or the lowest byte of an index.
     const size_t byte = std::string(name) == "argmax" ? 0 : 2;
     EXPECT_FALSE(judged(flip(allocation_of(name), kGuardBytes + byte)).ok()) << name;
   }

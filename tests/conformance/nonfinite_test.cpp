@@ -308,7 +308,7 @@ TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
           set_targets_below(&p.op, kDistances);
           write(p.op.weights.token, std::vector<double>(kRows, weight));
           if constexpr (BackwardOnlyOp<Op>) {
-            if (statistics) {  // makes P and the one-hot factor differ by orders
+            if (statistics) {  // makes P and the one-hot factor differ by orders of magnitude
               write(p.op.grad_loss, std::vector<double>(kRows, 0));
               write(p.op.grad_lse, std::vector<double>(kRows, 1e-11));
               write(p.op.grad_target_logit, std::vector<double>(kRows, weight));

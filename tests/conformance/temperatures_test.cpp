@@ -57,7 +57,7 @@ void give(Problem<Op>* p, const std::vector<double>& values, Layout layout = {})
       p->pool.add(DType::f32, {static_cast<int64_t>(values.size())}, values, layout);
 }
 
-// Includes 1, which a call without temperatures has. The workspace is large enough for both calls.
+// Equal temperatures per token, even 1, give the bits of options.temperature in the same workspace.
 TEST_P(Temperatures, EqualOnesAreTheNumber) {
   for (const Map& map : kMaps) {
     for (const float temperature : {1.0f, 0.7f, 3.0f}) {

@@ -199,7 +199,7 @@ TEST(Plan, AShareThatIsKeptSavesTimeAndNoMemory) {
   }
 }
 
-// Returns the shape of a divergence with a teacher of this width: a Forward if there are no
+// Returns the shape of a divergence with a teacher of this width; of a Forward if `shape` has no
 // gradients.
 LinearShape of_two_heads(LinearShape shape, int64_t teacher_hidden) {
   shape.diverges = true;

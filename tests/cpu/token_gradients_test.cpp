@@ -38,7 +38,7 @@ TEST(Tokens, NoneScalesByAPowerOfTwoThatLosesNothing) {
   const float scale = p.tokens.gradient_scale;
   int exponent;
   EXPECT_EQ(std::frexp(scale, &exponent), .5f);
-  EXPECT_GE(scale, 3e-7f);  // the ignored token's is not included
+  EXPECT_GE(scale, 3e-7f);  // the ignored token's gradient does not count
   EXPECT_LT(scale, 6e-7f);
   EXPECT_EQ(p.tokens.inv_gradient_scale, 1 / scale);
   EXPECT_EQ(p.upstream[0] * scale, upstream[0]);

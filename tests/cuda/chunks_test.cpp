@@ -34,7 +34,7 @@ constexpr Case plain{.op = OpKind::linear_forward_backward,
 void judge_divisions(const TestDevice& device, const Case& c,
                      const std::vector<std::string>& wanted) {
   auto p = build<ForwardBackward>(c);
-  if (!c.wants_grad_bias) p.op.grad_bias = {};  // it excludes first_rows
+  if (!c.wants_grad_bias) p.op.grad_bias = {};  // with grad_bias, first_rows is 0
   judge_plans(device, c, p, {0.0, 0.05, 0.1, 0.12, 0.14, 0.17, 0.2, 0.23, 0.3, 0.4, 0.6, 0.8},
               division, wanted);
 }

@@ -16,7 +16,7 @@ NOBITS = 8  # type of a section without bytes in the file
 
 
 class Broken(Exception):
-    """No verdict."""
+    """A file cannot be read or has not what is needed, so nothing can be said of its code."""
 
 
 class Image(NamedTuple):

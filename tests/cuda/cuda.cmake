@@ -3,7 +3,7 @@ if(NOT LOGITLESS_WITH_CUDA)
   return()
 endif()
 
-# The smallest family of GPUs that linear/tiled allows, with which planners are tested too.
+# The smallest engine that linear/tiled allows (toy.h), with which planners are tested too.
 add_library(toy_engine OBJECT cuda/toy/toy.cu)
 target_include_directories(toy_engine PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR})
 target_compile_options(toy_engine PRIVATE ${LOGITLESS_CUDA_OPTIONS} -Xcompiler=-Wall)

@@ -187,8 +187,8 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
 
 // All logits of a row are equal and a little above -cap, with smoothing. The rounding errors of E,
 // just above 1, and of dz are as large as possible and equal in all columns, so grad_input shows
-// the error of a softcap's slope computed from E (sm90/near_cap.cuh). With a limit of 0.9375 of the
-// cap for that, an eleventh of these rows exceeded the bound.
+// the error of a softcap's slope computed from E (sm90/near_cap.cuh). If near_cap were 0.9375, an
+// eleventh of these rows would exceed the bound.
 TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
   if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;
   constexpr int64_t tokens = 512, hidden = 64, vocab = 500;

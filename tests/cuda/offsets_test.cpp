@@ -338,7 +338,7 @@ TEST_P(CudaHeads, ExponentialsFasterThanMemoryTakesThem) {
   expect_same_bits(Head(8192, 64, 131101, 61, 127, false));
 }
 
-// The same for grad_weight's tiles of few tokens.
+// With few tokens, grad_weight's tiles too are computed faster than memory can store them.
 TEST_P(CudaHeads, GradientsOfFewTokensFasterThanMemoryTakesThem) {
   for (const int64_t tokens : {64, 200}) {
     expect_same_bits(Head(tokens, 1024, 131101, 61, 127, false));

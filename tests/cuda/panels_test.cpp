@@ -194,9 +194,9 @@ TEST(CudaPanels, PanelsThatAreAlikeFollowEachOther) {
   EXPECT_GT(remade, 0);
 }
 
-// The search must not drop a way to keep E too early. E of all columns may need more memory than
-// another plan, yet fit with sums in the forward's place; columns that are not copied may be
-// better; and a little time may save much memory.
+// The search must not drop a way to keep E because another seems better. Keeping E of all columns
+// may fit only with grad_input's sums in the forward's memory; keeping only columns that need no
+// copy may be faster; and a slightly slower plan may need much less memory.
 TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
   LinearShape s{.tokens = 1024, .vocab = 129280, .hidden = 768};
   s.grad_input = s.grad_weight = s.kernels.plain = true;

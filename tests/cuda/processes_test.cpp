@@ -125,7 +125,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveWhatALaunchAsksFor) {
     EXPECT_EQ(cudaPeekAtLastError(), failed) << name;
   }
   (void)cudaGetLastError();
-  // Calls the driver's function: the runtime's answer does not follow the driver's.
+  // Asks the driver, because the runtime does not report what was set through the driver.
   const auto get_attribute = reinterpret_cast<CUresult (*)(int*, CUfunction_attribute, CUfunction)>(
       cuda::find_driver_function("cuFuncGetAttribute"));
   ASSERT_NE(get_attribute, nullptr);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A fake machine with CUDA devices, a driver and cuBLASLt, which answer as a test says and run
-// nothing. It counts the functions called on it, its questions; reports which of CUDA's rules a
-// launch or a tensor map breaks; and can make any one question fail. It allocates nothing.
+// nothing. It counts the calls of its functions (questions), reports which of CUDA's rules a launch
+// or a tensor map breaks, and can make any one question fail. It allocates nothing.
 #pragma once
 
 #include <dlfcn.h>

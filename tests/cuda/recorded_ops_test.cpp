@@ -201,7 +201,7 @@ TEST_P(CudaRecorded, AThreadThatHasNotCalledCudaYet) {
   });
 }
 
-// Functions called between launches; some need the memory of a product's description.
+// Functions called for each launch: the launches, and those that describe a product.
 const std::set<std::string>& launch_questions() {
   static const std::set<std::string> all{
       "cudaLaunchKernelExC",        "cudaMemcpyAsync",          "cublasLtMatmul",

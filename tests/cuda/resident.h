@@ -14,8 +14,8 @@ inline uint64_t bytes_of(const WorkspaceSize& size, double share) {
   return size.minimum + static_cast<uint64_t>(share * range);
 }
 
-// The problem must outlive it. Work runs on the stream of the thread that made it. The workspace
-// has minimum + share (recommended - minimum) bytes.
+// The problem must outlive the Resident. Work runs on the stream of the thread that made the
+// Resident. The workspace has minimum + share (recommended - minimum) bytes.
 template <class Op>
 class Resident {
  public:

@@ -8,7 +8,7 @@
 namespace logitless::conformance {
 namespace {
 
-// They take clusters of 1, 2, 4 and 8 blocks; the last one's rows are read twice.
+// Rows of these lengths take clusters of 1, 2, 4 and 8 blocks; the longest are read twice.
 constexpr int64_t kVocabularies[] = {19000, 33003, 50257, 100001, 128256, 200003, 950001};
 constexpr OpKind kRowOps[] = {OpKind::softmax, OpKind::forward, OpKind::backward,
                               OpKind::forward_backward};

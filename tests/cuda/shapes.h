@@ -72,8 +72,9 @@ inline std::vector<Asked> shapes() {
         const Engine& engine = own ? *best : portable();
         add_kept(engine, s, &all);
         const auto add = [&] {
+          // f16 gradients keep E as codes (keep_codes).
           const Origin kept = s.kernels.kept;
-          if (dtype == DType::f16 && s.gradients()) s.kernels.kept = Origin::dz_by_rows;  // codes
+          if (dtype == DType::f16 && s.gradients()) s.kernels.kept = Origin::dz_by_rows;
           all.push_back(on(engine, s));
           s.kernels.kept = kept;
         };

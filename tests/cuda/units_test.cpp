@@ -65,8 +65,8 @@ std::vector<int64_t> counting(const Fields& fields) {
   return rows;
 }
 
-// The shapes have a tile or a unit minus a column; one unit and a tile or two; 69 units and a tile,
-// more than a round of 66 clusters, also without most of its last unit; 71 units of few rows, less
+// The shapes have a tile or a unit minus a column; one unit and a tile or two; 69 units (more than
+// a round of 66 clusters) and one or six tiles after a row's last unit; 71 units of few rows, less
 // than a round of 132 blocks.
 TEST_P(CudaUnits, TheLossAloneIsThatBesideGradients) {
   for (const Shape shape : {Shape{37, 64, 191}, Shape{70, 64, 1535}, Shape{520, 40, 1537},

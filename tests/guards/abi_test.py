@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a program is compiled against and finds in the shared library: the sizes and offsets of
 every struct of include/logitless/c.h, the value of every enumerator, every function's type, and the
-exported symbols, beside tests/guards/abi.txt.
+exported symbols, compared with tests/guards/abi.txt.
     abi_test.py [--record] HEADER LIBRARY CC NM
 The names come out of the header, what they mean from the compiler. --record: writes abi.txt anew.
 Exit code 1: something differs, or cannot be read."""

@@ -42,7 +42,7 @@ inline std::vector<Assumed> assumed_cuda_devices() {
   return all;
 }
 
-// While it lives, these are CUDA's devices, with their own kernels or with the portable ones.
+// While it lives, CUDA has the assumed devices, with their own kernels or with the portable ones.
 class AssumedMachine {
  public:
   explicit AssumedMachine(bool portable) : cuda_((choose(portable), devices())) {}

@@ -26,8 +26,8 @@ struct Asked {
 };
 
 // Returns the named calls for every device and memory, except CPUs equal to another one. Each
-// random call gets three memories on one CUDA device, preferably one with kernels of its own; half
-// of them get another device too.
+// random call gets up to three memories on one CUDA device, preferably one with kernels of its own;
+// half of these calls get another device too.
 std::vector<Asked> all_asked() {
   std::vector<uint32_t> cuda, others;
   uint32_t well_known = 0, bit = 1;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/compare-kernels: an object beside itself, or beside a copy with other names, is the same;
-a copy with other code, registers, constants, parameters or relocations is not, and it says what.
+"""scripts/compare-kernels finds no difference between an object and itself or a copy with other
+names. It names other code, registers, constants, parameters or relocations of a copy.
     kernels_test.py OBJECT, of a build with LOGITLESS_CUDA_LISTING that has Hopper's kernels."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Patched:
         self.bytes = self.bytes.replace(KERNEL.encode(), KERNEL.upper().encode())
 
     def move(self) -> None:
-        """Into another file, of which mangled names have the name."""
+        """As if compiled from another source file, whose name is part of mangled names."""
         self.bytes = self.bytes.replace(b"_13_copy_panel_cu_", b"_13_more_panel_cu_")
 
     def compress(self) -> None:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/reading_length.py counts each header once, however it is reached and named, ours alone,
-and fails where there are more headers or lines than it is told: by default of Hopper's plain
-forward kernel, which stays within them."""
+"""scripts/reading_length.py counts each header of this repository once, however it is included, and
+fails if there are more headers or lines than allowed. By default it counts those of Hopper's plain
+forward kernel, which stays within the limits."""
 
 from __future__ import annotations
 

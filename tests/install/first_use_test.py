@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody types first: what it brings, what it builds, and whether its advice works. Nothing
-is compiled here but what CMake tries; $LOGITLESS_PROGRAM is the command line of this build."""
+"""The commands that a newcomer types first: what they fetch and build, and whether their advice
+works. Only CMake's own checks compile anything; $LOGITLESS_PROGRAM is this build's command line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Highway(FirstUse):
         self.assertRegex(said, "Highway could not be had from https://.* scripts/fetch_highway and")
         self.assertIn("then the same command again", said)
         self.assertIn("or pass -DLOGITLESS_HIGHWAY_URL=FILE with the release tarball", said)
-        # The script is a copy of upstream's; its curl returns this checkout's files.
+        # The script needs no network: this curl copies the tarball of this checkout.
         fetched = ROOT / "third_party" / HIGHWAY
         tools = self.folder / "tools"
         program(tools, "curl", f'while [ "$1" != -o ]; do shift; done; cp "{fetched}" "$2"')
@@ -106,7 +106,7 @@ class Highway(FirstUse):
 
 
 class Cuda(FirstUse):
-    """Where nvcc is, and which GPUs."""
+    """Which nvcc is found, and for which GPUs kernels are built."""
 
     def test_a_compiler_installed_after_the_first_run_is_found(self) -> None:
         nvcc = shutil.which("nvcc")
@@ -164,8 +164,8 @@ class Cuda(FirstUse):
 
 
 class Build(FirstUse):
-    """What is built, and what is refused. Most tests share a folder, which is quicker to configure
-    again than a new one, and say all that they depend on."""
+    """What is built, and what is refused. Most tests share a folder, because configuring it again
+    is quicker than a new one, and so pass every option that they depend on."""
 
     shared: tempfile.TemporaryDirectory[str]
 
@@ -199,7 +199,7 @@ class Build(FirstUse):
         self.assertEqual(native[1], json.loads(done.stdout)["cpu"]["isa"])
 
     def test_who_waits_for_pip_before_a_terminal_is_told_what_it_takes(self) -> None:
-        """pip keeps what a build says to itself; its terminal is the build's all the same."""
+        """pip hides a build's output, but the build can still write to the terminal of pip."""
         command = self.command("baseline", "all", "SKBUILD=ON", "LOGITLESS_BUILD_CLI=OFF")
         child, terminal = pty.fork()
         if child == 0:
@@ -273,7 +273,7 @@ class Setup(FirstUse):
 
 
 def make(*goals: str) -> subprocess.CompletedProcess[str]:
-    """As from a shell: `make test`, in which this runs, would hand its flags on."""
+    """Runs make as from a shell: without the flags of the `make test` that may run this test."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     return subprocess.run(
         ["make", *goals], cwd=ROOT, env=own, capture_output=True, text=True, check=True

@@ -30,7 +30,7 @@ def seed() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> support.Calls:
-    """How often a loss of a head was made here, in forward passes, since it was last asked."""
+    """Counts the losses of a head that are computed in this process."""
     return support.Calls(monkeypatch.setattr)
 
 

@@ -15,8 +15,7 @@ import transformers
 from logitless import _abi
 from logitless.torch import _run
 
-# With "cuda", test_trainer.py, test_peft.py and test_lightning.py run on a GPU
-# (scripts/test-device-integrations).
+# With "cuda", the tests that scripts/test-device-integrations lists run on a GPU.
 DEVICE = os.environ.get("LOGITLESS_TEST_DEVICE", "cpu")
 ON_CPU = DEVICE == "cpu"
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -36,7 +35,7 @@ def versions() -> str:
 
 
 class Calls:
-    """Counts the losses of a head that the library makes, whoever asks for them."""
+    """Counts the losses of a head that the library computes in this process."""
 
     def __init__(self, setattr: Callable[..., None] = setattr) -> None:
         self.count = 0
@@ -49,13 +48,13 @@ class Calls:
         setattr(_run, "launch", launch)
 
     def taken(self) -> int:
-        """Since the last time."""
+        """The losses since the last call of this function."""
         count, self.count = self.count, 0
         return count
 
 
 def llama(seed: int = 0, **changes: Any) -> Any:
-    """A LlamaForCausalLM of 7,000 parameters, the same for a seed."""
+    """A LlamaForCausalLM of some 6,000 parameters, the same for a seed."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=2,
@@ -81,7 +80,7 @@ def batch(step: int, size: int = 4) -> dict[str, torch.Tensor]:
 def same_run(
     actual: Sequence[float], expected: Sequence[float], bf16: bool = False, steps: int = STEPS
 ) -> None:
-    """The losses of two runs beside each other; that they fall, for else nothing was trained."""
+    """Asserts that two runs have the same losses, and that the losses fall."""
     assert len(actual) == len(expected) == steps
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if bf16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), **tolerance)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench/jax_heads.py at a tiny shape on the CPU: what its figures are made of."""
+"""Runs bench/jax_heads.py at a tiny shape on the CPU, and checks its records."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def test_a_run_is_drawn_for_both_pages_and_always_the_same(tmp_path: pathlib.Pat
 
 
 def runs_through(box: Any, axes: Any) -> bool:
-    """Whether the curve does, or comes closer than its points are wide: a browser's letters are
-    not as wide as those that were measured."""
+    """Whether the curve runs through the box, or closer to it than its points are wide: a
+    browser's letters are not as wide as those that were measured."""
     curve = max(axes.get_lines(), key=lambda line: len(line.get_xdata()))
     return bool(
         curve.get_transform().transform_path(curve.get_path()).intersects_bbox(box.padded(7))

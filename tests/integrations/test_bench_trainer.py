@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench/trainer.py at tiny shapes on the CPU: what its figures are made of."""
+"""Runs bench/trainer.py at tiny shapes on the CPU, and checks its records and pictures."""
 
 from __future__ import annotations
 

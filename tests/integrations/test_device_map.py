@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """accelerate's device_map on a machine without a GPU: layers and the head on the CPU, on disk or
-without memory until they are called, of a patched model beside the same one unpatched."""
+without memory until they are called. A patched model is compared with an unpatched one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on_disk(model: Any, folder: pathlib.Path) -> Any:
 
 
 def of(*away: str, to: str = "disk") -> Placed:
-    """dispatch_model with these modules away."""
+    """dispatch_model with these modules on disk, or where `to` says."""
 
     def placed(model: Any, folder: pathlib.Path) -> Any:
         names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP and FSDP2 in two processes on gloo, beside one process with the whole batch and without
-us."""
+"""DDP and FSDP2 in two processes on gloo, compared with one process that has the whole batch and
+transformers' own loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support import STEPS, same_parameters, same_run
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of each process, for every case: starting two of them takes longer than all cases do."""
+    """What each process gave, for every case. The processes are started once: that is slow."""
     folder = str(tmp_path_factory.mktemp("gloo"))
     torch.multiprocessing.spawn(workers.work, (folder,), nprocs=workers.WORLD)
     return [torch.load(pathlib.Path(folder) / f"rank{rank}.pt") for rank in range(workers.WORLD)]

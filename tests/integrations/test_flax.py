@@ -21,7 +21,7 @@ TOKENS = 4 * (support.LENGTH - 1)
 
 
 class Model(nnx.Module):
-    """A word and the one before it, mixed; a head of its own or the embedding."""
+    """Mixes each token's embedding with that of the token before; its head may be tied."""
 
     def __init__(self, tied: bool, dtype: Any, rngs: nnx.Rngs) -> None:
         sizes = {"dtype": dtype, "rngs": rngs}
@@ -95,7 +95,7 @@ def test_nnx_with_optax_learns_the_same_without_logits(tied: bool, dtype: Any) -
 
 
 def test_nnx_jit_of_a_module_learns_the_same() -> None:
-    """The way of flax's documentation: modules and optimizers as arguments of nnx.jit."""
+    """flax's documentation passes modules and optimizers to nnx.jit as arguments."""
     model = Model(False, jnp.float32, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
 
@@ -115,7 +115,7 @@ def test_nnx_jit_of_a_module_learns_the_same() -> None:
 
 @pytest.mark.parametrize("transform", ["nnx", "jax"])
 def test_parameters_are_taken_as_they_are(transform: str) -> None:
-    """As jnp takes them; gradients with respect to them are parameters too."""
+    """nnx.Params may be passed in place of arrays; their gradients are nnx.Params too."""
     rngs = nnx.Rngs(0)
     embed = nnx.Embed(support.VOCAB, support.HIDDEN, rngs=rngs)
     bias = nnx.Param(jax.random.normal(rngs(), (support.VOCAB,)))

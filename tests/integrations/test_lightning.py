@@ -44,7 +44,7 @@ class Module(lightning.LightningModule):
         self.held_out: list[float] = []
 
     def configure_model(self) -> None:
-        """Shards the modules where the strategy is the one of Lightning that leaves it to them."""
+        """Shards the modules under ModelParallelStrategy, which leaves this to the module."""
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
             for part in (*self.backbone.layers, self.backbone, self.head):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-evaluation-harness: our model class beside its own, on tasks and on requests made for it."""
+"""lm-evaluation-harness: our model class gives the same as its own, for tasks and requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokenizer() -> Any:
 
 
 def gemma() -> Any:
-    """Its logits have a softcap."""
+    """A model whose logits have a softcap."""
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=support.VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
@@ -54,7 +54,7 @@ def gemma() -> Any:
 
 
 def prompted() -> Any:
-    """With a learned prompt of three tokens before every sequence."""
+    """A model with a learned prompt of three tokens before every sequence."""
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     return peft.get_peft_model(support.llama(), config)
 
@@ -82,7 +82,7 @@ def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Choices of one context, contexts that are none, and more than the model holds."""
+    """Choices that share a context, empty contexts, and more tokens than the model's maximum."""
     made = [(text(5, i), f" {text(n, 40 + i)}") for i, n in enumerate((1, 2, 3, 7))]
     made += [("w1 w2 w3", f" {word}") for word in WORDS]  # one of WORDS is the most likely
     made += [("w1 w2 w3", " w4 w5"), ("w1 w2 w3 w4", " w5"), ("w1 w2 w3 w4", " w6")]
@@ -201,7 +201,7 @@ def tasks(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def test_a_task_has_the_same_results(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    """The model is read from a folder and asked for by its name, as their command line does."""
+    """The model is read from a folder and selected by its name, as by lm-eval's command line."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     support.llama().save_pretrained(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's adapters on and beside the lm_head, through patch_transformers."""
+"""PEFT's adapters on the lm_head and on other layers, through patch_transformers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def with_adapter(name: str, patch_first: Any, **model_options: Any) -> Any:
-    """A PeftModel whose B is not zero, patched before or after it was made, in itself ("wrapper")
-    or not at all."""
+    """A PeftModel whose LoRA's B is not zero. `patch_first`: True patches the model before PEFT
+    wraps it, False after that, "wrapper" patches the PeftModel; None: it is not patched."""
     model = support.llama(**model_options)
     if name == "bias":
         model.lm_head.bias = torch.nn.Parameter(torch.randn(support.VOCAB).to(support.DEVICE) * 0.1)
@@ -123,7 +123,7 @@ def test_adapters_under_autocast(name: str, calls: Calls) -> None:
 
 
 def test_an_adapter_in_f32_on_a_model_in_bf16(calls: Calls) -> None:
-    """As PEFT keeps it, unless told otherwise."""
+    """PEFT keeps an adapter in f32 by default."""
     own, ours = with_adapter("head", None), with_adapter("head", True)
     for model in (own, ours):
         for key, value in model.named_parameters():
@@ -190,7 +190,7 @@ def test_adapters_switched_merged_and_taken_off(name: str, patch_first: bool, ca
 
 
 def test_a_tied_head_in_modules_to_save(calls: Calls) -> None:
-    """PEFT unties it: the copy is trained, the embedding is not."""
+    """PEFT unties the head: its copy is trained, the embedding is not."""
     own = with_adapter("saved head", None, tie_word_embeddings=True)
     ours = with_adapter("saved head", True, tie_word_embeddings=True)
     losses = train(own)

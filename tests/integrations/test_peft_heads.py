@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEFT's kinds of adapters for a layer, on the lm_head of a patched model: trained as without the
-patch where it is a matrix, refused where it is none."""
+patch if the adapter is a matrix, otherwise refused."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ NO_MATRIX = (
     "whose (logits are no matrix|gradients are not those of a matrix) times the hidden states"
 )
 KEEPS = "keeps something of a call"
-# By name: PEFT's type, its options, what the error says, whether the patch itself can tell.
+# By name: PEFT's type, its options, what the error says, whether patching it already raises.
 REFUSED: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "DoRA, dropout": ("LORA", {"use_dora": True, "lora_dropout": 0.1}, OF_TOKENS, False),
     "AdaLoRA, dropout": ("ADALORA", {"total_step": 50, "lora_dropout": 0.1}, OF_TOKENS, False),
@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "LiLy": ("LILY", {"r": 4}, NO_MATRIX, True),
     "Poly": ("POLY", {"r": 4, "n_tasks": 2}, "hidden states alone|more than its input", True),
 }  # fmt: skip
-# Types that do not go on the head: below, or not run with a causal LM of this size.
+# Types that do not go on the head; each has a test below.
 ELSEWHERE = {
     "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE",
     "ADAPTION_PROMPT", "SHADOW", "XLORA",
@@ -268,7 +268,7 @@ def test_switched_merged_and_taken_off(name: str, calls: Calls) -> None:
             model.set_adapter("other")
             spread_out(model, 0.1)
             model.eval()
-    except (KeyError, ValueError):  # one adapter alone
+    except (KeyError, ValueError):  # PEFT allows one such adapter
         own, ours = (built(*SERVED[name], first, tied=tied).eval() for first in (None, True))
     else:
         same()
@@ -461,7 +461,7 @@ def test_arrow_chooses_by_the_token_and_is_refused(
 
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patched first", "adapter first"])
 def test_xlora_beside_the_head(patch_first: bool, calls: Calls, tmp_path: pathlib.Path) -> None:
-    """PEFT 0.21 cannot load adapters of the head into it."""
+    """X-LoRA over adapters of the attention: PEFT 0.21 cannot load adapters of the head into it."""
     paths = saved(tmp_path, ATTENTION)
     config = peft.XLoraConfig(
         task_type="CAUSAL_LM", hidden_size=support.HIDDEN, xlora_depth=1,

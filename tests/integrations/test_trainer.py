@@ -86,7 +86,7 @@ def train_compiled(model: Any, folder: pathlib.Path, **settings: Any) -> tuple[l
 def test_trainer_compiles_the_patched_model_as_often(
     settings: dict[str, Any], tmp_path: pathlib.Path, calls: Calls
 ) -> None:
-    """It gives every step another number of items."""
+    """The Trainer passes another num_items_in_batch at each step, which must not recompile."""
     # On a GPU accelerate enables TF32 for compiled f32 models.
     rounds = "bf16" in settings or not support.ON_CPU
     own, ours = support.llama(), support.llama()
@@ -105,7 +105,7 @@ def test_trainer_compiles_the_patched_model_as_often(
 
 
 def test_label_smoothing_of_trainer_and_of_the_patch(tmp_path: pathlib.Path, calls: Calls) -> None:
-    """The Trainer smooths over logits that it asks for itself: the patch does it instead."""
+    """The Trainer computes its smoothed loss from logits; the patch smooths instead."""
     own, ours = support.llama(), support.llama()
     expected = train(own, tmp_path, label_smoothing_factor=0.1)[:-1]
     patch_transformers(ours, label_smoothing=0.1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' Trainer in two processes on gloo, patched beside unpatched."""
+"""transformers' Trainer in two processes on gloo learns the same with the patch as without."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ and this file as a program on two GPUs, which needs transformers, accelerate and
         python tests/integrations/trainer_ranks.py
 
 It prints a line a way of training: how far losses and parameters lie from the unpatched run's. Then
-a step's median time and the larger GPU's peak, of a Llama of 1B with 8 layers, patched and not."""
+a step's median time and the larger peak of both GPUs, for a Llama as wide as Llama-3.2-1B with 8
+layers, patched and not."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def with_accelerate(case: Case, module: Module) -> tuple[Any, Any]:
-    """As accelerate prepares them. It turns FSDP on for GPUs and their like alone, so that here its
-    state is told what it would have found there; the rest is its own."""
+    """The model and its optimizer, prepared by accelerate. accelerate enables FSDP only on GPUs and
+    the like, so its state is set here by hand; all else is accelerate's own code."""
     accelerate.state.AcceleratorState._reset_state(True)
     precision = "bf16" if case.bf16 else "no"
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
@@ -208,7 +208,7 @@ class Whole(torch.nn.Module):
 
 
 def metrics_of(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """In f64."""
+    """The metrics by their definitions, in f64."""
     z, target = logits[:, :-1].double(), labels[:, 1:]
     counts = target != -100
     z, target = z[counts], target[counts]

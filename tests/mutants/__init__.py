@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mutants: bugs that some test must catch, and which tests are asked."""
+"""The mutants of the host's code: bugs that some test must catch, and the tests that are run."""
 
 from mutants import chosen, combine, divergences, kernels, linear, logits, overlap, plans, token_options, tokens, topk
 from mutants.mutant import TESTS, Edit, Mutant

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combine: the fold of a token's shards, src/row/shards.h, and the CPU's op, src/cpu/combine.cpp."""
+"""Combine: the fold of a token's shards, src/row/{shards,statistics}.h, and src/cpu/combine.cpp."""
 
 from mutants.mutant import mutant
 

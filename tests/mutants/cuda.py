@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of src/cuda. All are compiled into one program, each behind a switch: what stands between
-@{ and }@ in a piece of text that is in its file once, and what replaces it, of the same type."""
+"""Mutants of src/cuda, all compiled into one program, each behind a switch. A mutant's text is in
+its file once; the part between @{ and }@ is replaced by a statement or expression of its type."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ MUTANTS = [
     *(_M(*mutant) for mutant in OPTIONS),
     _M("hopper, valid tokens: one too few", "linear/sm90/forward.cuh",
        "valid = @{valid_rows(a.chunk)}@;", "max(valid_rows(a.chunk) - 1, 0)", "hopper"),
-    # The same kernel without options.
+    # Hopper's kernel of logits, without options.
     _M("hopper, plain, last columns: not masked", "linear/sm90/plain.cuh",
        "column == mask.target[h] || @{column >= mask.end[h]}@ ?", "false", "hopper"),
     _M("hopper, plain, target: counted in the sums twice", "linear/sm90/plain.cuh",

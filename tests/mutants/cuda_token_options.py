@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of temperatures, tokens without a gradient and further statistics on CUDA: name, file, text,
-what replaces it, tests."""
+"""Mutants of temperatures, tokens without a gradient and further statistics, for cuda.py: name,
+file, marked text, what replaces it, tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of src/cuda/tokens/tokens.* and token_scalars.cuh: name, file, text, what replaces it, tests."""
+"""Mutants of src/cuda/tokens, for cuda.py: name, file, marked text, what replaces it, tests."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every mutant of the host's code, of WebGPU, of the published shaders and of the JavaScript, and
 every switch of the validation, still fits the source it changes: one that does not would be found
-only after hours of make mutants. For those of CUDA: scripts/mutants_device.py check."""
+only after hours of make mutants. scripts/mutants_device.py check does this for CUDA's mutants."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of Hopper's forward with options: name, file, text, what becomes of it, tests asked."""
+"""Mutants of Hopper's forward with options, for cuda.py: name, file, marked and new text, tests."""
 
 OPTIONS: list[tuple[str, str, str, str, str]] = [
     ("hopper, options, last columns: not masked", "linear/sm90/option_rows.cuh",

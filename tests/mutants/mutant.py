@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mutant, and the groups of tests that are asked about it: the quick ones that should see it, of
-the programs in tests/CMakeLists.txt, with a googletest filter where the whole takes too long."""
+"""A mutant, and the groups of tests that are run on it: the quick ones that should catch it, of the
+programs in tests/CMakeLists.txt, with a googletest filter where a whole program takes too long."""
 
 from __future__ import annotations
 

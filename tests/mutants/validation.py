@@ -34,7 +34,7 @@ SETS_SIZES = ("input", "logits")
 
 
 def without_strings(text: str) -> str:
-    """The same length, string literals blank."""
+    """The text with blanks in its string literals, at the same length."""
     return re.sub(r'"(?:\\.|[^"\\\n])*"', lambda m: '"' + " " * (len(m[0]) - 2) + '"', text)
 
 
@@ -52,7 +52,7 @@ def opening(text: str, at: int, pair: str) -> int:
 
 
 def is_conditional(text: str, at: int) -> bool:
-    """Whether code goes on behind the statement at `at` when it is left out: it stands in an if."""
+    """Whether the statement at `at` is in an if or for, so that code goes on when it is skipped."""
     before = text[:at].rstrip()
     if before.endswith(")"):
         return True  # the brace belongs to an if (...) return

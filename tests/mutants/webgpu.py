@@ -43,7 +43,7 @@ def _mutant(name: str, file: str, old: str, new: str, tests: str) -> Mutant:
 
 
 def _each(name: str, shaders: str, old: str, new: str, tests: str) -> list[Mutant]:
-    """What several files share, broken in one of them at a time."""
+    """A mutant for each of several shaders that have the same text."""
     return [
         _mutant(f"{name}, in {shader}", _shader(shader), old, new, tests)
         for shader in shaders.split()

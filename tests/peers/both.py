@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of ours and of another library on the same tensors, compared on every rank."""
+"""Compares a call of ours with one of another library on the same tensors, on every rank."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def same(ours: Callable[..., Any], theirs: Callable[..., Any], tensors: Sequence
 
 
 def takes_what(ours: Callable[..., Any], theirs: Callable[..., Any], skip: int = 0) -> None:
-    """Ours has their arguments in their order, with their defaults; it may have more behind them.
-    `skip` of theirs come first that are not the caller's."""
+    """Asserts that `ours` has the arguments of `theirs` in the same order, with the same defaults;
+    it may have more after them. The first `skip` of `theirs`, such as ctx, do not count."""
     own, other = (list(inspect.signature(f).parameters.values()) for f in (ours, theirs))
     other = other[skip:]
     given = [(p.name, p.default) for p in other]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the package and its library are: this checkout's python/ and build/release (or
-$LOGITLESS_LIBRARY), and the ranks and references of tests/python. scripts/test-integrations runs
-each file with its library alone beside it."""
+$LOGITLESS_LIBRARY), and the ranks and references of tests/python. scripts/test-peers runs each
+file with the one library that it tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut Cross Entropy's vocabulary parallelism beside ours: its torch_compile implementation, not
+"""Our vocabulary parallelism equals Cut Cross Entropy's: its torch_compile implementation, here not
 compiled, in two processes. Its releases on PyPI have no vocab_parallel."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's engine with ZeRO in two processes on gloo: a patched model beside the same one with
-its own loss, 20 steps."""
+"""DeepSpeed's engine with ZeRO in two processes on gloo: in 20 steps a patched model learns the
+same as one with its own loss."""
 
 from __future__ import annotations
 

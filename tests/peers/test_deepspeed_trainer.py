@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's ZeRO-3 in transformers' Trainer and in TRL's, in two processes on gloo, patched and
-not: the head's parameter is whole around its call alone, and is trained."""
+not: the head's parameter is gathered only for the head's call, and is trained."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def zero(me: Rank) -> dict[str, Any]:
     }  # fmt: skip
     import deepspeed
 
-    # Its collective through shared memory would be compiled for a minute; gloo's serves as well.
+    # Compiling DeepSpeed's shared-memory collective would take a minute; gloo's is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    gc.collect()  # the last Trainer's configuration, which models ask for their parameters
+    gc.collect()  # frees the last Trainer's configuration, by which new models are sharded
     accelerate.state.AcceleratorState._reset_state(True)
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -72,7 +72,7 @@ def parameters(model: Any) -> dict[str, Tensor]:
 
 
 def numbers(trainer: Any) -> list[dict[str, float]]:
-    """What was logged, but for times."""
+    """What was logged, except times."""
     timed = ("runtime", "per_second", "step_time")
     return [
         {k: v for k, v in entry.items() if not any(word in k for word in timed)}
@@ -155,7 +155,7 @@ def compare(ours: Any, theirs: Any, bf16: bool = False) -> None:
 
 def trainer_case(me: Rank, settings: dict[str, Any]) -> dict[str, Tensor]:
     theirs, ours = (train(me, patched, settings) for patched in (False, True))
-    evaluated = 0 if settings.get("metrics") else 2 * 3  # twice, of 10 rows 2 and 2
+    evaluated = 0 if settings.get("metrics") else 2 * 3  # two evaluations of three batches
     assert (theirs[1], ours[1]) == (0, STEPS * settings.get("accumulated", 1) + evaluated)
     compare(ours, theirs, settings.get("bf16", False))
     before = dict(support.llama(tie_word_embeddings=settings.get("tied", False)).named_parameters())

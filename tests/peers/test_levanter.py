@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levanter's losses beside ours, on NamedArrays of the haliax that it names. Of Levanter the file
-of its losses alone is read: its package imports a trainer, Ray and wandb."""
+"""Our losses equal Levanter's, on haliax's NamedArrays. Only the file of Levanter's losses is read,
+because its package imports a trainer, Ray and wandb."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_loss_is_theirs(reduction: str, masked: bool, z_loss: float) -> None
 
 
 def boolean_mean(a: Any, where: Any, axis: Any) -> Any:
-    """hax.mean for a mask that is 0 or 1 in f32, as theirs makes it, which JAX 0.10 refuses."""
+    """hax.mean for an f32 mask of 0 and 1, as Levanter passes it; JAX 0.10 refuses such a mask."""
     return hax.mean(a, where=where != 0, axis=axis)
 
 
@@ -140,7 +140,7 @@ def test_16_bits_are_theirs_up_to_their_rounding() -> None:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_weights_are_those_of_the_repository(reduction: str) -> None:
-    """Its `weight`, which the releases do not have: a mean over the sum of the weights."""
+    """`weight` is in Levanter's repository, but in no release: means divide by the weights' sum."""
     x, w, target = problem()
     weight = hax.named(jnp.arange(24.0).reshape(3, 8) % 5, (B, T))
 
@@ -207,8 +207,8 @@ def test_torch_is_not_needed() -> None:
 
 
 def test_signatures() -> None:
-    """Their arguments in their order, but that what the releases call loss_mask has the name of the
-    repository (both are taken), and `block_size` may be left out."""
+    """Ours have Levanter's arguments in the same order. But loss_mask has its name in Levanter's
+    repository, loss_weight (both are accepted), and `block_size` may be left out."""
     for name in (LOSS, "maybe_fused_next_token_loss"):
         own, other = (inspect.signature(getattr(m, name)).parameters for m in (ours, theirs))
         assert set(other) <= set(own)

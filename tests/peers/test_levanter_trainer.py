@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levanter's own program, levanter.main.train_lm: a tiny Llama in its Trainer, with our loss in the
-place of Levanter's beside the same run without, in a JAX that Levanter's loss still runs in."""
+"""Levanter's own program, levanter.main.train_lm: a tiny Llama in its Trainer learns the same with
+our loss as with Levanter's, in a JAX that is old enough for Levanter's loss."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Losses(TrackerConfig):
 
 
 class Kept(Trainer):
-    """Levanter's Trainer; its program drops the state that it has in the end."""
+    """Levanter's Trainer, which keeps the trained model: train_lm.main drops it."""
 
     model: Any
 

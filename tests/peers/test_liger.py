@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger's tensor-parallel function beside ours: its formulas in torch, which it runs where it has
-no kernel, in two processes. The function itself refuses tensors that are not on CUDA. And its
-divergences of two heads: of the one in Triton all but the kernel, of the chunked one all."""
+"""Our functions equal Liger's. Of its tensor-parallel function, which refuses tensors that are not
+on CUDA, the fallback in torch is called, in two processes. Of its divergences of two heads, the one
+in Triton is called with a stand-in for its kernel, and the chunked one as it is."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def heads() -> tuple[Tensor, ...]:
 
 def agree(ours: Tensor, other: Tensor, leaves: Any) -> None:
     made, theirs = (torch.autograd.grad(loss, leaves) for loss in (ours, other))
-    for a, e in zip((ours, *made), (other, *theirs)):  # each with its own error
+    for a, e in zip((ours, *made), (other, *theirs)):  # each within a bound of its own size
         torch.testing.assert_close(a, e, rtol=0, atol=2e-5 * float(e.abs().max()))
 
 
 def kernel(
     op: str, x: Tensor, y: Tensor, labels: Any, beta: float, ignored: int, count: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """In the place of _jsd_kernel: the loss of every element, and its derivative to x."""
+    """In place of Liger's kernel: each element's loss, and its derivative with respect to x."""
     assert op == "jsd_loss_and_grad"
     p, q = y.exp(), x.exp()
     if beta == 0:

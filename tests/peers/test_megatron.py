@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's output layer and vocabulary-parallel loss beside ours, in two processes."""
+"""Our losses equal those of Megatron-Core's output layer and loss, in two processes."""
 
 from __future__ import annotations
 

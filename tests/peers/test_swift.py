@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the trainers of ms-swift and axolotl call a model: their own compute_loss, read from their
-files, of a patched model beside the same one unpatched. Neither is imported: ms-swift wants
+"""The trainers of ms-swift and axolotl: their own compute_loss, read from their files, gives the
+same for a patched model as for an unpatched one. Neither is imported: ms-swift wants
 modelscope, transformers below 5.20 and TRL below 1.0; axolotl Python 3.12 and transformers
 5.20.1."""
 
@@ -105,12 +105,12 @@ def test_its_loss_is_made_here(call: Case) -> None:
 
 
 def test_a_scaled_loss_of_swift_has_logits_and_a_warning() -> None:
-    """With loss_scale it takes the labels out of the batch, and makes its loss of the logits."""
+    """With loss_scale, ms-swift removes the labels from the batch and uses the logits."""
     per_token = function("swift", "trainers/utils.py", "per_token_loss_func", torch=torch,
                          F=torch.nn.functional)  # fmt: skip
     model, batch = support.llama(), support.batch(0)
     patch = patch_transformers(model)
     labels = batch.pop("labels")
-    with pytest.warns(UserWarning, match="of no use"):
+    with pytest.warns(UserWarning, match="has no effect"):
         output = model(**batch)
     assert per_token(output, labels).shape == (labels.numel(),) and patch.calls == 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's ChunkedLossWrapper beside our loss, each built of a configuration, alone and in two
-processes under both of its backends for tensor parallelism."""
+"""Our loss equals torchtitan's ChunkedLossWrapper, each built from a configuration, in one process
+and in two processes under both of torchtitan's backends for tensor parallelism."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's Trainer with a small llama3 in two processes on gloo: its ChunkedLossWrapper beside
-our loss in its place. It knows no CPU, so that a device is made here of what it asks, and of its
-attentions the one is taken that runs without a GPU."""
+"""torchtitan's Trainer with a small llama3 in two processes on gloo learns the same with our loss
+as with its ChunkedLossWrapper. torchtitan supports no CPU, so the test gives it a stub of a device
+module, and chooses the attention that runs without a GPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LENGTH, VOCAB = support.LENGTH, 64
 
 
 class Case(NamedTuple):
-    """What the two processes share: the data, with the parameters, or the tensors."""
+    """With `tp` 1 the two processes split data and parameters (FSDP), with 2 the tensors."""
 
     tp: int = 1
     accumulated: int = 1
@@ -71,7 +71,7 @@ _calls: list[support.Calls] = []  # in this process
 
 
 def model() -> Any:
-    """A llama3 of 30,000 parameters. The attention of torchtitan's own flavours needs a GPU."""
+    """A llama3 of two layers, 32 wide. The attention of torchtitan's own flavours needs a GPU."""
     made = llama3.llama3_configs["debugmodel"](attn_backend="flex")
     dim, rope = 32, made.layers[0].attention.rope
     made.dim, made.vocab_size = dim, VOCAB
@@ -88,7 +88,7 @@ def model() -> Any:
 
 
 class Tokenizer(BaseTokenizer):
-    """One that is never asked."""
+    """A stub, because the data are token ids already."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):

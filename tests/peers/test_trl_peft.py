@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's trainers with PEFT, patched beside the same unpatched: the head in modules_to_save, and an
-adapter on it, which TRL refuses itself."""
+"""TRL's trainers with PEFT learn the same patched as unpatched if the head is in modules_to_save.
+An adapter on the head is refused by TRL itself."""
 
 from __future__ import annotations
 

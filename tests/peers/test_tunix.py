@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tunix' log-probabilities, entropies and GRPO's loss beside ours, of its own models, tiny."""
+"""Our functions give Tunix' log-probabilities, entropies, GRPO and PPO losses, on tiny models."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def close(found: Any, expected: Any, dtype: Any = jnp.float32) -> None:
 
 
 def makes_logits(function: Any, *arguments: Any) -> bool:
-    """Whether the program that runs, after what nobody uses is out, has an array of V columns for
+    """Whether the compiled program, without unused computations, has an array of V columns for
     each token."""
     program = jax.jit(function).lower(*arguments).compile().as_text()
     rows = (B * LENGTH, B * (PROMPT + LENGTH))
@@ -214,7 +214,7 @@ def test_two_devices() -> None:
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
 def test_losses_of_tunix(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loss of a model, with our functions under its names."""
+    """Tunix' losses of a model, with our functions in place of Tunix' own."""
     model = nnx.merge(*larger(llama()))
     given = batch()
     ids = given["completion_tokens"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unsloth's divergence of two heads beside ours, on the CPU, where it takes no kernel. Its file is
-imported alone, for the package itself asks for a GPU."""
+"""Our divergence of two heads equals Unsloth's, on the CPU, where Unsloth uses no kernel. Only its
+file is imported, because the package itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_loss(name: str, bias: bool, labels: bool) -> None:
     made, other = (f(*leaves[:2], *teacher, **options) for f in (unsloth.fused_linear_jsd, theirs))
     assert made.dtype is other.dtype
     of_made, of_other = (torch.autograd.grad(3 * loss, leaves) for loss in (made, other))
-    for a, e in zip((made, *of_made), (other, *of_other)):  # each with its own error
+    for a, e in zip((made, *of_made), (other, *of_other)):  # each within a bound of its own size
         torch.testing.assert_close(a, e, rtol=0, atol=2e-5 * max(float(e.abs().max()), 1e-3))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's kernel is Triton's and runs on GPUs alone: its signature, read of its file, for the
-package itself imports Ray. Its distillation of a teacher's likeliest tokens is plain PyTorch: it
-runs beside ours, of its file too."""
+"""verl's kernel needs Triton and a GPU, so only its signature is compared, read from its file: the
+package itself imports Ray. verl's distillation of a teacher's likeliest tokens is plain PyTorch,
+so it is run, from its file too, and compared with ours."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every causal LM class of transformers as a tiny model, patched beside itself unpatched.
+"""Every causal LM class of transformers as a tiny model: patched against unpatched.
 
 `python tests/python/causal_lms.py [--compiled] [KIND ...]` prints the state of each.
 """
@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from logitless import LogitlessError
 from logitless.integrations import patch_transformers
 
-# Small sizes, under all the names that configurations use.
+# Small sizes; a configuration takes those whose names it has.
 SMALL: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -39,8 +39,8 @@ SMALL: dict[str, Any] = {
     "decoder_ffn_dim": 40, "encoder_layers": 2, "max_target_positions": 64, "image_size": 16,
     "patch_size": 8, "depth": 1, "embed_dim": 32, "out_hidden_size": 32, "projection_dim": 32,
 }  # fmt: skip
-# Values that single models need on top; None removes a name. Scales whose default is 1 get another
-# value, so that ignoring them shows.
+# Values for single models; they replace SMALL's, and None removes a name. Scales whose default is 1
+# get another value, so that ignoring them shows.
 VISION = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
     "image_size": 16, "patch_size": 8, "output_channels": 32, "mlp_dim": 40, "window_size": 2,

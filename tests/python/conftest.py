@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A file's tests stay together, because what they share is made once and then thrown away."""
+    """--shuffle keeps a file's tests together, so that a module's fixtures are made only once."""
     rotation.rotate(config, items)
     seed = config.getoption("--shuffle")
     if seed is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """document_names.py PAGE runs the Python of a document, block by block in one namespace, as a
-reader pastes it. What a block takes as given (tensors, models, what a framework makes) comes from
-here, tiny and on the CPU; what it takes of logitless it must import itself, or an earlier block.
+reader pastes it. Tensors, models and a framework's objects that a block assumes come from here,
+tiny and on the CPU; names of logitless must be imported by the block or an earlier one.
 A block whose framework is not installed is not run but named in the output."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def a_head() -> Names:
 
 
 def a_trainer() -> Names:
-    """Its train() is one loss and backward, which take the default memory."""
+    """A trainer whose train() is one loss and backward in the default memory."""
     import types
 
     from logitless.torch import linear_cross_entropy

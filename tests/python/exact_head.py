@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A head in f64, with what docs/semantics.md ("Accuracy") allows of every element."""
+"""A head in f64, with the error that docs/semantics.md ("Accuracy") allows for every element."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ CASES = [(dtype, sizes) for dtype in DTYPES for sizes in SIZES]
 
 
 def check_default_is_enough(call: Callable[..., Tensor], *given: Any) -> None:
-    """The gradients of the first two tensors are those of a call with a memory of 1 GiB."""
+    """In the default memory, the first two tensors have the same gradients as in 1 GiB."""
     x, w, *_ = given
 
     def gradients() -> Iterator[tuple[Tensor, Tensor]]:

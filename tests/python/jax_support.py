@@ -36,7 +36,7 @@ def gpus() -> list[Any]:
     autouse=True,
 )
 def platform(request: pytest.FixtureRequest) -> Any:
-    """Every test on every device that JAX has here."""
+    """Runs every test on the CPU and, if JAX has a GPU, on the GPU."""
     with jax.default_device(jax.devices(request.param)[0]):
         yield request.param
 
@@ -77,7 +77,7 @@ def same(actual: Any, expected: torch.Tensor, dtype: Any = jnp.float32) -> None:
 
 
 def _compiled(fn: Callable[..., Any], *args: Any) -> str:
-    """The program's text after XLA has left one of two Backwards, by how kept state is split."""
+    """The compiled program's text, in which XLA has left one of two Backwards."""
     text: str = jax.jit(fn).lower(*args).compile().as_text()
     return text
 
@@ -94,7 +94,7 @@ def fields(fn: Callable[..., Any], *args: Any) -> list[str]:
 
 
 def products(calls: Sequence[str]) -> int:
-    """How many products of N V D terms these linear ops make, each given by its tensors' names."""
+    """The number of products of N V D terms in linear ops; `calls` has each op's tensors' names."""
     count = 0
     for names in map(str.split, calls):
         gradients = len({"grad_input", "grad_weight"} & {*names})

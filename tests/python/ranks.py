@@ -54,7 +54,7 @@ def join(rank: int, size: int, meeting: str, seconds: float) -> None:
 
 
 class Reply(NamedTuple):
-    bits: dict[str, tuple[Any, ...]]  # of each result its dtype, shape and hash
+    bits: dict[str, tuple[Any, ...]]  # each result's dtype, shape, sum and hash
     error: str = ""
 
 
@@ -67,7 +67,7 @@ def bits_of(value: Tensor) -> tuple[Any, ...]:
 
 
 def serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
-    """A rank's life: cases in, replies out."""
+    """A rank's main function: runs each case that arrives on `pipe` and sends its Reply."""
     join(rank, size, meeting, COLLECTIVE_S)
     pipe.send("ready")
     while True:
@@ -125,7 +125,7 @@ class Group:
         return answers
 
     def call(self, case: Case, *args: Any) -> None:
-        """Runs the case on all ranks. Fails if it fails on any, or if two ranks have different bits
+        """Runs the case on all ranks. Fails if one rank fails, or if two ranks have different bits
         of a result of one name."""
         __tracebackhide__ = True
         if not self.processes:

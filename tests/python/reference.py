@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bounds of gradients and losses, relative to the largest element; all shapes here are small.
+# Error bounds of losses and gradients of small shapes, relative to the largest element.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -18,7 +18,7 @@ def logits_of(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def statistics(logits: Tensor, target: Tensor, o: dict[str, Any]) -> dict[str, Tensor]:
-    """The statistics of every token; for ignored ones 0 (argmax and rank -1). A temperature may be
+    """The statistics of every token, 0 if it is ignored (argmax and rank -1). A temperature may be
     a tensor in the target's shape."""
     u = logits.double() * o.get("logit_scale", 1.0)
     cap = o.get("softcap", 0.0)
@@ -83,7 +83,7 @@ def loss(logits: Tensor, target: Tensor, **o: Any) -> Tensor:
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Every element within the tolerance of the dtype, relative to the largest one."""
+    """Asserts every element within the dtype's tolerance, relative to the largest element."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     if not expected.numel():
         return

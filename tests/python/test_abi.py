@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ctypes structs are those of include/logitless/c.h: a C compiler says what it sees there."""
+"""The ctypes structs are those that a C compiler finds in include/logitless/c.h; so are enums."""
 
 from __future__ import annotations
 

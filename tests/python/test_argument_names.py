@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One name for one thing: the head is linear_weight, its bias linear_bias, and weight is the
-classes'. An error speaks of the arguments that its function has, whatever the core calls them."""
+"""One name for one thing: linear_weight and linear_bias are the head's, `weight` has one weight per
+class. An error names the arguments that its function has, whatever the core calls them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ OPTIONS = frozenset(
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Public functions of the bindings, and some of the integrations, by a name of theirs."""
+    """Public functions of the bindings, and some modules and functions of integrations."""
     found: dict[str, Callable[..., Any]] = {
         "integrations.cce.linear_cross_entropy": cce.linear_cross_entropy,
         "integrations.verl.linear_cross_entropy": verl.linear_cross_entropy,
@@ -166,7 +166,7 @@ def test_an_error_names_the_arguments_of_its_function(
     name: str, argument: str, value: Any, mode: Any
 ) -> None:
     if mode is PassThrough and (name.startswith(("jax.", "numpy.")) or name.endswith("softmax_")):
-        return  # torch's own softmax_
+        return  # softmax_ runs torch's own op under a dispatch mode
     given = arguments(name, **{argument: value})
     with pytest.raises(LogitlessError) as caught, mode():
         FUNCTIONS[name](**given)

@@ -259,7 +259,7 @@ def test_checkpointing_recomputes_the_loss(device: str) -> None:
 
 @pytest.mark.parametrize("tokens", [9, 4000])
 def test_a_default_device_changes_nothing(device: str, tokens: int) -> None:
-    """Neither for a small workspace, which is reused, nor for a large one."""
+    """Neither with a small workspace, which is reused, nor with a large one."""
     x, w, _, t = problem((tokens,), 170, 8, device=device)
     expected = linear_cross_entropy(x, w, t)
     grads = torch.autograd.grad(expected, (x, w))
@@ -342,8 +342,8 @@ if hasattr(torch.backends, "fp32_precision"):  # since torch 2.9
 
 
 def test_every_switch_of_tf32_is_followed() -> None:
-    """Each in a process of its own, because none can be taken back: a fork, which has imported
-    torch."""
+    """Each switch is set in a process of its own, because a switch cannot be undone. The process is
+    a fork, so that torch is imported once."""
     code = f"""
 import os, torch
 for setting in {list(TF32_SETTINGS)}:
@@ -404,7 +404,7 @@ def test_a_loss_that_nobody_uses_has_no_part_in_gradients(
     empty: str, way: str, statistic: str
 ) -> None:
     """With empty_mean="nan" a mean over nothing and its gradient are NaN, but not the gradient of a
-    statistic beside it."""
+    statistic of the same call."""
     x, w, t = torch.randn(5, 6), torch.randn(7, 6), torch.tensor([0, 1, 2, 3, 4])
     found = []
     for options in ({**EMPTY[empty], "empty_mean": "nan"}, {"reduction": "none"}):

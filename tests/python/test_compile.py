@@ -378,7 +378,7 @@ def test_a_wrong_normalizer_is_refused_by_a_compiled_function(number: float) -> 
 def test_a_trace_takes_named_tuples_apart_by_iteration_alone(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch 2.8 cannot trace their _replace, their _asdict or a slice of them."""
+    """torch 2.8 cannot trace a named tuple's _replace or _asdict, or a slice of a named tuple."""
 
     def outside(real: Any) -> Any:
         def method(named: Any, **given: Any) -> Any:

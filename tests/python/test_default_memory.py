@@ -92,7 +92,7 @@ WITHOUT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def test_without_the_argument_what_is_kept_is_bounded_by_the_default(name: str) -> None:
     x, w, t = head()
     call = WITHOUT[name]
-    with default_memory("1GiB"):  # without it, functions of integrations take less
+    with default_memory("1GiB"):  # by default, functions of integrations keep less
         free = call(x, w, t)
     with default_memory(SOME):
         bound = call(x, w, t)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vocabulary that is split over the ranks of a gloo group: values and gradients against f64 of
+"""A vocabulary that is split over the ranks of a group: values and gradients against f64 of
 the whole vocabulary and against one process, the same bits on every rank, errors on all of them."""
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def near(actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype = F3
 
 
 def compare(actual: Made, expected: Made, dtype: torch.dtype, rows: slice) -> None:
-    """`actual` has the gradients of those rows of the weight."""
+    """`actual` has the gradients of the weight's and bias's `rows` alone."""
     near(actual.loss, expected.loss)
     for name, value in actual.statistics.items():
         near(value, expected.statistics[name])
@@ -430,7 +430,7 @@ def padding_by_the_default_split(me: Rank) -> Results:
 
 @case
 def equal_shards_with_padding(me: Rank) -> Results:
-    """As Megatron pads: every rank has as many rows, the last ones some or none of the columns."""
+    """As Megatron pads: ranks have 16 rows each; the last ranks' are partly or all padding."""
     vocab = 5 + 16 * max(me.size - 2, 1)
     p, _ = problem(me.size, vocab=vocab)
     padded = torch.full((16 * me.size, p.w.shape[1]), NAN)
@@ -696,7 +696,7 @@ def tied_weight(me: Rank) -> Results:
 
 @case
 def parts_of_grad_input(me: Rank) -> Results:
-    """reduce_input_grad=False leaves a sum to the caller, who adds the same up."""
+    """With reduce_input_grad=False, the ranks' parts add up to the reduced gradient."""
     p, bounds = problem(me.size, (4, 7), bias=False)
     loss, x, w = call_own(me, p, bounds)
     loss.backward()
@@ -726,7 +726,7 @@ def the_same_bits_in_20_runs(me: Rank) -> Results:
 def a_row_does_not_depend_on_the_others(me: Rank) -> Results:
     """Loss, entropy and, on a CPU, grad_input of a row alone have the bits of that row among
     others."""
-    gpu = ranks.BACKEND != "gloo"  # f32 products there have no fixed bits
+    gpu = ranks.BACKEND != "gloo"  # f32 products on a GPU have no fixed bits
     dtype = BF16 if gpu else F32
     p, bounds = problem(me.size, (9,), targets="none ignored", dtype=dtype)
     names = ("entropy",)
@@ -747,7 +747,7 @@ def a_row_does_not_depend_on_the_others(me: Rank) -> Results:
 
 @case
 def checkpointed(me: Rank) -> Results:
-    """Backward computes the loss again on all ranks, and the logits, as nothing is kept."""
+    """The checkpoint's backward runs the forward again, with its collectives, on all ranks."""
     p, bounds = problem(me.size)
     loss, x, w = call_own(me, p, bounds)
     loss.backward()
@@ -832,7 +832,7 @@ def _sequence(
     given: Callable[[Problem], Mapping[str, Any]] | None = None, dtype: torch.dtype = F32,
     unused: bool = False, **options: Any,
 ) -> Results:  # fmt: skip
-    """A case of hidden states split along `dim`. `unused`: the first factor is 0."""
+    """A case of hidden states split along `dim`. `unused`: rank 0 does not use its loss."""
     size = me.size
     shape = (2 * size, 3) if dim == 0 else (3, 2 * size)
     p, bounds = problem(size, shape, bias=True, dtype=dtype)
@@ -952,7 +952,7 @@ CASES["local_tokens, a rank's loss unused"] = functools.partial(
 
 @case
 def local_tokens_all_ignored(me: Rank) -> Results:
-    """No token counts on the first rank, then on none."""
+    """First no token of rank 0 counts, then no token of any rank."""
     p, bounds = problem(me.size, (2, 2 * me.size), targets="none ignored")
     t = p.t.clone()
     t[:, :2] = -100
@@ -1069,7 +1069,7 @@ def a_part_of_the_world(me: Rank) -> Results:
 
 @case
 def a_mesh_of_two_dimensions(me: Rank) -> Results:
-    """Data-parallel ranks have other tokens, and the normalizer is that of all of them."""
+    """Two replicas have different tokens, and the normalizer counts the tokens of both."""
     if me.size != 4:
         return {}
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -1312,7 +1312,7 @@ def a_bias_that_is_a_scalar(me: Rank) -> Results:
 
 @case
 def a_bias_beside_padding(me: Rank) -> Results:
-    """The error for one that is too long names the length with padding, on every rank."""
+    """If one rank's bias is too long, every rank's error names the length with padding."""
     x, w, t = torch.ones(3, 4), torch.ones(6, 4), torch.zeros(3, dtype=torch.int64)
     call = functools.partial(
         linear_cross_entropy, x, w, t, group=dist.group.WORLD, vocab_total=6 * me.size - 2
@@ -1336,7 +1336,7 @@ def _backward_is_refused(me: Rank, loss: Tensor) -> None:
 
 @case
 def one_rank_is_refused(me: Rank) -> Results:
-    """What only one rank has wrong is raised on all of them, in forward and in backward."""
+    """An error of one rank alone is raised on every rank, in forward and in backward."""
     p, bounds = problem(me.size, bias=True)
     rows = bounds[me.rank][1] - bounds[me.rank][0]
     bias = torch.zeros(rows + (me.rank == 1))
@@ -1351,7 +1351,7 @@ def one_rank_is_refused(me: Rank) -> Results:
 
 
 def _of_states(change: Callable[[Tensor, int], None]) -> Callable[[Any], Any]:
-    """`change(states [S, k, N], the row of weighted_logit_sum)` before they are combined."""
+    """A mutant that calls `change(states [S, k, N], row of weighted_logit_sum)` first."""
 
     def make(real: Any) -> Any:
         def combine(states: Tensor, argmax: Any, tokens: Any, options: Any, *bits: int) -> Any:
@@ -1384,7 +1384,7 @@ def _any_target(states: Tensor, _: int) -> None:
 
 
 def _of_options(change: Callable[[Any, Any], dict[str, Any]]) -> Callable[[Any], Any]:
-    """`change(tokens, options)` returns the options to change."""
+    """A mutant that combines with options changed by `change(tokens, options)`."""
 
     def make(real: Any) -> Any:
         def combine(states: Tensor, argmax: Any, tokens: Any, options: Any, *bits: int) -> Any:
@@ -1504,7 +1504,7 @@ def run(me: Rank, name: str) -> Results:
 
 @case
 def an_ignore_index_beyond_what_targets_hold(rank: Rank) -> Results:
-    """It ignores no token: it must not be cut to 32 bits, which would be a class."""
+    """Such an index ignores no token; cut to 32 bits it would be class 1."""
     x, w, t = torch.randn(3, 8), torch.randn(4 * rank.size, 8), torch.tensor([0, 1, 2])
     own = w.view(rank.size, 4, 8)[rank.rank]
     options: dict[str, Any] = {"ignore_index": 2**32 + 1, "reduction": "none"}
@@ -1591,7 +1591,7 @@ def ranks_whose_inputs_have_other_gradients(rank: Rank) -> Results:
 
 
 def subsets(count: int) -> list[tuple[bool, ...]]:
-    """Which of so many tensors require a gradient: at least one."""
+    """Every choice of tensors, of `count`, that require a gradient; at least one does."""
     return list(itertools.product((False, True), repeat=count))[1:]
 
 
@@ -1610,7 +1610,7 @@ def gradients_of(
 
 @case
 def any_tensors_gradient_alone(rank: Rank) -> Results:
-    """With shards and blocks of which some have no columns."""
+    """Any subset of gradients is right, also where shards or blocks have no columns."""
     for cut, blocks in (
         ("uneven", None), ("first empty", None), ("last empty", None), ("one has all", None),
         ("blocks", 8),
@@ -1679,7 +1679,7 @@ def one_rank_is_refused_in_backward(rank: Rank) -> Results:
 
 @case
 def ranks_of_which_one_has_no_gradient(rank: Rank) -> Results:
-    """It would not take part in the others' backward."""
+    """A rank without a gradient would not take part in the other ranks' backward."""
     for dtype in (F32, F16):  # f16 keeps nothing for backward
         x, w, t = torch.randn(4, 8).to(dtype), torch.randn(8, 8).to(dtype), torch.arange(4)
         w.requires_grad_(rank.rank == 0)

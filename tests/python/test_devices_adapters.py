@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other libraries' signatures for a vocabulary that is split over two gloo processes: losses
+"""The other libraries' signatures for a vocabulary that is split over two processes: losses
 and gradients against f64 of the whole vocabulary, who reduces the hidden states' gradient, and the
 mistakes that must make a case fail. No other library is needed; tests/peers has them."""
 
@@ -77,7 +77,7 @@ class Made(NamedTuple):
     logits: Tensor | None = None  # the gradient of the logits
 
     def part(self, p: Problem, rows: slice) -> Tensor:
-        """What these columns add to the gradient of x."""
+        """What the columns `rows` add to the gradient of x."""
         assert self.logits is not None
         return self.logits[..., rows] @ p.w.double()[rows]
 
@@ -198,7 +198,7 @@ def of_verls_caller(me: Rank) -> Results:
 @case("nemo-rl", outside=True)
 @case("nemo-rl, of the k tokens alone", outside=False)
 def of_nemo_rl(me: Rank, outside: bool) -> Results:
-    """Ids of both ranks' rows; the gradient of the hidden states comes summed."""
+    """Ids are of both ranks' rows; the hidden states' gradient is the sum over both ranks."""
     p = problem((2, TOKENS), ignored=False)
     rows = p.rows(me)
     ids = torch.rand(2, TOKENS, VOCAB).topk(5, -1).indices
@@ -372,7 +372,7 @@ def of_module(me: Rank, reduction: str = "none", **flags: Any) -> Results:
 @case("megatron's output_processor, sum", reduction="sum")
 @case("megatron's output_processor, mean", reduction="mean", normalizer=31.0)
 def of_processor(me: Rank, **reduced: Any) -> Results:
-    """A tied weight, MuP's scale, the z-loss of the context, and a mask where a scalar is made."""
+    """A tied weight, MuP's scale, and the context's z-loss. Only a reduced loss takes the mask."""
     p = problem((4, 3))
     rows, mask = p.rows(me), (torch.rand(4, 3) > 0.3).float()
     upstreams = [torch.tensor(1.7) if reduced else torch.randn(3, 4)]
@@ -424,7 +424,7 @@ def on_one_stage(me: Rank) -> Results:
 
 
 class SplitHead(torchtitan.HeadLoss):
-    """Plain shares of the weight, as under torchtitan's spmd_types."""
+    """A rank's weight is a plain tensor of its rows, as under torchtitan's spmd_types."""
 
     global_vocab_size = 37
 
@@ -482,8 +482,8 @@ def of_titans_dtensors(me: Rank, whole: bool) -> Results:
 
 @case("torchtitan, FSDP, tokens of each rank")
 def of_titans_data_parallel(me: Rank) -> Results:
-    """Ranks have other tokens, and not as many that count: their losses add up to the mean over all
-    of them. FSDP's hooks run around the head; it takes the mean of the ranks' gradients."""
+    """Ranks have different tokens, and different numbers that count. Their losses add up to the
+    mean over all tokens, and FSDP takes the mean of the ranks' weight gradients."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -651,7 +651,7 @@ def test_the_classes_that_import_their_library() -> None:
 
 
 def test_a_forward_of_the_modules_own_stays() -> None:
-    """torchtitan puts a forward into the module itself; it is there again after the loss."""
+    """torchtitan may set `forward` on the module itself; the loss must put it back."""
     head = head_of(torch.randn(6, HIDDEN))
     head.forward = own_forward = lambda x: x
     loss_of = torchtitan.HeadLoss()

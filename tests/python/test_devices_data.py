@@ -167,7 +167,7 @@ def learns_as_fsdp(
     pair = [with_fsdp(Model(ordinary), mesh, dtype) for ordinary in (False, True)]
     ours, theirs = [trained(me, m, optimizer_of(m), range(3), normalized) for m in pair]
     off = 2e-6 if dtype is None else 2e-3
-    for name in theirs:  # after all collectives
+    for name in theirs:  # after all collectives, so that a failure leaves no rank waiting
         for a, e in zip(ours[name], theirs[name], strict=True):
             close(a, e, off)
 
@@ -685,7 +685,7 @@ def test_a_mistake_is_seen(name: str, groups: dict[int, ranks.Group]) -> None:
 
 
 def test_no_result_depends_on_a_version_counter() -> None:
-    """Fused and foreach ops on DTensors leave it as it is."""
+    """Fused and foreach ops change DTensors without changing the counter."""
     files = sorted(pathlib.Path(logitless.__file__).parent.rglob("*.py"))
     assert len(files) > 20
     assert [str(f) for f in files if re.search(r"\._version\b", f.read_text())] == []

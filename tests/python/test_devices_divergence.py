@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear_divergence with the vocabulary split over the ranks of a group: values and gradients
-beside f64 of the whole vocabulary, the same bits on every rank, errors on all of them."""
+against f64 of the whole vocabulary, the same bits on every rank, errors on all of them."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def _teacher_logits(h: Heads) -> dict[str, Tensor]:
 
 @case
 def hidden_states_split_over_the_sequence(me: Rank) -> Results:
-    """Targets, what belongs to labels, teacher's logits and results are those of all tokens."""
+    """Only hidden states are a rank's own: targets, options and results are of all tokens."""
     results: dict[str, Tensor] = {}
     for i, (kind, options) in enumerate(KINDS.items()):
         for j, (name, of) in enumerate((*OPTIONS.items(), ("logits", _teacher_logits))):
@@ -259,7 +259,7 @@ def hidden_states_split_over_the_sequence(me: Rank) -> Results:
 
 @case
 def tokens_of_a_rank_alone(me: Rank) -> Results:
-    """With local_tokens, tensors and results are of the rank's own tokens; a mean is its part."""
+    """With local_tokens, tensors and results are of the rank's tokens; means add up over ranks."""
     for options in KINDS.values():
         for dim in (0, 1):
             for reduction in ("none", "sum", "mean"):
@@ -477,7 +477,7 @@ def errors_on_every_rank(me: Rank) -> Results:
     refused(r"^beta is 1\.5", beta=1.5)
     refused(r"^token_weight", token_weight=torch.ones(3))
     refused(r"^what is asked for", return_statistics="acceptance")
-    refused(r"^what is asked for", kind="forward_kl")  # reduction="none" has no mean
+    refused(r"^what is asked for", kind="forward_kl")  # its gradient subtracts no mean
     shard = Shard(h, me)
     if last:
         shard.teacher = (shard.teacher[0], shard.teacher[1][:-1])

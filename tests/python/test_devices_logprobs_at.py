@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_logprobs_at of a vocabulary that is split over the ranks of a gloo group: values and
+"""linear_logprobs_at of a vocabulary that is split over the ranks of a group: values and
 gradients against f64 and one process, the same bits on every rank, errors on all of them."""
 
 from __future__ import annotations

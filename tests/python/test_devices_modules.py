@@ -95,7 +95,7 @@ def close(actual: Any, expected: Any, off: float = 2e-6) -> None:
 
 
 def same(actual: Any, expected: Any) -> None:
-    """To the bit."""
+    """Asserts that types, placements and bits are equal."""
     assert type(actual) is type(expected)
     if isinstance(actual, (tuple, list)):
         assert len(actual) == len(expected)
@@ -425,8 +425,8 @@ def what_a_head_refuses(mesh: Any) -> None:
 
 
 class Model(torch.nn.Module):
-    """Linear layers and a norm before the head, which is called as a model of several inputs
-    calls it."""
+    """A Linear layer and a norm before the head, which is called with hidden states, targets and a
+    normalizer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -649,7 +649,7 @@ def ranks_that_agree_pass(mesh: Any) -> None:
         empty = linear_cross_entropy(leaf(x[:0]), weight, t[:0], **where)
         empty.backward()
         backend = dist.get_backend
-        dist.get_backend = lambda group: "nccl"  # then a second group, of gloo, waits
+        dist.get_backend = lambda group: "nccl"  # then a second group, of gloo, does the waiting
         try:
             linear_cross_entropy(leaf(x), weight, t, **where).backward()
         finally:
@@ -853,8 +853,8 @@ def meshes_of_two_dimensions(mesh: Any) -> None:
 
 
 def work(rank: int, folder: str) -> None:
-    """Runs the cases; the rank's file gets their errors. Ranks meet after each case, so that one
-    which fails on all of them does not disturb the next."""
+    """Runs the cases; the rank's file gets their errors. Ranks meet after each case, so that a case
+    which fails on all ranks does not disturb the next."""
     ranks.join(rank, PROCESSES, f"{folder}/meeting", SECONDS)
     mesh = init_device_mesh(ranks.DEVICE, (PROCESSES // TP, TP), mesh_dim_names=("dp", "tp"))
     hosts = dist.new_group(backend="gloo")

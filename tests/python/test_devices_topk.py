@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_topk of a vocabulary that is split over the ranks of a gloo group: the list of one
+"""linear_topk of a vocabulary that is split over the ranks of a group: the list of one
 process, the same bits on every rank, errors on all of them."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check(
     me: Rank, k: int = 5, cut: str = "uneven", dtype: torch.dtype = F32, names: Any = (),
     shape: tuple[int, ...] = (3, 8), compiled: bool = False, equal: bool = False, **options: Any,
 ) -> Results:  # fmt: skip
-    """Ranks' linear_topk beside one process's. `equal`: all classes are equally likely."""
+    """Ranks' linear_topk against one process's. `equal`: all classes are equally likely."""
     x, w, b = head(shape, dtype=dtype)
     if equal:
         w, b = torch.ones_like(w), torch.zeros_like(b)
@@ -86,7 +86,7 @@ checked("one token", shape=())
 
 @case
 def masked_and_nan_classes(me: Rank) -> Results:
-    """Of classes without probability the lowest come first, over all ranks. A NaN in one rank's
+    """Of classes without probability the lowest ids come first, over all ranks. A NaN in one rank's
     classes makes every rank's list NaN."""
     vocab = 4 * me.size
     own = slice(4 * me.rank, 4 * me.rank + 4)

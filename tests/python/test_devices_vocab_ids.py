@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vocab_ids of a vocabulary that is split over the ranks of a gloo group, of which one may have
+"""vocab_ids of a vocabulary that is split over the ranks of a group, of which one may have
 none of the ids: against f64 and one process, the same bits on every rank, errors on all of them."""
 
 from __future__ import annotations

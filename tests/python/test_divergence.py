@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_divergence beside its definition in f64 with plain torch, whose gradients are autograd's;
+"""linear_divergence against its definition in f64 with plain torch, whose gradients are autograd's;
 what runs when, what is kept, what is refused; and the same in logitless.numpy."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Heads(NamedTuple):
         return self.input, self.weight, self.bias
 
     def options(self, *names: str) -> dict[str, Tensor]:
-        """These of the tensors that are keywords of linear_divergence."""
+        """The tensors of these names, as keywords of linear_divergence."""
         known = {
             "linear_bias": self.bias, "teacher_bias": self.teacher_bias, "target": self.target,
         }  # fmt: skip
@@ -302,7 +302,7 @@ def test_temperatures_flat_or_broadcastable(device: str, shape: tuple[int, ...])
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_heads_are_exactly_0(device: str, kind: str) -> None:
-    """Both heads may share a weight; its gradient, as the student's, is 0 too."""
+    """Both heads share a weight, whose gradient, as the student's, is 0 too."""
     h = heads(device)
     x = h.input.detach().clone().requires_grad_()
     for reduction in ("none", "mean"):
@@ -509,7 +509,7 @@ def test_memory_bounds_what_is_kept_with_the_workspaces(device: str, ran: list[R
 
 
 def test_kept_state_is_used_after_the_switch_of_tf32(device: str) -> None:
-    """TF32 is part of the key of kept state, which is computed only when Backward runs."""
+    """Backward computes the key of kept state itself, with the TF32 switch as it is then."""
     h = heads(device)
     loss = linear_divergence(*h[:4], reduction="none")
     before = torch.get_float32_matmul_precision()
@@ -684,8 +684,8 @@ def test_meta_and_fake_tensors_have_shapes(device: str) -> None:
 
 @pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
 def test_what_is_wrong_with_meta_and_fake_tensors_is_said(fake: bool) -> None:
-    """The error is that of a call with real tensors. Errors about numbers, memory or a tensor's
-    class are left out."""
+    """The error is that of a call with real tensors. Errors about a tensor's values or layout,
+    about memory or about beta's type are left out."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     apart = {"a target outside", "a moved target outside", "memory", "layout", "beta, a tensor"}
@@ -989,7 +989,7 @@ def test_results_are_tuples_with_names() -> None:
 
 
 def test_the_module_holds_every_option(device: str) -> None:
-    """Except those of a call. Temperatures stay f32 and are not in the state_dict."""
+    """All but the arguments of forward. Temperatures stay f32 and are not in the state_dict."""
     function, module = (
         inspect.signature(f).parameters for f in (linear_divergence, LinearDivergenceLoss)
     )

@@ -79,7 +79,7 @@ def test_ligers_loss_is_its_formula(
 
 
 def test_ligers_labels_say_which_tokens_count_and_no_more() -> None:
-    """They are not read as classes: they may be beyond the vocabulary, or 0 the ignored one."""
+    """Labels are not read as classes: they may exceed the vocabulary, and 0 may be ignored."""
     h = heads(shape=(12,))
     labels = torch.arange(12) % 4 * 1000
     made = LigerFusedLinearJSD(ignore_index=0)(*h[:4], labels)
@@ -190,7 +190,7 @@ WRONG: dict[str, tuple[Callable[[Heads], dict[str, Any]], type[Exception], str]]
 def test_ligers_chunked_loss_refuses_alike_with_all_weights(
     name: str, weights: tuple[float, float], temperature: float
 ) -> None:
-    """Errors do not depend on the weights, though here a loss whose weight is 0 may be left out."""
+    """Errors do not depend on the weights, though a loss of weight 0 may not be computed here."""
     h = heads(shape=(12,))
     made, kind, message = WRONG[name]
     given: dict[str, Any] = {
@@ -286,7 +286,7 @@ def test_unsloths_other_arguments_change_nothing() -> None:
 
 
 def test_unsloth_multiplies_in_the_dtype_of_the_heads() -> None:
-    """With hidden states in f32 beside heads in 16 bits, and with a teacher's head in f32."""
+    """The student's states are f32 and its head bf16; the teacher's head is bf16, then f32."""
     h = heads(shape=(12,))
     rounded = [t.detach().bfloat16() for t in h[:4]]
     leaves = [rounded[0].float().requires_grad_(), rounded[1].requires_grad_()]
@@ -398,7 +398,7 @@ def given(dtype: torch.dtype, n: int = 600, d: int = 16, v: int = 2500) -> list[
 
 
 def taken(ran: list[Ran], call: Call, tensors: list[Tensor], **more: Any) -> int:
-    """The most bytes that one call of the library took beside tensors, results and gradients."""
+    """The most bytes that one call of the library took for kept state and workspace together."""
     ran.clear()
     loss = call(*tensors, **more)
     if loss.requires_grad:
@@ -460,7 +460,7 @@ def test_copies_of_weights_are_part_of_what_is_allowed(monkeypatch: pytest.Monke
     ]
 
 
-# Memory that these functions take with gradients, in MiB: measured in bf16 on an H100
+# Memory that the replaced functions take with gradients, in MiB: measured in bf16 on an H100
 # (bench/results/gpu-2026-11-28-divergence.txt), at N 8192 and these D and V.
 MEASURED: dict[str, tuple[Callable[[Sizes], int], tuple[int, int]]] = {
     "trl": (trl_module._divergence_peak, (3390, 2438)),

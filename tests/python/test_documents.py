@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every code block of the documents can be pasted: Python runs (document_names.py), commands are
-shell and name what is there, C and C++ compile, CMake and JavaScript parse."""
+shell and name what exists, C and C++ compile, CMake, JavaScript and JSON parse."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def options_of(program: str) -> str:
-    """The source of a program of this repository and of what it imports beside itself: where its
-    options stand. A program in Python need not be started for that, nor its framework be here."""
+    """The source of a program and of the modules of its folder that it imports: its options are
+    sought in this text. So the program need not start, nor its framework be installed."""
     source = (ROOT / program).read_text()
     beside = (ROOT / program).parent
     for name in re.findall(r"^(?:from|import) (\w+)", source, re.M):

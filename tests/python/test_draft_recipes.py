@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft losses of docs/distillation.md, as they stand there, beside their formulas on logits in
-f64."""
+"""The draft losses of docs/distillation.md, as they stand there, against their formulas on logits
+in f64."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def test_a_number_that_f32_holds_is_taken(number: float) -> None:
     found = call({}, token_weight=weight, reduction="none")
     assert torch.equal(found, call({}, token_weight=weight.float(), reduction="none"))
     call({}, weight=torch.full((9,), number, dtype=torch.float64))
-    with FlopCounterMode(display=False):  # a mode
+    with FlopCounterMode(display=False):  # a dispatch mode
         call({}, token_weight=weight)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples run, and training with logitless is training: the curves of plain PyTorch."""
+"""The examples run, and training with logitless has the loss curves of plain PyTorch."""
 
 from __future__ import annotations
 

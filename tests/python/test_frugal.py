@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default memory of functions with other libraries' signatures: as much as those need, or the
-minimum of ours."""
+"""The default memory of functions with other libraries' signatures: as much as the other libraries'
+functions take, or the minimum of ours if that is more."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ ADAPTERS: dict[str, tuple[Call, Callable[[int, int, int, int], int]]] = {
 
 
 class Taken:
-    """What the calls within took beyond tensors, results and gradients."""
+    """Calls a function and returns the bytes of its kept state and largest workspace."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.workspace = self.kept = 0
@@ -228,7 +228,7 @@ def test_our_own_functions_keep_all(taken: Taken) -> None:
         assert taken.kept >= 4 * x.shape[0] * w.shape[0]
 
 
-# Memory that these functions take with gradients, and in a forward pass alone, in MiB: measured at
+# Memory that the replaced functions take with gradients, and in a forward pass alone, in MiB: at
 # N 8192, D 2048, V 151936 in bf16 on an H100 (bench/results/gpu-2026-11-27-dropins.txt).
 PRIME = prime_rl.FusedOutputLinear(1, 1, 8192)
 MEASURED: dict[str, tuple[Callable[[Sizes], int], float, float | None]] = {

@@ -102,7 +102,7 @@ def test_many_small_bf16_contributions_are_not_lost(device: str) -> None:
 
 
 def test_an_ignore_index_inside_the_vocabulary(device: str) -> None:
-    """Padding by token 0: class 0 is ignored as a target and still counts in the denominator."""
+    """Padding by token 0: class 0 is ignored as a target, but remains in every softmax."""
     x, w, _, t = problem((12,), 9, 8, device=device, ignored=0)
     check(x, w, None, t, ignore_index=0)
 
@@ -122,7 +122,7 @@ def test_large_logits_and_losses_stay_finite(device: str) -> None:
 
 
 def test_gradient_accumulation_counts_tokens_not_batches(device: str) -> None:
-    """transformers' num_items_in_batch: unequal micro-batches have no common mean of their own."""
+    """As num_items_in_batch in transformers: unequal micro-batches share one normalizer."""
     head = LinearCrossEntropyHead(16, 37, device=device)
     x, _, _, t = problem((3, 10), 37, 16, device=device, ignored=0)
     t[0, 2:] = -100
@@ -136,7 +136,7 @@ def test_gradient_accumulation_counts_tokens_not_batches(device: str) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_misaligned_views(device: str, offset: int) -> None:
-    """Rows at addresses that are no multiple of 16, of which vectors of 16 bytes are read."""
+    """Tensors at addresses that are no multiple of 16, though kernels read vectors of 16 bytes."""
     x = torch.randn(7 * 13 + 4, device=device)[offset : offset + 7 * 13].view(7, 13)
     w = torch.randn(29 * 13 + 4, device=device)[offset : offset + 29 * 13].view(29, 13)
     t = torch.randint(0, 29, (7,), device=device)
@@ -149,7 +149,7 @@ def test_batch_invariance(device: str) -> None:
         import logitless
 
         if "every op" not in logitless.describe_backend("cuda"):
-            return  # the library reports it: cuBLASLt makes the product
+            return  # the library says that this op is not batch invariant
     x, w, _, t = problem((40,), 301, 64, F32, device, ignored=0)
     with torch.no_grad():
         whole = linear_cross_entropy(x, w, t, reduction="none")

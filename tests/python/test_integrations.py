@@ -67,7 +67,7 @@ def test_liger_function_and_its_statistics(reduction: str) -> None:
 
 
 def test_ligers_choice_of_kernels_and_chunks() -> None:
-    """Newer versions pass them by position. They choose kernels and do not change results."""
+    """Newer Ligers pass the last three by position: they choose kernels and change no result."""
     x, w, _, t = problem((6,), 50, 16)
     more = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False)
     apply: Any = FusedLinearCrossEntropyFunction.apply

@@ -113,7 +113,7 @@ def split(
     t: Any, mesh: Any, axes: Any = "tp", *, checked: bool = True, around: bool = True,
     scale: Any = 3.0, **options: Any,
 ) -> Any:  # fmt: skip
-    """The value of a scaled loss, and its gradients of x, w and b."""
+    """A function of x, w and b: the value of a scaled loss, and its gradients of them."""
     upstream = None if checked else "parts" if around else "whole"
 
     def loss(x: Any, w: Any, b: Any) -> Any:
@@ -554,8 +554,8 @@ def held(given: Any) -> tuple[list[Any], Any]:
 
 
 def overwritten(given: Any) -> np.ndarray[Any, Any]:
-    """[4, tokens that count]: where a shard has kept nothing that Backward can use (KeptRow in
-    src/kept.h)."""
+    """[4, tokens that count]: `overwritten` of KeptRow (src/kept.h), not 0 where Backward cannot
+    use what the shard has kept of the token."""
     (rows,) = (leaf for leaf in held(given)[0] if leaf.shape[-1:] == (8,))
     counted = np.asarray(rows)[:, 4].reshape(4, -1)[:, np.asarray(given[3]) != -100]
     return counted

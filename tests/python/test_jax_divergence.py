@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_divergence of logitless.jax beside its definition in f64 (test_divergence.py), under jit,
+"""linear_divergence of logitless.jax against its definition in f64 (test_divergence.py), under jit,
 grad, vmap, scan and checkpoint; which calls a program makes, what is kept, what is refused."""
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def test_any_call_is_that_of_f64(seed: int) -> None:
     h = heads(dtype=DTYPES[dtype], shape=shape, vocab=draw.choice([1, 2, 63, 64, 65, 200]))
     options: dict[str, Any] = dict(draw.choice(list(KINDS.values())))
     for name in sorted(draw.sample(list(OPTIONS), draw.randrange(4)), key="ignore_index".__eq__):
-        options |= OPTIONS[name](h)  # its ignore_index comes with its target, last
-    if options["kind"] == "tv":  # its gradient jumps where p = q
+        options |= OPTIONS[name](h)  # "ignore_index" comes last: it has a target of its own
+    if options["kind"] == "tv":  # the gradient of tv jumps where p = q
         dtype, h = F32, Heads(*[t.float().detach().requires_grad_(t.requires_grad)
                                 if t.is_floating_point() else t for t in h])  # fmt: skip
         options = {n: t for n, t in options.items() if n not in ("linear_bias", "teacher_bias")}
@@ -252,7 +252,7 @@ def test_temperatures_flat_or_broadcastable(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_heads_are_exactly_0(kind: str, reduction: str, jitted: bool) -> None:
-    """Both heads may share a weight; its gradient, as the student's, is 0 too."""
+    """Both heads share a weight, whose gradient, as the student's, is 0 too."""
     h = heads()
     x, w, b = map(to_jax, h.leaves)
 
@@ -277,7 +277,7 @@ def test_one_weight_for_both_heads_has_the_students_gradient() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_teacher_has_no_gradient(reduction: str) -> None:
-    """They are zeros, for which no product is made, even if nothing else is differentiated."""
+    """The teacher's gradients are zeros, for which no product is ever made."""
     h = heads()
     x, w, y, v = given(h)
     b, logits = to_jax(h.teacher_bias), jnp.ones((*SHAPE, VOCAB))
@@ -405,7 +405,7 @@ def test_what_is_kept_is_what_backward_takes() -> None:
 
 
 def test_where_nothing_is_kept() -> None:
-    """With `memory`, where Backward computes both heads' logits again, and without gradients."""
+    """With `memory`, Backward computes both heads' logits again; without gradients none runs."""
     h = heads(shape=(80,))
     x, w, _, _ = given(h)
     up = jnp.asarray(upstream((80,)).numpy())
@@ -535,7 +535,7 @@ def test_vmap_inside_grad_is_one_call_of_all_tokens(reduction: str, owned: bool)
     step = jax.value_and_grad(mapped, (0, 1))
     near(jax.jit(step)(x, w), jax.value_and_grad(alone, (0, 1))(x, w))
     assert kinds(step, x, w) == [FORWARD, BACKWARD]
-    # Teacher logits shared by all elements of the vmap, and states shared by some.
+    # All elements of the vmap share the teacher's logits.
     z = jnp.asarray(upstream((5, VOCAB)).numpy())
     ours = jax.vmap(lambda x: linear_divergence(x, w, teacher_logits=z, **options_of(reduction)))(x)
     theirs = [linear_divergence(a, w, teacher_logits=z, **options_of(reduction)) for a in x]
@@ -749,7 +749,7 @@ def test_the_label_term_is_the_cross_entropy() -> None:
 
 
 def test_an_unused_loss_adds_nothing() -> None:
-    """Not even if the mean divides by 0."""
+    """An unused loss adds no gradient, even if its mean divides by 0."""
     h = heads()
     x, w, y, v = given(h)
 
@@ -763,7 +763,7 @@ def test_an_unused_loss_adds_nothing() -> None:
 
 @pytest.mark.parametrize("index", [1 << 40, -(1 << 40)])
 def test_an_ignore_index_beyond_int32(index: int) -> None:
-    """It is compared with a NumPy target in 64 bits; without a target it is not read."""
+    """The index is compared with a NumPy target in 64 bits; without a target it is not read."""
     h = heads()
     x, w, y, v = given(h)
     t = np.where(h.target.numpy() == -100, index, h.target.numpy())
@@ -844,7 +844,7 @@ def test_errors_name_the_argument(name: str, how: str, platform: str) -> None:  
         return factor * jax.tree.leaves(made)[0].sum()
 
     step = {"eager": loss, "jit": jax.jit(loss), "grad": jax.grad(loss)}[how]
-    with pytest.raises(kind, match=message.removesuffix("$")) as caught:  # JAX appends
+    with pytest.raises(kind, match=message.removesuffix("$")) as caught:  # JAX appends text
         step(jnp.float32(1))
     assert isinstance(caught.value, LogitlessError)
 

@@ -179,7 +179,7 @@ def test_outside_of_jit(layout: str, kind: str) -> None:
 
 
 def test_a_split_changes_no_bit_of_a_token() -> None:
-    """Its loss and statistics have the same bits; and equal heads stay exactly 0."""
+    """A token's loss and statistics keep their bits; the loss of equal heads stays exactly 0."""
     h = heads(shape=SHAPE, vocab=VOCAB)
 
     def forward(x: Any, w: Any, y: Any, v: Any, b: Any, c: Any, t: Any) -> Any:
@@ -334,7 +334,7 @@ def pulled(layout: Layout | None, h: Heads, wrap: Any = jax.jit) -> Any:
 @pytest.mark.parametrize("made", ["tokens", "of two axes", "one device"])
 def test_kept_state_of_another_split_is_not_used(made: str, used: str) -> None:
     """Backward then computes the logits of both heads again."""
-    h = heads(shape=STATE, vocab=256)  # two tiles of columns, with all tokens of a device
+    h = heads(shape=STATE, vocab=256)
     up = upstream(STATE)
     theirs, _ = expected(h, reduction="none")
     wanted = torch.autograd.grad(theirs, h.leaves[:2], up.double())
@@ -363,7 +363,7 @@ def test_kept_state_of_another_split_is_not_used(made: str, used: str) -> None:
         ours = run(moved)
     for grad, e in zip(ours, wanted):
         same(grad, e)
-    if made == used:  # with equal plans Backward reads the kept state
+    if made == used:  # with equal layouts Backward reads the kept state
         emptied = [0 * x if x.shape[-1:] == (64,) else x for x in moved]
         assert not np.asarray(run(emptied)[0]).any()
 
@@ -450,8 +450,8 @@ def test_a_mesh_of_explicit_axes(reduction: str, shift: bool) -> None:
 def test_a_gradient_has_its_own_sharding_on_explicit_axes(
     of: Any, reduction: str, jitted: bool
 ) -> None:
-    """Whatever the shardings of the other arrays. `of`: those of the student's input and weight,
-    and of the teacher's input."""
+    """A gradient is sharded as its array, whatever the other arrays are. `of`: the axes of the
+    student's input and weight, and of the teacher's input."""
     h = heads(shape=SHAPE, vocab=VOCAB)
     mesh = jax.make_mesh((2, 2), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731

@@ -160,7 +160,7 @@ def test_eagerly_the_host_names_the_callers_own_target(platform: str) -> None:  
 
 
 def test_numbers_that_f32_cannot_hold_with_64_bits(platform: str) -> None:  # noqa: F811
-    """They are refused if the array can be read: if it is not traced and not on a GPU."""
+    """Such numbers are refused if the host can read the array: not if it is traced or on a GPU."""
     x, w, _, t = problem((4,), 9, 5, ignored=0)
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         ones = {"weight": jnp.ones(9, jnp.float64), "token_weight": jnp.ones(4, jnp.float64)}

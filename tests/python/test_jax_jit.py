@@ -348,7 +348,7 @@ def test_where_nothing_is_kept_of_a_split_vocabulary() -> None:
         (tp, arrays(shape=(8, 64), vocab=384), {}),  # 6 blocks, which 2 devices could divide
         (LAYOUTS["axes of vocabulary"], arrays(shape=(8, 64), vocab=384), {}),
         (tp, arrays(shape=(8, 64), vocab=528), {}),  # not whole blocks
-        (both, arrays(shape=(8, 24), vocab=768), {}),  # 96 tokens
+        (both, arrays(shape=(8, 24), vocab=768), {}),  # 96 tokens per device
         (Layout({"tp": 3}, (), "tp"), arrays(shape=(8, 64), vocab=384), {}),  # of 8 devices
         (tp, arrays(jnp.float16, (8, 64), 768), {}),
         (tp, arrays(jnp.bfloat16, (8, 64), 768), {"softcap": 3.0}),
@@ -429,7 +429,7 @@ def test_one_device_has_the_calls_of_old(reduction: str) -> None:
 
 
 def test_sizes_that_the_axes_do_not_divide() -> None:
-    """Ignored tokens are appended; such a vocabulary is whole on every device."""
+    """Ignored tokens pad the tokens; such a vocabulary is not split but whole on every device."""
     layout = Layout({"dp": 4, "tp": 2}, ("dp",), "tp")
     t_rows = layout.put(jnp.zeros(16), "dp").sharding
     x, w, b, t = arrays(shape=(16,), vocab=48)
@@ -506,7 +506,7 @@ def test_transforms() -> None:
 
 
 def test_an_axis_of_both_tokens_and_weight() -> None:
-    """As under FSDP: one of them is gathered. A split hidden dimension is gathered too."""
+    """As under FSDP: XLA gathers one of the two arrays, and a hidden dimension that is split."""
     given = arrays()
     check(Layout({"dp": 2, "tp": 2}, ("dp",), ("dp", "tp")), given)
     x, w, b, t = given
@@ -546,7 +546,7 @@ def test_a_mesh_of_explicit_axes() -> None:
 def test_a_gradient_has_its_own_sharding_on_explicit_axes(
     of: Any, reduction: str, jitted: bool
 ) -> None:
-    """Whatever the shardings of the other arrays."""
+    """A gradient is sharded as its array, whatever the shardings of the other arrays."""
     given = arrays()
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     step = step_of(reduction=reduction)
@@ -610,7 +610,7 @@ def test_what_belongs_to_a_label_moves_along_a_split_sequence(
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_shift_of_short_sequences_on_explicit_axes(length: int) -> None:
-    """With targets that are an argument of the program, and that are constants in it."""
+    """Targets are an argument of the program, then constants in it."""
     x, w, b, t = arrays(shape=(BATCH, length))
     kind = jax.sharding.AxisType.Explicit
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear_logprobs_at of logitless.jax over the ids alone, and of lists of any length: values and
-gradients against f64 of the whole logits; the bits of PyTorch; on one device, and on 8 of the
-host."""
+gradients against f64 of the whole logits; the bits of PyTorch; on one device, and on 8 CPU
+devices."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_ids_of_64_bits(over: Any, lists: bool) -> None:
 
 @OVER
 def test_the_bits_of_rows(platform: str, over: Any) -> None:  # noqa: F811
-    """Lists of one length are as rows of ids; over the vocabulary on a CPU, to the bit."""
+    """Lists of one length give what rows of ids give: over the vocabulary on a CPU, to the bit."""
     x, w, _, ids, _, g = given((9,), 4, lists=False, absent=0.0)
     offsets = np.arange(0, 37, 4)
     of_rows, theirs = pulled(lambda *a: linear_logprobs_at(*a, ids, over=over), g, x, w)
@@ -262,7 +262,7 @@ def test_lists_over_the_vocabulary_take_three_products() -> None:
 @OVER
 @JITTED
 def test_what_is_not_asked_of_is_not_read(over: Any, jitted: bool) -> None:
-    """A token without an id and, with over="ids", a row of the weight that no id names."""
+    """Tokens without ids are not read; with over="ids", nor are rows of the weight without ids."""
     x, w, _, _ = problem((5,), 37, 16)
     offsets, ids = np.array([0, 2, 2, 5, 6, 6]), np.array([3, 7, 7, 1, 36, -1])
     x = x.at[jnp.array([1, 3, 4])].set(jnp.array([NAN, INFINITY, NAN])[:, None])
@@ -680,7 +680,7 @@ def test_a_split_vocabulary_is_refused(layout: str, jitted: bool) -> None:
 
 SPLITS: dict[
     str, tuple[dict[str, int], tuple[Any, ...], Any]
-] = {  # of the tokens, and of the vocabulary
+] = {  # the mesh, and the axes of the tokens and of the vocabulary
     "replicated": ({"dp": 2, "tp": 2}, (), None),
     "sequences": ({"dp": 4}, ("dp",), None),
     "places in sequences": ({"dp": 4}, (None, "dp"), None),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear_logprobs_at of logitless.jax: log-probabilities of chosen columns, and their gradients,
-against f64 of the whole logits; the bits of linear_logprob; on one device, and on 8 of the host."""
+against f64 of the whole logits; the bits of linear_logprob; on one device, and on 8 on the CPU."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_sharded_arrays(hosts: None, columns: int, layout: str, jitted: bool) ->
 def test_a_wrong_id_is_an_error_of_every_device(
     hosts: None, columns: int, row: int, ignored: bool
 ) -> None:
-    """Even if no other device has a token that counts."""
+    """Every device fails, even if no other device has a token that counts."""
     x, w, b, ids, _ = given((8, 4), 48, columns, absent=0)
     ids = np.full(ids.shape, -1, np.int32) if ignored else np.array(ids)
     ids[row, 2, columns - 1] = 48

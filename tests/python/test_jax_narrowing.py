@@ -76,7 +76,7 @@ def test_an_array_of_jax_that_cannot_hold_the_ignore_index_is_refused() -> None:
 @pytest.mark.parametrize("index", BEYOND)
 def test_with_64_bits_any_ignore_index_serves_any_target(index: int) -> None:
     x, w, t = batch(index)
-    none = np.where(t == index, 0, t)  # t is int32, and nothing is ignored
+    none = np.where(t == index, 0, t)  # for int32 targets, of which nothing is ignored
     with enable_x64(True):
         for shift in (0, 2):
             o: dict[str, Any] = {"ignore_index": index, "shift": shift}

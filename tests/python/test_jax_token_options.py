@@ -192,8 +192,8 @@ def test_the_gradient_of_target_logit_alone_needs_no_kept_state() -> None:
 
 @pytest.mark.parametrize(("dtype", "jitted"), [(F32, False), (F32, True), (BF16, True)])
 def test_tokens_without_a_gradient(dtype: Any, jitted: bool) -> None:
-    """A NaN row of such a token changes nothing, also if a second backward of the same Forward has
-    another mask."""
+    """A NaN row of a token without an upstream gradient changes nothing, also if a second backward
+    of the same Forward has another mask."""
     x, w, _, t = problem(SHAPE, VOCAB, HIDDEN, dtype)
     chance = np.random.default_rng(3)
     mask = jnp.asarray(chance.random(SHAPE) < 0.6)  # these tokens have no upstream gradient

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_topk of logitless.jax: on one device beside f64, and on 8 devices of the host."""
+"""linear_topk of logitless.jax: on one device against f64, and on 8 devices of the host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss of logitless.jax that nobody differentiates, beside a statistic whose gradient is asked
-for: whatever the loss is divided by, it adds nothing."""
+"""A loss of logitless.jax that is not differentiated, in a call with a statistic that is: whatever
+the loss is divided by, it adds nothing to the gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from test_jax_devices import mesh_of
 
 P = jax.sharding.PartitionSpec
 SHAPE, VOCAB, HIDDEN = (4, 6), 24, 8
-# Each makes the mean NaN, and every gradient through it.
+# Each option makes the mean NaN, and every gradient through the mean.
 DIVIDED_BY_0: dict[str, dict[str, Any]] = {
     "classes": {"weight": jnp.zeros(VOCAB)},
     "a number": {"normalizer": 0},

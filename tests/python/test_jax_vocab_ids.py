@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vocab_ids of logitless.jax: the bits of the same call on the listed rows given by hand, plain and
-under jit; other rows' gradients; errors where a list can be looked at, NaN where it cannot."""
+"""vocab_ids of logitless.jax: the bits of the same call on the listed rows given by hand, eager and
+under jit; other rows' gradients; errors where the host can read a list, NaN where it cannot."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def inputs(tokens: int, vocab: int, dtype: int) -> list[View]:
 
 @pytest.mark.parametrize("dtype", [_abi.F32, _abi.BF16, _abi.F16])
 def test_the_formula_is_the_librarys(dtype: int) -> None:
-    """Also for sizes beyond 2^31 elements and bytes."""
+    """Python's formula gives the library's sizes, also beyond 2^31 elements and bytes."""
     chance = random.Random(0)
     element = {_abi.F32: 4}.get(dtype, 2)
     some = 0
@@ -133,7 +133,7 @@ def test_the_formula_is_the_librarys(dtype: int) -> None:
 
 
 def test_the_key_is_forwards(ran: list[Ran]) -> None:
-    """Backward takes the key that Forward got; another one is refused."""
+    """Backward takes the key that Forward got; another key is refused."""
     x, w, _, t = head()
     loss = per_token(x, w, t)
     loss.grad_fn.kept[0] = loss.grad_fn.kept[0]._replace(key=1)  # type: ignore[union-attr]
@@ -153,7 +153,7 @@ STATISTICS = ("lse", "target_logit", "logprob", "entropy")
 def test_gradients_of_what_is_kept_are_those_of_f64(
     device: str, ran: list[Ran], dtype: torch.dtype, share: float
 ) -> None:
-    """Forward does not know which outputs will have an upstream gradient: subsets of 1, 2 and 5."""
+    """Any 1, any 2 or all 5 outputs have an upstream gradient, which Forward does not know."""
     x, w, b, t = head(dtype, device, bias=True)
     memory = int(share * x.shape[0] * x.shape[1] * 700 * 4) + (8 << 20)
     exact = [v.detach().double().requires_grad_() for v in (x, w, b)]
@@ -290,8 +290,8 @@ def test_double_backward_is_refused_as_ever(device: str, ran: list[Ran]) -> None
 def test_kept_state_lives_as_long_as_the_graph(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is among autograd's saved tensors, which are freed after backward, and no attribute of the
-    context, which lives as long as the loss."""
+    """Kept state is among autograd's saved tensors, which are freed after backward. An attribute of
+    the context would live as long as the loss."""
     made: list[Any] = []
     real = _run._new_kept
 
@@ -466,7 +466,7 @@ BOUNDED: dict[str, dict[str, Any]] = {
 
 
 def every_backward(call: Callable[..., Any], memory: int) -> None:
-    """Runs backward for subsets of the results (of 1, 2 and almost all), twice on one graph."""
+    """Runs backward for subsets of the results (any 1, any 2, and all), each twice on one graph."""
     made = call(memory=memory)
     loss, statistics = made if isinstance(made, tuple) else (made, ())
     results = [r for r in (loss, *statistics) if r is not None and r.requires_grad]
@@ -610,7 +610,7 @@ def test_workspace_size_is_what_the_call_takes(
             sum(r.sum() for r in results).backward()  # type: ignore[union-attr]
         assert said == max(r.bytes for r in ran), (len(needed), ran)
         ran.clear()
-    without = workspace_size(x, w, t, linear_bias=b, **options)  # the same for all calls
+    without = workspace_size(x, w, t, linear_bias=b, **options)  # whatever requires a gradient
     for leaf in (x, w, b):
         leaf.requires_grad_()
     assert without == workspace_size(x, w, t, linear_bias=b, **options)

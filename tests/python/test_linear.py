@@ -301,7 +301,7 @@ def test_int32_targets(device: str) -> None:
 @pytest.mark.parametrize("memory", ["1MiB", 10**9, "0.5 GB"])
 def test_the_result_does_not_leave_its_bounds_with_memory(device: str, memory: Any) -> None:
     if memory == "1MiB" and device == "cuda":
-        memory = "64MiB"  # less than the minimum workspace with gradients
+        memory = "64MiB"  # 1 MiB is less than the minimum workspace with gradients
     x, w, b, t = problem((300,), 2000, 16, device=device)
     check(x, w, b, t, memory=memory)
 

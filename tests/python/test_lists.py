@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def listed(ids: Tensor, device: str = "cpu", dtype: torch.dtype = torch.int64) -> Any:
-    """Lists of the ids [..., K] that are there, some of them with an absent one more."""
+    """Lists of the ids [..., K] that are not absent; every third list ends with an absent id."""
     rows = ids.reshape(-1, ids.shape[-1]).tolist()
     lists = [[j for j in row if j >= 0] + [-1] * (i % 3 == 1) for i, row in enumerate(rows)]
     ends = [0, *np.cumsum([len(row) for row in lists])]
@@ -104,7 +104,7 @@ def test_among_the_ids(device: str, dtype: torch.dtype, columns: int, index: tor
 
 @OVER
 def test_the_bits_of_rows(device: str, over: Any) -> None:
-    """Lists of one length are as rows of ids; over the vocabulary on a CPU, to the bit."""
+    """Lists of one length give what rows of ids give: over the vocabulary on a CPU, to the bit."""
     x, w, _, _ = problem((9,), 37, 16, device=device)
     ids = ids_of((9,), 37, 4, device, absent=0.0)
     offsets = torch.arange(0, 37, 4, device=device, dtype=torch.int32)
@@ -144,7 +144,7 @@ def test_statistics_beside_lists(device: str) -> None:
 
 @OVER
 def test_what_is_not_asked_of_is_not_read(device: str, over: Any) -> None:
-    """A token without an id and, with over="ids", a row of the weight that no id names."""
+    """Tokens without ids are not read; with over="ids", nor are rows of the weight without ids."""
     x, w, _, _ = problem((5,), 37, 16, device=device)
     offsets = torch.tensor([0, 2, 2, 5, 6, 6], device=device)
     ids = torch.tensor([3, 7, 7, 1, 36, -1], device=device)

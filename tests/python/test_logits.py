@@ -142,7 +142,7 @@ VIEWS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_in_place_refuses_a_view_of_a_leaf(device: str, name: str) -> None:
-    """As torch's own in-place functions: a parameter would become its own gradient."""
+    """As torch's in-place functions do; otherwise a parameter would become its own gradient."""
     z, _ = problem((4,), 9, device=device)
     before = z.detach().clone()
     logits = VIEWS[name](z)
@@ -161,7 +161,7 @@ def test_in_place_refuses_logits_that_overlap_when_it_is_called(device: str) -> 
     with pytest.raises(ValueError, match=r"logits has shape .4, 9. and strides .0, 1.: elements"):
         cross_entropy_((z[:1] * 1).expand(4, 9), t)
     with torch.no_grad():
-        cross_entropy_(z[:1].expand(4, 9), t)  # a refused call writes nothing
+        cross_entropy_(z[:1].expand(4, 9), t)  # without a gradient nothing is written
 
 
 def test_in_place_compiles_as_a_call_that_is_not(device: str) -> None:

@@ -180,7 +180,7 @@ def test_statistics_of_a_target_are_refused(name: str) -> None:
 
 
 def alike(ours: Tensor, theirs: Tensor) -> None:
-    """The same bits on the CPU. On CUDA near ones: they may depend on what else is computed."""
+    """The same bits on the CPU, close values on CUDA: there, bits may depend on other outputs."""
     if not ours.is_cuda:
         assert torch.equal(bits(ours), bits(theirs))
     absent = theirs.isneginf()
@@ -198,7 +198,7 @@ def bits(x: Tensor) -> Tensor:
 def test_it_has_the_bits_of_linear_logprob(
     device: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """With one id, values and gradients have them; with more ids, values on the CPU."""
+    """With one id, values and gradients have the same bits; with more, values on the CPU do."""
     x, w, b, t = problem((5, 7), 211, 24, dtype, device, bias=True)
     t = t.masked_fill(t == -100, -1)
     wanted = linear_logprob(x, w, t, linear_bias=b, ignore_index=-1, **options)
@@ -282,7 +282,7 @@ def test_noncontiguous_tensors(device: str, columns: int) -> None:
 @pytest.mark.parametrize("columns", [1, 2, 5])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rows_without_ids_are_not_read(device: str, columns: int, compiled: bool) -> None:
-    """Nor are the upstream gradients of absent ids."""
+    """Neither the rows of tokens without ids nor upstream gradients of absent ids are read."""
     call = torch.compile(linear_logprobs_at, fullgraph=True) if compiled else linear_logprobs_at
     results = []
     for filled in (0.0, NAN):
@@ -299,7 +299,7 @@ def test_rows_without_ids_are_not_read(device: str, columns: int, compiled: bool
 
 
 def test_a_token_without_a_gradient_costs_none(device: str) -> None:
-    """A NaN in the row of such a token changes nothing."""
+    """A NaN in the row of a token whose upstream gradients are 0 changes nothing."""
     x, w, _, _ = problem((9,), 37, 16, device=device)
     x = x.detach()
     x[4] = NAN
@@ -504,7 +504,7 @@ def test_wrong_ids_have_the_callers_index(columns: int, wrong: int, compiled: bo
     ids[1, 3, last] = wrong
     flat = rf"ids\[8, {last}\]"
     where = flat if compiled else rf"ids\[1, 3, {last}\] \(flat: {flat}\)"
-    if compiled and columns == 1:  # that op has no ids
+    if compiled and columns == 1:  # a single id is passed to the op as a target
         where = r"target\[8\]"
     with pytest.raises(ValueError, match=rf"{where} is {wrong}; allowed: 0 to 8, or "):
         call(x, w, ids)

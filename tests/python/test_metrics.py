@@ -127,7 +127,7 @@ def test_loss_and_gradients_are_those_without_metrics_in_one_call(
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_statistics_that_are_measured_have_no_gradient(reduction: str) -> None:
-    """Not even if the loss's gradients are computed later, as with reduction="none"."""
+    """Statistics have none, even if the loss's are computed later, as with reduction="none"."""
     x, w = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     names = [METRICS[name] for name in NAMES]
     loss, found = measured(x, w, torch.arange(5), names, reduction=reduction)
@@ -443,7 +443,7 @@ def near(found: dict[str, Any], expected: dict[str, float], prefix: str = "") ->
 @pytest.mark.parametrize("how", ["", "accumulation", "compiled", "compiled, accumulation"])
 def test_a_trainer_logs_means_over_the_tokens_since_its_last_log(how: str, tmp_path: Any) -> None:
     model, _ = test_transformers.model_and_batch("llama")
-    own, data = copy.deepcopy(model), rows_of(model, 16)  # an epoch
+    own, data = copy.deepcopy(model), rows_of(model, 16)  # one epoch at most
     accumulated = 2 if "accumulation" in how else 1
     settings: dict[str, Any] = {"gradient_accumulation_steps": accumulated}
     if "compiled" in how:

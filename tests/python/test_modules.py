@@ -63,7 +63,7 @@ def test_every_option_of_the_functions_is_a_modules() -> None:
             for p in inspect.signature(function).parameters.values()
             if p.kind is p.KEYWORD_ONLY
         }
-        # The head has its own group, and allows only None for `options`.
+        # A group belongs to a head's weight, and `options` may only be None.
         assert names - tensors - {"group", "options"} == set(module._options())
 
 
@@ -309,7 +309,7 @@ def test_a_heads_checkpoint_is_a_linears() -> None:
 
 @pytest.mark.parametrize("kind", ["head", "linear", "logits"])
 def test_class_weights_and_temperatures_stay_what_they_are(kind: str) -> None:
-    """They stay in f32, and keep their values in to_empty()."""
+    """Both stay in f32, and keep their values in to_empty()."""
     classes, degrees = torch.rand(11), torch.rand(6) + 0.5
     options: dict[str, Any] = {"weight": classes, "temperature": degrees}
 

@@ -74,7 +74,7 @@ def test_weights_and_normalizers() -> None:
         assert ln.linear_cross_entropy(xn, wn, tn, normalizer=large) == np.float32(
             float(total) / 1e39
         )
-    # 0 in f32, and so an empty mean
+    # rounded to f32 it would be 0, and the mean empty
     for small in (np.array(1e-46), np.float64(1e-46)):
         assert ln.linear_cross_entropy(xn, wn, tn, normalizer=small) == np.inf
 

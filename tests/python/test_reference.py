@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API reference: docstrings and comments of the headers are there and name what is there. The
-pages themselves are made by scripts/docs, a stage of make test."""
+"""The API reference: docstrings are complete, and docstrings and the headers' comments name only
+what exists. The pages themselves are made by scripts/docs, a stage of make test."""
 
 from __future__ import annotations
 

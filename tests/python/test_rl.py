@@ -403,7 +403,7 @@ def test_k3_is_never_negative_and_keeps_small_differences() -> None:
 
 @DTYPES
 def test_what_lies_in_ignored_tokens_changes_nothing(device: str, dtype: torch.dtype) -> None:
-    """Not even if it makes the upstream gradient of an ignored token NaN."""
+    """Even values that make the upstream gradient of an ignored token NaN change nothing."""
     x, w, t, old, frozen = batch(dtype, device)
     advantage = torch.randn(4, 11, device=device)
     results = []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients have no gradient of their own. Whoever asks for one is told so, whichever way the
-call went through torch: a second derivative is never silently left out of a sum."""
+"""The gradients have no gradient of their own. Asking for one is an error, whichever way the call
+went through torch: a second derivative is never silently left out of a sum."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("way", [*MODES, "subclass", "compiled"])
 def test_no_second_derivative_is_silently_left_out(device: str, way: str, name: str) -> None:
-    """It is an error for each leaf and for the factor of the loss, also with allow_unused."""
+    """A second derivative by a leaf or the loss's factor is an error, also with allow_unused."""
     *leaves, t = problem((9,), 17, 8, device=device, bias=True)
     if way == "subclass":
         leaves = [v.detach().as_subclass(Subclass).requires_grad_() for v in leaves]  # type: ignore[union-attr]

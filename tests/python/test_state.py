@@ -62,8 +62,8 @@ def every_call(device: str, dtype: torch.dtype) -> None:
 
 
 def kept() -> Iterator[tuple[str, object]]:
-    """Everything that the package's modules and classes reach through objects of its own and plain
-    containers, and where each begins."""
+    """Every object that the package's modules and classes reach through its own objects and builtin
+    containers, each with the module's attribute that leads to it."""
     modules = [m for name, m in sys.modules.items() if name.startswith("logitless")]
     todo: list[tuple[str, object]] = [
         (f"{module.__name__}.{name}", value)
@@ -137,8 +137,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_call_is_planned_for_the_addresses_that_it_runs_on(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without them the workspace would have to serve tensors of any alignment, as it does on the
-    host, where this costs nothing."""
+    """A plan without addresses must serve tensors of any alignment, which takes more workspace. On
+    the host it takes no more, so plans have no addresses there."""
     names = ("input", "weight", "target", "grad_input", "grad_weight")
     seen: list[list[int]] = []
     workspace, run = _abi._workspace, _abi.Plan.run

@@ -457,7 +457,7 @@ def test_clipped_tokens_have_no_gradient(device: str, dtype: torch.dtype, compil
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_masked_before_the_formula_a_nan_stays_out_of_it(compiled: bool) -> None:
-    """Masked only after it, the gradient of exp would multiply 0 by NaN."""
+    """With a mask only after the formula, exp's gradient would multiply 0 by NaN."""
     x, w, _, t = problem((6, 50), 700, 16, ignored=0)
     old, mask = linear_logprob(x, w, t).detach(), torch.rand(6, 50) < 0.5
     bad = x.detach().masked_fill(~mask[..., None], math.nan).requires_grad_()
@@ -481,7 +481,7 @@ def test_masked_before_the_formula_a_nan_stays_out_of_it(compiled: bool) -> None
 def test_a_nan_row_without_a_gradient_changes_nothing(
     device: str, dtype: torch.dtype, compiled: bool, memory: Any
 ) -> None:
-    """Nor does an infinite row or a bad temperature, whether logits are kept or computed again."""
+    """The same for infinite rows and bad temperatures, with logits kept or computed again."""
     x, w, _, t = problem((6, 50), 700, 16, dtype, device, ignored=0.1)
     least = 5_100_000 if device == "cuda" and dtype is F32 else 1 << 20
     memory = None if memory is None else int(memory * 300 * 700 * 4) + least

@@ -498,7 +498,7 @@ def test_hooks_around_the_head_run() -> None:
 
 
 def test_hooks_on_the_heads_output_run_before_the_losss_gradients() -> None:
-    """FSDP gathers there what it has freed since the forward pass."""
+    """In such hooks FSDP gathers the weights that it has freed since the forward pass."""
     model, batch = model_and_batch("llama")
     ran: list[Any] = []
     head = model.get_output_embeddings()
@@ -575,7 +575,7 @@ class Lora(torch.nn.Module):
 
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patched first", "adapter first"])
 def test_a_lora_on_the_head_is_served(patch_first: bool, monkeypatch: Any) -> None:
-    """tests/integrations has PEFT's own."""
+    """With stand-ins for PEFT's classes; tests/integrations tests with PEFT itself."""
     layer = types.SimpleNamespace(Linear=Lora)
     monkeypatch.setitem(sys.modules, "peft.tuners.lora.layer", layer)
     model, batch = model_and_batch("llama")
@@ -622,8 +622,8 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("how", ["", "checkpointed", "checkpointed, reentrant"])
 def test_two_threads_in_one_model_are_as_one_after_the_other(name: str, how: str) -> None:
-    """Both are past the backbone before either comes to the head, and past the loss before either
-    begins its backward, which runs a checkpointed layer again."""
+    """Both threads leave the backbone before either reaches the head, and make their losses before
+    either begins its backward, which runs a checkpointed layer again."""
     model, _ = model_and_batch(name)
     if how:
         kwargs = {"use_reentrant": "reentrant" in how}
@@ -955,7 +955,7 @@ def test_labels_may_be_given_by_position() -> None:
 
 
 def test_the_model_that_a_peft_model_wraps_is_patched() -> None:
-    """tests/integrations has PEFT's own."""
+    """With stand-ins for PEFT's classes; tests/integrations tests with PEFT itself."""
     model, batch = model_and_batch("llama")
 
     class PeftModelForCausalLM(torch.nn.Module):
@@ -1297,7 +1297,7 @@ def ours(seen: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("alone", [False, True], ids=["without labels", "backbone was called by"])
 def test_a_patch_that_is_of_no_use_in_training_is_warned_of_once(alone: bool) -> None:
-    """Trainers that compute the loss ask the model for logits or, like TRL's, hidden states."""
+    """Trainers with a loss of their own ask for logits or, like TRL's, for hidden states."""
     model, batch = model_and_batch("llama")
     called = model.model if alone else model
     ids = batch["input_ids"]

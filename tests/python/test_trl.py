@@ -313,7 +313,7 @@ def test_a_trl_that_does_not_call_its_function_is_an_error(monkeypatch: Any) -> 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite", "mixtral"])
 def test_a_fused_head_is_that_of_the_models_logits(name: str) -> None:
-    """Also with ignored labels, a scale, a softcap and a router's loss."""
+    """The models and labels include ignored labels, a scale, a softcap and a router's loss."""
     model, batch = test_transformers.model_and_batch(name)
     parameters = list(model.parameters())
     with torch.no_grad():
@@ -364,7 +364,7 @@ def text(start: int, count: int) -> str:
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The share of words that are even."""
+    """The share of token ids that are even."""
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 

@@ -353,7 +353,7 @@ def test_a_trl_of_another_formula_is_an_error(change: Any, message: str, monkeyp
 
 
 def test_looking_at_trls_formulas_leaves_no_trace() -> None:
-    """It moves no random state and counts no calls, and works in modes that could disturb it."""
+    """patch_trl checks TRL's formulas: no random state or count of calls changes, in any mode."""
     state = torch.get_rng_state()
     modes = torch.inference_mode(), torch.autocast("cpu", BF16), torch.device("meta")
     with default_memory("1B"), modes[0], modes[1], modes[2], patch_trl() as patch:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states and a head of two dtypes: the error names both, and autocast as a way out.
-Signatures of libraries whose functions cast them work as there."""
+"""Hidden states and a head of two dtypes: the error names both, and autocast as a way out. Where a
+library's function casts its operands, so does ours with the same signature."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def of_torchtitan(x: Tensor, w: Tensor) -> Any:
 
 
 Door = Callable[[Tensor, Tensor], Any]
-# By name: the call, and the names of its two arguments.
+# Each call, and its names of the weight and of the input.
 DOORS: dict[str, tuple[Door, str, str]] = {
     "loss": (lambda x, w: linear_cross_entropy(x, w, T), "linear_weight", "input"),
     "per token": (
@@ -173,7 +173,7 @@ def jsd(x: Tensor, w: Tensor) -> Any:
     return liger.LigerFusedLinearJSD()(x, w, x.detach() + 1, w.detach(), T)
 
 
-# Names of functions that themselves round the hidden states to the weight's dtype.
+# Functions that round hidden states to the weight's dtype, as the libraries' own do.
 SERVED: dict[str, Door] = {
     "Liger's JSD": jsd,
     "Liger's JSD loss": lambda x, w: liger.LigerFusedLinearJSDLoss()(x, w, x.detach() + 1, w, T),
@@ -229,7 +229,7 @@ def test_a_patched_model(pair: tuple[str, str]) -> None:
     model.lm_head.to(DTYPES[pair[1]])
     ids = torch.randint(1, 61, (2, 7))
     batch = {"input_ids": ids, "labels": ids}
-    with pytest.raises(RuntimeError, match="dtype"):  # as torch's own product
+    with pytest.raises(RuntimeError, match="dtype"):  # the error of torch's own product
         model(**batch)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(**batch).loss
@@ -242,7 +242,7 @@ def test_a_patched_model(pair: tuple[str, str]) -> None:
 
 
 def test_a_head_that_casts_its_input_is_refused_by_the_patch() -> None:
-    """It works unpatched, but the patch does not call its forward."""
+    """Such a head works unpatched, but the patch does not call the head's forward."""
     transformers = pytest.importorskip("transformers")
 
     class Casts(torch.nn.Linear):

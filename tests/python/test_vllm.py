@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt log-probabilities in vLLM's shapes, beside its formulas on logits in f64."""
+"""Prompt log-probabilities in vLLM's shapes, against its formulas on logits in f64."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_nothing_of_other_rows_is_read(device: str) -> None:
 @pytest.mark.parametrize("ignored", [0, 5, 1 << 40])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_ignore_index_stays_what_it_is(device: str, ignored: int, dtype: torch.dtype) -> None:
-    """Also if it is a place in the list, or beyond 32 bits."""
+    """ignore_index may be equal to a place in the list, or beyond 32 bits."""
     x, w, _, _ = problem((40,), VOCAB, 16, device=device)
     if dtype is torch.int32:
         ignored %= 1 << 31

@@ -169,7 +169,7 @@ def test_the_description_has_no_link_into_the_source_and_its_program_runs(
 
 
 def test_it_installs_where_glibc_is_older_than_the_builders(wheel: pathlib.Path) -> None:
-    """What g++ would link in needs 2.36; Ubuntu 22.04 has 2.35 and RHEL 9 has 2.34."""
+    """What g++ would link in needs glibc 2.36; Ubuntu 22.04 has 2.35 and RHEL 9 has 2.34."""
     glibc = int(platform.libc_ver()[1].split(".")[1])
     if glibc > 36:
         pytest.skip(f"built where glibc is 2.{glibc}, whose headers ask for newer functions")
@@ -335,7 +335,7 @@ def test_jax_is_asked_for_by_name(empty: pathlib.Path) -> None:
 
 
 def test_importing_takes_a_twenty_fifth_of_what_torch_takes(empty: pathlib.Path) -> None:
-    """In processor time of one process, because a machine is not as fast at all times."""
+    """Both imports are timed in one process, in processor time, as a machine's speed varies."""
     code = """
 import time; start = time.process_time()
 import torch; middle = time.process_time()

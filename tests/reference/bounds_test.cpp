@@ -135,7 +135,7 @@ TEST(ReferenceBounds, OfTheLossAndStatisticsAreTheDocumentsFormulas) {
                "weighted_logit_sum");
 }
 
-// The error and magnitude of each dz. Storing one in few bits may add stored * least.
+// The error and magnitude of each dz. Storing a dz in 16 bits may add stored * least.
 struct DzBounds {
   std::vector<double> error, magnitude;
   double stored = 0;

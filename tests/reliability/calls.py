@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls of the library keep: bounds, bits, memory, and refusals."""
+"""The promises about calls of the library: bounds, bits, memory, and refusals."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def random_divergences(settings: Settings) -> list[Row]:
 
 
 def save(rows: list[Row], path: Path = RESULTS) -> None:
-    """Beside those of parts that were not asked for."""
+    """Writes the rows, and keeps the earlier rows of parts that did not run."""
     promises = {row.promise for row in rows}
     if path.is_file():
         before = [Row(**row) for row in json.loads(path.read_text())]
@@ -115,7 +115,7 @@ def save(rows: list[Row], path: Path = RESULTS) -> None:
 
 
 def saved(settings: Settings) -> list[Row]:
-    """As the device's machine left them; without that file, rows that say so."""
+    """The rows that make reliability-device wrote; without its file, rows that say "not run"."""
     if not RESULTS.is_file():
         return [Row(promise, how, "not run here", None) for promise, how in ABSENT]
     return [Row(**row) for row in json.loads(RESULTS.read_text())]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: one table, dated."""
+"""The text of out/reliability.md: one table, dated."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ enum class OpKind {
 const char* name_of(OpKind op);
 const char* name_of(DType dtype);
 
-// Calls f with an op of this kind's type; only for kinds of a cross-entropy.
+// Calls f with an op of this kind's type; not for divergences.
 template <class F>
 decltype(auto) with_op(OpKind kind, F&& f) {
   switch (kind) {

@@ -109,8 +109,9 @@ inline uint64_t hash_of(std::string_view text) {
   return hash;
 }
 
-// Returns the cases that run now: a third of each test's, or all if it has few. Selected by hash,
-// because adjacent cases share a backend or an op, and no commit is to get every larger third.
+// Returns the cases that run now: a third of each test's, or all if it has few. Cases are in the
+// order of hashes, because adjacent ones share a backend or an op. The test's hash moves its
+// thirds, so that no commit gets the larger third of every test.
 inline CasesByTest third_of(CasesByTest tests, size_t seed) {
   for (auto& [name, cases] : tests) {
     if (cases.size() <= kSwept) continue;

@@ -22,8 +22,9 @@ def hash_of(name: str) -> int:
 
 
 def part(names: list[str], seed: int) -> set[str]:
-    """Those node ids that run. By their hashes, because neighbours share a dtype or an op, and
-    because a commit is not to have the larger third of every function."""
+    """The node ids that run. They are sorted by hash, because neighbours share a dtype or an op.
+    A function's hash moves its thirds, so that no commit gets the larger third of every function.
+    """
     functions: dict[str, list[str]] = {}
     for name in names:
         functions.setdefault(name.partition("[")[0], []).append(name)

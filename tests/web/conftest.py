@@ -89,14 +89,14 @@ def browser() -> Iterator[BrowserContext]:
         context = playwright.chromium.launch_persistent_context(
             profile, executable_path="/usr/bin/chromium", headless=True, args=CHROMIUM
         )
-        context.set_default_timeout(120_000)  # a software adapter is slow beside other tests
+        context.set_default_timeout(120_000)  # a software adapter is slow while other tests run
         yield context
         context.close()
 
 
 @pytest.fixture(scope="session")
 def suite(browser: BrowserContext, origin: str) -> Page:
-    """With the conformance suite (tests/web/suite.js) on a device at the default limits."""
+    """A page with the conformance suite (tests/web/suite.js), on a device at the default limits."""
     assert (ROOT / "build/web/suite/suite.wasm").is_file(), "scripts/test-web makes it"
     page = browser.new_page()
     page.set_default_timeout(300_000)
@@ -120,15 +120,15 @@ def raw_page(browser: BrowserContext, origin: str) -> Page:
 
 @pytest.fixture(scope="module")
 def page(browser: BrowserContext, web_origin: str) -> Page:
-    """With logitless.js, the helpers above, and an instance at the default limits."""
+    """A page with logitless.js, the helpers above, and an instance at the default limits."""
     page = browser.new_page()
     page.goto(f"{web_origin}/package.json")
     page.evaluate(
         """async () => {
           globalThis.halves = (await import('/halves.js')).halves;
           globalThis.module = await import('/logitless.js');
-          // Chromium's renderer stands still at times, waiting for a lock that nobody gives back, where
-          // a device is collected as garbage in the middle of another's calls: none is.
+          // Every instance is kept: Chromium's renderer sometimes hangs, on a lock that is never
+          // released, if one device is collected as garbage during the calls of another.
           const create = module.Logitless.create.bind(module.Logitless);
           globalThis.kept = [];
           module.Logitless.create = async (options) => {

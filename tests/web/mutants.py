@@ -4,9 +4,9 @@ the tests must catch every one.
 
     make mutants-web [ONLY="PART OF A NAME"]
 
-Each is an exact piece of text, what takes its place, and the tests that are asked. Shaders and
-build/web are copied to out/web-mutants, never changed where they are. Shaders with naga alone: what
-a mutant breaks is not the compiler's. Exit code 0: all caught."""
+A mutant is an exact piece of text, its replacement, and the tests that must fail. Only copies of
+the shaders and of build/web in out/web-mutants are changed. Shaders run with naga alone, because
+these bugs do not depend on the compiler. Exit code 0: all caught."""
 
 # ruff: noqa: E501
 from __future__ import annotations
@@ -140,7 +140,7 @@ def passes(tests: str) -> bool:
     command += ["-c", str(ROOT / "tests/web/pytest.ini"), str(ROOT / "tests/web" / tests)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
-    # A browser has been seen to hang, so it gets a second try.
+    # The browser hangs on rare occasions, so it gets a second try.
     except subprocess.TimeoutExpired:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
     if done.returncode not in (0, 1):

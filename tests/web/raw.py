@@ -142,8 +142,8 @@ class Tint:
         self.page.wait_for_function("globalThis.ready === true")
 
     def _ask(self, function: str, request: dict[str, Any]) -> Any:
-        """The software adapter's process was once seen to answer no more: then once more on a fresh
-        page, and an error in place of waiting for ever."""
+        """The software adapter's process may stop answering. Then the request is repeated once on a
+        fresh page. A second silence is an error."""
         late = "new Promise((_, fail) => setTimeout(() => fail(new Error('no answer')), 90000))"
         script = f"(request) => Promise.race([{function}(request), {late}])"
         try:

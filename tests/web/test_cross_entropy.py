@@ -178,7 +178,7 @@ def test_rising_and_falling_rows(compiler: Compiler, vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [200, 700, 3000, 5000])
 def test_one_column_far_above(compiler: Compiler, vocab: int) -> None:
-    """Beyond what an exponential of the others' maximum holds, in several threads' columns."""
+    """A logit so far above the others' maximum that exp of the distance overflows f32."""
     x, t = logits(17, vocab, seed=8)
     x[np.arange(17), np.arange(17) * 3] = 150
     check(compiler, x, t)
@@ -211,7 +211,7 @@ def test_masked_infinite_and_nan_logits(compiler: Compiler, vocab: int, alpha: f
 
 @pytest.mark.parametrize("vocab", [200, 600, 4096, 4700])
 def test_the_lowest_number_is_a_logit(compiler: Compiler, vocab: int) -> None:
-    """What many programs mask with: a whole row of it, -inf beside it, and all but two columns."""
+    """Many programs mask with it: here a whole row, a row with -inf, and all but two columns."""
     x = np.full((3, vocab), np.finfo(np.float32).min)
     x[1, 5:] = -np.inf
     x[2, 7:9] = 1.0
@@ -233,7 +233,7 @@ def test_more_rows_than_one_dimension_of_the_grid_holds() -> None:
 
 
 def test_no_rows(compiler: Compiler) -> None:
-    """A grid of none, and a row too many in a grid: nothing is written."""
+    """Nothing is written by an empty grid, or by a workgroup beyond the last row."""
     x, t = logits(1, 8, seed=6)
     empty = np.array([0, 8, 0, 0], np.uint32)
     buffers = [x, t.astype(np.uint32), np.full(1, 777, np.float32), empty, np.ones(4, np.float32)]

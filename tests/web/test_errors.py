@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong under logitless.js reaches the call it belongs to, in WebGPU's own words, and
-nothing of it stays behind."""
+"""An error of WebGPU or of the module reaches the call of logitless.js that caused it, with its own
+message. It leaves no error scope open and no buffer in use."""
 
 # ruff: noqa: E501
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_done_tells_of_everything_since_it_last_did(page: Page) -> None:
 
 
 def test_a_refused_workspace_is_made_anew_by_the_next_call(page: Page) -> None:
-    """A planner that thinks buffers may be larger than this device lets them."""
+    """The planner is given larger limits than the device has, so the device refuses a buffer."""
     tensor, refused, after = evaluate(
         page,
         """const small = await module.Logitless.create({limits: 'default'});
@@ -131,7 +131,7 @@ def test_a_refused_workspace_is_made_anew_by_the_next_call(page: Page) -> None:
 
 
 def test_a_pipeline_that_cannot_be_made_is_told_and_made_anew_by_the_next_call(page: Page) -> None:
-    """Whatever it was short of may be there by then."""
+    """What the pipeline lacked, such as memory, may be there at the next call."""
     broken, again, mended = evaluate(
         page,
         """const make = own.device.createShaderModule.bind(own.device);
@@ -148,7 +148,7 @@ def test_a_pipeline_that_cannot_be_made_is_told_and_made_anew_by_the_next_call(p
 
 
 def test_calls_made_at_once_are_told_of_the_same_pipeline(page: Page) -> None:
-    """The second takes what the first has made, before it is known that it was refused."""
+    """The second call takes the pipeline of the first, before its failure is known."""
     both = evaluate(
         page,
         """const make = own.device.createShaderModule.bind(own.device);
@@ -228,7 +228,7 @@ def test_memory_that_the_module_has_not_is_a_status(page: Page) -> None:
 
 
 def test_a_module_that_stops_is_a_status(page: Page) -> None:
-    """Of the call, and of what it should have written; what it had recorded goes, and its scopes with it."""
+    """The call and its outputs report it. Recorded work is dropped, with its error scopes."""
     (code, message), output, caught, left_open, after, unhandled = evaluate(
         page,
         """const unhandled = [];
@@ -262,7 +262,7 @@ def test_a_module_that_stops_is_a_status(page: Page) -> None:
 
 
 def test_a_buffers_verdict_is_not_one_wraps(page: Page) -> None:
-    """Destroying one tensor of a buffer changes nothing for the others; a failed output stays one."""
+    """If one tensor of a buffer is destroyed, others still work, and a failed one still fails."""
     before, after, numbers = evaluate(
         page,
         """const weight = own.tensor(arrays.weight, [20, 8]);

@@ -91,7 +91,7 @@ def test_logits_ops(page: Page) -> None:
 
 
 def test_workspace_is_what_was_planned(page: Page) -> None:
-    """Buffers are counted where they are made."""
+    """Buffers are counted when they are created."""
     planned, made, again = page.evaluate(
         """async () => {
           const own = await module.Logitless.create({limits: 'default'});
@@ -222,7 +222,7 @@ def test_refused_calls_say_why(page: Page, code: str, call: str) -> None:
 
 
 def test_the_pipelines_that_are_compiled_are_counted(page: Page) -> None:
-    """As a page shows a visitor who waits: asked for by the call, ready once it is done."""
+    """A page shows a visitor who waits both counts: `asked` after the call, `ready` at its end."""
     before, after, done, again = page.evaluate(
         """async () => {
           const own = await module.Logitless.create({limits: 'default'});

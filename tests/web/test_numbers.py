@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exponential and the logarithm beside 1 of src/webgpu/shaders/common/numbers.wgsl, which the
-divergences of two heads are made of, against numpy's in double."""
+"""exponential_of and log_beside_one of src/webgpu/shaders/common/numbers.wgsl, against numpy in
+double. The divergences of two heads use both."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def values_of(compiler: Compiler, expression: str, x: np.ndarray) -> np.ndarray:
 
 
 def error(got: np.ndarray, want: np.ndarray, x: np.ndarray | float = 0.0) -> float:
-    """In units of the last place of what it should be, and half as many for each unit of x: Mesa's
-    compiler adds the two parts of log 2 before it multiplies them, as the language lets it."""
+    """The largest error in units of the last place, divided by 1 + |x| / 2: Mesa's compiler adds
+    the two parts of log 2 before it multiplies them, as WGSL allows. That costs |x| / 2 units."""
     assert (np.sign(got) == np.sign(want)).all()
     size = np.maximum(np.abs(want), np.finfo(np.float32).tiny)
     return float((np.abs(got - want) / (size * ULP * (1 + np.abs(x) / 2))).max())
@@ -67,7 +67,7 @@ def test_an_exponential_of_nothing_and_of_much(compiler: Compiler) -> None:
 
 
 def test_a_logarithm_beside_1(compiler: Compiler) -> None:
-    """Of 1 + w, where w is the better number, as near 1, or the sum is, as near 0."""
+    """log(1 + w): of the exact w if |w| < 0.3, else of the rounded sum 1 + w."""
     size = small_and_large(1e30)
     w = np.concatenate([size, -size[size < 0.99]]).astype(np.float32)
     got = values_of(compiler, "log_beside_one(1.0 + x, x)", w)

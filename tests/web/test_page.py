@@ -246,7 +246,7 @@ DOCUMENTS = ("README.md", "docs/semantics.md", "docs/web.md", "docs/results.md")
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_a_document_can_be_read(browser: BrowserContext, web_origin: str, document: str) -> None:
-    """Not as Markdown: every section, table, block and list of it, links that lead somewhere."""
+    """Every section, table, block and list is shown as HTML, and every link leads somewhere."""
     page = browser.new_page()
     page.goto(f"{web_origin}/document.html?{document}")
     page.wait_for_selector("h1")
@@ -369,8 +369,8 @@ def test_every_option_of_the_page(page: Page) -> None:
 
 
 def test_memory_is_shown_as_far_as_the_limits_go(page: Page) -> None:
-    """The chart goes to 64k tokens, and its note to V = 128k, further than one of these heads does
-    at the default limits."""
+    """The chart goes to 64k tokens and its note to V = 128k. One of these heads passes the default
+    limits before that."""
     judged(page)
     for dtype, hidden, passes in [("f16", "512", 0), ("f32", "510", 0), ("f32", "1030", 1)]:
         verdict = run(page, tokens="8", hidden=hidden, vocab="1024", dtype=dtype)
@@ -578,7 +578,7 @@ def test_a_browser_without_webgpu_is_told(browser: BrowserContext, web_origin: s
 
 @pytest.mark.skipif(os.environ.get("LOGITLESS_TEST_FULL") != "1", reason="another browser")
 def test_a_browser_whose_webgpu_is_off_is_told(web_origin: str) -> None:
-    """A process of its own: Playwright's other one already runs here."""
+    """In a new process, because a process cannot run two of Playwright's synchronous instances."""
     script = f"""
 from playwright.sync_api import sync_playwright
 with sync_playwright() as p:

@@ -45,7 +45,7 @@ def test_every_published_entry_point_compiles(file: str, compiler: raw.Compiler)
 
 
 def every_pair(own: list[tuple[str, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
-    """A part of them in which any two constants have each pair of values that they have in all."""
+    """A part of `own` that has, for any two constants, each pair of values that `own` has."""
     seen: set[object] = set()
     kept = []
     for entry, constants in own:
@@ -61,8 +61,8 @@ def every_pair(own: list[tuple[str, dict[str, float]]]) -> list[tuple[str, dict[
 def test_every_pipeline_of_the_planner_compiles(
     file: str, compiler: raw.Compiler, planned: list[str]
 ) -> None:
-    """All with naga. Behind Tint is SwiftShader, which is slow: all with LOGITLESS_TEST_FULL=1. The
-    line that a compiler names is one of build/web/shaders, where files begin with their names."""
+    """Naga compiles all pipelines; Tint, behind the slow SwiftShader, those of every_pair(), or all
+    with LOGITLESS_TEST_FULL=1. Lines in a compiler's message are those of build/web/shaders."""
     code = (raw.BUILT / file).read_text()
     names = [name.split(", ", 2)[1:] for name in planned if name.startswith(f"{file}, ")]
     own = [(entry, json.loads(constants)) for entry, constants in names]

@@ -31,7 +31,7 @@ def run(
     offset: int = 0,
     folded: bool = False,
 ) -> np.ndarray:
-    """Softmax of x; asserts that the gaps between its vectors and what is around stay."""
+    """Softmax of x; asserts that the memory between and around its vectors is unchanged."""
     rows, columns = x.shape
     lines = x if row_major else x.T
     memory = np.full((lines.shape[0], lines.shape[1] + gap), UNTOUCHED)

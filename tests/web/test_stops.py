@@ -62,7 +62,7 @@ IDLE = """
     return {idle, own, call, arrays, shapes};
   };
 """
-# A call that did not return kept 64 KiB of the module's stack of 1 MiB, so these many would fail.
+# If each call that throws lost its 64 KiB of the module's stack of 1 MiB, these calls would fail.
 CALLS = 1000 if os.environ.get("LOGITLESS_TEST_FULL") == "1" else 100
 KINDS = ["createBuffer", "destroy", "writeBuffer", "createShaderModule", "createComputePipeline"]
 KINDS += ["getBindGroupLayout", "createBindGroup", "createCommandEncoder", "beginComputePass"]
@@ -123,7 +123,7 @@ def test_a_call_that_throws_leaves_no_scope_open(page: Page, kind: str) -> None:
 
 
 def test_a_thousand_traps_and_a_right_call(page: Page) -> None:
-    """Where the module writes beyond its memory."""
+    """The module traps because it writes beyond its memory."""
     codes, after, sizes = evaluate(
         page,
         """const {own, call} = await instance();
@@ -173,7 +173,7 @@ def test_what_is_no_buffer_is_not_wrapped(page: Page) -> None:
 
 
 def test_addresses_above_two_gigabytes(page: Page) -> None:
-    """Everything that the module allocates lies there."""
+    """All that the module allocates for a call lies above 2 GiB."""
     lowest, refused, wrong, after, same = evaluate(
         page,
         """const instantiate = WebAssembly.instantiateStreaming;

@@ -16,8 +16,8 @@ LOGITS_OPS = ["softmax", "forward", "backward", "forward_backward"]
 LINEAR_OPS = ["linear_forward", "linear_backward", "linear_forward_backward"]
 DIVERGENCES = ["divergence_forward", "divergence_backward", "divergence_forward_backward"]
 DTYPES = ["f32", "f16", "bf16"]
-# All dtypes of the op that uses most kernels, and some dtype of most others. The kernel of whole
-# rows, of the ops on given logits, is the slowest there.
+# All dtypes of the op that uses most kernels, and some dtype of most others. The ops on given
+# logits have SwiftShader's slowest kernel, that of whole rows.
 CASES = [("linear_forward_backward", dtype) for dtype in DTYPES]
 CASES += [
     ("linear_forward", "bf16"),
@@ -51,7 +51,7 @@ if FULL:
 
 
 def passes(suite: Page, planned: list[str], test: str) -> list[str]:
-    """The pipelines that this and what ran before it asked for: planned ones (test_shaders.py)."""
+    """Runs a test. Returns the pipelines made so far, all of them planned (test_shaders.py)."""
     result = suite.evaluate("(filter) => runTests(filter)", f"All/{test}")
     assert result["failed"] == 0, result["text"][-3000:]
     made = suite.evaluate("madePipelines()")

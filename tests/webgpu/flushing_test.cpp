@@ -223,7 +223,7 @@ TEST_F(WebGpuFaint, TheGradientOfAProbabilityBesideAFloor) {
   }
 }
 
-// tanh's argument and its result involve products of halves.
+// A softcap multiplies by halves of numbers (times in numbers.wgsl), whose products are tiny here.
 TEST_F(WebGpuFaint, LogitsFarBelowASoftcap) {
   for (const float softcap : {1.0f, 30.0f, 1e-3f}) {
     for (int exponent = -60; exponent >= -126; exponent -= 2) {

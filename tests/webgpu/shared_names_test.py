@@ -59,7 +59,7 @@ def snake(name: str) -> str:
 
 
 def flags(name: str) -> list[tuple[str, str]]:
-    """Of common/token.wgsl, where they are what begins with has, is, wants or outside_is."""
+    """The names and values of a shader's constants that are flags of a call."""
     found = re.findall(r"const (\w+) = (\d+)u;", shader(name))
     return [(n, value) for n, value in found if re.match("has_|is_|wants_|outside_is_", n)]
 

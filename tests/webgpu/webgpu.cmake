@@ -15,8 +15,8 @@ find_package(Python3 REQUIRED COMPONENTS Interpreter)
 add_test(NAME webgpu.names COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/webgpu/shared_names_test.py)
 
 # The suite on WebGPU, on any Vulkan driver or a software one (Mesa's lavapipe), with the limits
-# that every device has. It is one program, so that pipelines are compiled once, and runs a seeded
-# eighth of the option pairs.
+# that every device has. One program has all suites, and runs a seeded eighth of the option pairs
+# unless LOGITLESS_TEST_FULL is set.
 if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # a driver under a sanitizer is not ours to judge
   return()
 endif()

@@ -27,8 +27,8 @@ WHO = {"ours": "ours", "compile": "torch.compile"}
 
 
 def engines() -> list[str]:
-    """The names of the engines (sets of CUDA kernels) for this GPU, best first. They are in the
-    library's error about an unknown name."""
+    """The names of the engines (sets of CUDA kernels) for this GPU, best first. They are read from
+    the library's error about an unknown engine."""
     code = "import logitless\ntry: logitless.describe_backend('cuda')\nexcept "
     code += "logitless.LogitlessError as error: print(error)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
@@ -112,8 +112,8 @@ def _cell(figures: dict[str, Any], floor: dict[str, Any], name: str) -> str:
 
 
 def table(whole: dict[str, Any]) -> list[str]:
-    """The report as text: one line per head and section, times in units of the time of the matrix
-    products alone."""
+    """The report as lines of text. The times of a head are in units of the time that its matrix
+    products alone take."""
     lines = [", ".join(f"{k} {v}" for k, v in whole["machine"].items()), ""]
     for row in whole["conformance"]:
         verdict = "; ".join(row["failures"][:3]) or "right"
@@ -150,7 +150,7 @@ def make(device: str, quick: bool, compiled: bool, limit: float) -> dict[str, An
     quickly = ["--quick"] if quick else []
     for name in names:
         report.part("conformance", name, min(45, report.left() / 4), *quickly)
-    # The best engine comes first, together with torch.compile, which takes the most time.
+    # torch.compile, which takes the most time, is measured once: with the best engine, the first.
     for i, name in enumerate(names):
         rest = len(names) - 1 - i
         more = ["--compiled"] if compiled and i == 0 else []

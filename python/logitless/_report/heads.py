@@ -141,8 +141,8 @@ class Bench:
 
 
 def measure(bench: Bench, calls: Calls, rounds: int, seconds: float) -> Figures:
-    """{"ms", "mib"} for each contender, medians of `rounds` rounds; {"failed"} for one that
-    raises."""
+    """{"ms", "samples", "mib"} for each contender: the median of the times of `rounds` rounds, the
+    times, and the memory of a call before them. {"failed"} for a contender that raises."""
     figures: Figures = {}
     taken: dict[str, list[float]] = {}
     for name, call in calls.items():

@@ -71,12 +71,13 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def _that_fits(head: heads.Head) -> heads.Head:
-    """The head, with its tokens halved until it fits into the GPU's free memory."""
+    """The head, with its tokens halved until it fits into 90 % of the GPU's free memory or 512 are
+    left."""
     size: int = heads.DTYPES[head.dtype].itemsize
     free, _ = torch.cuda.mem_get_info()
     while head.tokens > 512:
-        # The weight, its gradient and the padded copy, and the same for the input; then, below, two
-        # copies of the logits of the products.
+        # Three tensors of the weight's size (weight, gradient, padded copy), three of the input's
+        # size, and in the next condition two of the size of the logits.
         need = size * (3 * head.vocab * head.hidden + 3 * head.tokens * head.hidden)
         if need + 2 * size * head.tokens * head.vocab <= 0.9 * free:
             break

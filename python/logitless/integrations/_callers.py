@@ -13,7 +13,7 @@ from logitless._errors import not_supported
 
 _TRAINER, _STEPS = "transformers.trainer", ("training_step", "prediction_step")
 _MODES = ("training_step", "evaluation_loop")  # where a Trainer calls train() and eval()
-# Modules whose frames may be between such a call and the model's train().
+# Packages and modules whose frames may be between the Trainer's call and the model's train().
 _WRAPPERS = ("torch", "accelerate", "deepspeed", "peft", "logitless", "transformers.modeling_utils")
 
 
@@ -47,7 +47,7 @@ def _wants_logits(frame: FrameType) -> bool:
         return False
     generates = getattr(arguments, "predict_with_generate", False)
     when = getattr(arguments, "eval_strategy", "no")
-    never = getattr(when, "value", when) == "no"  # a later evaluate() raises itself
+    never = getattr(when, "value", when) == "no"  # if evaluate() is called, prediction_step raises
     return not (arguments.prediction_loss_only or generates or never)
 
 
@@ -74,7 +74,7 @@ def check(raises: bool = True, compiled: bool = False) -> bool:
 
 
 def check_peft() -> None:
-    """Raises if PEFT up the stack will make a loss of its own of the logits."""
+    """Raises if PEFT's CPT calls the model: it computes a loss of its own from the logits."""
     if any(f.f_code.co_name == "_cpt_forward" and "peft" in _module_of(f) for f in _frames()):
         raise not_supported(
             "PEFT's CPT makes its own loss of the logits, of which a patched model makes none; "
@@ -99,6 +99,6 @@ def tell(model: Any, tally: Any) -> None:
     if frame is None or frame.f_code.co_name not in _MODES:
         return
     if _module_of(frame) == _TRAINER and (trainer := frame.f_locals.get("self")):
-        from logitless.integrations import _trainer  # it needs transformers
+        from logitless.integrations import _trainer  # imports transformers
 
         _trainer.watch(trainer, model, tally, frame.f_code.co_name == "evaluation_loop")

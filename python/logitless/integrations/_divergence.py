@@ -67,8 +67,8 @@ def generalized_jsd(
     of autocast those libraries compute each head's product in the dtype `of` its hidden states or
     its weight, and round the other operand to it. If the dtypes of the two heads differ, both
     products are computed here in the wider dtype, which can represent every value of the other.
-    `peak`: the bytes that the replaced function needs; `held`: those of them that this call's
-    memory does not count."""
+    `peak`: the bytes that the replaced function needs; `held`: bytes in use outside of this call,
+    which are subtracted."""
     check_heads(student, teacher)
     dtypes = getattr(student, of).dtype, getattr(teacher, of).dtype
     context: Any = contextlib.nullcontext()
@@ -77,7 +77,7 @@ def generalized_jsd(
         dtype = torch.promote_types(*dtypes)
         mixed = any(t.dtype is not dtype for t in (*student[:2], *teacher[:2]))
         if dtype.itemsize < 4 and mixed and not student.hidden.is_meta:
-            # the gradient of an f32 weight is computed in f32
+            # autocast instead of a cast, so that an f32 weight's gradient is computed in f32
             context = torch.autocast(student.hidden.device.type, dtype)
     with context:
         weights = (student.weight, teacher.weight)
@@ -92,7 +92,7 @@ def generalized_jsd(
 
 
 def bias_of(head: Head) -> Any:
-    """The bias in f32, [V]. The given one may also be [1, V]."""
+    """The head's bias in f32, [V]. Given as [1, V] it is reshaped."""
     bias = head.bias
     if not isinstance(bias, Tensor):
         return bias

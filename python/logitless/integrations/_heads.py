@@ -19,7 +19,7 @@ from logitless._errors import LogitlessError, not_supported, wrong_dtype
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 _LORA = ("peft.tuners.lora.layer", "Linear")
-# Whatever PEFT puts around a module, but ModulesToSaveWrapper.
+# The classes that PEFT puts around a module, except ModulesToSaveWrapper.
 _ADAPTERS = (
     _LORA,
     ("peft.tuners.tuners_utils", "BaseTunerLayer"),
@@ -30,7 +30,7 @@ _ALLOWED = (
 )
 
 
-# Where a module keeps what was put in the place of its class's functions.
+# Attributes of a module that hold replacements of its class's methods.
 REPLACED = ("forward", "_old_forward", "_replicate_for_data_parallel")
 
 
@@ -104,7 +104,7 @@ def _variants_of(adapter: Any) -> list[str]:
 
 
 def _within(adapter: Any) -> Any:
-    """What the adapter is around."""
+    """The module that the adapter wraps."""
     found = vars(adapter)["_modules"]
     return next((found[name] for name in ("base_layer", "token_adapter") if name in found), None)
 
@@ -164,7 +164,7 @@ def is_off(adapter: Any) -> bool:
 
 
 def state_of(part: Any) -> tuple[Any, ...]:
-    """Which of its adapters make the logits."""
+    """Whether the part's adapters are off, and the active ones; () for a plain Linear."""
     if not is_adapter(part):
         return ()
     names: Any = getattr(part, "active_adapters", ())
@@ -184,8 +184,8 @@ def _active(layer: Any) -> list[str]:
 
 
 def is_plain_lora(layer: Any) -> bool:
-    """Whether it is s·B·(A·x) beside a plain Linear. PEFT's variants (DoRA, ...) have formulas of
-    their own."""
+    """Whether the layer adds s·B·(A·x) to a plain Linear's output. PEFT's variants (DoRA, ...)
+    have formulas of their own."""
     if not (_is(layer, _LORA) and _is_linear(layer.base_layer)):
         return False
     return not _variants_of(layer) and not any(
@@ -197,12 +197,12 @@ def is_plain_lora(layer: Any) -> bool:
 
 
 def _check_adapter(adapter: Any) -> None:
-    """Raises for what is known before a call."""
+    """Raises for an adapter that can be refused before its first call."""
     if is_off(adapter):
         return
     if any(weight.is_meta for weight in adapter.parameters()):
         raise refused(f"a {name_of(adapter)} with a weight that is offloaded")
-    # Activated LoRA depends on positions, Arrow on routes.
+    # Activated LoRA depends on a token's position, Arrow chooses an adapter for each token.
     if any(name.startswith(("ALora", "Arrow")) for name in _variants_of(adapter)):
         raise refused(f"a {name_of(adapter)}, which is another head for every token")
 

@@ -44,9 +44,9 @@ def joined(adapter: Any, own: Callable[..., Any], input: Tensor, new: bool) -> t
 def _with_matrix(
     adapter: Any, own: Callable[..., Any], input: Tensor, new: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As joined. The adapter's forward of 0 is the bias, that of a unit vector a column plus the
-    bias, in f32. For products in 16 bits the matrix is a sum of two 16-bit ones: what the adapter
-    adds may be less than the rounding error of one."""
+    """Like joined, for any adapter. Its forward of 0 is the bias, that of a unit vector a column
+    plus the bias, in f32. For products in 16 bits the matrix is a sum of two 16-bit ones: what the
+    adapter adds may be less than the rounding error of one."""
     if torch.compiler.is_compiling():
         raise refused(f"a {name_of(adapter)} in compiled code, where it cannot be checked")
     theirs = weight_within(adapter)
@@ -56,7 +56,8 @@ def _with_matrix(
         rows, before = _rows.chosen(input.detach()).float(), random_state(adapter)
         if new:
             with drawing_again(before):
-                _called(_f32_copy(adapter), adapter, rows)  # refuses on a copy
+                # A refusal on a copy leaves the adapter's own buffers as they were.
+                _called(_f32_copy(adapter), adapter, rows)
         out = _in_f32(adapter, own, torch.cat([torch.zeros_like(units[:1]), units]))
         bias, weight = out[0], (out[1:] - out[0]).T.contiguous()
         after = random_state(adapter)
@@ -245,7 +246,7 @@ def _f32_copy(module: Any, made_of: Callable[[Tensor], Tensor] = Tensor.float) -
 
 
 def _without_del(cls: Any) -> Any:
-    """The class without its __del__: OSF's removes hooks of parameters that a copy shares."""
+    """The class without its __del__: that of PEFT's OSF removes hooks that a copy shares."""
     if not hasattr(cls, "__del__"):
         return cls
     own = {"__del__": lambda _: None, "__module__": cls.__module__}
@@ -283,5 +284,6 @@ def check_linear(adapter: Any) -> None:
             ) from error
         drawn = not _same(before, random_state(adapter))
     both, a, b, none = made
-    if not drawn and not _near(both, a + b - none, _bound(both)):  # else the call decides
+    # If random numbers were drawn, the check of the first call decides.
+    if not drawn and not _near(both, a + b - none, _bound(both)):
         raise _no_matrix(adapter)

@@ -98,8 +98,8 @@ def of_logits(
 
 
 def means_of(sums: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """The metrics of a call, [] f32 each, and the number of tokens that they are means of. They are
-    NaN if no token counts."""
+    """The metrics of a call, [] f32 each, and the number of tokens that they are means of. The
+    metrics are NaN if no token counts."""
     count, *totals = sums.sum(0)
     return {name: (total / count).float() for name, total in zip(names, totals)} | {
         COUNT: count.float()

@@ -71,7 +71,7 @@ def _to(logits: Predicted, *, dtype: Any = None, device: Any = None, **_: Any) -
     return _like(logits, logits.ids.to(device or logits.device), dtype)
 
 
-# A Trainer with several processes pads shorter logits by copying them into such a tensor.
+# A Trainer with several processes pads shorter logits by copying them into zeros.
 def _new_zeros(logits: Predicted, size: Any, *, dtype: Any = None, **_: Any) -> Any:
     if list(size)[-1] != logits.shape[-1]:
         return NotImplemented

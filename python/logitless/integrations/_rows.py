@@ -5,8 +5,9 @@ In place of the logits, the head gives the model a few probe rows of V columns, 
 answer: logits of some of the call's hidden states, and invented ones. What the model makes of them
 must in every column agree with the scale, the softcap and the vocabulary size that the loss uses.
 Some rows are NaN, so that a model that uses its logits for more than the loss gets a loss of NaN.
-In the backward pass a gradient of ones flows back through the model and must arrive as the loss's
-gradient would. This finds uses that the forward pass does not show, and detached logits.
+In the backward pass a gradient of ones flows back through the model and must arrive multiplied by
+the slopes of scale and softcap only. This finds uses that the forward pass does not show, and
+detached logits.
 
 The checks are ops, so that they also run in compiled code. On the CPU every call is checked before
 its loss is used. On a GPU this is so for a new kind of call only (one whose key is not settled); in
@@ -37,7 +38,7 @@ _REAL = 3  # rows that are logits of hidden states
 # show a scale under a softcap, any softcap changes the largest, and all are exact in 16 bits.
 _FACTORS = (2.0**-6, 2.0**-2, 1.0, 2.0**6)
 # Rows of NaN come first, in the middle and last, because a model may leave some rows out. The
-# invented rows of small values, which no common softcap changes much, follow the real rows.
+# two invented rows of smaller values, which no common softcap saturates, follow the real rows.
 _COUNT = 11
 _MIDDLE = slice(1 + _REAL, 3 + _REAL)
 _MASKED = -6e4  # the logit of a masked column; f16 can represent it
@@ -109,7 +110,7 @@ def chosen(input: Tensor) -> Tensor:
 
 def _answer(real: Tensor) -> Tensor:
     columns = torch.arange(real.shape[-1], device=real.device)
-    number = columns * 2654435761  # 32 bits, different for every column
+    number = columns * 2654435761  # its low 32 bits differ for every column
     rows = [
         (((number >> shift) & 255) - 128) * factor
         for shift, factor in zip((0, 8, 16, 24), _FACTORS)
@@ -162,7 +163,7 @@ def _finite(rows: Tensor) -> Tensor:
 
 
 def _unit(*tensors: Tensor, least: float = 2.0**-14) -> float:
-    """The unit roundoff of the coarsest dtype; for f32 `least`, that of a fast tanh."""
+    """The unit roundoff of the coarsest dtype, at least `least`: a fast tanh errs more in f32."""
     return max(least, *(torch.finfo(t.dtype).eps / 2 for t in tensors))
 
 
@@ -271,7 +272,8 @@ def _checked(
     known: Sequence[Tensor], scale: float, softcap: float, columns: int, names: str, who: str,
     key: int, asks: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns `out`, or NaN if the check fails, and the factor of its gradient."""
+    """Returns `out` and the factor of its gradient. If the check fails, it raises where the host
+    waits for the report, otherwise both are NaN."""
     _raise_late()
     if asks and not _is_settled(key):
         _callers.check(compiled=key > 0)

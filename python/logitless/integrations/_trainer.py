@@ -52,7 +52,7 @@ class Watcher(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._rest()
 
     def _rest(self) -> None:
-        """Stops watching after an evaluation outside of training."""
+        """Stops watching the model's calls, except during training."""
         if not self.training and self.tally is not None:
             self.tally.watched = False
             self.tally.take()

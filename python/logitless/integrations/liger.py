@@ -423,7 +423,7 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
 
     def _peak(self, call: Sizes) -> int:
         """The smallest number of bytes that Liger's compiled loss needs: a chunk's logits of both
-        heads and their gradients, and a chunk's gradient of the weight in addition to the whole
-        gradient."""
+        heads and the gradients of the student's, and a chunk's gradient of the weight in addition
+        to the whole gradient."""
         rows = -(-call.tokens // max(call.tokens // self.chunk_size, 1))
         return call.size * (3 * rows * call.vocab + call.vocab * call.width)

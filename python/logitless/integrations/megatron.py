@@ -28,8 +28,8 @@ _COLUMNS = 3072
 
 def _peak(call: Sizes) -> int:
     """The largest number of bytes that Megatron's fused function needs: the gradients of _COLUMNS
-    columns' logits, f32 sums of the gradient of hidden, and two numbers per token and _COLUMNS
-    columns."""
+    columns' logits, f32 sums of the gradient of hidden, and two numbers for each token and
+    each _COLUMNS columns."""
     columns = call.size * min(_COLUMNS, call.vocab) + 8 * -(-call.vocab // _COLUMNS)
     return call.tokens * (columns + 4 * call.width)
 

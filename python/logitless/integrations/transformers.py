@@ -27,7 +27,7 @@ from logitless.integrations._predicted import Predicted
 from logitless.torch import linear_cross_entropy, linear_topk, workspace_size
 from logitless.torch._functions import measured
 
-# Attributes of a patched module beside its `forward`; Patch.unpatch removes them.
+# Attributes that the patch adds to a module, besides its `forward`.
 _PATCH, _OWN_FORWARD, _OWN_LOSS = "_logitless_patch", "_logitless_forward", "_logitless_loss"
 _REPLICATE = "_replicate_for_data_parallel"
 _KINDS = ("cpu", "cuda")
@@ -38,7 +38,7 @@ _OWN_INIT = "_logitless_init"  # the attribute that stores a patched class's own
 # The attribute in which transformers stores a loss_function that differs from the default of the
 # model's kind.
 _LOSS_FUNCTION = "_loss_function"
-# Options of linear_cross_entropy that the user may set, beside _TRANSFORM.
+# Options of linear_cross_entropy that the user may set, besides those in _TRANSFORM.
 _OPTIONS = (
     "weight", "reduction", "label_smoothing", "z_loss", "temperature", "token_weight", "normalizer",
     "memory", "empty_mean",
@@ -328,8 +328,8 @@ class _Loss(NamedTuple):
 
 
 def _own_loss(model: Any) -> _Loss:
-    """The loss before the patch, by the property of the class that reads _LOSS_FUNCTION: derived
-    classes may override this property."""
+    """The loss before the patch, read by the property of the base class that defines it first,
+    because derived classes may override this property."""
     own = None
     for cls in reversed(type(model).__mro__):
         if isinstance(found := vars(cls).get("loss_function"), property):
@@ -754,7 +754,7 @@ def _restore(model: Any) -> None:
         _restore_loss(module)
         held = [name for name in _FORWARDS if isinstance(module.__dict__.get(name), _Bound)]
         if not held:
-            continue  # inside a wrapper (accelerate's autocast): it stays, and passes calls on
+            continue  # inside accelerate's autocast wrapper: the forward stays, and passes calls on
         del module.__dict__[_REPLICATE]
         own = module.__dict__.pop(_OWN_FORWARD)
         if own is not None:

@@ -9,8 +9,8 @@ needed.
     common.get_per_token_logps = ours.get_per_token_logps
     algo_core.compute_entropy_from_logits = ours.compute_entropy_from_logits
 
-The model's own code runs, but its head gives eight numbers in place of logits. What the model makes
-of them must be the softcap of its configuration, which the loss uses.
+The model's own code runs, but its head gives eight numbers in place of logits. The model must
+return these numbers after the softcap of its configuration, which the loss uses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALLOWED = (
     "allowed: a model of Tunix 0.1.7's with its embedder.decode or its lm_head, plain "
     "(return_logits=False and the model's own function make logits)"
 )
-# The primitives that a head may have beside one product.
+# The primitives that a head may have besides one product.
 _MOVES = frozenset((
     "convert_element_type", "transpose", "sharding_constraint", "copy", "copy_p", "reshape",
     "mesh_cast", "squeeze", "broadcast_in_dim",
@@ -232,7 +232,7 @@ def compute_per_token_logps(
     logits = None
     if return_logits:
         logps, entropy = logps
-        if packed:  # their padding is logits of 0
+        if packed:  # Tunix pads with logits of 0
             flat = jnp.log(jnp.float32(head.weight.shape[0]))
             entropy = jnp.pad(entropy, ((0, 0), (1, 0)), constant_values=flat)
         logits = Logits(hidden, head.weight, entropy, head.softcap, temperature, packed, head.dtype)

@@ -150,7 +150,7 @@ def compute_forward_kl_topk(
     result has a gradient.
 
     The teacher's tensors [1, T, k] may be nested tensors of sequences [T_i, k]. Of `config` only
-    distillation_loss.log_prob_min_clamp is read. The additional arguments are these three.
+    distillation_loss.log_prob_min_clamp is read. There are three additional arguments.
     `overlap=False` leaves out the two results of the overlap, which needs another product with the
     weight. `temperature` is the number by which verl's engine divides the logits before it calls
     its function. `memory` is that of linear_logprobs_at; its default is the bytes that verl's

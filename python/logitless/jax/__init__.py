@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logitless for JAX: CPU and CUDA, jit, grad and vmap; losses, log-probabilities and top-k."""
+"""Logitless for JAX: losses, log-probabilities, top-k and divergences on CPU and CUDA, under jit,
+grad and vmap."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ try:
     import jax
 except ImportError as error:
     raise ImportError("logitless.jax needs JAX 0.6.1 or newer: pip install jax") from error
-# Earlier ones have XLA's foreign function interface before its version 0.1.
+# Earlier versions of JAX have a foreign function interface of XLA older than its version 0.1.
 if jax.__version_info__ < (0, 6, 1):
     raise ImportError(f"logitless.jax needs JAX 0.6.1 or newer; this is {jax.__version__}")
 

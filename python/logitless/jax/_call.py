@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call asks for, and what its Backward asks for: the same on one device and on many."""
+"""Describes a call, its results and its Backward, for one device and for several."""
 
 from __future__ import annotations
 

@@ -129,8 +129,8 @@ def linear_divergence(
     - `shift`: as in `linear_cross_entropy`; both temperatures move with the label.
     - reduction, normalizer, empty_mean and memory: as in `linear_cross_entropy`.
     - `return_statistics`: names of `DivergenceStatistics`.
-    - `vocab_ids` [V'], each once: both softmaxes are over these rows of the heads, or columns of
-      teacher_logits, alone.
+    - `vocab_ids` [V'], int32 or int64, each once: both softmaxes are over these rows of the heads,
+      or columns of teacher_logits, alone.
     - `teacher_vocab_ids` [V']: for a student with a smaller vocabulary, such as a draft model.
       linear_weight is [V', D], and its row j corresponds to row teacher_vocab_ids[j] of the
       teacher. With either list targets are ids of the whole vocabulary, and wrong lists are treated

@@ -503,13 +503,15 @@ def linear_cross_entropy(
       token whose temperature is not a positive normal number has a NaN loss.
     - `shift`: True or k, for next-token prediction. Position i gets the target of position i + k,
       with the token_weight and temperature of that label; the last k positions do not count.
-    - `memory`: the most bytes for the workspace, or a text such as "64MiB".
+    - `memory`: the most bytes for the workspace, or a text such as "64MiB". None takes what the
+      library recommends.
     - `return_statistics`: names of fields of `Statistics`.
-    - `vocab_ids` [V'], each once, in any order: the softmax is over these rows of linear_weight
-      alone, which are copied. linear_bias and weight still have V elements, and gradients are 0 at
-      other rows. Targets and the statistic argmax are ids of the whole vocabulary; a target that is
-      not in the list is out of range. A wrong list raises if its values can be read without waiting
-      (NumPy, or JAX on the CPU outside of jit); otherwise every result is NaN.
+    - `vocab_ids` [V'], int32 or int64, each once, in any order: the softmax is over these rows of
+      linear_weight alone, which are copied. linear_bias and weight still have V elements, and
+      gradients are 0 at other rows. Targets and the statistic argmax are ids of the whole
+      vocabulary; a target that is not in the list is out of range. A wrong list raises if its
+      values can be read without waiting (NumPy, or JAX on the CPU outside of jit); otherwise every
+      result is NaN.
 
     Sharded arrays need no option: tokens may be split along any dimension, and the vocabulary along
     the rows of linear_weight. Under jax.jit and outside of it each device then computes its own
@@ -569,13 +571,14 @@ def linear_logprob(
     upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
     """Log-probability of every target token, [...] f32, at most 0; for reinforcement learning.
+    docs/semantics.md, "Statistics of a token", has the formulas.
 
-    With `entropy=True` it returns the pair (logprob, entropy), both differentiable; with "detached"
-    the entropy has no gradient. Tokens that do not count give 0.
+    With `entropy=True` it returns the pair (logprob, entropy), both f32 and differentiable; with
+    "detached" the entropy has no gradient. Tokens that do not count give 0.
 
     Everything else is as in `linear_cross_entropy`: the arrays, linear_bias, ignore_index,
-    logit_scale, softcap, temperature, shift, memory, vocab_ids, sharded arrays, axis_name and
-    upstream.
+    logit_scale, softcap, temperature, shift, memory, vocab_ids, sharded arrays, axis_name,
+    upstream and the errors.
     """
     detached = entropy_detached(entropy)
     made = _loss(
@@ -648,7 +651,7 @@ def _listed_ids(
         raise wrong_shape(f"ids has shape {held.shape}; allowed beside no tokens: (0,)")
     ends = _looked_at(offsets)
     if ends is not None and ends.shape == (count,) and ends.dtype in (np.int32, np.int64):
-        _check_offsets(ends, held.shape[0])  # before JAX cuts 64 bits
+        _check_offsets(ends, held.shape[0])  # before JAX cuts them to 32 bits
     held_offsets = _as_offsets(offsets)
     if held_offsets.shape != (count,):
         raise wrong_shape(
@@ -767,8 +770,11 @@ def linear_logprobs_at(
 ) -> Any:
     """Log-probabilities of the classes `ids` [..., K] of each token, int32 or int64, K from 1 to
     1024: f32 in the shape of `ids`, at most 0, each differentiable. For a teacher's likeliest
-    tokens, candidates, or the tokens that a sampler drew.
+    tokens, candidates, or the tokens that a sampler drew. docs/semantics.md, "Chosen columns", has
+    the formulas.
 
+    - `input` [..., D], `linear_weight` [V, D]: as in `linear_cross_entropy`, whose errors this
+      function raises.
     - The id -1 stands for no class: its log-probability is -inf, and its upstream gradient is not
       read. A token whose ids are all -1 is not computed; its statistics are 0, its argmax -1. Any
       other id outside the vocabulary is an error on the CPU; on a GPU it gives NaN, without a
@@ -962,8 +968,10 @@ def _softmax_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tu
 
 
 def softmax(logits: Any, axis: int = -1) -> Array:
-    """Softmax along `axis`, in the dtype of `logits`; differentiable any number of times. Under jit
-    it reuses the logits' memory if nothing else needs them.
+    """Softmax of `logits`, f32, f16 or bf16, along `axis`, in their shape and dtype; differentiable
+    any number of times. docs/semantics.md, "Softmax", has the definition. Under jit the result
+    reuses the logits' memory if nothing else needs them. Raises LogitlessValueError for an `axis`
+    that does not exist, and LogitlessTypeError for another dtype.
     """
     logits = _array("logits", logits)
     axis = _integer("axis", axis)

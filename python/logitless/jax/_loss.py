@@ -108,7 +108,7 @@ def _forward_rule(call: Call, wrt: tuple[Tensor, ...], primals: Any, rest: Any) 
 def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangents: Any) -> Any:
     if call.fused:
         factor = cotangents[0]
-        if isinstance(factor, SymbolicZero):  # 0 times what is not finite is not 0
+        if isinstance(factor, SymbolicZero):  # no product: 0 times infinity is NaN
             return tuple(jnp.zeros_like(h, t.dtype) for h, t in zip(residuals, wrt)), None
         return tuple((held * factor).astype(t.dtype) for held, t in zip(residuals, wrt)), None
     values, kept = residuals

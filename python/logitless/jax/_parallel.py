@@ -377,8 +377,8 @@ def applied(
     shard: Shard, operands: dict[str, Array], axes: Sequence[str],
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs of a call whose vocabulary is split over the axes."""
-    # From here on all operands vary over the same other axes: JAX itself sums the gradients of
-    # those that did not.
+    # From here on all operands vary over the same other axes. If one did not vary over them before,
+    # JAX itself sums its gradients.
     others = _union(map(varying, operands.values())) - set(axes)
     alike = {name: pvary(x, others) for name, x in operands.items()}
     primals = {name: alike.pop(name) for name in _PRIMALS if name in alike}

@@ -89,8 +89,8 @@ def _partitioned_call() -> Any:
     return jax.make_jaxpr(call)(jax.ShapeDtypeStruct((), _F32))
 
 
-# JAX lowers a program without knowing its devices, unless the program contains a partitioned call,
-# also if only as a parameter of a primitive. Op.lowered is such a parameter.
+# JAX lowers a program without knowing its devices, unless the program contains a partitioned call.
+# It is enough if that call is a parameter of a primitive: Op.lowered is such a parameter.
 FOR_DEVICES = _partitioned_call()
 
 

@@ -43,7 +43,7 @@ def logprobs(
 
 
 def _inputs(tensors: Sequence[Any], dtype: torch.dtype | None) -> tuple[Tensor | None, ...]:
-    """_INPUTS of an op's tensors."""
+    """The tensors that _INPUTS names, from the first arguments of an op."""
     input, weight, bias, temperature, ids, offsets = tensors
     tokens = input.shape[:-1].numel()
     rows = cast(input, dtype).reshape(tokens, input.shape[-1])  # [N, D]

@@ -81,7 +81,7 @@ def check_matrix(name: str, weight: Any) -> None:
 
 def check_bias(bias: Any, weight: Tensor) -> None:
     """Refuses a bias with a wrong number of dimensions, which could not be divided into blocks. The
-    core checks its length, and ranks exchange it."""
+    core checks its length; with a group, _split/shards.py does, and all ranks raise that error."""
     check_tensor("linear_bias", bias)
     if bias.dim() != 1:
         raise wrong_shape(

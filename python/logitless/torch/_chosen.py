@@ -76,9 +76,9 @@ def targets_of_lists(input: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
 
 
 def targets_of(ids: Tensor, vocab: Any) -> Tensor:
-    """Targets [...]: one of each row's ids, or ABSENT if it has none. The id is clipped to the
-    vocabulary, so that a wrong id is reported as an id, and the row's other ids keep their
-    values."""
+    """Targets [...]: one of each row's ids, or ABSENT if it has none. Of several ids the largest is
+    taken and clipped to the vocabulary, so that a wrong id is reported as an id, and the row's
+    other ids keep their values."""
     if ids.shape[-1] == 1:
         return ids[..., 0]
     some = (ids != ABSENT).any(-1)

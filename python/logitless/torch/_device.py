@@ -41,8 +41,8 @@ def allows_tf32() -> bool:
 
 
 def _warm_up(index: int) -> None:
-    """Loads the device's kernels before the first call. If that fails, the calls load what they
-    need, and report what is missing."""
+    """Loads the device's kernels before the first call. If the library does not support this device
+    or has no CUDA, that is no error here: the call itself raises it."""
     try:
         _abi.warmup(_abi.CUDA, index)
     except LogitlessError as error:

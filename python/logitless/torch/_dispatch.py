@@ -34,7 +34,7 @@ def define(
     setup: Callable[..., None] | None = None,
 ) -> None:
     """An op for CPU and CUDA tensors. `on_host` is its kernel for the CPU if that is another one;
-    `rule` and `setup` are those of torch.library.register_autograd."""
+    `rule` and `setup` are torch.library.register_autograd's backward and setup_context."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=_TAGS)
     _library.impl(name, on_host or kernel, "CPU")

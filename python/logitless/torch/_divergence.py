@@ -152,8 +152,8 @@ def linear_divergence(
     (loss, DivergenceStatistics). input, linear_weight and linear_bias get gradients. The teacher's
     tensors get none, even if they require one, so that both heads may share a weight.
 
-    Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError. The message names
-    the argument, its value and what is allowed.
+    Raises the errors of `linear_cross_entropy`; a target out of range makes the loss of its token
+    NaN on a GPU here, too.
     """
     check_rows("input", input, "[..., D]")
     linear_weight = held("linear_weight", linear_weight)
@@ -319,7 +319,7 @@ def _of_tokens(
 
 
 def _check(inputs: Inputs, options: Divergence) -> None:
-    """Checks what the dispatcher would refuse in its own words."""
+    """Refuses, with this library's messages, what the dispatcher would refuse with its own."""
     _abi.check_options(options)
     for name, t in zip(Inputs._fields, inputs):
         if t is not None and t.layout is not torch.strided:

@@ -38,7 +38,7 @@ _OPTIONS = (
     "float teacher_logit_scale, float teacher_softcap, float teacher_temperature_number, "
     "SymInt vocab_start, SymInt vocab_total, int? memory, ScalarType? cast"
 )
-_TF32 = Divergence._fields.index("allow_tf32")  # read when a call runs
+_TF32 = Divergence._fields.index("allow_tf32")  # no argument: torch's switch is read in each call
 _FIRST_OPTION = len(Inputs._fields)
 _WANTED = _FIRST_OPTION + len(Divergence._fields) + 1
 _OUTPUTS = len(_run.OUTPUTS)

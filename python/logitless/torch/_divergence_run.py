@@ -23,7 +23,8 @@ from logitless.torch._kept import FRESH, Keep, Kept, State
 
 # What a call may be asked for, as bits: the outputs in their order; which gradients may follow;
 # that they are computed with the loss; that Forward keeps dz; that no graph is traced, so that
-# waiting gradients belong to the call alone; and for a shard, the sum from which dz's mean is made.
+# waiting gradients belong to the call alone; and (SLOPE) for a shard, the sum from which the mean
+# that dz subtracts is made.
 OUTPUTS = ("loss", *STATISTICS)
 BITS = {name: 1 << place for place, name in enumerate(OUTPUTS)}
 OF_INPUT, OF_WEIGHT, OF_BIAS, FUSED, KEEP, PLAIN, SLOPE = (
@@ -377,7 +378,8 @@ def _bounds(
 
 
 def check_shapes(inputs: Inputs, options: Divergence, wanted: int) -> None:
-    """Raises what the call itself would raise if the tensors had memory, on any device."""
+    """Raises the errors of a call with these shapes, dtypes and options on the CPU, because the
+    device on which the call will run is unknown."""
     flat, where = inputs.flat(), torch.device("cpu")
     views = tuple(_run.view(n, t, where) for n, t in zip(flat._fields, flat) if t is not None)
     _bounds(views, (), options, wanted & ~(FUSED | KEEP), (flat.input.dtype, None, None))

@@ -127,14 +127,14 @@ def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
 def _moved(values: Tensor, shift: int, rest: float) -> Tensor:
     """Element [..., i] is values[..., i + shift]; the last `shift` elements are `rest`."""
     shift = min(shift, values.shape[-1])
-    # Not pad: its value is a double, which does not hold every index.
+    # Not torch.nn.functional.pad, whose value is a double, which cannot hold every int64.
     moved = torch.full_like(values, rest, memory_format=torch.contiguous_format)
     moved[..., : values.shape[-1] - shift] = values[..., shift:]
     return moved
 
 
 def _float_constant(name: str, value: Any) -> Tensor:
-    """A weight of tokens or classes, converted to f32, which the core reads."""
+    """Weights of tokens or classes, or temperatures, converted to f32, which the core reads."""
     if not isinstance(value, Tensor):
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a tensor")
     if value.requires_grad and torch.is_grad_enabled():
@@ -205,7 +205,7 @@ def _loss(
     options: Options, memory: int | None, wanted: int, in_place: bool = False,
     main_grad: MainGrad | None = None, shard: Any = None, data: Any = None,
 ) -> Any:  # fmt: skip
-    """The outputs in their order, None where not wanted."""
+    """The outputs in the order of _run.OUTPUTS, None where not wanted."""
     dtype = None if weight is None else _autocast_dtype(input) if data is None else data.dtype
     call = Call(constants, options, memory, wanted, dtype, in_place, main_grad)
     if shard is not None:
@@ -334,9 +334,10 @@ def linear_cross_entropy(
     Returns the loss, f32: [], or [...] with reduction "none". With `return_statistics` it returns
     (loss, Statistics). input, linear_weight and linear_bias get gradients in their own dtypes.
 
-    Raises LogitlessValueError, LogitlessTypeError or LogitlessNotSupportedError. The message names
-    the argument, its value and what is allowed. A target out of range raises on the CPU. On a GPU
-    it makes the loss of its token NaN, because the call does not wait for the device.
+    Raises LogitlessValueError, LogitlessTypeError, LogitlessNotSupportedError or, for tensors on
+    several devices or a device that fails, LogitlessRuntimeError. The message names the argument,
+    its value and what is allowed. A target out of range raises LogitlessValueError on the CPU. On a
+    GPU it makes the loss of its token NaN, because the call does not wait for the device.
     """
     if options is not None:
         raise not_supported(
@@ -385,7 +386,7 @@ def linear_outputs(
 ) -> Any:  # fmt: skip
     """The outputs for linear_cross_entropy's arguments, in the order of _run.OUTPUTS; `wanted` has
     the bits (as in _run) of those to compute. With LOGITS_AT the target is `ids` [..., K], or [M]
-    with `offsets`; with TOP, for the `k` largest logits, it may be None. `main_grad`: the tensor to
+    with `offsets`; with TOP, for the `k` largest logits, None too. `main_grad`: the tensor to
     which the weight's gradient is added. `data`: a shards.Data. If `size` is not None, nothing is
     computed and the result is the number of bytes that the call would take; True includes
     gradients."""
@@ -610,9 +611,11 @@ def linear_logprob(
     **options: Any,
 ) -> Any:
     """Log-probability of every target token, [...] f32, at most 0; for reinforcement learning.
+    docs/semantics.md, "Statistics of a token", has the formulas.
 
-    With `entropy=True` it returns the pair (logprob, entropy), both differentiable. With "detached"
-    the entropy has no gradient, and no memory is reserved for one. Tokens that do not count give 0.
+    With `entropy=True` it returns the pair (logprob, entropy), both f32 and differentiable. With
+    "detached" the entropy has no gradient, and no memory is reserved for one. Tokens that do not
+    count give 0.
 
     `options` are some of the options of `linear_cross_entropy`: linear_bias, ignore_index,
     logit_scale, softcap, temperature, shift, vocab_ids and memory. `group`, a Split and DTensors
@@ -723,7 +726,7 @@ def _among_ids(
         "none", ABSENT, 0.0, 0.0, logit_scale, softcap, number, "zero"
     )  # fmt: skip
     bound = _memory.default() if memory is None else parse_memory(memory)
-    dispatches(input, linear_weight, linear_bias)  # which refuses what has no gradient here
+    dispatches(input, linear_weight, linear_bias)  # for its errors: transforms, sharded tensors
     try:
         return _among.logprobs(
             input, linear_weight, linear_bias, temperatures, ids, offsets, options, bound,
@@ -817,7 +820,7 @@ def cross_entropy(
 ) -> Any:
     """Cross-entropy of given `logits` [..., V], f32, f16 or bf16; the classes are always the last
     dimension. `target` [...], these options, result and errors are as in `linear_cross_entropy`;
-    the gradient goes to the logits.
+    the gradient is that of the logits, in their dtype.
     """
     return _of_logits(
         logits, target, False, return_statistics, weight, reduction, ignore_index, label_smoothing,
@@ -864,7 +867,8 @@ def cross_entropy_(
 ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
     """Like `cross_entropy`, but backward writes the gradient over the logits, so no second [N, V]
-    is allocated. A leaf that requires grad, or a view of one, is refused.
+    is allocated. A leaf that requires grad, a view of one, or logits whose elements share memory
+    raise LogitlessValueError.
     """
     check_rows("logits", logits, "[..., V]")
     if torch.is_grad_enabled() and logits.requires_grad:
@@ -873,7 +877,10 @@ def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
 
 
 def softmax_(logits: Tensor, dim: int = -1) -> Tensor:
-    """Softmax along `dim`, written over the logits; not differentiable."""
+    """Softmax along `dim`, written over the logits (f32, f16 or bf16), which are returned.
+    docs/semantics.md, "Softmax", has the definition. There is no gradient: logits that require grad
+    raise LogitlessValueError, except under no_grad. So do logits that are no matrix along `dim`
+    without a copy."""
     check_tensor("logits", logits)
     if torch.is_grad_enabled() and logits.requires_grad:
         raise invalid("logits requires grad; softmax_ has no gradient: use it under no_grad")

@@ -31,15 +31,15 @@ class Keep(NamedTuple):
 
     # The dtypes of the gradients; None: not needed; (): nothing is known.
     dtypes: tuple[torch.dtype | None, ...] = ()
-    main_grad: Tensor | None = None  # [V, D]  f32, to which grad_weight is added
+    main_grad: Tensor | None = None  # [V, D] f32, to which grad_weight is added
     bytes: int | None = None  # for kept state alone; 0: nothing is kept
     spare: int = 0  # rows to allocate beyond those that are written
-    consume: bool = True  # Backward may form dz in place of kept state: consumes()
+    consume: bool = True  # Backward may overwrite kept state with dz, if consumes()
     of_entropy: bool = False  # Backward may get a gradient of the entropy
 
     def asked(self) -> tuple[object, ...]:
-        """The parts of this that decide about the plan, as a key for it. It contains no tensor,
-        because that would live as long as the plan."""
+        """The fields that decide about the plan, as a part of its key. No tensor is among them,
+        because it would live as long as the plan."""
         main_grad = self.main_grad
         if main_grad is None:
             return self.dtypes, self.of_entropy, self.bytes
@@ -49,9 +49,9 @@ class Keep(NamedTuple):
 class State(NamedTuple):
     """Facts about what Forward kept, without the two tensors."""
 
-    key: int = 0  # 0: unknown, to be made again
-    room: int | None = None  # the bound of Backward's workspace; None: none
-    tf32: bool = False  # the setting of the products that were made
+    key: int = 0  # 0: unknown, so Kept.key() computes it from the shapes
+    room: int | None = None  # the bound of Backward's workspace in bytes; None: no bound
+    tf32: bool = False  # whether Forward's f32 products were in TF32
     stream: int | None = None  # the stream to which the tensors belong
 
 

@@ -26,7 +26,7 @@ def token_of(offsets: Tensor, places: Any) -> Tensor:
 
 
 def sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """[N]: sums of each token's values [M], in order, without atomics."""
+    """[N]: sums of each token's values [M], in a fixed order, without atomics."""
     op: Any = torch.ops.logitless.list_sums
     summed: Tensor = op(values, offsets)
     return summed

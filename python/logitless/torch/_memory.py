@@ -17,7 +17,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Setting:
-    """One value of the default; settings are told apart by identity."""
+    """One value of the default. An object, because two blocks may set equal values."""
 
     def __init__(self, memory: int | None) -> None:
         self.memory = memory
@@ -51,7 +51,7 @@ def set_default_memory(memory: int | str | None) -> None:
     torch. With None, functions of logitless.torch take the memory that the library recommends, and
     each integration what its docstring says, mostly that of the replaced function. An open
     `with default_memory(...)` overrides it. A compiled function uses the value that was in force
-    when it was traced."""
+    when it was traced. Raises LogitlessValueError for a wrong `memory`."""
     _settings[0].memory = parse_memory(memory)
 
 

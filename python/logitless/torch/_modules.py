@@ -61,8 +61,8 @@ class Options(torch.nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Class weights and temperatures move with the module to another device, but keep their
         dtype (0.7 is not a bf16 number), and keep their values in to_empty(). Moved from the meta
-        device, where they have no values, they and the loss are NaN until someone writes them. So
-        do lists of ids, which then hold -1."""
+        device, where they have no values, they and the loss are NaN until someone writes them.
+        Lists of ids move in the same way; from the meta device they hold -1."""
         held = dict(self._buffers)
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in held.items():
@@ -299,7 +299,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
     param_dtype: torch.dtype | None = None
     gradient_divide_factor: float | None = None
     _split = False  # whether the weight is a DTensor of `parallelize`, not a shard of FSDP's
-    _own_tokens = False  # and each rank has its own tokens
+    _own_tokens = False  # whether each rank has its own tokens: parallelize(tokens="sharded")
 
     if TYPE_CHECKING:
 
@@ -390,8 +390,9 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
     ) -> LinearCrossEntropyHead[tuple[Tensor, Statistics]]: ...  # fmt: skip
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> LinearCrossEntropyHead[Any]:
-        """A head that shares the parameters of `linear`; `options` are the head's."""
-        if not isinstance(getattr(linear, "weight", None), Tensor):  # quantized ones have a method
+        """A head that shares the parameters of `linear`; `options` are the head's. Raises
+        LogitlessTypeError if the weight of `linear` is no tensor, as in a quantized layer."""
+        if not isinstance(getattr(linear, "weight", None), Tensor):  # it may be a method
             raise wrong_dtype(
                 f"linear is a {type(linear).__module__}.{type(linear).__name__}, whose weight is "
                 "no tensor; allowed: a torch.nn.Linear"
@@ -492,6 +493,9 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
           ranks, as FSDP2's set_gradient_divide_factor.
         - A weight that another module has too (tied embeddings) raises LogitlessNotSupportedError,
           which is a NotImplementedError.
+
+        Raises LogitlessValueError for a mesh or options that do not fit together, and for a head
+        whose parameters are DTensors already.
         """
         from logitless.torch import parallel
 

@@ -45,7 +45,7 @@ OPTIONS = (
     "float softcap, float temperature_number, int empty_mean, float normalizer_number, "
     "SymInt vocab_start, SymInt vocab_total, int? memory"
 )
-_TF32 = Options._fields.index("allow_tf32")  # read when a call runs
+_TF32 = Options._fields.index("allow_tf32")  # no argument: torch's switch is read when a call runs
 _FIRST_OPTION = len(_run.INPUTS)
 _MEMORY = _FIRST_OPTION + len(Options._fields) - 1
 BEHIND = _MEMORY + 1  # where an op's own arguments begin
@@ -53,8 +53,8 @@ _UPSTREAM = (
     "Tensor row_state, Tensor? entropy, Tensor? grad_loss, "
     "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy, Tensor? grad_logits_at"
 )
-# Backward may overwrite rows of `kept`. It marks them in `kept_rows` and from then on computes
-# their logits a second time, so that no gradient depends on it. This mutation is not declared
+# Backward may overwrite rows of `kept`. It marks them in `kept_rows`, and later Backwards compute
+# their logits a second time, so gradients do not change. This mutation is not declared
 # ("Tensor(a!)?"): torch would raise a version error if a retained graph is used twice, and a
 # compiled Backward would copy all kept state each time. If it were declared for `kept_rows` alone,
 # marks would be written to a copy and lost.

@@ -153,7 +153,8 @@ def _given_to_calls(
 
 @torch.no_grad()
 def check_shapes(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> None:
-    """For tensors without memory: raises what the call itself would raise, on any device."""
+    """For tensors without memory: raises the errors of a call with these shapes, dtypes and options
+    on the CPU, because the device on which the call will run is unknown."""
     where = torch.device("cpu")
     tensors, _ = _given_to_calls((input, weight, bias), call, where)
     x, w, b, *rest = tensors

@@ -22,8 +22,8 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 def dispatches(*tensors: Tensor | None) -> bool:
     """Whether the call must go through torch's dispatcher: under torch.compile or jit.trace, in a
-    mode such as FakeTensorMode, or for a tensor of another class or device. Raises in functorch
-    transforms and for forward-mode derivatives."""
+    mode such as FakeTensorMode, or for a subclass of Tensor or a device other than CPU and CUDA.
+    Raises in functorch transforms, for forward-mode derivatives and for sharded tensors."""
     if torch.compiler.is_compiling():
         return True
     if forward_ad._current_level >= 0:

@@ -27,8 +27,8 @@ from logitless.torch._kept import FRESH, Keep, Kept, State
 # What a forward call may be asked for, as bits: first the outputs, in the order that they have
 # everywhere; then
 # - ROW_STATE: what Backward needs; DETACHED: the entropy will not be differentiated;
-# - OF_* and *_IN_F32 (in ops): which gradients may follow, and that they are f32 beside 16-bit
-#   tensors;
+# - OF_INPUT to BIAS_IN_F32 (only for torch.ops): which gradients may follow, and that they are f32
+#   beside 16-bit tensors;
 # - OF_ENTROPY: the entropy may get an upstream gradient; WEIGHTED: the class-weighted sum of a
 #   shard's logits;
 # - FUSED: the gradients are made with the loss; ALL_DETACHED: no statistic will be differentiated.
@@ -110,14 +110,14 @@ def replaced(given: _Named, **changed: Any) -> _Named:
 
 
 class Constants(NamedTuple):
-    """The inputs without gradients."""
+    """The inputs without gradients. [...] stands for the dimensions of tokens."""
 
-    target: Tensor  # [N]
-    token_weight: Tensor | None = None  # [N] f32
+    target: Tensor  # [...]
+    token_weight: Tensor | None = None  # [...] f32
     vocab_weight: Tensor | None = None  # [V] f32
     normalizer: Tensor | None = None  # [] f32 or i64
     temperature: Tensor | None = None  # [N] f32
-    ids: Tensor | None = None  # [N, K], or [M] beside id_offsets
+    ids: Tensor | None = None  # [..., K], or [M] beside id_offsets
     id_offsets: Tensor | None = None  # [N + 1]
 
 
@@ -323,7 +323,7 @@ def launch(
     return state
 
 
-Launcher = Callable[..., Kept | None]  # launch, or its replacement
+Launcher = Callable[..., Kept | None]  # launch, or _planned's, which only plans
 
 
 def _run_on_host(plan: _abi.Plan, addresses: list[int], normalizer: float) -> None:
@@ -423,7 +423,7 @@ def forward(
     if target.dim() != 1:
         of_tokens = map(_flat, statistics)  # [N]
         at = columns(logits_at, id_offsets)
-        of_columns = map(matrix, (top_logits, top_ids))  # [N, K]
+        of_columns = map(matrix, (top_logits, top_ids))  # [N, k]
         given = (_flat(loss) if none else loss, *of_tokens, at, *of_columns)
     row_state = _row_state(rows) if wanted & ROW_STATE else None  # [2, N]
     weighted = _per_token(flat) if wanted & WEIGHTED else None  # [N]
@@ -480,15 +480,15 @@ def forward_backward(
 
 
 class Upstream(NamedTuple):
-    """Backward's arguments beside the inputs."""
+    """Backward's arguments beside the inputs. [...] stands for the dimensions of tokens."""
 
     row_state: Tensor  # [2, N]
-    entropy: Tensor | None = None  # [N]
-    grad_loss: Tensor | None = None  # [N] or []
-    grad_lse: Tensor | None = None  # [N]
-    grad_target_logit: Tensor | None = None  # [N]
-    grad_entropy: Tensor | None = None  # [N]
-    grad_logits_at: Tensor | None = None  # [N, K]
+    entropy: Tensor | None = None  # [...]
+    grad_loss: Tensor | None = None  # [...] or [N], or [] of a reduced loss
+    grad_lse: Tensor | None = None  # [...]
+    grad_target_logit: Tensor | None = None  # [...]
+    grad_entropy: Tensor | None = None  # [...]
+    grad_logits_at: Tensor | None = None  # [..., K], or [M] of lists
 
 
 def _upstream(tensor: Tensor | None) -> Tensor | None:
@@ -502,8 +502,9 @@ def backward(
     dtypes: Sequence[torch.dtype | None], *, in_place: bool = False,
     main_grad: Tensor | None = None, kept: Kept | None = None, launcher: Launcher | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(grad_input, grad_weight, grad_bias). `in_place`: the first overwrites the input. If
-    `main_grad` [V, D] f32 is given, grad_weight is added to it instead."""
+    """(grad_input, grad_weight, grad_bias). `in_place`: grad_input overwrites the input. If
+    `main_grad` [V, D] f32 is given, the weight's gradient is added to that tensor, and grad_weight
+    is None."""
     target, token_weight, vocab_weight, normalizer, temperature, ids, id_offsets = constants
     if upstream.grad_logits_at is None:
         ids = id_offsets = None

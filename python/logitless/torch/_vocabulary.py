@@ -97,8 +97,8 @@ define(
 
 
 class _Rows(Function):
-    """The rows of a tensor; the first is NaN if the list is `wrong`. Not index_select, whose
-    gradient on a GPU adds in no fixed order."""
+    """The rows of a tensor; the first is NaN if the list is `wrong`. The gradient is copied to the
+    rows: that of index_select would be added on a GPU, in no fixed order."""
 
     @staticmethod
     def forward(tensor: Tensor, rows: Tensor, wrong: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Vocabulary(NamedTuple):
     name: str
     vocab: Any  # the number of ids in the whole vocabulary
     ordered: Tensor  # [V'] i64, ascending
-    order: Tensor  # [V'] i64, the call's row of each of them
+    order: Tensor  # [V'] i64, for each id of `ordered` its row in the call
     wrong: Tensor  # bool [], whether the list is wrong: then all results are NaN
     rows: Tensor  # [V'] i64, the weight's rows in the call's order; of a rank those that it has
 

@@ -34,7 +34,7 @@ class HeadParallel(ParallelStyle):
     Shard(1)). For a DTensor its placements are used. Targets and the other arguments of the head's
     forward are passed on unchanged. They must be those of all tokens or, with `local_tokens` (if
     the input is split), of the rank's own. The results are plain tensors: see `parallelize` of the
-    head.
+    head. Other layouts, and modules of other classes, raise LogitlessNotSupportedError.
     """
 
     def __init__(self, *, input_layouts: Any = None, local_tokens: bool = False) -> None:
@@ -129,6 +129,8 @@ class Cost(NamedTuple):
 
 
 class HeadCosts(NamedTuple):
+    """What `head_costs` returns: the costs of exchanging tokens, and of gathering the weight."""
+
     tokens: Cost  # `parallelize(mesh, tokens="sharded")`
     weight: Cost  # FSDP2
 
@@ -150,7 +152,7 @@ def head_costs(
     """What a step of a head [vocab, hidden] costs on each of `ranks` ranks with `tokens` tokens of
     its own: if the tokens are exchanged, and if FSDP2 exchanges the weight, gathered once in
     `dtype`, with its gradient reduced in `reduce_dtype`. The formulas are in docs/devices.md.
-    Raises ValueError for a number below 1."""
+    Raises LogitlessValueError for a number below 1."""
     for name, value in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("ranks", ranks)):
         if value < 1:
             raise invalid(f"{name} is {value}; allowed: >= 1")

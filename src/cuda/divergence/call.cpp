@@ -13,7 +13,6 @@ namespace {
 // A bound of a row's |dz| before the label's term. reverse_kl has no bound, but p |d - mean|
 // exceeds this many nats only where q is too small for f32.
 float most_dz(DivergenceKind kind) { return kind == DivergenceKind::reverse_kl ? 512 : 2; }
-// |dz| is usually below this.
 float usual_dz(DivergenceKind kind) { return kind == DivergenceKind::reverse_kl ? 64 : 1; }
 
 // dz of f16 is stored times a power of two, so that small values keep their bits.
@@ -97,7 +96,7 @@ void add_kept(const Call& call, DivergenceCall* made) {
   if (call.kept && is_half) made->lift = lift_of(call.divergence);
   if (!is_half) return;
   if (made->from_kept) {
-    in.beyond = 8191;  // row factors are at most 1
+    in.beyond = 8191;  // 1 + this is gradient_scale's limit, so row factors are at most 1
   } else {
     in.lift = lift_of(call.divergence);
     in.beyond = usual_dz(effective_kind(call.divergence)) - 1 + call.divergence.label_weight;
@@ -147,7 +146,7 @@ DivergenceCall make_divergence(const Call& call) {
   if (!call.forward) return made;
   made.loss = call.loss;
   made.statistics = {call.entropy, call.teacher_entropy, call.acceptance, call.logprob};
-  // Outputs that are also 0 for tokens that do not count, passed under other outputs' names.
+  // Outputs that tokens.cu sets to 0 for tokens that do not count, under other outputs' names.
   made.others = {call.loss,
                  {.lse = call.teacher_entropy,
                   .target_logit = call.acceptance,

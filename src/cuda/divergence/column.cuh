@@ -9,7 +9,7 @@
 //   l = log(m/p)                                       L = log(m/q)
 // dz_j = scale p_j (f_j - sum_k p_k f_k) for all kinds but forward_kl, whose dz_j is p_j - q_j. A
 // pass over the rows of both heads is limited by instructions, not by memory, so these functions
-// take as few as an error of a few 2^-24 of the result allows.
+// use as few of them as an error of a few 2^-24 of the result allows.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -33,8 +33,8 @@ __device__ inline float expm1_ratio(float x) {
   y = fmaf(y, -x, 0x1.fffe94p-2f);
   return fmaf(y, -x, 1.0f);
 }
-// x if c >= 0, else y; y for NaN. In assembly, because the compiler would branch around the longer
-// side.
+// x if c >= 0, else y; y if c is NaN. In assembly, because the compiler would branch around the
+// longer side.
 __device__ inline float choose(float c, float x, float y) {
   float chosen;
   asm("slct.f32.f32 %0, %1, %2, %3;" : "=f"(chosen) : "f"(x), "f"(y), "f"(c));
@@ -108,7 +108,7 @@ struct ColumnTerms<DivergenceKind::jsd> {
     // log m relative to the greater of p and q, and relative to the lesser.
     const float greater = log_of_sum(fmaf(part, r.e, rest), part * r.s);
     float lesser = greater + r.size;
-    if (beta != 0.5f) {  // the two may cancel
+    if (beta != 0.5f) {  // the two terms may cancel
       const float w = -rest * __fdividef(r.s, r.e);
       lesser = log_of_sum(1 + w, w);
     }

@@ -9,7 +9,7 @@
 
 namespace logitless::cuda {
 
-// How the gradients are computed, with the number of products if both heads' logits are.
+// How the gradients are computed. Products are counted for calls that compute both heads' logits.
 enum class DivergenceWay : int32_t {
   none,    // no gradients; a Forward may keep dz
   whole,   // dz of all tokens before either product: four products

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward from dz that Forward kept by token. Each row has a factor: 0 if the token has no
-// gradient, NaN if its dz was not kept. In f16 dz is copied times as much of the factor as its
-// range allows.
+// gradient, NaN if its dz was not kept. In f16, if factors differ, dz is copied times as much of
+// the factor as f16's range allows.
 #include "src/cuda/divergence/kernels.h"
 #include "src/cuda/linear/linear.cuh"
 #include "src/kept.h"
@@ -12,7 +12,6 @@ namespace {
 
 constexpr int threads = 256;
 
-// The factor that all rows share.
 __device__ float common_factor(const KeptFactors& a) {
   const TokenScalars& s = *a.tokens.scalars;
   const float own = a.alike ? s.upstream * a.slope : 1.0f;
@@ -55,7 +54,7 @@ __global__ void __launch_bounds__(threads) factors_kernel(const __grid_constant_
 }
 
 // For f16. A row's dz is up to 32768, so a factor above 1 could overflow: all factors are divided
-// by the power of two that makes the largest 1, and the call's factor is multiplied by it. Rows
+// by a power of two so that none exceeds 1, and the call's factor is multiplied by that power. Rows
 // with far smaller factors keep as many bits as f16 allows: dz is divided by at most 64, and the
 // rest divides the input and grad_input's sums. One block handles all rows.
 constexpr int fit_threads = 1024;
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// Each thread copies 16 bytes. `from` is finite after its last column too.
+// Each thread copies 16 bytes; elements after the last column become 0.
 template <class T>
 __global__ void __launch_bounds__(threads)
     scale_kernel(Panel from, const float* scales, int64_t tokens, Panel to) {

@@ -11,8 +11,8 @@ namespace logitless::cuda {
 // of stored logits.
 void divergence_states(const Chunk& chunk, const Partials& student, const Partials& teacher,
                        DivergenceState* states, Stream* stream);
-// whole_rows.cu: reads whole rows and writes the outputs, the states if asked for, and dz if there
-// is a panel, of `launched` rows; rows after the chunk's become 0.
+// whole_rows.cu: reads whole rows and writes the outputs, the states if asked for, and dz of
+// `launched` rows if there is a panel; dz of rows after the chunk's becomes 0.
 void divergence_rows(DivergenceRows rows, DivergenceKind kind, int64_t launched,
                      const DeviceInfo& device, Stream* stream);
 // Writes the states [N] of rows whose states are given, without reading their logits.

@@ -15,13 +15,13 @@ namespace {
 
 // Logits of more tokens at a time do not speed up a product, whose tiles have at most 512 rows.
 constexpr std::array<int64_t, 8> chunk_sizes{2048, 1536, 1024, 768, 512, 256, 128, 64};
-// Chunks beyond what a block's memory holds, for plans by columns; each reads both weights.
+// Chunks larger than a block's memory holds, for plans by columns: each chunk reads both weights.
 constexpr std::array<int64_t, 4> state_chunks{128, 192, 256, 512};
 // The number of columns whose dz is made together with the states is a multiple of V /
-// stored_parts.
+// stored_parts, which is rounded down to a multiple of 64.
 constexpr int64_t stored_parts = 24;
 // Rows of a tile in engines that store logits. Storing pays if tiles are nearly full and the
-// vocabulary has several.
+// vocabulary is not small.
 constexpr int64_t stored_rows = 512;
 bool is_worth_storing(int64_t chunk, int64_t vocab) {
   return vocab >= 4096 && chunk > 0 && 8 * chunk >= 7 * round_up(chunk, stored_rows);
@@ -38,7 +38,7 @@ int64_t input_rows(const DivergenceCall& call, const DivergencePlan& p) {
 int64_t row_logits(const DivergenceCall& call, const DivergencePlan& p) {
   const bool known = p.way == DivergenceWay::columns && call.shard.given;
   if (p.way == DivergenceWay::from_kept || known) return 0;
-  // If dz overwrites them, a product reads rows after the last token too.
+  // If dz overwrites the logits, a product reads rows after the last token too.
   const int64_t tokens = call.student.shape.tokens;
   const int64_t rows = p.way == DivergenceWay::none ? std::min(p.chunk, tokens) : p.chunk;
   return rows * panel_pitch(call.student.shape.vocab);

@@ -70,7 +70,7 @@ struct DivergenceMemory {
   DivergenceHead ready;         // the student, with the gradient products' input
   Partials sums, teacher_sums;  // of stored logits
   LogitsOfHeads logits;         // a chunk's whole rows
-  LogitsOfHeads block;          // some columns of all tokens; the same memory
+  LogitsOfHeads block;          // some columns of all tokens; overlaps `logits`
   char* dz = nullptr;           // [rows, panel_pitch]  of whole rows; may overwrite logits
   char* block_dz = nullptr;     // [N, panel_pitch]  of some columns; may overwrite logits
   float* scales = nullptr;      // [N]

@@ -82,7 +82,7 @@ struct RowShare {
 constexpr int pair_threads = 256;
 // The depth of a thread's ring buffer in shared memory, in loads of four columns.
 constexpr int row_steps = 4;
-// [heads, row_steps, threads]
+// The ring is [heads, row_steps, threads]; head_ring is one head's part.
 constexpr int head_ring = row_steps * pair_threads;
 constexpr size_t row_ring_bytes = 2 * head_ring * sizeof(float4);
 

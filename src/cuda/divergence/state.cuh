@@ -5,7 +5,7 @@
 
 namespace logitless::cuda {
 
-// lse - lse', from each head's reference and log_sum. NaN if either row has no state.
+// lse - lse', from each head's reference and log_sum. Not finite if either row has no state.
 __device__ inline float apart_of(const DivergenceState& s) {
   return (s.reference - s.teacher_reference) + (s.log_sum - s.teacher_log_sum);
 }

@@ -33,8 +33,8 @@ __device__ PartialSum sum_of(const Partials& p, int64_t row) {
   return all;
 }
 
-// The reference is lse rounded to f32, so that a likely column has a small exponent. For logits so
-// large that this rounds to the maximum, it is the maximum.
+// The reference is lse rounded to f32, so that a likely column has a small exponent. If the maximum
+// is 2^20 or more in size, the reference is the maximum.
 __device__ HeadState state_of(const PartialSum& row) {
   const double log_sum = log(static_cast<double>(row.sum));
   HeadState s{row.reference, static_cast<float>(log_sum), 0};

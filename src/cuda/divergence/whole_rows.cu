@@ -58,9 +58,9 @@ struct Exchange {
 
 // A thread's maximum, and its sum relative to the maximum.
 struct RunningSum {
-  float maximum = -FLT_MAX, sum = 0;  // finite, so that infinity - maximum is no NaN
+  float maximum = -FLT_MAX, sum = 0;  // finite, so that -infinity - maximum is no NaN
 
-  // The maximum including these. fmaxf drops NaN, which the sum keeps.
+  // The maximum including these logits. fmaxf drops NaN, which the sum keeps.
   __device__ float most(const float (&z)[4]) const {
     return fmaxf(fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3])), maximum);
   }
@@ -215,7 +215,7 @@ __device__ DivergenceState state_of(const RowPair<kMaps>& row, int columns, Exch
   });
   student.join_lanes();
   teacher.join_lanes();
-  // A row of -inf has a sum of 0, and its state becomes NaN.
+  // A row of -inf has a sum of 0 and a log_sum of -inf, which makes what depends on it NaN.
   DivergenceState s{.reference = student.maximum,
                     .log_sum = logf(student.sum),
                     .teacher_reference = teacher.maximum,
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
     target_logit = target >= 0 ? pair.student(target) : a.has_target ? -infinity() : 0.0f;
   }
   if (share.blocks > 1) cluster_wait();
-  __syncthreads();  // before dz_of_row reads it
+  __syncthreads();  // before dz_of_row and target_logit are read
   DivergenceState state = a.shard.given  ? given_state(a.shard, a.chunk.tokens.row[k])
                           : a.has_states ? a.states[k]
                                          : state_of(pair, a.columns, &exchange.states);

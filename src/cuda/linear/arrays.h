@@ -66,7 +66,7 @@ struct Chunk {
 
 // How units (units.h) were divided, so that finish_rows finds their sums.
 struct UnitShares {
-  int32_t tiles = 0;  // columns of tiles in the vocabulary
+  int32_t tiles = 0;  // tiles across the vocabulary
   int32_t teams = 0;  // teams that worked, each on its own units
 };
 

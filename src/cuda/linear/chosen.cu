@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(threads)
   const int64_t i = blockIdx.x;
   const int all = lists.count[i];
   const TokenKind kind = kind_of_token(call.in, tokens.inactive, i, target_of(call.in, i));
-  if (kind != TokenKind::counts) return;  // its row is never read
+  if (kind != TokenKind::counts) return;  // add_kernel skips this token
   int32_t* const columns = to.column + lists.first[i];
   const auto gradient = [&](int k) {
     return *element_of<const float>(lists, call.grad_logits_at, i, k);
@@ -104,9 +104,9 @@ __global__ void __launch_bounds__(threads)
   const MapFactors map = map_of(call, tokens, i);
   const float factor = tokens.scalars->inv_gradient_scale;
   for (int k = threadIdx.x / 32; k < all; k += warps) {
-    // A lane examines every 32nd place; then each adds them all, so that the order is that of k.
+    // A lane examines every 32nd place; then every lane adds all gradients, in the order of k.
     const int column = columns[k], lane = threadIdx.x % 32;
-    if (column < 0) continue;  // only this warp marks it
+    if (column < 0) continue;  // no column: only this warp marks place k
     int before = 0, more = 0;
     for (int j = lane; j < all; j += 32) {
       if (unmarked(columns[j]) == column) before += j < k ? 1 : 0, more += j > k ? 1 : 0;

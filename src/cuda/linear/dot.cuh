@@ -35,7 +35,7 @@ __device__ float dot_packs(const Pack<T>* x, const Pack<T>* w, int packs, Pack<T
   }
   return sum;
 }
-// dot_packs in the same order for rows of any layout. Writes zeros after the row up to `pitch`.
+// Like dot_packs, in the same order, for rows of any layout. Pads the copy with zeros to `pitch`.
 template <class T>
 __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int64_t pitch, T* to,
                               int lane) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // An engine runs the linear ops on one family of devices: it says which calls it serves, decides
-// the properties of a call on which its kernels depend, and runs a plan. engines.h lists them, best
-// first.
+// the properties of a call on which its kernels depend, and runs a plan. engines.cpp lists the
+// engines, best first.
 #pragma once
 
 #include <functional>
@@ -26,9 +26,9 @@ class Engine {
   virtual ~Engine() = default;
   virtual const char* name() const = 0;
 
-  // Whether it serves any call on this device.
+  // Whether the engine serves any call on this device.
   virtual bool serves(const DeviceInfo& device) const = 0;
-  // Whether it serves this op, which depends on dtype, strides and the weight's alignment.
+  // Whether the engine serves this op, by its dtype, strides and the weight's alignment.
   virtual bool serves(const Call& op, const LinearShape& shape) const = 0;
   // Whether calls may ask for the largest logits. That needs kernels that see a row's logits in
   // memory.
@@ -52,7 +52,7 @@ class Engine {
   virtual void complete(const LinearShape&, const DeviceSpeed&, LinearPlan*) const {}
   // Returns `best`, or a better plan of several passes with `minimum` to `bytes` bytes. If `best`
   // has several passes and was planned for fewer bytes, they are planned again. With a minimum of 0
-  // (while the minimum is searched for) returns a smaller plan that is hardly slower.
+  // (while the minimum is searched for) it may return a smaller plan that is hardly slower.
   virtual LinearPlan in_passes(const LinearShape&, const DeviceSpeed&, uint64_t /*minimum*/,
                                uint64_t /*bytes*/, const LinearPlan& best) const {
     return best;
@@ -78,7 +78,7 @@ class Engine {
 // For an engine's describe(): `columns` columns of E are in the caller's `kept`, written by Forward
 // and read by Backward.
 void lay_out_kept(const Call& op, int64_t columns, LinearCall* call);
-// For f16 inputs: stores codes of E (numbers.cuh), which dz overwrites.
+// For f16 inputs: E is kept as codes (numbers.cuh), which dz overwrites; not with a softcap.
 void keep_codes(LinearCall* call);
 
 }  // namespace logitless::cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engines, best first. A new family of GPUs needs a folder next to theirs and a line in this
-// list.
+// The engines, best first. A new family of GPUs needs a folder next to portable/ and sm90/, and a
+// line in this list.
 #include <cstdio>
 #include <cstring>
 

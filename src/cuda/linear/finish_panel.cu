@@ -173,7 +173,7 @@ __device__ void multiply(const PanelArguments& a, int count, int first, int64_t 
   }
 }
 
-// E of a row, from its raw logit.
+// An element of E, draw / v, from its raw logit.
 __device__ inline float remade(const PanelArguments& a, int row, int64_t column, float raw) {
   const LinearCall& call = a.call;
   const RowGradient& g = a.gradients[row];
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(threads, blocks_a_multiprocessor)
   const int count = a.again[0];
   if (count == 0) return;
   __shared__ Shared<E> shared;
-  // Blocks that run at the same time share columns of the weight.
+  // Blocks that run at the same time read the same rows of the weight.
   const int64_t across = (count + edge - 1) / edge;
   const int64_t tiles = (a.panel.columns + edge - 1) / edge * across;
 #pragma unroll 1

@@ -61,7 +61,7 @@ __device__ void gather_row(const GatherArguments& a, T* to) {
   if (a.reads_input && tokens.scalars->valid == tokens.total) to = nullptr;
   if (to != nullptr) to += k * a.pitch;
   if (k >= a.chunk.rows || !is_valid(a.chunk, static_cast<int>(k))) {
-    // Kernels of other rows read this element too, so it must not be NaN.
+    // finish_rows loads this element before it knows whether the row counts.
     if (lane == 0 && k < a.chunk.rows) a.target_logit[k] = 0;
     for (int64_t j = lane * width; to != nullptr && j < a.pitch; j += 32 * width) {
       *reinterpret_cast<Pack<T>*>(to + j) = Pack<T>{};

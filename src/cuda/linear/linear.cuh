@@ -30,7 +30,7 @@ struct ColumnParts {
   }
 };
 
-// Calls f(T{}) with the type of E and of the scaled input; for f16, whose E is codes, any 16 bits.
+// Calls f(T{}) with the type of E and of the scaled input. E of f16 is codes, so any 16 bits serve.
 template <class F>
 void with_stored(DType dtype, F&& f) {
   if (dtype == DType::f32) {

@@ -46,12 +46,12 @@ struct LinearCall {
   bool plain() const { return map.identity && !in.makes_maps && !bias; }
 };
 
-// Arrays in the workspace, or in an output's memory until the output is written.
+// Arrays in the workspace, in the caller's `kept`, or in an output's memory until it is written.
 struct LinearMemory {
   Tokens tokens;
-  Tokens compacted;         // in their order before trade_rows
+  Tokens compacted;         // before arrange_tokens; set only if arranges()
   float* losses = nullptr;  // [N]  compacted; used if losses are reduced
-  // [1] the number of finish_rows' blocks that have finished the chunk
+  // [1] the number of finish_rows' blocks that have finished, in the last chunk
   int32_t* rows_finished = nullptr;
   char* library = nullptr;  // cuBLASLt's workspace
   // [V, hidden_pitch] if a product cannot read the caller's weight, else null
@@ -140,8 +140,8 @@ inline void place_bias_slabs(const LinearShape& s, const LinearPlan& p, int64_t 
   m->bias_slabs = arena->take<float>(divide_up(p.panel_rows, bias_slab_rows) * columns);
 }
 
-// Chosen columns (chosen.cu). The functions compute their logits; the summed size of each token's
-// gradients, to find the active tokens; what is added to dz; and the last adds it to a panel.
+// chosen.cu, in this order: the logits of chosen columns; the summed size of each token's
+// gradients, to find the active tokens; what is added to dz; and the addition of it to a panel.
 void chosen_logits(const LinearCall& call, const LinearMemory& m, Stream* stream);
 void chosen_sizes(const LinearCall& call, const LinearMemory& m, Stream* stream);
 void merge_chosen(const LinearCall& call, const LinearMemory& m, Stream* stream);
@@ -152,12 +152,12 @@ void copy_weight(const LinearWork& work);
 void copy_weight_tail(const LinearWork& work);
 // Gathers the chunk's rows of input and computes the targets' logits. If `clears`, rows of
 // grad_input whose token does not count become 0. If `beside`, the previous kernel may still be
-// running: it shares no memory with this one, but must itself have been launched early.
+// running: it shares no memory with this one, and has itself waited for all kernels before it.
 void gather_input(const LinearWork& work, bool clears, bool beside);
 // Writes the bias and the class weights in f32, followed by `padding` zeros.
 void column_terms(const LinearWork& work, int64_t padding);
 
-// Returns an error if rows or columns exceed 32 bits, in which kernels count them; offsets have 64.
+// Returns an error if an extent exceeds 2^31 - 65536: kernels count rows and columns in 32 bits.
 Status check_linear_extents(std::initializer_list<int64_t> extents);
 
 // The weight from row `column` on, as an operand of a product.
@@ -177,11 +177,11 @@ void write_targets(const LinearWork& work);
 // finish_panel.cu: E of the rows beyond the exponent's range and, if E is computed after
 // finish_rows, E of the target's column.
 void finish_panel(const LinearWork& work, const Panel& panel, bool targets);
-// With smoothing: the input times v, followed by the rows that compute the smoothing's term.
+// With smoothing: the input times v, and in the plan's extra rows those of the smoothing's term.
 void scale_input(const LinearWork& work);
-// Moves rows of kept E, as arrange_tokens moved their tokens (`fills`), or back: each row is
-// swapped with the row of a token without a gradient. Products may read the following rows too, up
-// to a multiple of `whole`; these are made finite.
+// If `fills`, moves rows of kept E as arrange_tokens moved their tokens, each in exchange for the
+// row of a token without a gradient; else moves them back. If `fills`, the rows after them become
+// finite, because products may read these: up to a multiple of `whole`, or all if `whole` is 0.
 void trade_rows(const LinearWork& work, const Panel& panel, bool fills, int whole);
 // form_panel.cu: dz from the panel's kept E; `to` may be `from`. Rows that do not count become 0,
 // up to a multiple of `whole` rows, or all of them if `whole` is 0.

@@ -195,8 +195,8 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, uint64_t giv
         {call.input.shape[0], call.weight.shape[0], call.weight.shape[1], call.all_chosen()});
   }
   if (!status.ok()) return status;
-  // Without addresses the best engine may turn out unable to use their alignment, so the sizes must
-  // suffice for the other engine too.
+  // An unknown address may turn out too unaligned for the best engine, so the sizes must suffice
+  // also for the engine that then runs the call.
   Call asked = call;
   std::array<Tensor*, 3> unknown;
   size_t count = 0;

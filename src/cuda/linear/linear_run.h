@@ -72,7 +72,7 @@ class LinearRun : public StepVisitor {
   virtual void run(const Step& step) = 0;
   // Where these columns of E or dz are.
   virtual Panel panel_of(const PanelPlace& at) const = 0;
-  // Products read a panel's rows up to a multiple of this; 0 means only the rows that exist.
+  // Products read a panel's rows up to a multiple of this; if 0, all rows of the chunk.
   virtual int whole_rows() const { return 0; }
 
   // Where kept E of these columns is.
@@ -90,7 +90,7 @@ class LinearRun : public StepVisitor {
   }
 
   LinearWork work_;
-  bool joined_ = false;  // the last step only added up slices
+  bool joined_ = false;  // the last launch only added up slices, so the gather may overlap it
 
  private:
   void prepare() {

@@ -36,7 +36,7 @@ __device__ T scan_before(T x, T* carry, Combine&& combine) {
   return lane == 0 ? before : combine(before, left);
 }
 
-// One block checks all offsets. A list is valid if no earlier offset is beyond its start, so that
+// One block checks all offsets. No earlier list may start beyond the start of a valid list, so that
 // valid lists share no place.
 __global__ void __launch_bounds__(scan_threads)
     lists_kernel(const __grid_constant__ IdLists lists, int tokens, TensorView fault) {

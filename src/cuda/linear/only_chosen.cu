@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of logits_at alone ("Only chosen columns" of docs/semantics.md), without a product:
-//   a_ik = g_ik dz/draw of the column ids_ik
+//   a_ik = g_ik times the slope of raw -> z at the column ids_ik
 //   grad_input_i = sum_k a_ik W[ids_ik]
 //   grad_weight_j = sum of a_ik x_i, grad_bias_j = sum of a_ik, over the places (i, k)
 //   with id j, in a fixed order
@@ -41,7 +41,7 @@ struct OnlyChosen {
 
 __device__ int vocab_of(const OnlyChosen& c) { return static_cast<int>(c.in.vocab); }
 
-// Places in no list get the column V, which does not exist.
+// Every place starts with column V, which does not exist; factors_kernel sets active tokens'.
 __global__ void __launch_bounds__(threads)
     fill_kernel(SortedPlaces sorted, int64_t places, int none) {
   const int64_t p = int64_t{blockIdx.x} * threads + threadIdx.x;

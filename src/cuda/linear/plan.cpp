@@ -29,7 +29,7 @@ void settle(const LinearShape& s, LinearPlan* p) {
   const bool lends_sum = sums_grad_weight(s, *p) && p->kind == PlanKind::chunks &&
                          s.kernels.lends_grad_weight && rows_in_place_of_e(s, *p) > 0;
   p->lent_sum_rows = lends_sum ? std::min(s.vocab / 2, s.rows_of_weight()) : 0;
-  // If all of E is kept, a part of it in grad_weight's memory, one product computes grad_input of
+  // If all of E is kept, a part of it in grad_weight's memory, one product can write grad_input of
   // all columns before anything of grad_weight is written.
   p->input_first &= p->lent_columns > 0 && kept == s.vocab && s.kernels.direct_grad_input;
   p->sum_rows = 0;

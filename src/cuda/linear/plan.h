@@ -9,9 +9,9 @@
 //   mixed       E of a share of the vocabulary is kept, the rest computed again: 3 to 4 products
 //   frugal      nothing kept; dz from logits computed again with the lse known: four products
 //   two_passes  E of one chunk of tokens at a time, for grad_input and the first rows of
-//               grad_weight; then dz of the other columns for the other rows: 3.5 products
-// Tiled kernels also keep E or dz of earlier columns in the rows of grad_weight that are not yet
-// written (tiled/panels.h).
+//               grad_weight; then dz of the other columns for the other rows: 3.5 products, or 4
+//               with grad_bias, because then the second pass computes all rows
+// Tiled kernels also keep E or dz in rows of grad_weight that are not yet written (tiled/panels.h).
 #pragma once
 
 #include <cstddef>
@@ -58,7 +58,7 @@ struct Kernels {
   bool lends_grad_input = false;   // grad_input's memory can hold the compacted input
   bool lends_grad_weight = false;  // grad_weight's later rows can hold E or dz
   bool plain = false;              // kernels for calls without options serve this call
-  bool reads_input = false;        // the products read the caller's own rows, if every token counts
+  bool reads_input = false;        // products can read the caller's own rows of input
   bool takes_eights = false;       // the last V % 8 columns are products of their own
   bool operator==(const Kernels&) const = default;
 };
@@ -130,8 +130,8 @@ struct LinearPlan {
   int64_t sum_rows = 0;        // rows of grad_input summed in f32 at a time, if E is whole
   int64_t stored_columns = 0;  // columns of E of a chunk in the workspace, or in `kept`
   int64_t lent_columns = 0;    // the next columns of E, in grad_weight's memory
-  // Whether one product computes grad_input of all columns before a row of grad_weight is written,
-  // which it can if all of E is kept. Before `settle`: whether it may.
+  // Whether one product writes grad_input, without sums in f32, before a row of grad_weight is
+  // written: if all of E is kept, a part of it in these rows. Before `settle`: whether it may.
   bool input_first = true;
   // Columns of E or dz computed at a time, if not all are stored.
   int64_t remade_columns = 0;
@@ -147,8 +147,8 @@ struct LinearPlan {
   EnginePart own{};
 };
 
-// The last columns, which are products of their own, and the rows of grad_weight, of which products
-// on the CUDA cores write any number.
+// The last columns, which have their own product in grad_input; and the last rows of grad_weight
+// that have their own: none on the CUDA cores, whose products write any number of rows.
 inline int64_t tail_columns(const LinearShape& s) {
   return s.kernels.takes_eights ? s.vocab % 8 : 0;
 }
@@ -194,7 +194,7 @@ inline constexpr int64_t segment_columns = 1024;
 
 // The calls of a plan of two passes, in the memory that the rows' states leave (row_reference and
 // row_log_sum). The first pass computes the loss, grad_input and the first rows of grad_weight; the
-// second computes the other rows from the states.
+// second computes the other rows and grad_bias from the states.
 LinearShape first_pass(const LinearShape& shape, int64_t first_rows);
 LinearShape second_pass(const LinearShape& shape, int64_t first_rows);
 uint64_t state_bytes(const LinearShape& shape);

@@ -14,7 +14,7 @@ void settle(const LinearShape& shape, LinearPlan* plan);
 // Chooses the rows and columns of a block of f32 logits of `bytes`.
 void set_block(const LinearShape& shape, int64_t bytes, LinearPlan* plan);
 
-// Widths of panels of columns that are computed again, in an engine's own unit.
+// Widths of panels of columns that are computed again, in blocks of logits or in tiles.
 inline constexpr int64_t panel_widths[] = {66, 33, 24, 20, 16, 12, 10, 8, 7, 6, 5, 4, 2, 1};
 
 // Returns the plan with the largest share of E that fits into `bytes`. Tries numbers of columns in

@@ -13,8 +13,8 @@ double in_pieces(int64_t total, int64_t piece, F&& cost) {
   return static_cast<double>(total / piece) * cost(piece) + (left > 0 ? cost(left) : 0);
 }
 
-// Visits a plan for an estimate: one of several equal steps, and at most a hundred different parts,
-// because a large vocabulary has very many of them and some hundred plans are compared.
+// Visits a plan for an estimate: one of several equal steps, and at most a hundred different parts
+// of lent E, because a large vocabulary has very many and hundreds of plans are compared.
 class Estimate : public StepVisitor {
  public:
   int64_t begin_repeat(int64_t) override { return 1; }
@@ -30,7 +30,7 @@ double predicted_time(const Engine& engine, const LinearShape& shape, const Line
 double shared_step_time(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,
                         const Step& step);
 
-// Whether rows of grad_weight are added to the memory's content.
+// Whether products of grad_weight write f32 sums or add to an f32 grad_weight.
 inline bool adds_to_weight(const LinearShape& s, const LinearPlan& p) {
   return sums_grad_weight(s, p) || (s.grad_weight_f32 && p.chunks > 1);
 }

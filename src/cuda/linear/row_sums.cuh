@@ -119,7 +119,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
       own[i] = b < whole ? segments.in_place(b) : PartialSum{};
     }
   };
-  // Single tiles come last: they are few, and a lane usually has at most one.
+  // Units of single tiles come after the others in a row; a lane usually has at most one.
   const int first_single = whole + ((lane - whole) & (kLanes - 1));
   PartialSum single;
   RowTotals all;

@@ -47,7 +47,7 @@ struct PlainRows {
   const char* input;
   char* scaled;
   int64_t pitch;
-  int32_t behind;      // rows after the chunk's, also cleared
+  int32_t behind;      // rows of `scaled` after the chunk's, which become 0
   int32_t unused = 0;  // GCC 12 does not initialize the padding, and tests compare whole launches
 };
 struct OptionRows : PlainRows {
@@ -107,8 +107,8 @@ __device__ bool is_kept_of(const LinearCall& call, const KeptRow& kept, const Ro
   return !((kept.reference - state.reference) + (kept.log_sum - state.log_sum) > kept_tolerance);
 }
 
-// Finds 1 - p_t, which the row of a shard does not keep, and whether E was overwritten. If the kept
-// row does not belong to this state, the state becomes NaN and the fault word is set.
+// Finds 1 - p_t, which a shard's kept row does not have, and whether E was overwritten. If the kept
+// row does not belong to this state or call, the state becomes NaN and the fault word is set.
 __device__ void load_kept(const LinearCall& call, const RowToken& token, RowState* state,
                           float* rest, bool* overwritten) {
   KeptRow* row = kept_row(call.kept, token.i);
@@ -163,7 +163,8 @@ __device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowTo
   }
 }
 
-// E = exp(z - z_t) is usable for a loss up to this many nats; beyond, the row is computed again.
+// E = exp(z - z_t) is usable if z_t is at most this many nats below the row's reference, which is
+// near its maximum; beyond, the row is computed again.
 constexpr float most_nats = 60;
 
 __device__ MapFactors map_of_row(const OptionRows& a, int row) {
@@ -228,13 +229,13 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   // A tiny token weight makes a factor that f32, or the scaled input's 16 bits, would lose. And E
   // of the target, 1 - o / v, would leave its range, since o is up to 2^14.
   const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
-  // With an infinite weight the smoothing's term cannot be computed separately: 0 inf is not -s c
-  // inf.
+  // If the weight has an infinity, the smoothing's term cannot be computed separately: E = 0 times
+  // infinity is NaN, but the gradient is -s c times infinity.
   const bool infinite = a.chunk.tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;
   if constexpr (!kPlain) {
     if (forms_dz(
             a.call.shape.kernels.kept)) {  // form_panel computes dz from kept E that is in range
-      // An infinite weight makes every column infinite, even one whose E was kept as 0.
+      // An infinite P makes dz of every column infinite, even where E was kept as 0.
       const bool again = far || overwritten || probability == infinity();
       if (again) a.again[1 + atomicAdd(a.again, 1)] = row;
       a.factors[row] = {1, 0, 0, again};
@@ -364,7 +365,7 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
     a.gradients[row] = RowGradient{};
     if (a.factors != nullptr) a.factors[row] = RowFactors{0, 0, 0, 0};
   }
-  // A row without a token is already 0, from the gather.
+  // In the compacted input a row that does not count is already 0, from the gather.
   if (!scales || (!valid && scaled.from == scaled.to)) return;
 #pragma unroll 1
   for (int64_t j = first; j < a.pitch; j += ScaledRow<E>::step) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// With smoothing the input is scaled after all rows' factors are known, because its term needs them
-// too.
+// With smoothing the input is scaled after the factors of all rows are known, because the
+// smoothing's term of grad_weight is a sum over all rows.
 #include "src/cuda/linear/linear.cuh"
 
 namespace logitless::cuda {
@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(256)
   sum[d] = sum_of_slabs(slabs, count, pitch, d);
 }
 
-// Writes v_k input_k for each row k of the chunk, then two more rows: -sum_k s_k input_k rounded to
-// E's dtype, and the rounding error. Their product with the class weights is label smoothing's part
-// of grad_weight; a single 16-bit row would lose too much of it. The rows after these are zero.
+// Writes v_k input_k for each row k of the chunk, then, if the plan has extra rows, -sum_k s_k
+// input_k rounded to E's dtype, the rounding error, and zeros. Those two rows times the class
+// weights are the smoothing's part of grad_weight; one 16-bit row would lose too much of it.
 template <class E>
 __global__ void __launch_bounds__(128)
     scale_kernel(Chunk chunk, const RowFactors* factors, const E* input, int64_t pitch,

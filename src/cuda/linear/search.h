@@ -18,7 +18,7 @@ inline bool is_better(const LinearPlan& p, const LinearPlan& best) {
 struct Found {
   LinearPlan least, best;
 };
-// Caches the last few answers: planning takes longer than enqueuing a small call.
+// Each thread caches its last few answers: planning takes longer than enqueuing a small call.
 Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
              uint64_t bytes);
 

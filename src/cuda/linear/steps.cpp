@@ -82,7 +82,7 @@ void CallSteps::chunk(const Range& tokens) {
   if (s_.targets_only) return visit({.kind = StepKind::targets});
   if (s_.forward) logits();
   PanelPlace kept = stored();
-  if (!s_.gradients()) kept.origin = Origin::again_dz;  // E has no factors yet
+  if (!s_.gradients()) kept.origin = Origin::again_dz;  // a Forward has no factors for E
   visit({.kind = StepKind::states,
          .panel = kept,
          .lent_behind = p_.lent_columns,

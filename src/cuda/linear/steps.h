@@ -18,7 +18,7 @@ enum class StepKind {
   class_row,     // sum_j c_j weight_j of the columns whose E is multiplied
   weight_tail,   // copy the weight's last V % 8 rows, followed by zeros
   trade_rows,    // move rows of kept E that have a gradient to the front
-  // For each chunk of tokens; from finish_panel on, some for each panel of columns.
+  // For each chunk of tokens; some of these steps for each panel of columns.
   gather,   // compact the chunk's rows of input and compute the target logits
   targets,  // write the target logits, if no other output is requested
   logits,   // partial sums of each row over the panel's columns, and E if kept
@@ -53,7 +53,7 @@ struct PanelPlace {
   Origin origin = Origin::again_dz;
   bool lent = false;  // in grad_weight's memory
   bool kept = false;  // in the caller's `kept`
-  // Copied from grad_weight's memory to the workspace, for the product that writes its rows.
+  // Copied from grad_weight's memory to the workspace, before a product writes that memory.
   bool copied = false;
   int64_t end() const { return first + columns; }
 };

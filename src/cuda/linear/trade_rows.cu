@@ -5,9 +5,9 @@
 namespace logitless::cuda {
 namespace {
 
-// Swaps rows of kept E: that of the token at `place` with that at k, which has no gradient. Rows of
-// 8 lanes each, 16 bytes per lane, handle several columns in turn. If every token has a gradient,
-// all rows are in place already.
+// Swaps rows of kept E: row k with the row at `place`, where Forward put the token that Backward
+// has at k. Eight threads share a row, 16 bytes each, and handle several groups of columns in turn.
+// If every token has a gradient, all rows are in place already.
 constexpr int traded_rows = 32, traded_lanes = 8, traded_groups = 8;
 
 template <class E>

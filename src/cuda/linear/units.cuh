@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Combines a row's partial sums of consecutive tiles, always in this order, whether in the
-// forward's registers or in finish_rows.
+// Combines a row's partial sums of consecutive tiles, always in the order of the tiles, whether in
+// the forward's registers or in finish_rows.
 #pragma once
 
 #include "src/cuda/linear/units.h"

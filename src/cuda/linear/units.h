@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Without gradients the forward's tiles of 512 rows may be grouped into units: 8 tiles of the same
 // rows, computed one after the other by one cluster, which stores one sum per row and its
-// reference. The units of the last round and the tiles after a row's last whole unit would leave
-// clusters idle, so they are done a tile at a time; these single tiles have separate sums, which
+// reference. The units of the last round and the tiles after a row cluster's last whole unit would
+// leave clusters idle, so they are done a tile at a time; these single tiles have own sums, which
 // finish_rows combines into units. A unit's tiles are combined in the same order either way
 // (units.cuh), so that neither the schedule nor the batch changes a bit.
 #pragma once
@@ -28,7 +28,7 @@ struct Units {
   int width;  // tiles per unit; 1: every tile is a unit, none is single
   // A row cluster has `full` complete units, and `over` tiles after them.
   int full, over;
-  // `whole` of the full units are done as units, `rest` of them a tile at a time in the last round.
+  // `whole` of the full units are done as units; after them, `rest` of them a tile at a time.
   int whole, rest;
   int items;
 

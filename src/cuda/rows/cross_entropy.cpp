@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Cross-entropy on given logits or probabilities [N, V]: tokens are compacted on the device, one
-// launch (two of probabilities) reads the rows, and the rest is per token.
+// launch (two for probabilities) reads the rows, and the rest is per token.
 #include "src/cuda/ops.h"
 #include "src/cuda/rows/logit_rows.h"
 

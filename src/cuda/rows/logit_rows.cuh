@@ -68,8 +68,8 @@ __device__ inline float target_gradient(const MapFactors& map, const RowGradient
 
 // p_j = lost 2^(z_j log2 e - by), where `by` is (m + log s) log2 e, rounded, and `lost` makes up
 // for that rounding; both are the same for the whole row. Each element needs one multiply-add,
-// whose rounding error is that of a smaller number. If m is too large for `lost` to be near 1, m is
-// subtracted first, as in the sums: the largest term must be exactly 1.
+// rounded relative to its small result. If m is too large for `lost` to be near 1, m is subtracted
+// first, as in the sums: the largest term must be exactly 1.
 struct Probability {
   float m, log_sum, by = 0, lost = 1;
   bool near;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of given logits [N, V]. One launch computes the state of every row (maximum, log of the sum,
-// statistics) and its output row (gradient or probabilities), from one read of the row if it fits;
-// gradient rows of tokens that do not count are cleared. How a row is divided, and so its bits,
-// depends only on V, the dtype and the device.
+// statistics) and its output row (gradient or probabilities), from one read if the row fits into
+// shared memory; gradient rows of tokens that do not count or are inactive are cleared. How a row
+// is divided, and so its bits, depends only on V, the dtype and the device.
 #pragma once
 
 #include "src/cuda/runtime/runtime.h"

@@ -25,9 +25,9 @@ struct RowPartial : CommonPartial {
   float mass = 0;  // sum exp(z - m) of the columns that `above` counts
 };
 
-// What kernels compute of a column. `plain`: only the maximum, the sum and P p; `options`: all
-// options; `more`, which needs more registers: also the rank, sums of squares and of logits, and
-// maps per row.
+// What kernels compute of a column. `plain`: only the maximum, the sum and a multiple of p;
+// `options`: all options; `more`, which needs more registers: also the rank, mass_above, the sums
+// of squares and of logits, and maps per row.
 enum class Columns { plain, options, more };
 
 constexpr int most_warps = 8;
@@ -143,7 +143,7 @@ __device__ void add_unit(const float* raw, int column, int n, float shift, const
   }
 }
 
-// The thread's unit u goes to chain u % 4.
+// The thread's n-th unit goes to chain n % 4.
 template <class T, Columns kColumns>
 __device__ ThreadSums thread_sums(const Tile<T>& tile, bool odd, float shift, const MapFactors& map,
                                   const TensorView& class_weight, int64_t first, SumSet wants,

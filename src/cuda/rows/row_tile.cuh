@@ -15,7 +15,7 @@ constexpr int word_bytes = 16, line_bytes = 128;
 // Bytes of a tile beyond its columns'.
 constexpr int tile_margin = line_bytes + word_bytes;
 
-// 32 bits of elements, as pack in numbers.cuh.
+// A unit is 32 bits of elements: one f32, or two of 16 bits. A word is 16 bytes.
 
 template <class T>
 inline constexpr int per_unit = 4 / static_cast<int>(sizeof(T));
@@ -130,8 +130,8 @@ __device__ float thread_max(const Tile<T>& tile) {
   return fmaxf(fmaxf(x[0], -infinity()), x[1]);  // -inf replaces a NaN in x[0]
 }
 
-// Loads the columns of one 32-bit unit: u * per_unit and, for 16 bits, the next one. `odd`: they do
-// not start at a multiple of 4 bytes.
+// Loads the columns of one 32-bit unit: u * per_unit and, for 16 bits, the next one. `odd`: the
+// tile's columns do not start at a multiple of 4 bytes.
 template <class T>
 __device__ void load_unit(const Tile<T>& tile, int u, bool odd, float* x) {
   uint32_t bits;

@@ -33,8 +33,8 @@ RowsPlan plan_rows(int64_t columns, int64_t element_bytes, int64_t shared_bytes_
     plan.tiles = static_cast<int>(divide_up(slice, fitting));
   }
   plan.tile = static_cast<int>(whole_columns(divide_up(slice, plan.tiles)));
-  // With more than 256 threads, each warp's share of the work per row (reductions, the state) costs
-  // more than it hides: 62-76 % of a copy's speed with 512, when it was 73-81 % with 256.
+  // The work that every warp repeats for a row (reductions, the state) makes more threads slower:
+  // 62-76 % of a copy's speed with 512, 73-81 % with 256.
   constexpr int most_threads = 256;
   while (plan.threads < most_threads && plan.threads * 16 < plan.tile) plan.threads *= 2;
   plan.shared_bytes = plan.tile * element_bytes + rows_margin;

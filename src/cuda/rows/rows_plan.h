@@ -20,7 +20,7 @@ struct RowsPlan {
   int tiles = 1;
   int64_t shared_bytes = 0;  // dynamic
 };
-// `shared_bytes_per_block` is the most that a block may ask for; `clusters`: the device has them.
+// `shared_bytes_per_block` is the most that a block may ask for; `clusters`: kernels may use them.
 RowsPlan plan_rows(int64_t columns, int64_t element_bytes, int64_t shared_bytes_per_block,
                    bool clusters);
 

@@ -8,8 +8,8 @@
 
 namespace logitless::cuda {
 
-// For tests that record launches, since CUDA does not reveal it: the bytes of a kernel's parameter,
-// and a function that clears its padding. Not used otherwise.
+// Only for tests that record launches: the bytes of a kernel's parameter, which CUDA does not
+// reveal, and a function that clears the parameter's padding.
 struct Parameter {
   size_t bytes;
   void (*clear_padding)(void* value);

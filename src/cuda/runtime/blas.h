@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrix products by cuBLASLt, which is found at run time. Its heuristic, never timing, chooses the
-// kernel from the types and the shape of the largest chunk. Smaller chunks use the same kernel, so
-// that the same call gives the same bits in every process. The depth is split only if the caller
-// gives memory for it.
+// kernel from the types and the shape of the largest chunk. Smaller chunks use the same kernel if
+// it can run them. So the same call gives the same bits in every process. The depth is split only
+// if the caller gives memory for it.
 #pragma once
 
 #include "src/cuda/runtime/runtime.h"
@@ -46,7 +46,7 @@ bool serves_product(const TensorView& matrix);
 
 // Returns backend_unavailable with the names tried if cuBLASLt is not found.
 Status find_matrix_library();
-// Creates the device's handle, which loads cuBLASLt's kernels lazily.
+// Creates the device's handle. cuBLASLt loads a kernel only at the first product that needs it.
 Status warmup_matrix_library(const DeviceInfo& device);
 
 }  // namespace logitless::cuda

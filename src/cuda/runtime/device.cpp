@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The devices of this process. Each is checked alone: a device that is too old, or does not answer,
-// reports it when it is used and does not affect others. Without a driver the library works, and
+// is refused when it is used and does not affect others. Without a driver the library works, and
 // says why CUDA is not available.
 #include <cstdio>
 #include <cstdlib>

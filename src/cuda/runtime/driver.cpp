@@ -24,7 +24,7 @@ Remembered<Loaded>& remembered_driver() {
 }
 
 Status load(Loaded* loaded) {
-  // The runtime has loaded it, so it stays loaded until the process ends.
+  // Never closed: the CUDA runtime uses libcuda until the process ends.
   void* library = api().open("libcuda.so.1", RTLD_NOW);
   if (library == nullptr) {
     return Status(StatusCode::backend_unavailable, "cuda: libcuda.so.1 was not found");

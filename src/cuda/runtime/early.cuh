@@ -14,8 +14,8 @@ __device__ inline void let_next_start() {
 }
 
 // Waits until the previous kernel has ended and its writes can be read. Every block of a kernel
-// launched early must call it, even if it reads none of them, because the next kernel waits for
-// this kernel only.
+// launched early must call this, even if the block reads none of these writes, because the next
+// kernel waits for this kernel only.
 __device__ inline void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -53,9 +53,9 @@ Status find_device(int index, const DeviceInfo** info);
 // Finds the first device that works, or returns why device 0 does not.
 Status find_first_device(const DeviceInfo** info);
 
-// Makes the device current while it lives, and restores the previous one. Also gives the thread a
-// context: one that has not called CUDA yet (autograd's, say) has a current device but no context,
-// without which the driver creates no tensor map.
+// Makes the device current during this object's life, then restores the previous one. Also gives
+// the thread a context: a thread that has not called CUDA yet (autograd's, say) has a current
+// device but no context, and without one the driver creates no tensor map.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int index) {
@@ -115,8 +115,8 @@ class Stream {
   }
   bool preparing() const { return preparing_; }
 
-  // Returns what `ask` returns, which may fail this stream. Questions asked while preparing are not
-  // asked again: their answers are stored in order.
+  // Returns what `ask` returns; `ask` may fail this stream. The first most_answers questions asked
+  // while preparing are not asked again: their answers are stored in order.
   template <class T, class Ask>
   T answer(Ask&& ask) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(answers_[0]));
@@ -183,7 +183,7 @@ class Stream {
 bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device, Stream* stream);
 
 // A grid of x blocks by y of another axis, of which the grid's y takes up to 65535 and z the rest.
-// block_of_second_axis (linear.cuh) returns a block's index, which may be past the end.
+// block_of_second_axis (linear/linear.cuh) returns a block's index, which may be past the end.
 inline dim3 two_axes(unsigned x, int64_t y) {
   const int64_t planes = (y + 65534) / 65535;
   return {x, static_cast<unsigned>(planes == 0 ? 0 : (y + planes - 1) / planes),
@@ -207,8 +207,8 @@ class Arena {
     return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + start);
   }
   uint64_t used() const { return used_; }
-  // back_to() continues at `start`, for arrays used after the ranges since then; at_least() keeps
-  // the larger end.
+  // back_to() makes later ranges overlap those taken since `start`, for arrays that are not in use
+  // at the same time; at_least() then makes used() at least the end of the overlapped ranges.
   void back_to(uint64_t start) { used_ = start; }
   void at_least(uint64_t end) { used_ = used_ < end ? end : used_; }
 

@@ -13,7 +13,7 @@ namespace logitless::cuda {
 struct TokenScalars {
   float zero, one;             // alpha and beta of cuBLASLt's products
   int32_t weight_is_infinite;  // initially 0; set by a linear op with smoothing
-  int32_t valid;               // tokens that count and are compacted
+  int32_t valid;               // the number of compacted tokens
   // Tokens whose target is out of range where that is an error: loss NaN, gradient 0.
   int32_t outside;
   int32_t empty_mean;
@@ -38,7 +38,7 @@ struct alignas(16) TokenMap {
 struct TokenBlock {
   int32_t valid, outside, counted;
   float coolest;  // the lowest temperature, if each token has one
-  // The largest |a| w, the largest |g| and the largest gradient of a statistic.
+  // The largest |a| ((1 - eps) |c_t| + (eps/V) sum_j c_j), |g| and gradient of a statistic.
   float weights, upstream, statistics;
   double normalizer, class_weight_sum;
 };
@@ -47,13 +47,13 @@ constexpr int tokens_per_block = 8192, one_launch_tokens = 65536;
 // Arrays in the workspace, on the device.
 struct Tokens {
   int64_t total = 0;  // N
-  // [N]  indices: the tokens that count, ascending, then the others
+  // [N]  indices: the compacted tokens, ascending, then the others
   int32_t* row = nullptr;
   // By token, if needed: `inactive` is 1 if a token counts and has no gradient.
   uint8_t* inactive = nullptr;  // [N]
   TokenMap* map = nullptr;      // [N]
   int32_t* place = nullptr;     // [N]  index among the tokens that count
-  // Of the first scalars->valid tokens, followed by -1 and 0.
+  // Of the scalars->valid compacted tokens, in order, followed by -1 and 0.
   int32_t* target = nullptr;       // [N]  the column in the views, or -1 if in another shard
   float* target_weight = nullptr;  // [N]  c_t
   float* token_weight = nullptr;   // [N]  a_i

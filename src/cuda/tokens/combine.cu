@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op Combine, in three steps: tokens are compacted as for any loss; each thread folds the
-// shards of one token, which are N elements apart, so that a warp's reads are contiguous; the
-// losses are reduced.
+// The op Combine, in four steps: tokens are compacted as for any loss; each thread folds the shards
+// of one token, which are N elements apart, so that a warp's reads are contiguous; the losses are
+// reduced; top-k lists are merged (top.cu).
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/tokens.cuh"
@@ -41,8 +41,8 @@ __device__ RowStatistics fold_token(const CombineArguments& a, int64_t i) {
       }));
 }
 
-// Before the wait it may only read what the previous kernel, which compacts the tokens, does not
-// write.
+// Before its wait this kernel may only read what the previous kernel, which compacts the tokens,
+// does not write.
 __global__ void __launch_bounds__(threads)
     combine_kernel(const __grid_constant__ CombineArguments a) {
   const int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x;

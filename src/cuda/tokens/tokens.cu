@@ -4,11 +4,11 @@
 //           temperatures, or gradients that may be 0
 //   classify: how many count, the sum of c_t, the largest factors of the gradients; the outputs of
 //             tokens that do not count
-//   compact: the arrays of those that do, from the number before them; the scalars
+//   compact: the arrays of compacted tokens, from the number before each; the scalars
 // After screening, up to one_launch_tokens take one launch, a token a thread: every block counts
-// all tokens, which is little beside its own work, and the last one makes the scalars. More tokens
-// take two launches of blocks of tokens_per_block, the second of which uses what the first has
-// found, and a third if `place` is asked for.
+// all tokens, so that it needs no other block's result, and the last one makes the scalars. More
+// tokens take two launches of blocks of tokens_per_block, the second of which uses what the first
+// has found, and a third if `place` is asked for.
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/token_scalars.cuh"
 
@@ -97,7 +97,7 @@ __device__ OwnTokens read_tokens(const TokenInput& in, const Tokens& t, int b) {
   return own;
 }
 
-// Calls use(its block of `threads`, target) with this thread's share of all tokens.
+// Calls use(block, target) for each of this thread's tokens; a block is `threads` tokens.
 template <class T, class F>
 __device__ void for_targets_of(const TensorView& view, int total, int64_t ignored, F&& use) {
   const T* at = address<const T>(view, threadIdx.x);
@@ -124,7 +124,7 @@ __device__ void for_targets(const TokenInput& in, const Tokens& t, F&& use) {
     for_targets_of<int32_t>(in.target, total, in.options.ignore_index, use);
   }
 }
-// Whether this thread's token of a block of `threads`, which counts, is inactive.
+// Whether this thread's token of such a block is inactive; the token counts.
 __device__ bool is_inactive(const TokenInput& in, const Tokens& t, int block) {
   return is_inactive(in, t.inactive, int64_t{block} * threads + threadIdx.x);
 }
@@ -157,7 +157,7 @@ __device__ void weigh(const TokenInput& in, const LossConstants& constants, int6
   }
 }
 
-// Without class weights a token out of range counts in a mean too. It sets the fault word.
+// Without class weights the mean also counts tokens out of range. These set the fault word.
 __device__ void finish_total(const TokenInput& in, TokenBlock* all) {
   if (!present(in.vocab_weight)) all->normalizer = all->counted + all->outside;
   if (threadIdx.x == 0 && all->outside > 0 && present(in.fault)) {
@@ -261,7 +261,7 @@ __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
   __syncthreads();
 }
 
-// Writes token i, which has k compacted tokens before it, of `valid`.
+// Writes token i, which has k compacted tokens before it, of `valid` in all.
 __device__ void put_token(const TokenInput& in, const Tokens& t, int64_t i, int64_t target,
                           TokenKind kind, int64_t k, int valid) {
   const bool counts = kind == TokenKind::counts;
@@ -453,7 +453,7 @@ __global__ void __launch_bounds__(threads)
                                 address<float>(loss));
 }
 
-// Block n clears the row of the n-th token that does not count.
+// Block n clears the row of the n-th token that is not compacted.
 template <class T>
 __global__ void __launch_bounds__(256) clear_rows(Tokens t, TensorView gradient) {
   const int64_t k = t.scalars->valid + int64_t{blockIdx.x};

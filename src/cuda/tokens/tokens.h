@@ -21,7 +21,7 @@ struct TokenInput {
   bool statistics_gradients = false;
   bool skips_inactive = false;  // Backward leaves out tokens whose upstream gradients are all 0
   bool makes_maps = false;      // each token has a TokenMap
-  const float* chosen_sizes = nullptr;  // [N]  the sum of |gradients| of its chosen columns
+  const float* chosen_sizes = nullptr;  // [N]  sum of |gradient| of a token's chosen columns
   // dz of f16 is stored times this, so that small values keep their bits: 64, or what a
   // divergence's bound of dz allows.
   float lift = 1;
@@ -44,9 +44,9 @@ struct TokenArrays {
   bool inactive = false, maps = false, places = false;
 };
 Tokens place_tokens(Arena* arena, int64_t tokens, const TokenArrays& arrays);
-// Moves tokens to the positions of their rows in kept E, if these are among the first ones; a token
-// whose row is past them takes the position of a token without a gradient. `from` and `to` share
-// all arrays except the compacted ones.
+// Moves tokens to the positions of their rows in kept E. A token whose row is not among the first
+// scalars->valid takes the position of a token without a gradient. `from` and `to` share all arrays
+// except the compacted ones.
 void arrange_tokens(const Tokens& from, const Tokens& to, Stream* stream);
 
 // The caller's outputs per token: the loss (per token, or reduced in a fixed order) and the
@@ -74,7 +74,7 @@ inline TokenOutputs token_outputs(const Call& call) {
 // prepare_tokens calls it first; a second head has its own maps.
 void screen_tokens(const TokenInput& input, const Tokens& tokens, Stream* stream);
 
-// Enqueues everything; counting takes one launch up to one_launch_tokens, else 2 or 3. Also checks
+// Enqueues the preparation; counting takes one launch up to one_launch_tokens, else 2 or 3. Checks
 // the targets' range, which may set `fault`, and writes the outputs of tokens that do not count: 0,
 // or NaN for a target out of range.
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
@@ -85,7 +85,7 @@ void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOu
 void write_loss(const TokenInput& input, const Tokens& tokens, const float* losses,
                 const TensorView& loss, Stream* stream, bool early = false);
 
-// Sets the gradient rows [N, columns] of tokens that do not count to exactly 0.
+// Sets the gradient rows [N, columns] of tokens that are not compacted to exactly 0.
 void clear_other_rows(const Tokens& tokens, const TensorView& gradient, Stream* stream);
 
 inline TokenInput token_input(const Call& call) {

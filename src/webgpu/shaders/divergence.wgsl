@@ -90,7 +90,6 @@ fn sums(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   }
 }
 
-// Returns draw of a column.
 fn draw_of(s: State, t: State, raw: f32, teacher_raw: f32, scale: Scale, teacher_scale: Scale,
            column: u32) -> f32 {
   let mapped = map_raw(raw, scale);

@@ -32,8 +32,8 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   workgroupBarrier();
   let first = group.x * slot_columns;
   let token = counted[4u + r];
-  // A token that does not count gets 0 columns here instead of a return, because WGSL requires
-  // every thread to reach a barrier.
+  // A token that does not count gets 0 columns here instead of a return: WGSL refuses a barrier after
+  // a return that depends on a read_write binding, which threads may read differently.
   let is_made = !direct || is_counted(rows[token].kind);
   let columns = select(0u, p.columns, is_made);
   let target_column = rows[token].target_column;

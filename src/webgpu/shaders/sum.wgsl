@@ -167,7 +167,7 @@ fn set_loss(sum: f32) {
   loss[p.loss] = bits;
 }
 
-// In this entry point the values add up to the tokens' losses.
+// `values` has the sum of the tokens' losses; for finish_sums, its parts.
 @compute @workgroup_size(1)
 fn finish() {
   set_loss(value(0u));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finds which tokens count and, in Backward, which of them have a gradient.
 //   chunk  one workgroup initializes the rows of a chunk of tokens and lists those that count
-//   each   the same with one thread per token, for logits changed in place; lists every token
+//   each   the same, a thread per token, if the block is the caller's matrix; lists every token
 //   count  a workgroup sums c_t over those of 1024 tokens that count    -> sums
 //   emit   writes a word of every row, or a value computed from it, to a strided output
 // Uses common: numbers, token, target.

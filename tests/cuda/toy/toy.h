@@ -16,7 +16,7 @@ class ToyEngine final : public tiled::TiledEngine {
   const char* name() const override { return "toy"; }
   bool serves(const DeviceInfo&) const override { return true; }
   bool serves(const Call& op, const LinearShape& shape) const override;
-  bool is_batch_invariant() const override { return false; }  // too few calls served
+  bool is_batch_invariant() const override { return false; }  // other engines serve most calls
   bool finds_maximum(const LinearShape&) const override { return true; }
   DeviceSpeed speed(const DeviceInfo& device) const override;
 

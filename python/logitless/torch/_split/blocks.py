@@ -84,7 +84,7 @@ def _made(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs Forward on a block's columns. Returns the states [m, N] f32 (the last rows are the
     logits at ids, or the largest ones), argmax and top_ids [j, N], and what is kept. `states`: the
-    bits of the row's state that are asked for, and of the gradients that may follow."""
+    bits of the states and indices that are asked for."""
     forward: Any = torch.ops.logitless.forward
     wanted = states | block.wanted & _FOLLOWING
     results = forward(
@@ -150,8 +150,8 @@ def local_gradients(
     shard: Shard, inputs: Any, options: Options, memory: int | None, wanted: int,
     upstream: Upstream, kept: Sequence[Tensor | None] | None,
 ) -> tuple[sums.Carries, list[Tensor], list[Tensor]]:  # fmt: skip
-    """For each block with columns: its part of grad_input, and its rows of grad_weight and
-    grad_bias."""
+    """The blocks' parts of grad_input, added up in a tree; and for each block with columns its rows
+    of grad_weight and grad_bias."""
     backward: Any = torch.ops.logitless.backward
     rows, w, b, *constants = inputs
     need_input = bool(wanted & _run.OF_INPUT)

@@ -52,9 +52,9 @@ def combine(
     wanted: int, ids: Tensor | None = None,
 ) -> Combined:  # fmt: skip
     """The `wanted` outputs, from the shards' states [S, m, N] in the vocabulary's order, as a
-    Forward that was asked for `given` wrote them, and from `indices`: their argmax [S, N] i64, then
-    top_ids [S, k, N]. If the logits at `ids` [N, K] or the k largest are wanted, they are the rows
-    after the states."""
+    Forward that was asked for `given` wrote them. If the logits at `ids` [N, K] or the k largest
+    are wanted, they are the rows after the states. `indices` [S, j, N] i64: the row of argmax and
+    the k rows of top_ids, each if it is wanted."""
     op: Any = torch.ops.logitless.shard_combine
     values = options._asdict()
     at = argmax = top_logits = top_ids = None

@@ -21,8 +21,8 @@ def facts_of(
     columns: int = 0,
 ) -> tuple[int, ...]:  # fmt: skip
     """The numbers that must fit together, or be the same, on all ranks. `gathered`: the teacher's
-    hidden size, and which of the teacher's tensors are gathered in addition to the input.
-    `columns`: the number of chosen columns of each token."""
+    hidden size, and which tensors of tokens besides the input are gathered, as bits. `columns`: the
+    number of chosen columns of each token."""
     stop = shard.start + weight.shape[0]
     tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
     own = (shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted)
@@ -162,8 +162,9 @@ def _summed(x: Tensor, shard: Shard, dtype: torch.dtype) -> Tensor:
 
 def reduce_grad_input(part: Tensor, shard: Shard, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The gradient of the input, in its `shape`, from every rank's part [N, D] for all tokens. If
-    the input is split, the result is for this rank's own tokens, otherwise for all. f32 parts are
-    added in the ranks' order, so that every rank gets the same bits, whatever the backend does."""
+    the input is split, the result is for this rank's own tokens, otherwise for all. If
+    `shard.ordered`, the f32 parts are added in the ranks' order, so that every rank gets the same
+    bits, whatever the backend does."""
     dim = shard.sequence_dim
     if dim is not None:
         first = part.view(shard.whole(shape)).movedim(dim, 0)

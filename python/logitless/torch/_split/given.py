@@ -23,8 +23,8 @@ class Split:
       torch.chunk's split of `total`, or equal shards. Rows of the weight beyond `total` are
       padding.
     - `blocks`: a power of two that the number of ranks divides. The vocabulary is computed in that
-      many separate blocks of equal width. Everything then has the same bits for any number of ranks
-      that divides `blocks`, one process included.
+      many separate blocks of equal width; the last may be narrower or empty. Everything then has
+      the same bits for any number of ranks that divides `blocks`, one process included.
     - `sequence_dim`: the dimension of tokens along which the input is split over the group, too.
       Targets and results are those of all tokens.
     - `local_tokens`: with `sequence_dim`, targets and results are those of the rank's own tokens; a
@@ -32,6 +32,9 @@ class Split:
     - `reduce_input_grad`: if False, the input's gradient is the rank's part of a sum.
     - `reduce_dtype`: "float32" adds the parts of that gradient in the ranks' order, so that every
       rank has the same bits; "input" leaves the sum to the backend, in the input's dtype.
+
+    Nothing is checked here: the function that gets the Split raises LogitlessValueError or
+    LogitlessNotSupportedError.
     """
 
     group: Any = None

@@ -15,7 +15,7 @@ from logitless.torch._split.given import Split
 
 
 class Arguments(NamedTuple):
-    """A call's arguments that may be DTensors, and what their placements say."""
+    """A call's arguments that may be DTensors, and its Split."""
 
     input: Any
     linear_weight: Any

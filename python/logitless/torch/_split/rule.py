@@ -7,7 +7,7 @@ dimension of tokens.
                rank: what each rank's Forward keeps of its columns is relative to them. Then each
                rank's Forward; one all-gather of the rows' states, 12 bytes a token and rank, and 4
                more for each of entropy, smoothing and the like, and for each chosen column, whose
-               logit is the ranks' largest; every rank folds them in the ranks' order (sums.py)
+               logit is the ranks' largest; every rank folds these in the ranks' order (combine.py)
     backward   each rank's Backward on its columns, from the global states and what it has kept: its
                grad_weight is done, its grad_input is a part in f32, which the ranks exchange and
                add up in their order
@@ -45,7 +45,7 @@ from logitless.torch._split.sums import Tokens
 
 _DIFFERENTIABLE = tuple(
     bit for bit in _run.OUTPUTS if bit & (_run.LOSS | _run.DIFFERENTIABLE)
-)  # the first of the outputs
+)  # the loss, the statistics with a gradient, and the logits at ids
 _ENTROPY = list(_run.OUTPUTS).index(_run.ENTROPY)
 _CONSTANTS = len(Constants._fields)
 
@@ -72,7 +72,7 @@ def _flat(constants: Constants) -> Constants:
 
 
 class ShardedLoss(Function):
-    """The outputs in the order of _run.OUTPUTS; None where not wanted."""
+    """The autograd rule: the outputs in the order of _run.OUTPUTS, None where not wanted."""
 
     @staticmethod
     def forward(
@@ -321,8 +321,8 @@ def refuse(call: Call) -> None:
 
 
 def _check_device(input: Tensor, constants: Constants) -> None:
-    """Checks the token weights' device. Forward does not check it, because only Combine gets
-    them."""
+    """Checks the constants' devices. The core's Forward cannot check that of the token weights,
+    because only Combine gets them."""
     for name, tensor in zip(Constants._fields, constants):
         if tensor is not None and tensor.device != input.device:
             raise wrong_device(
@@ -343,7 +343,7 @@ def _keeps(input: Tensor, call: Call, shard: Shard) -> bool:
         return False
     if not call.wanted & sum(_DIFFERENTIABLE) & ~_run.TARGET_LOGIT:
         return False
-    if shard.blocks and call.memory is not None:  # Block.kept_bytes
+    if shard.blocks and call.memory is not None:  # the reason is in Block.kept_bytes
         return False
     return _kept.serves(call.dtype or input.dtype, input.device.type, call.options)
 

@@ -31,7 +31,7 @@ class Shard(NamedTuple):
     own: bool = False  # each rank has its own tokens and loss; grad_weight is of the losses' mean
     replicas: str = ""  # the group of the ranks with the same columns and other tokens
     divisor: float = 1.0  # of the sum of all ranks' grad_weight
-    keeps: bool = False  # Forward keeps for Backward what it can
+    keeps: bool = False  # whether Forward keeps state for Backward, where memory allows
     of_input: bool = False  # Backward will be asked for the input's gradient, which is exchanged
     of_any: bool = False  # a Backward, in which ranks exchange, may follow
 

@@ -201,7 +201,7 @@ __device__ void clear(const RowsArguments<kMapped>& a, const Fetched& f) {
   }
 }
 
-// Blocks take tiles in turn: a warp loads its next tile's logits while it works on this one.
+// Blocks take tiles in turn: a warp loads its next tile's logits while it works on the current one.
 template <class E, Sums kSums, bool kMapped>
 __global__ void __launch_bounds__(256, 2)
     exponentials_kernel(const __grid_constant__ RowsArguments<kMapped> a) {

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(threads)
   const int most = static_cast<int>(call.top.logits.shape[1]);
   const int64_t start = call.in.start();
   if (threadIdx.x == 0) count = most, has_nan = 0;
-  bool had_nan = false;  // has_nan is for this block's logits: threads that are ahead set it
+  bool had_nan = false;  // apart from has_nan, which threads ahead may already set
   for (int r = threadIdx.x; r < most; r += threads) {
     const Listed entry = entry_of(call.top, i, r);
     keys[r] = entry.id < 0 ? 0 : key_of(entry.logit, static_cast<int>(entry.id - start));

@@ -36,7 +36,6 @@ class PortableEngine final : public Engine {
 double product_time(const LinearShape& shape, const DeviceSpeed& speed, int64_t rows,
                     int64_t columns, int64_t depth, bool sums, bool may_split = false);
 
-// Bytes of the block of logits.
 inline int64_t block_bytes(const LinearPlan& p) {
   return p.block_rows * p.block_columns * static_cast<int64_t>(sizeof(float));
 }

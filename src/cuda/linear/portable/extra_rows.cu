@@ -6,8 +6,8 @@
 namespace logitless::cuda {
 namespace {
 
-// Writes the columns of E for these rows: c_j twice if the smoothing's term is computed separately,
-// else zeros.
+// Writes the padding rows: c_j in the first two if the smoothing's term is computed separately, and
+// zeros in the others.
 template <class E>
 __global__ void __launch_bounds__(256)
     extra_rows_kernel(LinearCall call, int32_t row, int32_t count, bool smooths, Panel panel) {

@@ -14,9 +14,9 @@ constexpr int64_t least_chunk = 128;
 // Room for the rows after a chunk's: two for the smoothing's term, and zeros up to the next
 // multiple of 8.
 constexpr int64_t extra_rows = 16;
-// Bounds of a block of logits, in bytes. Larger blocks save pairs of dependent launches, 6 us each.
-// Much smaller ones would stay in the L2 cache, which saves less time than their launches take
-// (docs/experiments/2026-11-portable-blocks.md).
+// Bounds of a block of logits, in bytes. Larger blocks save pairs of launches, about 5 us each
+// outside CUDA graphs. Much smaller ones would stay in the L2 cache, which saves less time than
+// their launches take (docs/experiments/2026-11-portable-blocks.md).
 constexpr int64_t most_block = int64_t{128} << 20, least_block = int64_t{1} << 20;
 
 // Whether the depth of grad_input's product of `rows` rows can be split: the block of logits must
@@ -90,8 +90,8 @@ void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider
   }
 }
 
-// Considers the plans with E of all tokens in the caller's memory, for products of a single chunk,
-// or written a chunk at a time.
+// Considers the plans with E of all tokens in the caller's memory: read by Backward's products in a
+// single chunk, or written by Forward a chunk at a time.
 void each_of_kept(const LinearShape& s, LinearPlan p,
                   const std::function<void(const LinearPlan&)>& consider) {
   add_rows(rows_behind(s), &p);

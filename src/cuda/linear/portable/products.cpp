@@ -45,7 +45,7 @@ void HeadProducts::logits(const Logits& block) const {
 }
 
 // If the vocabulary is no multiple of 8, its last columns are another product, padded with zeros:
-// with a depth of 50257, cuBLASLt's kernels are a hundred times slower.
+// with a depth of 50257, cuBLASLt's kernels are hundreds of times slower.
 void HeadProducts::grad_input(const Panel& panel, int64_t row, int64_t rows, float* sums,
                               bool add) const {
   const int64_t element = size_of(work_.call.shape.dtype);

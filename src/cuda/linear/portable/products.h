@@ -30,8 +30,8 @@ class HeadProducts {
  private:
   const float* zero() const { return &work_.m.tokens.scalars->zero; }
   const float* one() const { return &work_.m.tokens.scalars->one; }
-  // The depth of the logits product and the columns of the others, including zeros after D if both
-  // operands have them.
+  // The depth of the logits' product and the columns of grad_input's: D, and the zeros after it if
+  // the weight is a padded copy.
   int64_t depth() const;
   void multiply(Product* p, const float* alpha, bool add) const;
 

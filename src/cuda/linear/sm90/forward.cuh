@@ -3,7 +3,8 @@
 // tiles of 256 tokens x 192 columns. Only one of its modes writes logits to memory:
 //   sums     sum of exponentials of every row and tile (192 columns), and its reference,
 //            the anchor or a maximum, the target's left out
-//   sums_e   the same, and E = exp(z - z_target) in bf16; for f16 inputs its code (numbers.cuh)
+//   sums_e   the same, and E = exp(z - z_target) times the softcap's slope in bf16; for f16 inputs
+//            the code of E (numbers.cuh)
 //   sums_kept  the same without the softcap's slope, and near the cap the distance to it
 //   dz       P exp(z - lse), with P p - o at the target
 //   logits   the raw logits in f32, with maximum and sum of exponentials of every row and tile
@@ -34,9 +35,9 @@ struct TileOptions {
   const float* class_weight;  // [V + padding]  null if every class has weight 1
   bool smoothing, entropy;    // terms of dz
   float small;                // limit of |raw| for the short polynomial of tanh
-  float near_cap;             // limit of |z| for E in sums_kept; then the distance to the cap
+  float near_cap;             // sums_kept: beyond this |z| the distance to the cap is kept, not E
   float terms[5];             // coefficients of raw^3, raw^5, ..., times the map's
-  float large_terms[9];       // in memory, to save large_tanh registers
+  float large_terms[9];       // large_tanh as parameters, because constants would take registers
 };
 
 struct Arguments {
@@ -133,8 +134,8 @@ __device__ inline float of_row(float x, int part, int h) {
   return __shfl_sync(whole_warp, x, threadIdx.x / 4 % 8 * 4 + 2 * part + h);
 }
 
-// Elements of row h to leave out, given as i of their columns 8 i + {0, 1}: the target, columns
-// after the last one and, in panels, rows after the last one. All are rare.
+// Elements of a thread's row h to leave out, as columns 8 i + {0, 1} from the thread's first: the
+// target, those from `end` on (after the last column), and in panels all of a row after the last.
 struct LeftOut {
   int target[2], end[2];
 };

@@ -13,7 +13,7 @@ constexpr int join_parts = 12;  // blocks that share a tile's columns
 template <Gradient kGradient, class Out>
 __global__ void __launch_bounds__(128, 6) join_kernel(const __grid_constant__ ProductArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  // The tokens were counted before the product started, so this need not wait for it.
+  // The tokens were counted before the product started, so find_work need not wait for it.
   const Work work = find_work<kGradient>(a);
   wait_for_kernel_before();
   let_next_start();

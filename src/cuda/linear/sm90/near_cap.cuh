@@ -17,7 +17,7 @@ namespace logitless::cuda::sm90 {
 // on. The limit is not closer to 0, because a warp's logits would not count as large there
 // (most_of_small: tanh 0.6 is 0.54).
 constexpr float near_cap = 0.55f;  // |z| relative to the cap
-// in units of 2^-24; codes start at a normal number
+// The upper bits of 2^-24, less 128: the least code is 128, a normal number as bf16.
 constexpr uint32_t first_left_code = (103u << 9) - 128;
 // A part is cap / 14336; half a part is 2^-9 for a cap of 56.
 constexpr float least_counted = 0x1p-5f, parts = 14336;

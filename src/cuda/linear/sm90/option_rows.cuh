@@ -130,7 +130,7 @@ __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, const
     for (int n = 0; n < 32; ++n) most[n % 4] = fmaxf(most[n % 4], fabsf(d[n]));
     const float all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     if (__any_sync(whole_warp, all > o.small)) {
-      // Rare and long code, so a few columns at a time share one copy of it.
+      // Rare and long code, so a few elements at a time share one copy of it.
       constexpr int at_once = has_more<kSet> ? 2 : 4;
 #pragma unroll 1
       for (int turn = 0; turn < 32 / at_once; ++turn) {

@@ -110,7 +110,7 @@ __device__ inline void add_above(const float (&d)[96], const HalfRows& rows, con
   add_mass<kRare>(d, rows, data, mask, a, sums);
 }
 
-// The element's value in the panel, and its part of the sums.
+// The element's value in the panel: E times the softcap's slope; for sums_kept E or the distance.
 template <Mode kMode, Set kSet, bool kRare>
 __device__ inline float kept_of(const Arguments& a, float backward, float z, float e, bool masked) {
   if constexpr (kMode == Mode::sums_kept) {

@@ -9,7 +9,7 @@ namespace logitless::cuda::sm90 {
 // z of a capped logit must be within the 3 u32 of its bound: if the product is about 0 and the
 // logit is mostly bias, nothing else in the bound allows for more. The formula depends on tanh's
 // argument y:
-//   y <= 0.6   map_small: tanh y = y + y^3 P(y^2), coefficients and range of Cephes' tanhf
+//   y <= 0.6   map_small: tanh y = y + y^3 P(y^2), coefficients of Cephes' tanhf (y < 0.625)
 //   y <= 1.4   map_large: the same with a longer polynomial (relative error 0.12 u32 as fitted)
 //   beyond     map_larger: 1 - 2 / (e^2y + 1) by ex2.approx and rcp.approx, rounded before it is
 //              multiplied: z to 2.9 u32 as simulated (9 at 0.6)

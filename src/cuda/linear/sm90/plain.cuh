@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward modes without options, except a scale of logits that are stored. A tile's epilogue
-// runs while the products of its other half and of the next tile are computed:
+// The forward modes without options; only stored logits may have a scale. A tile's epilogue runs
+// while the products of its other half and of the next tile are computed:
 //   its last steps    the 64 upper rows' products, then the lower ones'; under these the upper
 //                     rows' exponentials
 //   the next tile's   first steps, of the upper rows; under these the lower rows' exponentials
@@ -269,7 +269,7 @@ __device__ inline void store_rows(const float (&d)[96], const LeftOut& mask, con
   for (int h = 0; h < 2; ++h) {
     const float maximum = find_maximum<kMasked>(d, mask, h);
     const float from = maximum == -infinity() ? 0.0f : maximum;
-    const float scale = fminf(of_row(data.slope, at.part, h) * log2e, FLT_MAX);  // 0 stays 0
+    const float scale = fminf(of_row(data.slope, at.part, h) * log2e, FLT_MAX);  // 0 inf is NaN
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < 24; ++i) {

@@ -16,7 +16,8 @@ namespace {
 using tiled::Kept;
 using tiled::tiled_part;
 
-constexpr int input_group = 8, weight_group = 2;  // both measured: docs/kernels/hopper.md
+// Row clusters per group of a Schedule, as measured in docs/experiments/2026-11-hopper-kernels.md.
+constexpr int input_group = 8, weight_group = 2;
 
 template <class F>
 void with_half(DType dtype, F&& f) {

@@ -29,7 +29,7 @@ struct ProductArguments {
   int32_t columns;         // D
   int32_t depth;           // the panel's columns, for grad_input
   int32_t steps_in_front;  // steps of the depth in the panel's first part (grad_input)
-  int32_t group;           // rows of clusters that run together
+  int32_t group;           // row clusters whose tiles run together: Schedule
   int32_t left_rows;       // rows of the left operand that are copied for a tile
   int32_t right_boxes;     // boxes per stage: one, or one per block of 64 columns
   int32_t panel_rows;      // rows of a block of the panel (grad_input)
@@ -46,7 +46,7 @@ struct ProductArguments {
   const float* class_weight;
 };
 
-// What both kernels know of a product: its tiles, their order and how they are cut.
+// What a product's kernel and join.cuh's know of it: its tiles, their order and how they are cut.
 struct Work {
   int rows, depth;  // of the output; depth in steps of 64
   Schedule schedule;
@@ -64,7 +64,7 @@ LOGITLESS_HOST_DEVICE inline Work work_of(const ProductArguments& a, int valid, 
   w.cut = cuts ? cut_tiles(w.schedule.tiles(), w.depth, a.teams, a.slot_count) : a.cut;
   return w;
 }
-// One thread does this for all: dozens of divisions in sequence take a microsecond or two.
+// Products call it in one thread for all: its dozens of divisions take a microsecond or two.
 template <Gradient kGradient>
 __device__ inline Work find_work(const ProductArguments& a) {
   const int valid = valid_rows(a.chunk);

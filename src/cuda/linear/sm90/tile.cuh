@@ -16,7 +16,7 @@ namespace logitless::cuda::sm90 {
 constexpr int stages = 4;
 constexpr int left_bytes = tile_rows * tile_depth * 2, right_bytes = tile_columns * tile_depth * 2;
 constexpr int stage_bytes = left_bytes + right_bytes;
-// 64 rows of the left operand, whichever axis is along memory.
+// 64 rows of the left operand, whichever axis is contiguous in memory.
 constexpr int left_block_bytes = 64 * 128;
 // The right operand comes in two halves, one from each block of the cluster. They divide its rows
 // if the depth is contiguous in memory, and the depth if rows are.
@@ -117,7 +117,7 @@ __device__ inline void write_matrices(const uint8_t* box, int two, const uint32_
   store_matrices(to, x);
 }
 
-// A warpgroup's descriptors for a stage of the ring; `lower_left` is that of its lower 64 rows.
+// A warpgroup's descriptors for a stage of the ring; left + lower_left is for its lower 64 rows.
 struct StageOperands {
   uint64_t left, right;
   __device__ StageOperands(const Pipeline& pipeline, int stage, int warpgroup)

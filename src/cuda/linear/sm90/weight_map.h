@@ -6,7 +6,7 @@
 
 namespace logitless::cuda::sm90 {
 
-// The map of a head's weight; each block of a team reads half of a tile's rows.
+// The map of a head's weight; each block of a team loads half of the weight's rows of a tile.
 inline CUtensorMap weight_map(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const LinearShape& s = call.shape;

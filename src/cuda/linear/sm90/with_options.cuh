@@ -17,8 +17,8 @@
 
 namespace logitless::cuda::sm90 {
 
-// Code that runs once per tile is also fetched once per tile. So long code has one copy for both
-// halves of the rows, and dz with all options a single copy for all columns. Short code has more
+// Code that runs once per tile is also fetched once per tile. So long code of sums has one copy for
+// both halves of the rows, and long code of dz one copy for all columns. Short code has more
 // copies, because moving the next logits into the registers that it works on would cost more.
 template <Set kSet>
 constexpr bool is_long = is_any<kSet> || has_cap<kSet>;

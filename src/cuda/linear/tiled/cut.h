@@ -14,8 +14,8 @@
 namespace logitless::cuda::tiled {
 
 constexpr int most_slices = 8;  // more only if the tiles would not fill the teams
-// On Hopper a slice costs its store, and all slices together the second kernel; in steps of 64 of
-// the depth axis, which take a microsecond each.
+// On Hopper: the cost of a slice's store, and of the second kernel for all slices together. In
+// steps of 64 of the depth axis, which take a microsecond each.
 constexpr int slice_cost = 4, join_cost = 10;
 
 struct Cut {

@@ -23,7 +23,7 @@ bool is_memory(const Tensor& v) {
   return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] && is_aligned(v);
 }
 
-// Whether no option and no statistic needs more than the logits.
+// Whether the call has no map, bias, smoothing, gradient of entropy, or sums beyond the loss's.
 bool is_plain(const LinearCall& call) {
   const LinearShape& s = call.shape;
   return call.plain() && !s.smoothing && s.sums.empty() && !call.in.grad_entropy;

@@ -28,8 +28,8 @@ class TiledEngine : public Engine {
   // kernels that write E and dz must leave finite numbers in those rows, and zeros after the last
   // column. The compacted input has no rows after the chunk's.
   //
-  // The partial sums of columns [first, first + columns) of the chunk, `first` whole tiles; and E,
-  // if the panel has data.
+  // The partial sums of columns [first, first + columns) of the chunk, where `first` is a multiple
+  // of the tile's columns; and E, if the panel has data.
   virtual void logits(const LinearWork& work, int64_t first, int64_t columns,
                       const Panel& panel) const = 0;
   // dz of the panel's columns, from logits computed again.

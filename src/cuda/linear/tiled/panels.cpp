@@ -61,7 +61,8 @@ int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   const int64_t others = s.vocab - p.stored_columns;
   const int64_t last = (others - 1) % tile_of(p).columns + 1;
   const int64_t end = weight_bytes(s) / alignment * alignment;
-  const auto keeps = [&](int64_t columns) {  // whether the last are not overwritten
+  // Whether E of the last `columns` stays intact while all rows before theirs are written.
+  const auto keeps = [&](int64_t columns) {
     return (s.vocab - columns) * row_bytes(s) + panel_bytes(s, p, columns) <= end;
   };
   if (copies && keeps(others) && keeps(last)) return others;
@@ -95,7 +96,7 @@ PanelPlace panel_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
 
 int64_t panels_like(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
   if (!at.lent) return (s.vocab - at.first) / at.columns;
-  // Up to this column room_behind(first) is at least as large.
+  // The bytes that must be left after `first`, so that room_behind(first) is at least at.columns.
   const int64_t bytes = at.columns * (row_bytes(s) + column_bytes(s, p)) + 2 * alignment;
   return (s.vocab - divide_up(bytes, row_bytes(s)) - at.first) / at.columns + 1;
 }

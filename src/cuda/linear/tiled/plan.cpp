@@ -181,8 +181,8 @@ class Plans {
     }
   }
 
-  // Considers chunks with three quarters of the tokens that E has room for; and, if not even a
-  // tile's rows fit, chunks of fewer rows, which take as long.
+  // Considers chunks of 3/4, 3/8, 3/16 ... of the tokens, between those of each(); and, if E of a
+  // tile's rows does not fit, chunks of fewer rows, which take as long as a tile's.
   template <class F>
   void each_odd_chunk(F&& use) const {
     const auto whole = [&](int64_t rows) {
@@ -271,7 +271,7 @@ LinearPlan TiledEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed
   if (minimum > 0) {
     if (best.kind == PlanKind::whole) return best;
     const LinearPlan both = two_passes(*this, s, speed, bytes);
-    // The smallest plan's passes are for fewer bytes; what runs is planned for these.
+    // The passes of the smallest plan were planned for fewer bytes than there are.
     if (best.kind == PlanKind::two_passes) return both;
     return both.bytes >= minimum && both.bytes <= bytes && is_better(both, best) ? both : best;
   }
@@ -282,7 +282,7 @@ LinearPlan TiledEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed
   const uint64_t least = state_bytes(s) + std::max(least_of(first_pass(s, first_rows)),
                                                    least_of(second_pass(s, first_rows)));
   if (least >= best.bytes) return best;
-  // Tries each plan with slots for none of the teams, for half and for all.
+  // Tries the passes with memory for slots of no team, of half of the teams and of all.
   for (const int half : {0, 1, 2}) {
     const uint64_t slots =
         static_cast<uint64_t>(teams_on(tile(), speed) * half / 2) * slot_bytes(best);

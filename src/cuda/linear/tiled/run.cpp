@@ -64,7 +64,7 @@ class TiledRun final : public LinearRun {
 
   void grad_input(const Step& step, const Kept& kept) {
     if (step.to_sums) {
-      // If grad_input is summed some rows at a time, factors are applied as they are written.
+      // If grad_input is summed some rows at a time, write_grad_input applies the rows' factors.
       return engine_.input_sums(work_, kept, step.rows, input_sums(),
                                 step.of_e() && work_.plan.sum_rows == 0, step.adds);
     }

@@ -8,7 +8,7 @@
 
 namespace logitless::cuda::tiled {
 
-// The two blocks of a team, one below the other, share half of what they read. If one chunk has few
+// The two blocks of a team, one below the other, share the right operand. If the only chunk has few
 // rows, the second block would have none: then the blocks work apart, each on its own tiles.
 inline bool works_apart(const LinearPlan& p) {
   const Tile& tile = tile_of(p);

@@ -93,8 +93,8 @@ fn log_beside_one(x: f32, w: f32) -> f32 {
   return log_positive(max(x, 0x1p-126f));
 }
 
-// Returns the upper 12 bits of a. Products of such halves are exact, so that it does not matter
-// whether a compiler rounds a product and a sum once, or fma twice, as WGSL allows.
+// Returns a with only the upper 12 bits of its significand. Products of such halves are exact, so it
+// does not matter whether a compiler fuses a product and a sum into an fma, as WGSL allows.
 fn high_half(a: f32) -> f32 {
   return bitcast<f32>(bitcast<u32>(a) & 0xfffff000u);
 }
