@@ -153,7 +153,7 @@ typedef struct logitless_op {
   /* For linear Forward and Backward; logitless_kept_size gives the shapes and the key. */
   const logitless_tensor *kept, *kept_rows; /* [blocks * rows, 64] [N,8] */
   uint64_t kept_key;                        /* only in Backward */
-  int32_t consume_kept; /* only in Backward: no further Backward reads `kept` */
+  int32_t consume_kept;                     /* only in Backward: no further Backward reads `kept` */
   int32_t reserved_2;
   const logitless_tensor* temperature; /* [N] f32; replaces options.temperature */
   const logitless_tensor *logprob, *sum_p_squared, *mean_logit; /* [N] [N] [N] */

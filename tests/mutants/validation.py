@@ -99,12 +99,12 @@ def switch_rules(text: str, names: list[str]) -> str:
     listed = ", ".join(f'"rule: {row}"' for row in rows)
     return replace_once(
         text,
-        "// Asked in this order;",
+        "// Checked in this order;",
         f"constexpr const char* kRuleNames[] = {{{listed}}};\n"
         "template <Status (*rule)(const Call&), int index>\n"
         "Status switched(const Call& call) {\n"
         "  return rule_is_off(kRuleNames[index]) ? Status() : rule(call);\n}\n"
-        "// Asked in this order;",
+        "// Checked in this order;",
     )
 
 

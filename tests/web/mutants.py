@@ -96,7 +96,7 @@ MUTANTS = [
     ("the stack of what stopped is lost", "core.js", "stack.value = before;", "", STOPS),
     ("a high address is negative", "core.js", "return this.#enter(call) >>> 0;", "return this.#enter(call);", STOPS),
     ("anything is a buffer", "logitless.js", "if (brand !== 'GPUBuffer') throw", "if (false) throw", STOPS),
-    ("a stopped module is asked to forget", "core.js", "} catch {\n      // run", "} finally {\n      // run", ERRORS),
+    ("a stopped module is asked to forget", "core.js", "} catch {\n      // The module has", "} finally {\n      // The module has", ERRORS),
     ("a wrap's end is the buffer's", "logitless.js", "    if (tensor.owned) tensor.buffer.destroy();", "    this.buffers.delete(tensor.buffer);\n    if (tensor.owned) tensor.buffer.destroy();", ERRORS),
     ("the module's numbers stay", "logitless.js", "numbers.forEach((number) => this.side.forget(number));", "", ERRORS),
     ("done() hears nothing of a lost device", "logitless.js", "const failure = await pending;\n    this.#refuseIfLost();", "const failure = await pending;", ERRORS),
