@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA backend compared with its peers and with the bare products that every way needs, in one
-process and one run.
+run and, except for the section `first`, in one process.
 
 On heads: bf16, mean loss, data as of a trained head (gpu_head.py). Contenders are interleaved in
 balanced order; figures are medians; memory is what is taken beyond inputs and gradients; errors are

@@ -220,8 +220,8 @@ bool judge(const char* what, const char* name, const std::vector<float>& got,
   double worst = 0;
   bool good = true;
   for (size_t k = 0; k < want.size(); ++k) {
-    // No less than the bounds of docs/semantics.md, "Accuracy", at these logits: 1.3e-5 of p + q
-    // and 7e-6 of a loss near 20.
+    // This example's own limits, relative to p + q and to the loss. Those of docs/semantics.md,
+    // "Accuracy", depend on the logits.
     const double bound =
         weight ? 2e-5 * (*weight)[k] + 1e-37 : 1e-6 * std::max(1.0, std::abs(want[k]));
     const double ratio = std::abs(got[k] - want[k]) / bound;

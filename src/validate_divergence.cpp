@@ -51,7 +51,7 @@ Status check_divergence_options(const Call& call) {
   return status.ok() ? check_unused_options(call) : status;
 }
 
-// The teacher is a head, or logits, or, with kept state, absent.
+// The teacher is a head, or logits, or, in a Backward with kept state, absent.
 Status check_teacher(const Call& call) {
   if (!call.diverges) return {};
   const bool input = static_cast<bool>(call.teacher_input);

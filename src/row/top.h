@@ -21,7 +21,7 @@ LOGITLESS_HOST_DEVICE inline bool comes_before(const Listed& a, const Listed& b)
 }
 
 // Returns the rank of entry r of shard s among the entries of all shards. entry_of(s, r) reads one;
-// each shard has `count` in order. Entries without a column share one rank.
+// each shard has `count` in order. Entries without a column come last and may share a rank.
 template <class EntryOf>
 LOGITLESS_HOST_DEVICE inline int64_t place_among_shards(int64_t shards, int64_t count, int64_t s,
                                                         int64_t r, const EntryOf& entry_of) {

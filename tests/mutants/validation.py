@@ -10,7 +10,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-FILES = ("validate.cpp", "validate_fields.cpp", "validate_options.cpp", "validate_data.cpp")
+FILES = (
+    "validate.cpp", "validate_fields.cpp", "validate_options.cpp", "validate_data.cpp",
+    "validate_divergence.cpp",
+)  # fmt: skip
 
 SWITCH = """// Written by scripts/mutants.py into a scratch copy: whether the rule of that name is off.
 #pragma once

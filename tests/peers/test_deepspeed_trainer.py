@@ -32,6 +32,7 @@ from ranks import Rank
 
 NAMES = ("accuracy", "entropy", "logprob", "rank")
 STEPS = 6
+EVALUATED = 10  # sequences, of which the sampler repeats two in the last batch
 _calls: list[support.Calls] = []  # of this process
 
 
@@ -86,34 +87,51 @@ def taken() -> int:
     return _calls[0].taken()
 
 
+def sums_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The number of tokens that count, and the sum of each metric, by the formulas in f64."""
+    target = labels[:, 1:]
+    counts = target != -100
+    z = logits.detach()[:, :-1].double()
+    logp = z.log_softmax(-1)
+    of_target = z.gather(-1, target.clamp(min=0)[..., None])
+    made = {
+        "tokens": counts, "accuracy": z.argmax(-1) == target,
+        "entropy": -(logp.exp() * logp).sum(-1),
+        "logprob": logp.gather(-1, target.clamp(min=0)[..., None])[..., 0],
+        "rank": (z > of_target).sum(-1),
+    }  # fmt: skip
+    return torch.stack([(v.double() * counts).sum() for v in made.values()])
+
+
+def means_of(sums: Tensor) -> dict[str, float]:
+    count, *totals = sums.tolist()
+    return {name: total / count for name, total in zip(NAMES, totals)}
+
+
+def evaluated_metrics(given: Any) -> dict[str, float]:
+    """A Trainer's compute_metrics, of the logits of every sequence of the dataset, once each."""
+    assert len(given.predictions) == EVALUATED
+    return means_of(sums_of(*map(torch.from_numpy, (given.predictions, given.label_ids))))
+
+
 class Measuring(transformers.Trainer):  # type: ignore[misc]
-    """Logs the metrics of its model's logits, in f64."""
+    """Logs the metrics of its model's logits in training, in f64."""
 
     sums: Any = None
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["return_outputs"] = True
-        loss, output = super().compute_loss(model, inputs, *args, **kwargs)
-        target = inputs["labels"][:, 1:]
-        counts = target != -100
-        z = output.logits.detach()[:, :-1].double()
-        logp = z.log_softmax(-1)
-        of_target = z.gather(-1, target.clamp(min=0)[..., None])
-        made = {
-            "tokens": counts, "accuracy": z.argmax(-1) == target,
-            "entropy": -(logp.exp() * logp).sum(-1),
-            "logprob": logp.gather(-1, target.clamp(min=0)[..., None])[..., 0],
-            "rank": (z > of_target).sum(-1),
-        }  # fmt: skip
-        sums = torch.stack([(v.double() * counts).sum() for v in made.values()])
-        self.sums = sums if self.sums is None else self.sums + sums
-        return loss
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any
+    ) -> Any:
+        loss, output = super().compute_loss(model, inputs, return_outputs=True, **options)
+        if model.training:
+            sums = sums_of(output.logits, inputs["labels"])
+            self.sums = sums if self.sums is None else self.sums + sums
+        return (loss, output) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
             dist.all_reduce(self.sums)
-            count, *totals = self.sums.tolist()
-            logs |= {name: total / count for name, total in zip(NAMES, totals)}
+            logs |= means_of(self.sums)
             self.sums = None
         super().log(logs, *args, **kwargs)
 
@@ -126,19 +144,23 @@ def train(me: Rank, patched: bool, settings: dict[str, Any]) -> tuple[Any, int, 
         arguments = transformers.TrainingArguments(
             output_dir=folder, per_device_train_batch_size=2, per_device_eval_batch_size=2,
             gradient_accumulation_steps=accumulated, bf16=settings.get("bf16", False),
-            eval_strategy="no" if metrics else "steps", eval_steps=STEPS // 2, **zero(me),
+            eval_strategy="steps", eval_steps=STEPS // 2, **zero(me),
         )  # fmt: skip
         model = support.llama(tie_word_embeddings=tied)
         if patched:
             patch_transformers(model, metrics=metrics)
-        kind = Measuring if metrics and not patched else transformers.Trainer
+        kind, more = transformers.Trainer, {}
+        if metrics and not patched:
+            kind, more = Measuring, {"compute_metrics": evaluated_metrics}
         trainer = kind(
-            model=model, args=arguments, eval_dataset=[support.example(i) for i in range(10)],
-            train_dataset=[support.example(i) for i in range(4 * accumulated * STEPS)],
+            model=model, args=arguments,
+            eval_dataset=[support.example(i) for i in range(EVALUATED)],
+            train_dataset=[support.example(i) for i in range(4 * accumulated * STEPS)], **more,
         )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)
         taken()
         trainer.train()
+        trainer.evaluate()
     return numbers(trainer), taken(), parameters(trainer.model)
 
 
@@ -155,7 +177,7 @@ def compare(ours: Any, theirs: Any, bf16: bool = False) -> None:
 
 def trainer_case(me: Rank, settings: dict[str, Any]) -> dict[str, Tensor]:
     theirs, ours = (train(me, patched, settings) for patched in (False, True))
-    evaluated = 0 if settings.get("metrics") else 2 * 3  # two evaluations of three batches
+    evaluated = 3 * 3  # two evaluations in the training and one after it, of three batches each
     assert (theirs[1], ours[1]) == (0, STEPS * settings.get("accumulated", 1) + evaluated)
     compare(ours, theirs, settings.get("bf16", False))
     before = dict(support.llama(tie_word_embeddings=settings.get("tied", False)).named_parameters())
@@ -163,6 +185,11 @@ def trainer_case(me: Rank, settings: dict[str, Any]) -> dict[str, Tensor]:
     assert (ours[-1][head] - before[head]).abs().max() > 1e-3
     if settings.get("metrics"):
         assert set(NAMES) <= set(ours[0][0])
+        logged = [entry for entry in ours[0] if "eval_loss" in entry]
+        assert len(logged) == 3
+        for entry in logged:
+            assert {f"eval_{name}" for name in NAMES} <= set(entry)
+            assert 0 < entry["eval_accuracy"] < 1
     return ours[-1]
 
 

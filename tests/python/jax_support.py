@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Set before JAX starts: eight CPU devices, and no reservation of a GPU's whole memory.
+# Set before JAX starts: eight CPU devices, and no reservation of most of a GPU's memory.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -47,7 +47,7 @@ def head() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def kept_bytes(output: Tensor) -> int:
-    """The bytes of kept state in an output's graph: what the loss has saved beyond its operands."""
+    """The bytes of kept state in an output's graph: the loss saves it last."""
     nodes = [output.grad_fn]
     while nodes:
         node: Any = nodes.pop()

@@ -384,7 +384,10 @@ def models(**of_student: Any) -> tuple[Any, Any]:
     )
 
 
-def train(folder: pathlib.Path, device: str, softcap: bool = False, **options: Any) -> Any:
+def train(
+    folder: pathlib.Path, device: str, softcap: bool = False, peft_config: Any = None,
+    **options: Any,
+) -> Any:  # fmt: skip
     """The model after its steps, and what was logged at each."""
     import datasets
 
@@ -398,7 +401,7 @@ def train(folder: pathlib.Path, device: str, softcap: bool = False, **options: A
     )  # fmt: skip
     trainer = trl.DistillationTrainer(
         model=student, teacher_model=teacher, args=config, processing_class=tokenizer(),
-        train_dataset=rows,
+        train_dataset=rows, peft_config=peft_config,
     )  # fmt: skip
     trainer.train()
     return trainer.model, [entry for entry in trainer.state.log_history if "loss" in entry]

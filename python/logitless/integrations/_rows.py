@@ -73,7 +73,7 @@ class _Report(NamedTuple):
     known: float  # the expected value in this column
     ratio: float  # model's values to expected ones, if the same everywhere; otherwise 0
     poisoned: float  # 1 if the model's loss is NaN and ours is not
-    others: float  # number of the first other tensor that differs, from 1; 0: none
+    others: float  # number, from 1, of the loss's first other tensor that differs; 0: none
 
 
 def _is_settled(key: int) -> bool:
