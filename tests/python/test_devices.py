@@ -1248,6 +1248,7 @@ for _local in (False, True):
         ("reduction", "avg", "^reduction is 'avg'"),
         ("memory", "much", '^memory is "much"'),
         ("shift", -1, r"^shift is -1|^shift moves targets"),
+        ("return_statistics", ("entropie",), "^return_statistics "),
     ):
         CASES[f"a wrong {_name} on one rank{', local tokens' if _local else ''}"] = (
             functools.partial(

@@ -169,3 +169,19 @@ def test_a_program_is_exported_for_each_platform(name: str) -> None:
         x, w, upstream((4, 80), 0)
     )
     assert "kept kept_rows" in exported.mlir_module()
+
+
+def test_nothing_is_kept_that_the_gpu_would_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a softcap and label smoothing CUDA's Backward makes the logits a second time."""
+    if not _abi.keeps(_abi.CUDA, _abi.F32, _abi.Options()):
+        pytest.skip("this library has no CUDA backend")
+    x, w, _, t = problem((4, 80), 1000, 16)
+
+    def residuals(**options: Any) -> int:
+        _, pull = jax.vjp(lambda x, w: per_token(x, w, t, **options), x, w)
+        return sum(leaf.size for leaf in jax.tree.leaves(pull))
+
+    cases: list[dict[str, Any]] = [{}, {"softcap": 5.0}, {"softcap": 5.0, "label_smoothing": 0.1}]
+    assert min(residuals(**case) for case in cases) > 320 * 1000
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [residuals(**case) > 320 * 1000 for case in cases] == [True, True, False]

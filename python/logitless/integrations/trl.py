@@ -381,10 +381,10 @@ def is_patched() -> bool:
 
 
 def patch_trl(*, memory: int | str | None = None) -> TrlPatch:
-    """Makes all TRL trainers in this process compute log-probabilities, entropies and divergences
+    """Makes TRL's trainers in this process compute log-probabilities, entropies and divergences
     without logits, until the result's `unpatch()` or the end of a `with` block. `memory` is that of
     linear_cross_entropy and linear_divergence; its default is the bytes that TRL's own functions
-    need, unless default_memory sets another."""
+    need, unless default_memory sets another. docs/integrations.md says which trainers it covers."""
     patch = TrlPatch(parse_memory(memory))
     logprob, divergence = _functions()
     patch._replace(_LOGPROB, logprob, patch)

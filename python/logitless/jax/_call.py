@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
@@ -120,13 +121,16 @@ def output_of(call: Call, name: str, operands: Mapping[str, Any]) -> Tensor:
 def kept_of(call: Call, input: Array, weight: Array) -> list[Tensor]:
     """What Forward keeps for Backward, by a closed formula, because the program may run on any
     platform and nothing is planned yet. Nothing is kept with `memory`, whose bound needs plans, and
-    nothing if the CPU would not use it. What a divergence keeps is used by every backend."""
+    nothing if the CPU or this process's GPU would not use it. What a divergence keeps is used by
+    every backend."""
     tokens, vocab = math.prod(input.shape[:-1]), weight.shape[0]
     dtype = np.dtype(input.dtype)
     code = DTYPES.get(dtype.name, -1)
     if call.memory is not None:
         return []
-    if isinstance(call.options, Options) and not _abi.keeps(_abi.CPU, code, call.options):
+    backends = (_abi.CPU, _abi.CUDA) if jax.default_backend() == "gpu" else (_abi.CPU,)
+    options = call.options
+    if isinstance(options, Options) and not all(_abi.keeps(b, code, options) for b in backends):
         return []
     bytes = _abi.whole_kept(tokens, vocab, code)
     shape, rows_shape = _abi.kept_formula(tokens, vocab, code, bytes)

@@ -346,13 +346,13 @@ def linear_cross_entropy(
         )
     if old:
         group = split_of_old(group, old, "linear_cross_entropy")
-    wanted = wanted_of(return_statistics)
     outputs = linear_outputs(
-        input, linear_weight, target, wanted | _run.LOSS, linear_bias, weight, reduction,
+        input, linear_weight, target, _run.LOSS, linear_bias, weight, reduction,
         ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature, token_weight,
         normalizer, shift, memory, empty_mean, group, vocab_ids,
+        asked=lambda: wanted_of(return_statistics),
     )  # fmt: skip
-    return _result(outputs, wanted)
+    return _result(outputs, return_statistics)
 
 
 def measured(
@@ -361,15 +361,17 @@ def measured(
 ) -> tuple[Tensor, Statistics]:  # fmt: skip
     """(loss, statistics) of linear_cross_entropy, with statistics that have no gradient. Therefore
     a mean or sum and any statistics are computed in one call, with the gradients."""
-    wanted = wanted_of(return_statistics) | _run.LOSS | _run.DETACHED | _run.ALL_DETACHED
-    loss, *outputs = linear_outputs(input, linear_weight, target, wanted, **options)
+    loss, *outputs = linear_outputs(
+        input, linear_weight, target, _run.LOSS | _run.DETACHED | _run.ALL_DETACHED, **options,
+        asked=lambda: wanted_of(return_statistics),
+    )  # fmt: skip
     made = outputs[: AFTER_STATISTICS - 1]
     return loss, _statistics.Statistics(*(t if t is None else t.detach() for t in made))
 
 
-def _result(outputs: Any, wanted: int) -> Any:
-    """The result for a caller who asked for the loss and the `wanted` statistics."""
-    if not wanted:
+def _result(outputs: Any, names: Any) -> Any:
+    """The result for a caller who asked for the loss and the statistics `names`."""
+    if not names:
         return outputs[0]
     return outputs[0], _statistics.Statistics(*outputs[1:AFTER_STATISTICS])
 
@@ -383,9 +385,11 @@ def linear_outputs(
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
     group: Any = None, vocab_ids: Tensor | None = None, *, main_grad: MainGrad | None = None,
     data: Any = None, size: bool | None = None, offsets: Tensor | None = None, k: int = 0,
+    asked: Callable[[], int] | None = None,
 ) -> Any:  # fmt: skip
     """The outputs for linear_cross_entropy's arguments, in the order of _run.OUTPUTS; `wanted` has
-    the bits (as in _run) of those to compute. With LOGITS_AT the target is `ids` [..., K], or [M]
+    the bits (as in _run) of those to compute; asked() has more, and its error is told to the other
+    ranks. With LOGITS_AT the target is `ids` [..., K], or [M]
     with `offsets`; with TOP, for the `k` largest logits, None too. `main_grad`: the tensor to
     which the weight's gradient is added. `data`: a shards.Data. If `size` is not None, nothing is
     computed and the result is the number of bytes that the call would take; True includes
@@ -420,6 +424,8 @@ def linear_outputs(
     elif target is not None or not wanted & _run.TOP:
         check(input, target, "input")
     try:
+        if asked is not None:
+            wanted |= asked()
         anything = wanted & _run.TOP and target is None
         if anything:
             target = _top.target_of(input, shard)
@@ -624,12 +630,16 @@ def linear_logprob(
     old = {name: options.pop(name) for name in tuple(options) if name not in _OF_LOGITS}
     if old:
         group = split_of_old(group, old, "linear_logprob", 4)
-    wanted = _run.LOGPROB
-    if entropy:
-        wanted |= _run.ENTROPY | (_run.DETACHED if entropy_detached(entropy) else 0)
+
+    def asked() -> int:
+        if not entropy:
+            return 0
+        return _run.ENTROPY | (_run.DETACHED if entropy_detached(entropy) else 0)
+
     outputs = linear_outputs(
-        input, linear_weight, target, wanted, reduction="none", group=group, **options
-    )
+        input, linear_weight, target, _run.LOGPROB, reduction="none", group=group, **options,
+        asked=asked,
+    )  # fmt: skip
     logprob, made = outputs[_LOGPROB : _LOGPROB + 2]
     return (logprob, made) if entropy else logprob
 
@@ -696,15 +706,14 @@ def linear_logprobs_at(
             input, linear_weight, linear_bias, ids, offsets, logit_scale, softcap, temperature,
             memory,
         )  # fmt: skip
-    wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
     outputs = linear_outputs(
-        input, linear_weight, ids, wanted | _run.LOGITS_AT, linear_bias, reduction="none",
+        input, linear_weight, ids, _run.LOGITS_AT, linear_bias, reduction="none",
         ignore_index=ABSENT, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, memory=memory, group=group, offsets=offsets,
-        vocab_ids=vocab_ids,
+        vocab_ids=vocab_ids, asked=lambda: wanted_of(return_statistics, _statistics.OF_ROWS),
     )  # fmt: skip
     logprobs = outputs[_chosen.AT]
-    return (logprobs, _result(outputs, wanted)[1]) if wanted else logprobs
+    return (logprobs, _result(outputs, True)[1]) if return_statistics else logprobs
 
 
 def _among_ids(
@@ -780,15 +789,15 @@ def linear_topk(
 
     Raises LogitlessValueError for a k outside its range, and the errors of linear_cross_entropy.
     """
-    wanted = wanted_of(return_statistics, _statistics.OF_ROWS)
     with torch.no_grad():
         outputs = linear_outputs(
-            input, linear_weight, None, wanted | _top.wanted_of(k), linear_bias, reduction="none",
+            input, linear_weight, None, _top.wanted_of(k), linear_bias, reduction="none",
             logit_scale=logit_scale, softcap=softcap, temperature=temperature, memory=memory,
             group=group, vocab_ids=vocab_ids, k=k,
+            asked=lambda: wanted_of(return_statistics, _statistics.OF_ROWS),
         )  # fmt: skip
     made = outputs[_top.LOGITS], outputs[_top.IDS]
-    return (*made, _result(outputs, wanted)[1]) if wanted else made
+    return (*made, _result(outputs, True)[1]) if return_statistics else made
 
 
 @overload

@@ -431,20 +431,21 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
                 z = z.masked_fill(wrong, math.nan)
             return _divided(z, loss.temperature if temperature is None else temperature)
         options = self.loss._options(temperature)
-        wanted = wanted_of(options.pop("return_statistics"))
+        names = options.pop("return_statistics")
         outputs = linear_outputs(
             input,
             self.weight,
             target,
-            wanted | LOSS,
+            LOSS,
             self.bias,
             token_weight=token_weight,
             normalizer=normalizer,
             main_grad=self._main_grad(),
+            asked=lambda: wanted_of(names),
             **self._place(input, target),
             **options,
         )
-        return _result(outputs, wanted)
+        return _result(outputs, names)
 
     def parallelize(
         self,
