@@ -78,8 +78,8 @@ def fused_cross_entropy_loss_and_logsumexp_penalty(
     its last axis in memory, the program makes a transposed copy. `weight` has the tokens' weights.
     hax.mean divides by their sum; if this is 0, the result is 0. `where` is a mask, which releases
     on PyPI take instead of weights. If hax.mean or hax.sum reduces all axes, loss and gradients are
-    computed in one call; otherwise in Forward and Backward, which keep as much state as `memory`
-    allows. `block_size` has no effect.
+    computed in one call; otherwise in Forward and Backward. Forward then keeps all logits, but
+    nothing with `memory`, in f16, and in bf16 with a softcap. `block_size` has no effect.
     """
     only("dtype", None if dtype is None else jnp.dtype(dtype).name, None, "float32")
     only("precision", precision, *_EXACT)
