@@ -10,7 +10,7 @@ import io
 import pathlib
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -852,15 +852,17 @@ def meshes_of_two_dimensions(mesh: Any) -> None:
 # --- the processes ---
 
 
-def work(rank: int, folder: str) -> None:
-    """Runs the cases; the rank's file gets their errors. Ranks meet after each case, so that a case
-    which fails on all ranks does not disturb the next."""
+def work(rank: int, folder: str, names: Collection[str]) -> None:
+    """Runs the cases `names`; the rank's file gets their errors. Ranks meet after each case, so
+    that a case which fails on all ranks does not disturb the next."""
     ranks.join(rank, PROCESSES, f"{folder}/meeting", SECONDS)
     mesh = init_device_mesh(ranks.DEVICE, (PROCESSES // TP, TP), mesh_dim_names=("dp", "tp"))
     hosts = dist.new_group(backend="gloo")
     results: dict[str, str] = {}
     path = pathlib.Path(folder) / f"rank{rank}.pt"
     for name, (count, case) in CASES.items():
+        if name not in names:
+            continue
         start = time.monotonic()
         results[name] = ""
         if rank < count <= PROCESSES:
@@ -878,10 +880,17 @@ def work(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, str]]]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[list[dict[str, str]]]:
     folder = str(tmp_path_factory.mktemp("gloo"))
+    names = {
+        item.callspec.params["case"]
+        for item in request.session.items
+        if getattr(item, "function", None) is test_on_several_devices
+    }
     start = torch.multiprocessing.start_processes
-    context = start(work, (folder,), nprocs=PROCESSES, join=False, start_method="spawn")
+    context = start(work, (folder, names), nprocs=PROCESSES, join=False, start_method="spawn")
     end = time.monotonic() + WHOLE
     try:
         while not context.join(max(end - time.monotonic(), 0)):

@@ -72,6 +72,7 @@ def run(example: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_train_gpt_draws_both_curves(tmp_path: pathlib.Path) -> None:
     picture, text = tmp_path / "curves.png", tmp_path / "text.txt"
     text.write_text(train_gpt.read_text(())[:50_000])
@@ -84,6 +85,7 @@ def test_train_gpt_draws_both_curves(tmp_path: pathlib.Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG") or "no matplotlib" in out
 
 
+@pytest.mark.slow
 def test_finetuning_a_transformers_model() -> None:
     pytest.importorskip("transformers")
     out = run("finetune_transformers.py", "--steps", "5", "--vocab", "512", "--device", "cpu")

@@ -327,6 +327,7 @@ for name, (call, _) in ADAPTERS.items():
 """
 
 
+@pytest.mark.slow
 def test_peak_resident_memory_of_a_process() -> None:
     """The logits would be 384 MiB, and the gradients are 7."""
     folder = pathlib.Path(__file__).parent

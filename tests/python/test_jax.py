@@ -195,6 +195,7 @@ def test_cross_entropy_of_logits(dtype: Any) -> None:
         same(grad, theirs, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_softmax(axis: int) -> None:
     z = jax.random.normal(jax.random.key(0), (4, 6, 9))

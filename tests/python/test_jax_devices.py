@@ -371,6 +371,7 @@ def test_no_token_counts(empty: str) -> None:
     assert value == 0 and (grads[1] == 0).all()
 
 
+@pytest.mark.slow
 @CHECKED
 def test_outside_of_jit(checked: bool) -> None:
     x, w, b, t = arrays()
@@ -596,6 +597,7 @@ def test_the_weight_is_never_gathered() -> None:
     assert f"f32[{VOCAB},{HIDDEN}]" not in text
 
 
+@pytest.mark.slow
 def test_what_one_rule_cannot_serve_is_refused() -> None:
     x, w, _, t = arrays()
     mesh = mesh_of(fsdp=2, tp=2)

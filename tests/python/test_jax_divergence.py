@@ -613,6 +613,7 @@ def test_vmap_around_grad_and_over_weights() -> None:
         near(ours, jnp.stack([linear_divergence(x, a, y, b) for a, b in heads_of]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_scan_and_checkpoint(reduction: str) -> None:
     h = heads(shape=BATCH)

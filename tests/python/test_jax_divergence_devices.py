@@ -266,6 +266,7 @@ def kinds_of(text: str) -> list[int]:
     return [int(part.split()[0]) for part in text.split(" kind = ")[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tokens", "of two axes", "sequences"])
 def test_no_logits_are_exchanged_and_dz_is_kept(layout: str) -> None:
     """A mean is one call. Per-token losses keep dz of a device's own tokens; it is not copied, and

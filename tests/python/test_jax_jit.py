@@ -327,6 +327,7 @@ def test_state_of_tokens_that_fill_no_block_is_kept() -> None:
     assert not [t for of in collectives(text).values() for t in of if ",64]" in t]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["vocabulary", "both"])
 def test_a_mean_keeps_state_of_any_split_vocabulary(layout: str) -> None:
     """Loss and gradients are computed together, so no kept state leaves the program."""

@@ -141,6 +141,7 @@ def test_ids_of_64_bits(over: Any, lists: bool) -> None:
 # --- bits ---
 
 
+@pytest.mark.slow
 @OVER
 def test_the_bits_of_rows(platform: str, over: Any) -> None:  # noqa: F811
     """Lists of one length give what rows of ids give: over the vocabulary on a CPU, to the bit."""
@@ -390,6 +391,7 @@ def test_a_statistic_alone_has_a_gradient_beside_lists(jitted: bool) -> None:
 # --- transforms ---
 
 
+@pytest.mark.slow
 @OVER
 def test_vmap_of_lists_inside_and_around_grad(over: Any) -> None:
     x, w, b, _, _, _ = given((3, 7), 4)

@@ -190,6 +190,7 @@ def test_the_gradient_of_target_logit_alone_needs_no_kept_state() -> None:
         same(a, e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "jitted"), [(F32, False), (F32, True), (BF16, True)])
 def test_tokens_without_a_gradient(dtype: Any, jitted: bool) -> None:
     """A NaN row of a token without an upstream gradient changes nothing, also if a second backward

@@ -51,6 +51,7 @@ def batch(size: int = 4) -> tuple[Any, Any, Any]:
     return x, w, t
 
 
+@pytest.mark.slow
 def test_vmap_inside_grad_makes_one_gradient_of_the_weight() -> None:
     x, w, t = batch()
     c = jnp.arange(1, 22, dtype=F32)
@@ -99,6 +100,7 @@ def test_vmap_over_no_element(of_logits: bool, reduction: Any) -> None:
     assert jax.vmap(loss, (None, 0, None))(x, w[None][:0], none).shape[0] == 0
 
 
+@pytest.mark.slow
 def test_vmap_of_means_counts_each_alone() -> None:
     x, w, t = batch()
     t = t.at[2].set(-100)
@@ -162,6 +164,7 @@ def test_vmap_refuses_what_each_call_refuses(reduction: str, normalizer: Any) ->
         jax.vmap(lambda x, t: linear_cross_entropy(x, w, t, **options))(x, t)
 
 
+@pytest.mark.slow
 def test_vmap_around_grad_and_over_weights() -> None:
     x, w, t = batch()
     of_each = lambda loss: jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None, 0)))  # noqa: E731
@@ -197,6 +200,7 @@ def test_scan_and_checkpoint() -> None:
     near(scanned(linear_cross_entropy)(w), scanned(plain)(w))
 
 
+@pytest.mark.slow
 def test_shard_map_over_tokens(platform: str) -> None:  # noqa: F811
     devices = gpus() if platform == "cuda" else jax.devices("cpu")
     if not hasattr(jax, "shard_map") or len(devices) < 2:
@@ -224,6 +228,7 @@ def test_shard_map_over_tokens(platform: str) -> None:  # noqa: F811
             jax.jit(checked)(x, w, t)
 
 
+@pytest.mark.slow
 def test_the_gradient_takes_the_memory_of_donated_logits() -> None:
     z = jax.random.normal(jax.random.key(0), (2, 300, 1000))
     t = jax.random.randint(jax.random.key(1), (2, 300), 0, 1000)
@@ -243,6 +248,7 @@ def test_the_gradient_takes_the_memory_of_donated_logits() -> None:
     assert jnp.array_equal(same, z * 2) and jnp.array_equal(grad, expected[1])
 
 
+@pytest.mark.slow
 def test_the_workspace_is_in_xlas_plan_and_within_memory(platform: str) -> None:  # noqa: F811
     x, w, _, t = problem((256,), 5000, 32)
     limits = {"500KB": 500_000, "3MiB": 3 << 20}

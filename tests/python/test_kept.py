@@ -522,6 +522,7 @@ def test_a_memory_that_forward_takes_is_enough_for_every_backward(
         every_backward(call, said[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_forward_asks_for_the_backwards_memory(dynamic: bool) -> None:
     x, w, _, t = problem((200,), 3000, 16)
@@ -784,6 +785,7 @@ def test_dynamic_shapes_keep_and_do_not_recompile(device: str, ran: list[Ran]) -
     assert frames == frames[:1] * len(frames)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_memory_bounds_what_is_planned(ran: list[Ran], dynamic: bool) -> None:
     """With symbols as sizes nothing can be planned, so nothing is kept."""

@@ -829,6 +829,7 @@ def words_of(given: Any) -> dict[str, float]:
     return {"share": float((at == labels)[counts].mean()), "sum": float(at[counts].sum())}
 
 
+@pytest.mark.slow
 def test_two_processes_log_and_evaluate_every_token_once(tmp_path: Any) -> None:
     """With 3 sequences at a time on each process, the sampler repeats some in the last batch."""
     torch.manual_seed(3)
@@ -902,6 +903,7 @@ OF_TRL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OF_TRL)
 def test_what_trl_logs_comes_from_here(kind: str, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     pytest.importorskip("trl")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -14,17 +15,22 @@ import pytest
 import rotation
 
 NAMES = ["f.py::alone", "f.py::few[a]", "f.py::few[b]"]
-NAMES += [f"f.py::Class::swept[{op}-{d}]" for op in range(7) for d in ("f32", "f16", "bf16")]
-NAMES += [f"g.py::swept[{i}]" for i in range(rotation.SWEPT + 1)]
+NAMES += [f"f.py::Class::many[{op}-{d}]" for op in range(7) for d in ("f32", "f16", "bf16")]
+NAMES += [f"f.py::third[{i}]" for i in range(rotation.MANY)]
+NAMES += [f"g.py::third[{i}]" for i in range(rotation.SWEPT + 1)]
+SLOW = ["f.py::slow", "g.py::slow[a]", "g.py::slow[b]"]
 
 
 @pytest.mark.parametrize("first", [0, 944])
-def test_three_commits_run_every_case_and_a_swept_one_once(first: int) -> None:
-    parts = [rotation.part(NAMES, seed) for seed in range(first, first + 3)]
+def test_six_commits_run_every_case(first: int) -> None:
+    parts = [rotation.part(NAMES + SLOW, seed, SLOW) for seed in range(first, first + 6)]
     runs = collections.Counter(name for part in parts for name in part)
-    assert runs == {name: 1 if "swept" in name else 3 for name in NAMES}
+    times = {"many": 1, "third": 2, "slow": 2}
+    kinds = {name: re.search("many|third|slow", name) for name in NAMES + SLOW}
+    assert runs == {name: times[kind[0]] if kind else 6 for name, kind in kinds.items()}
     functions = {name.partition("[")[0] for name in NAMES}
-    assert all({name.partition("[")[0] for name in part} == functions for part in parts)
+    for own in parts:
+        assert {name.partition("[")[0] for name in own if name not in SLOW} == functions
 
 
 def test_pytest_runs_everything_unless_a_seed_is_set(tmp_path: pathlib.Path) -> None:
@@ -35,6 +41,7 @@ def test_pytest_runs_everything_unless_a_seed_is_set(tmp_path: pathlib.Path) -> 
     )
     (tmp_path / "test_it.py").write_text(
         "import pytest\n@pytest.mark.parametrize('i', range(9))\ndef test_it(i): pass\n"
+        "@pytest.mark.slow\ndef test_slowly(): pass\n"
     )
 
     def ran(**environment: str) -> str:
@@ -46,8 +53,8 @@ def test_pytest_runs_everything_unless_a_seed_is_set(tmp_path: pathlib.Path) -> 
         return done.stdout
 
     counts = tmp_path / "counts"
-    assert "9 passed" in ran() and "cases" not in ran()
-    assert "9 passed" in ran(LOGITLESS_TEST_SEED="1", LOGITLESS_TEST_FULL="1")
+    assert "10 passed" in ran() and "cases" not in ran()
+    assert "10 passed" in ran(LOGITLESS_TEST_SEED="1", LOGITLESS_TEST_FULL="1")
     said = ran(LOGITLESS_TEST_SEED="1", LOGITLESS_TEST_COUNTS=str(counts))
-    assert "3 passed" in said and "3 of 9 cases; LOGITLESS_TEST_FULL=1 runs all" in said
-    assert counts.read_text() == "3 9\n"
+    assert "3 passed" in said and "3 of 10 cases; LOGITLESS_TEST_FULL=1 runs all" in said
+    assert counts.read_text() == "3 10\n"

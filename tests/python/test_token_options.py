@@ -160,6 +160,7 @@ def test_modules_take_one_for_a_call(device: str) -> None:
     assert own.temperature.is_meta and not own.state_dict() and "temperature" not in repr(own)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_one_graph_for_every_value_and_shape(device: str) -> None:
     for dynamic, option in ((None, ()), (True, (3,)), (True, (3, 1))):
         counter, frames = Counter(), []

@@ -701,6 +701,7 @@ def test_a_model_that_is_run_again_in_backward_while_another_thread_is_in_it() -
         same(a, b)
 
 
+@pytest.mark.slow
 def test_two_threads_in_one_compiled_model() -> None:
     """The graph breaks between the labels and the head."""
     model, _ = model_and_batch("llama")
@@ -1009,6 +1010,7 @@ def test_calls_are_those_that_made_a_loss_here() -> None:
     assert patch.calls == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "when, longer, items, programs",
     [("before", 0, torch.tensor, 1), ("after", 0, int, 2), ("before", 1, None, 2)],
@@ -1239,6 +1241,7 @@ def test_a_class_derived_of_a_patched_one_works_as_ever_where_it_cannot_be_serve
     same(run(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_class_derived_of_a_patched_one_is_served_as_its_init_leaves_it(compiled: bool) -> None:
     class OwnForCausalLM(transformers.LlamaForCausalLM):  # type: ignore[misc]
@@ -1272,6 +1275,7 @@ def test_a_class_that_cannot_be_patched_says_so() -> None:
         patch_transformers(transformers.LlamaForCausalLM, smoothing=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_model_within_a_compiled_one_is_patched(when: str) -> None:
     model, batch = model_and_batch("llama")
@@ -1320,6 +1324,7 @@ def test_a_patch_that_is_of_no_use_in_training_is_warned_of_once(alone: bool) ->
     assert not any("logitless" in key for module in model.modules() for key in vars(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_backbone_is_warned_of_by_itself_alone(fullgraph: bool) -> None:
     """A backbone that its model calls is not warned of, whichever of them is compiled."""

@@ -154,6 +154,7 @@ def test_it_has_the_bits_of_the_same_rows_by_hand(
         same((grads[0], grads[1][ordered], grads[2][ordered]), expected)
 
 
+@pytest.mark.slow
 @BOTH
 def test_chosen_ids_are_those_of_the_whole_vocabulary(device: str, compiled: bool) -> None:
     call = torch.compile(linear_logprobs_at, fullgraph=True) if compiled else linear_logprobs_at
@@ -278,6 +279,7 @@ def test_noncontiguous_tensors(device: str) -> None:
 # --- functions that call it ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_one_graph_serves_other_sizes(device: str, dynamic: bool) -> None:
     compiled = torch.compile(
@@ -707,6 +709,7 @@ def test_without_a_target_nothing_is_mapped(device: str) -> None:
     )
 
 
+@pytest.mark.slow
 @BOTH
 def test_wrong_lists_of_a_divergence_are_named(compiled: bool) -> None:
     call: Any = linear_divergence

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where $LOGITLESS_TEST_SEED is set (scripts/test: the number of commits), a test function with
-more than SWEPT parameter sets runs a third of them, and with the next two seeds the others. All run
-without it, and with LOGITLESS_TEST_FULL=1. What ran is in the last lines of pytest, and a line of
+more than SWEPT parameter sets runs a third of them, with more than MANY a sixth, and with the next
+seeds the others. Tests marked `slow` run at one seed of three. All run without it, and with
+LOGITLESS_TEST_FULL=1. What ran is in the last lines of pytest, and a line of
 $LOGITLESS_TEST_COUNTS, if that names a file."""
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
+from collections.abc import Container
 
 import pytest
 
 PARTS = 3
 SWEPT = 3
+MANY = 12
 COUNTED = pytest.StashKey[tuple[int, int]]()
 
 
@@ -21,9 +24,9 @@ def hash_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
-def part(names: list[str], seed: int) -> set[str]:
+def part(names: list[str], seed: int, slow: Container[str] = ()) -> set[str]:
     """The node ids that run. They are sorted by hash, because neighbours share a dtype or an op.
-    A function's hash moves its thirds, so that no commit gets the larger third of every function.
+    A function's hash moves its parts, so that no commit gets the larger part of every function.
     """
     functions: dict[str, list[str]] = {}
     for name in names:
@@ -31,8 +34,11 @@ def part(names: list[str], seed: int) -> set[str]:
     chosen: set[str] = set()
     for function, every in functions.items():
         every.sort(key=lambda name: (hash_of(name), name))
-        first = (seed + hash_of(function)) % PARTS
-        chosen.update(every if len(every) <= SWEPT else every[first::PARTS])
+        if len(every) <= SWEPT:
+            chosen.update(n for n in every if n not in slow or (seed + hash_of(n)) % PARTS == 0)
+            continue
+        parts = PARTS if len(every) <= MANY else 2 * PARTS
+        chosen.update(every[(seed + hash_of(function)) % parts :: parts])
     return chosen
 
 
@@ -41,7 +47,8 @@ def rotate(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = os.environ.get("LOGITLESS_TEST_SEED")
     if seed is None or os.environ.get("LOGITLESS_TEST_FULL") == "1":
         return
-    chosen = part([item.nodeid for item in items], int(seed))
+    slow = {item.nodeid for item in items if item.get_closest_marker("slow")}
+    chosen = part([item.nodeid for item in items], int(seed), slow)
     counted = len(chosen), len(items)
     if hasattr(config, "workeroutput"):  # one of pytest-xdist's processes; each collects everything
         config.workeroutput["rotation"] = counted
