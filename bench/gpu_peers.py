@@ -149,7 +149,8 @@ class Peer:
 def with_options(
     softcap: float, label_smoothing: float, z_loss: float
 ) -> Callable[..., torch.Tensor]:
-    """torch.compile's version of every option at once, without the statistics."""
+    """torch.compile's counterpart of the contender "every option": bias, softcap, smoothing, z-loss,
+    class and token weights; without its statistics."""
 
     def loss(
         h: torch.Tensor, w: torch.Tensor, t: torch.Tensor, bias: torch.Tensor,

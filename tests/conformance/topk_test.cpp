@@ -291,7 +291,7 @@ TEST_P(TopK, IsTheBeginningOfALongerList) {
 // Among columns with equal weight the lowest ids win, wherever tiles and blocks end.
 TEST_P(TopK, TiesGoToTheLowestId) {
   for (const int64_t v : {40, 700, 2500}) {
-    for (const int64_t classes : {1, 2, 5}) {  // different rows of weight
+    for (const int64_t classes : {1, 2, 5}) {  // the last row's number
       for (const int64_t k : {1, 7, 40, 200}) {
         if (k > v) continue;
         Case c = plain({6, 8, v}, k);
@@ -300,7 +300,7 @@ TEST_P(TopK, TiesGoToTheLowestId) {
         Problem<Forward> p = build<Forward>(c);
         std::vector<double> weight = read(p.op.weight);
         for (int64_t j = 0; j < v; ++j) {
-          // All classes but the last have few columns, so that lists continue with the next class.
+          // Classes 0 and 1 get few columns, so that a list that begins there goes on in the last.
           const int64_t like = classes == 1 ? 0 : j % (classes * 3) < 2 ? j % classes : classes - 1;
           for (int64_t d = 0; d < 8; ++d)
             weight[j * 8 + d] = std::ldexp(like + 1, -static_cast<int>(d));

@@ -169,8 +169,8 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   c.wants_grad_input = c.wants_grad_weight = false;
   c.options.softcap = 30;
   std::vector<double> sizes;
-  for (int i = 1; i <= 40; ++i) sizes.push_back(2.1 * i);  // up to tanh 2.8
-  // tanh from 0.6 to 0.68
+  for (int i = 1; i <= 40; ++i) sizes.push_back(2.1 * i);  // tanh's argument up to 2.8
+  // Arguments of tanh from 0.6, where the short polynomial ends (sm90/options.cuh), to 0.68.
   for (int i = 0; i < 600; ++i) sizes.push_back(18.001 + 0.0041 * i);
   with_problem(c, [&](auto& p, const WorkspaceSize& size) {
     write(p.op.input, std::vector<double>(3 * 64, 0));

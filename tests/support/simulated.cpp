@@ -70,7 +70,7 @@ void Simulation::forward() {
   }
 }
 
-// Replaces logits by (p - onehot) / N, rounded as the contract allows for 16-bit inputs.
+// Replaces logits by p - onehot, rounded as the contract allows for 16-bit inputs.
 void Simulation::softmax_gradient(DType dtype) {
   for (int64_t i = 0; i < tokens; ++i) {
     for (int64_t j = 0; j < vocab; ++j) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A plain f32 implementation of linear cross-entropy in loops, with optional mistakes that the
 // bounds must catch. It is compared like a backend; only its arithmetic matters.
-//   logits_ij = input_i . weight_j   loss_i = lse_i - logits_it   dlogits = (p - onehot) / N
+//   logits_ij = input_i . weight_j   loss_i = lse_i - logits_it   dlogits = p - onehot
 #pragma once
 
 #include "fixture.h"
@@ -22,8 +22,9 @@ enum class Mutation {
 };
 const char* name_of(Mutation mutation);
 
-// Takes ops without bias, weights and ignored tokens, and without options other than statistics.
-// Sums have `lanes` lanes, a power of 2 up to 16.
+// Takes ops with reduction none and no other option, without bias, class weights, token weights and
+// ignored tokens; of the statistics it makes lse alone. Sums have `lanes` lanes, a power of 2 up to
+// 16.
 Fields simulate(const LinearCrossEntropyForwardBackward& op, Mutation mutation, int lanes = 16);
 
 }  // namespace logitless::conformance

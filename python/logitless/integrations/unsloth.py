@@ -58,8 +58,9 @@ def chunked_hidden_states_selective_log_softmax(
 
 def _jsd_peak(call: Sizes, rows: int | None) -> int:
     """The largest number of bytes that Unsloth's function needs on a GPU with Triton: a chunk's
-    logits of both heads in f32 and their gradients; in 16 bits also f32 sums of the weight's
-    gradient. At the end the 16-bit gradient replaces the chunk."""
+    logits of both heads in f32 and, for gradients, that of the student's logits in the products'
+    dtype; for a 16-bit weight also f32 sums of its gradient. At the end the 16-bit gradient
+    replaces the chunk."""
     rows = rows or min(
         1024, max(64, 1 << max(((1 << 26) // max(call.vocab, 1)).bit_length() - 1, 0))
     )

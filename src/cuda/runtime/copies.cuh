@@ -6,7 +6,7 @@
 
 namespace logitless::cuda {
 
-// Copies 16 bytes.
+// Starts a copy of 16 bytes.
 __device__ inline void copy_word(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)),
                "l"(global)
