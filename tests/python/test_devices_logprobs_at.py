@@ -270,6 +270,9 @@ def errors_are_those_of_all_ranks(me: Rank) -> Results:
     whole = Split(dist.group.WORLD, sequence_dim=1)
     with pytest.raises(ValueError, match=rf"^ids has shape .*allowed: \(2, {4 * me.size}, K\)"):
         linear_logprobs_at(x, own, ids[..., :2], group=whole)
+    names = ("entropie",) if me.rank == 0 else ()
+    with pytest.raises(ValueError, match=r"return_statistics is .entropie."):
+        linear_logprobs_at(x, own, ids[..., :2], group=dist.group.WORLD, return_statistics=names)
     return {}
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ranks
-from logitless.torch import Split, linear_topk
+from logitless.torch import Split, linear_cross_entropy, linear_logprob, linear_topk
 from logitless.torch._split import combine
 from logitless.torch._split import ranks as _ranks
 from ranks import Rank
@@ -211,6 +211,18 @@ def errors_are_those_of_all_ranks(me: Rank) -> Results:
         linear_topk(x, own, 0 if me.rank == 1 else 2, group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"^what is asked for, in bits, is \["):
         linear_topk(x, own, 2 + me.rank, group=dist.group.WORLD)
+    wrong = me.rank == 1
+    with pytest.raises(TypeError, match="k is a float; allowed: an int"):
+        linear_topk(x, own, 2.0 if wrong else 2, group=dist.group.WORLD)  # type: ignore[arg-type]
+    names: Any = ("rank",) if wrong else ()
+    with pytest.raises(ValueError, match="return_statistics is 'rank'; allowed: "):
+        linear_topk(x, own, 2, group=dist.group.WORLD, return_statistics=names)
+    t = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="return_statistics is 'rank' with a group"):
+        linear_cross_entropy(x, own, t, group=dist.group.WORLD, return_statistics=names)
+    entropy: Any = "detach" if wrong else "detached"
+    with pytest.raises(ValueError, match="entropy is 'detach'; allowed: "):
+        linear_logprob(x, own, t, group=dist.group.WORLD, entropy=entropy)
     return {}
 
 

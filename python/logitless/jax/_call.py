@@ -128,10 +128,12 @@ def kept_of(call: Call, input: Array, weight: Array) -> list[Tensor]:
     code = DTYPES.get(dtype.name, -1)
     if call.memory is not None:
         return []
-    backends = (_abi.CPU, _abi.CUDA) if jax.default_backend() == "gpu" else (_abi.CPU,)
     options = call.options
-    if isinstance(options, Options) and not all(_abi.keeps(b, code, options) for b in backends):
-        return []
+    if isinstance(options, Options):
+        if not _abi.keeps(_abi.CPU, code, options):
+            return []
+        if not _abi.keeps(_abi.CUDA, code, options) and jax.default_backend() == "gpu":
+            return []
     bytes = _abi.whole_kept(tokens, vocab, code)
     shape, rows_shape = _abi.kept_formula(tokens, vocab, code, bytes)
     if not shape[0]:

@@ -388,10 +388,10 @@ def linear_outputs(
     asked: Callable[[], int] | None = None,
 ) -> Any:  # fmt: skip
     """The outputs for linear_cross_entropy's arguments, in the order of _run.OUTPUTS; `wanted` has
-    the bits (as in _run) of those to compute; asked() has more, and its error is told to the other
-    ranks. With LOGITS_AT the target is `ids` [..., K], or [M]
-    with `offsets`; with TOP, for the `k` largest logits, None too. `main_grad`: the tensor to
-    which the weight's gradient is added. `data`: a shards.Data. If `size` is not None, nothing is
+    the bits (as in _run) of those to compute. asked() returns more of them; if it raises, all ranks
+    of a group get the error. With LOGITS_AT the target is `ids` [..., K], or [M] with `offsets`.
+    With TOP, for the `k` largest logits, the target may be None. `main_grad`: the tensor to which
+    the weight's gradient is added. `data`: a shards.Data. If `size` is not None, nothing is
     computed and the result is the number of bytes that the call would take; True includes
     gradients."""
     check_rows("input", input, "[..., D]")

@@ -16,15 +16,15 @@ LOGITS, IDS = (list(_run.OUTPUTS).index(bit) for bit in (_run.TOP_LOGITS, _run.T
 
 
 def wanted_of(k: Any) -> int:
-    """The bits, as in _run, that ask for the k largest logits. Raises only if k is not an int;
-    check_k checks its range."""
+    """The bits, as in _run, that ask for the k largest logits. check_k checks k."""
+    # A k that does not fit above the bits is out of range in any vocabulary.
+    most = _abi.MOST_LISTED + 1
+    return _run.top_of(min(max(k, 0), most) if isinstance(k, int) else most) | _run.ROW_STATE
+
+
+def check_k(k: Any, vocab: Any) -> None:
     if not isinstance(k, int):
         raise wrong_dtype(f"k is a {type(k).__name__}; allowed: an int")
-    # A k that does not fit above the bits is out of range in any vocabulary.
-    return _run.top_of(min(max(k, 0), _abi.MOST_LISTED + 1)) | _run.ROW_STATE
-
-
-def check_k(k: int, vocab: Any) -> None:
     most = min(vocab, _abi.MOST_LISTED)
     if isinstance(k, bool) or not 1 <= k <= most:
         raise invalid(f"k is {k}; allowed: 1 to {most}, the least of V and {_abi.MOST_LISTED}")

@@ -32,7 +32,7 @@ from torch.autograd import Function
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless._errors import argument, not_supported, wrong_device
+from logitless._errors import LogitlessError, argument, not_supported, wrong_device
 from logitless._statistics import names_where
 from logitless.torch import _autograd, _kept, _ops, _run
 from logitless.torch._autograd import Call, asked_of, cast, cast_bias, first_order, taken
@@ -352,9 +352,13 @@ def loss(
     input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
 ) -> tuple[Tensor | None, ...]:
     """The outputs in the order of _run.OUTPUTS."""
-    refuse(call)
+    try:
+        refuse(call)
+        _check_device(input, call.constants)
+    except LogitlessError as error:
+        exchange.tell(error, input, shard)
+        raise
     call.options = _run.replaced(call.options, vocab_start=shard.start, vocab_total=shard.total)
-    _check_device(input, call.constants)
     with_grad = torch.is_grad_enabled()
     shard = _run.replaced(
         shard,
