@@ -210,5 +210,11 @@ def test_train_lm_learns_the_same_without_logits(
         np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
     learnt = list(actual["train/loss"].values())
     assert sum(learnt[-3:]) < sum(learnt[:3])
+    if case.bf16:
+        # Where a gradient is less than its rounding error, Adam moves a parameter either way.
+        apart = np.concatenate([(a - e).ravel() for a, e in zip(made, theirs, strict=True)])
+        assert np.sqrt(np.mean(apart**2)) < 2e-3  # of steps that add up to 6e-2
+        assert np.mean(abs(apart) > 6e-3) < 0.01
+        return
     for a, e in zip(made, theirs, strict=True):
-        np.testing.assert_allclose(a, e, rtol=0, atol=1.2e-2 if case.bf16 else 2e-5)
+        np.testing.assert_allclose(a, e, rtol=0, atol=2e-5)
