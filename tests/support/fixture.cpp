@@ -193,10 +193,8 @@ double error_ratio(double got, double want, double bound, DType dtype) {
   if (std::isinf(want)) return got == want ? 0 : NAN;
   if (std::isinf(got)) {
     // A result rounded to infinity is right if the bound reaches beyond the dtype's range.
-    return std::signbit(got) == std::signbit(want) &&
-                   std::fabs(want) + bound >= overflow_threshold(dtype)
-               ? 0
-               : NAN;
+    const double toward = std::signbit(got) ? -want : want;
+    return toward + bound >= overflow_threshold(dtype) ? 0 : NAN;
   }
   const double error = std::fabs(got - want);
   if (error == 0) return 0;
