@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -32,6 +33,8 @@ from mutants.cuda import MUTANTS, TESTS, CudaMutant
 SCRATCH = ROOT / "out/mutants-device"
 PROGRAM = SCRATCH / "run/device_suite"
 SKIPPED = 77
+START_SECONDS = 2  # of a process
+PART_SECONDS = 15  # of its tests
 
 SWITCH_H = """
 // Of the copy with mutants alone: which one is on, on the host and in this file's kernels.
@@ -233,15 +236,26 @@ def library_path() -> str:
     return done.stdout.strip()
 
 
-def test(number: int, group: str, limit: float, chosen: str = "") -> tuple[str, str, float]:
-    """("passed" | "failed" | "late" | "skipped", the first failure or the reason, seconds)."""
-    chosen = chosen or TESTS[group]
+class Part(NamedTuple):
+    """One of the parts that googletest deals a group's tests to."""
+
+    verdict: str  # "passed" | "failed" | "late" | "skipped"
+    note: str  # the first failure or the reason
+    seconds: float
+    tests: int
+
+
+def test(
+    number: int, chosen: str, portable: bool, limit: float, part: int = 0, parts: int = 1
+) -> Part:
     environment = {
         **os.environ,
         "LOGITLESS_MUTANT": str(number),
         "LOGITLESS_TEST_DEVICES": "cuda",
-        "LOGITLESS_CUDA_KERNELS": "portable" if group == "portable" else "",
+        "LOGITLESS_CUDA_KERNELS": "portable" if portable else "",
         "LD_LIBRARY_PATH": library_path(),
+        "GTEST_TOTAL_SHARDS": str(parts),
+        "GTEST_SHARD_INDEX": str(part),
     }
     command = [str(PROGRAM), f"--gtest_filter={chosen}", "--gtest_fail_fast", "--gtest_brief=1"]
     start = time.monotonic()
@@ -250,46 +264,79 @@ def test(number: int, group: str, limit: float, chosen: str = "") -> tuple[str, 
                               timeout=limit, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT)  # fmt: skip
     except subprocess.TimeoutExpired:
-        return "late", f"no end in {limit:.0f} s", limit
+        return Part("late", f"no end in {limit:.0f} s", limit, 0)
     seconds = time.monotonic() - start
+    ran = re.search(r"\[==========\] (\d+) tests? from", done.stdout)
+    tests = int(ran.group(1)) if ran else 0
     if done.returncode == SKIPPED:
-        return "skipped", done.stdout.splitlines()[0], seconds
+        return Part("skipped", done.stdout.splitlines()[0], seconds, tests)
     if done.returncode == 0:
-        ran = re.search(r"\[==========\] (\d+) tests? from", done.stdout)
-        if ran is None or ran.group(1) == "0":
-            raise Broken(f"{chosen}: no such test")
-        return "passed", "", seconds
+        return Part("passed", "", seconds, tests)
     failed = re.search(r"\[  FAILED  \] ([^,\s]+)", done.stdout)
-    return "failed", failed.group(1) if failed else f"exit code {done.returncode}", seconds
+    note = failed.group(1) if failed else f"exit code {done.returncode}"
+    return Part("failed", note, seconds, tests)
+
+
+def without_mutant(pool: ThreadPoolExecutor, group: str, jobs: int, limit: float) -> float:
+    """The seconds that all tests of a group take, one after the other; they must pass."""
+    parts = list(
+        pool.map(lambda p: test(0, TESTS[group], group == "portable", limit, p, jobs), range(jobs))
+    )
+    seconds = sum(max(0, p.seconds - START_SECONDS) for p in parts)
+    wrong = next((p for p in parts if p.verdict != "passed"), None)
+    print(f"{'no mutant, ' + group:64} {seconds:5.0f} s  {wrong or 'passed'}", flush=True)
+    if wrong:
+        raise Broken(f"the tests of {group} do not pass without any mutant: {wrong.note}")
+    if not any(p.tests for p in parts):
+        raise Broken(f"{TESTS[group]}: no such test")
+    return seconds
+
+
+class Judged:
+    """A mutant's tests, in as many parts as their length asks for; one that fails is enough."""
+
+    def __init__(self, pool: ThreadPoolExecutor, number: int, group: str, seconds: float) -> None:
+        self.number, self.group, self.caught = number, group, ""
+        self.parts = min(16, max(1, round(seconds / PART_SECONDS)))
+        self.limit = max(60, 10 * seconds / self.parts)
+        self.seconds = 0.0
+        self.jobs = [pool.submit(self.judge, part) for part in range(self.parts)]
+
+    def judge(self, part: int) -> None:
+        if self.caught:
+            return
+        done = test(self.number, TESTS[self.group], self.group == "portable", self.limit, part,
+                    self.parts)  # fmt: skip
+        self.seconds += done.seconds
+        if done.verdict != "passed":
+            self.caught = done.note
+
+    def wait(self) -> str:
+        for job in self.jobs:
+            job.result()
+        return self.caught
 
 
 def run(only: list[str], jobs: int, limit: float) -> int:
     if not PROGRAM.is_file():
         raise Broken(f"no {PROGRAM}: `build` first")
-    verdict, note, _ = test(0, "", limit, "*/Edges.NoTokens/cuda_softmax_f32")
-    if verdict == "skipped":
-        print(f"mutants-device: {note}")
+    first = test(0, "*/Edges.NoTokens/cuda_softmax_f32", False, limit)
+    if first.verdict == "skipped":
+        print(f"mutants-device: {first.note}")
         return 0
     chosen = [(n, m) for n, m in enumerate(MUTANTS, 1) if any(text in m.name for text in only)]
     if not chosen:
         raise Broken("no mutant of that name")
-    groups = sorted({m.tests for _, m in chosen})
-    longest: dict[str, float] = {}
     survivors = []
     with ThreadPoolExecutor(jobs) as pool:
-        for group, (verdict, note, seconds) in zip(
-            groups, pool.map(lambda g: test(0, g, limit), groups), strict=True
-        ):
-            print(f"{'no mutant, ' + group:64} {seconds:5.0f} s  {verdict} {note}", flush=True)
-            if verdict != "passed":
-                raise Broken(f"the tests of {group} do not pass without any mutant: {note}")
-            longest[group] = min(limit, max(60, 10 * seconds))
-        jobs_of = [pool.submit(test, n, m.tests, longest[m.tests]) for n, m in chosen]
-        for (_, m), job in zip(chosen, jobs_of, strict=True):
-            verdict, note, seconds = job.result()
-            words = "SURVIVED" if verdict == "passed" else f"caught    {note}"
-            print(f"{m.name:64} {seconds:5.0f} s  {words}", flush=True)
-            if verdict == "passed":
+        groups = sorted({m.tests for _, m in chosen})
+        seconds = {group: without_mutant(pool, group, jobs, limit) for group in groups}
+        judged = [Judged(pool, n, m.tests, seconds[m.tests]) for n, m in chosen]
+        for (_, m), mutant in zip(chosen, judged, strict=True):
+            note = mutant.wait()
+            words = f"caught    {note}" if note else "SURVIVED"
+            print(f"{m.name:64} {mutant.seconds:5.0f} s  {words}", flush=True)
+            if not note:
                 survivors.append(m.name)
     print(f"mutants-device: {len(chosen) - len(survivors)} of {len(chosen)} caught")
     for name in survivors:
@@ -302,7 +349,9 @@ def main() -> int:
     parser.add_argument("what", choices=["list", "check", "build", "run", "all"])
     parser.add_argument("--only", action="append", help="mutants whose name contains this")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--limit", type=float, default=500, help="seconds for the tests of one")
+    parser.add_argument(
+        "--limit", type=float, default=500, help="seconds for a part of a group's tests"
+    )
     arguments = parser.parse_args()
     try:
         if arguments.what == "list":

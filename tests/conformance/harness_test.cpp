@@ -239,21 +239,26 @@ TEST(Harness, MissingAndUnexpectedFieldsFail) {
   EXPECT_FALSE(compare(reference::Result{}, Fields{{"loss", Field{}}}).ok());
 }
 
-TEST(Harness, ThreeCommitsRunEveryCaseOnce) {
+TEST(Harness, SixCommitsRunEveryCase) {
   CasesByTest all = {{"All/Edges.Alone", {""}}, {"All/Edges.Few", {"/a", "/b", "/c"}}};
-  for (int i = 0; i < 64; ++i) all["All/Edges.Swept"].push_back("/cpu_" + std::to_string(i));
+  for (int i = 0; i < 12; ++i) all["All/Edges.Swept"].push_back("/cpu_" + std::to_string(i));
+  for (int i = 0; i < 64; ++i) all["All/Edges.Many"].push_back("/cpu_" + std::to_string(i));
   for (const size_t first : {size_t{0}, size_t{944}}) {
     std::map<std::string, int> runs;
-    for (size_t seed = first; seed < first + 3; ++seed) {
-      const CasesByTest chosen = third_of(all, seed);
-      EXPECT_GE(chosen.at("All/Edges.Swept").size(), 21u);
+    for (size_t seed = first; seed < first + 6; ++seed) {
+      const CasesByTest chosen = part_of(all, seed);
+      EXPECT_EQ(chosen.at("All/Edges.Swept").size(), 4u);
+      EXPECT_GE(chosen.at("All/Edges.Many").size(), 10u);
       for (const auto& [test, cases] : chosen) {
         for (const std::string& c : cases) ++runs[test + c];
       }
     }
     EXPECT_EQ(runs.size(), count(all));
     for (const auto& [name, times] : runs)
-      EXPECT_EQ(times, name.starts_with("All/Edges.Swept") ? 1 : 3) << name;
+      EXPECT_EQ(times, name.starts_with("All/Edges.Many")    ? 1
+                       : name.starts_with("All/Edges.Swept") ? 2
+                                                             : 6)
+          << name;
   }
 }
 

@@ -401,7 +401,8 @@ def test_what_16_bits_of_the_weight_would_lose_is_not_lost(
     assert 0 < moved < 0.5 * (torch.finfo(dtype).eps / 2 * weight.detach().abs()).mean()
     expected = changed(exact, False)
     assert abs(expected) > 1e-5
-    assert changed(rounded, autocast) == pytest.approx(expected, rel=0.05)
+    rounding = 3 * 2.0**-21  # of two losses of about 4
+    assert changed(rounded, autocast) == pytest.approx(expected, rel=0.05, abs=rounding)
 
 
 def test_it_is_not_served_in_compiled_code(calls: Calls) -> None:

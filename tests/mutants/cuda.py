@@ -310,7 +310,7 @@ MUTANTS = [
     _M("divergence: p - q cancels", "divergence/column.cuh",
        "return choose(@{1 - x}@, fmaxf(c.p, c.q)", "-1.0f", "divergence"),
     _M("divergence, jsd: one logarithm gives both at any beta", "divergence/column.cuh",
-       "if (@{beta != 0.5f}@) {", "false", "divergence"),
+       "if (@{beta != 0.5f}@) {", "false", "divergence-edges"),
     _M("divergence: logarithms by the one instruction near 1", "divergence/column.cuh",
        "return choose(@{0.75f - fabsf(rest - 0.25f)}@,", "-1.0f", "divergence"),
     _M("divergence: the target's dz is p", "divergence/row.cuh",

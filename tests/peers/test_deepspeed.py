@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import ranks
+
+os.environ.setdefault("DS_ACCELERATOR", ranks.DEVICE)
 
 pytest.importorskip("deepspeed")
 
-import ranks
 import support
 from logitless.integrations import patch_transformers
 from ranks import Rank

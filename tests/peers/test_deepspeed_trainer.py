@@ -17,7 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import ranks
+
+os.environ.setdefault("DS_ACCELERATOR", ranks.DEVICE)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 pytest.importorskip("deepspeed")
@@ -25,7 +28,6 @@ pytest.importorskip("deepspeed")
 import accelerate
 import transformers
 
-import ranks
 import support
 from logitless.integrations import patch_transformers, patch_trl
 from ranks import Rank
@@ -37,7 +39,8 @@ _calls: list[support.Calls] = []  # of this process
 
 
 def zero(me: Rank) -> dict[str, Any]:
-    """The arguments of a Trainer with ZeRO-3 on a CPU, in a process that may have had others."""
+    """The arguments of a Trainer with ZeRO-3, in a process that may have had others."""
+    torch.set_default_device(None)  # DataLoader shuffles on the CPU
     os.environ |= {
         "RANK": str(me.rank), "LOCAL_RANK": str(me.rank), "WORLD_SIZE": str(me.size),
         "LOCAL_WORLD_SIZE": str(me.size), "LOCAL_SIZE": str(me.size),
@@ -59,7 +62,8 @@ def zero(me: Rank) -> dict[str, Any]:
         "steps_per_print": 1 << 30,
     }
     return {
-        "deepspeed": config, "use_cpu": True, "ddp_backend": "gloo", "seed": 7, "logging_steps": 1,
+        "deepspeed": config, "use_cpu": support.ON_CPU, "ddp_backend": ranks.BACKEND, "seed": 7,
+        "logging_steps": 1,
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "learning_rate": 3e-3,
         "max_steps": STEPS, "optim": "adamw_torch",
     }  # fmt: skip

@@ -26,7 +26,8 @@ def setup() -> Any:
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+        if ranks.DEVICE == "cpu":
+            torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     return parallel_state.get_tensor_model_parallel_group()
 
 

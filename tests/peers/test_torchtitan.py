@@ -100,7 +100,7 @@ def spmd_types(me: Rank) -> dict[str, Tensor]:
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
     x, w, t = given()
-    mesh = init_device_mesh("cpu", (me.size,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(ranks.DEVICE, (me.size,), mesh_dim_names=("tp",))
     with backend("spmd_types"), set_current_spmd_mesh(mesh):
         compare(x, w.chunk(me.size)[me.rank], t, TOKENS, 37)
     return {}
@@ -108,7 +108,7 @@ def spmd_types(me: Rank) -> dict[str, Tensor]:
 
 def partial_dtensor(me: Rank) -> dict[str, Tensor]:
     x, w, t = given()
-    mesh = init_device_mesh("cpu", (me.size,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(ranks.DEVICE, (me.size,), mesh_dim_names=("tp",))
     pred = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     weight = DTensor.from_local(
         w.chunk(me.size)[me.rank], mesh, [Shard(0)], run_check=False, shape=w.shape, stride=(16, 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's Trainer with a small llama3 in two processes on gloo learns the same with our loss
-as with its ChunkedLossWrapper. torchtitan supports no CPU, so the test gives it a stub of a device
+"""torchtitan's Trainer with a small llama3 in two processes learns the same with our loss as with
+its ChunkedLossWrapper. torchtitan supports no CPU, so for gloo the test gives it a stub of a device
 module, and chooses the attention that runs without a GPU."""
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from torch.distributed.fsdp import FSDPModule
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
 
+import ranks
+
 utils = pytest.importorskip("torchtitan.tools.utils")
-utils.device_type = "cpu"
-utils.device_module = types.SimpleNamespace(
-    set_device=lambda device: None,
-    current_device=lambda: 0,
-    synchronize=lambda: None,
-    get_device_name=lambda device: "CPU",
-    get_device_properties=lambda device: types.SimpleNamespace(total_memory=1),
-    memory_stats=lambda device: {},
-    reset_peak_memory_stats=lambda: None,
-    empty_cache=lambda: None,
-)
+if ranks.DEVICE == "cpu":
+    utils.device_type = "cpu"
+    utils.device_module = types.SimpleNamespace(
+        set_device=lambda device: None,
+        current_device=lambda: 0,
+        synchronize=lambda: None,
+        get_device_name=lambda device: "CPU",
+        get_device_properties=lambda device: types.SimpleNamespace(total_memory=1),
+        memory_stats=lambda device: {},
+        reset_peak_memory_stats=lambda: None,
+        empty_cache=lambda: None,
+    )
 
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
@@ -42,7 +45,6 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-import ranks  # noqa: E402
 import support  # noqa: E402
 from logitless.integrations.torchtitan import LinearCrossEntropyLoss  # noqa: E402
 from ranks import Rank  # noqa: E402

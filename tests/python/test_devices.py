@@ -1068,6 +1068,20 @@ def a_part_of_the_world(me: Rank) -> Results:
 
 
 @case
+def an_input_where_the_group_exchanges_nothing(me: Rank) -> Results:
+    """On the CPU, with a group that has collectives of GPUs alone."""
+    p, bounds = problem(me.size)
+    p = Problem(*(None if t is None else t.cpu() for t in p))
+    real, dist.get_backend_config = dist.get_backend_config, lambda group: "cuda:nccl"
+    try:
+        with pytest.raises(RuntimeError, match=r"input is on cpu; allowed: cuda, .*\(cuda:nccl\)"):
+            call_own(me, p, bounds)
+    finally:
+        dist.get_backend_config = real
+    return {}
+
+
+@case
 def a_mesh_of_two_dimensions(me: Rank) -> Results:
     """Two replicas have different tokens, and the normalizer counts the tokens of both."""
     if me.size != 4:

@@ -36,6 +36,8 @@ using conformance::TestDevice;
 constexpr const char* kKindNames[] = {"forward_kl", "reverse_kl", "jsd", "skew_kl", "tv"};
 constexpr float kBelowOne = 1 - 0x1p-24f;
 constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kFar = -1e30;
+constexpr char kPoisonedFar[] = ", poisoned, some far";
 
 // A number up to `most`; half of them are a multiple of a tile's size or next to one.
 int64_t size_of(Random& random, int64_t most) {
@@ -134,8 +136,13 @@ void put(const TensorView& view, int64_t at, double value) {
 template <class Op>
 std::string poison(Random& random, const Case& c, const Problem<Op>& p) {
   if (c.placement == Placement::broadcast || random.below(3) != 0) return "";
-  constexpr double values[] = {-kInf, -kInf, -1e30, 60, 0x1p-140, 0, kInf, NAN};
-  const auto value = [&] { return random.pick(values); };
+  constexpr double values[] = {-kInf, -kInf, kFar, 60, 0x1p-140, 0, kInf, NAN};
+  bool far = false;
+  const auto value = [&] {
+    const double picked = random.pick(values);
+    far |= picked == kFar;
+    return picked;
+  };
   const auto [tokens, hidden, vocab] = c.shape;
   const int64_t column = random.below(vocab);
   const auto& [student, teacher] = std::tie(p.op.bias, p.op.teacher.bias);
@@ -153,7 +160,7 @@ std::string poison(Random& random, const Case& c, const Problem<Op>& p) {
     const double state = c.options.softcap == 0 && random.below(2) == 0 ? kInf : NAN;
     put(p.op.input, random.below(tokens * hidden), state);
   }
-  return ", poisoned";
+  return far ? kPoisonedFar : ", poisoned";
 }
 
 // Picks a workspace of any size and a way to run; sizes are queried without addresses.
@@ -203,8 +210,12 @@ void run_one(Random& random, const TestDevice& device, const Case& c, Tally* tal
   const std::string poisoned = poison(random, c, p);
   const RunPlan plan = memory_of(random, device, p.op);
   const Outcome got = conformance::execute(device, p.op, p.pool, plan);
-  tally->add(c, poisoned + ", " + std::to_string(got.given) + " bytes",
-             conformance::expected(device, p.op, p.model), got);
+  reference::Result want = conformance::expected(device, p.op, p.model);
+  // What semantics.md says of reverse_kl in f16 beyond 1,023 nats, where no dz is kept.
+  want.undecided |= std::string(device.name()) == "cuda" && c.dtype == DType::f16 &&
+                    c.op != OpKind::divergence_forward &&
+                    c.divergence.kind == DivergenceKind::reverse_kl && poisoned == kPoisonedFar;
+  tally->add(c, poisoned + ", " + std::to_string(got.given) + " bytes", want, got);
 }
 
 // A Forward that keeps dz, and two Backwards from it.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which cases run. With LOGITLESS_TEST_SEED (set by scripts/test to the number of commits) a test
-// with more than kSwept parameters runs a third of them, and with the next two seeds the other
-// thirds (rotation.py does the same for pytest). LOGITLESS_TEST_COUNTS names a file to which the
-// number of cases that ran, and of all, is written.
+// with more than kSwept parameters runs a third of them, with more than kMany a sixth, and with the
+// next seeds the others (rotation.py does the same for pytest). LOGITLESS_TEST_COUNTS names a file
+// to which the number of cases that ran, and of all, is written.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ inline size_t rotation() {
 }
 // Selects a part of the runs within one case. It advances more slowly than the cases: otherwise a
 // case would always meet the same part.
-inline size_t rotation_within() { return rotation() / 3; }
+inline size_t rotation_within() { return rotation() / 6; }
 // Whether to do this run of a case: always, or, if eighth(), in a third of the runs, which differs
 // from case to case.
 inline bool in_third(size_t run, size_t which_case) {
@@ -53,6 +53,7 @@ inline bool in_third(size_t run, size_t which_case) {
 }
 
 inline constexpr size_t kSwept = 3;
+inline constexpr size_t kMany = 12;
 
 // Whether a name matches a pattern with *.
 inline bool matches(std::string_view name, std::string_view pattern) {
@@ -109,10 +110,10 @@ inline uint64_t hash_of(std::string_view text) {
   return hash;
 }
 
-// Returns the cases that run now: a third of each test's, or all if it has few. Cases are in the
-// order of hashes, because adjacent ones share a backend or an op. The test's hash moves its
-// thirds, so that no commit gets the larger third of every test.
-inline CasesByTest third_of(CasesByTest tests, size_t seed) {
+// Returns the cases that run now: a part of each test's, or all if it has few. Cases are in the
+// order of hashes, because adjacent ones share a backend or an op. The test's hash moves its parts,
+// so that no commit gets the larger part of every test.
+inline CasesByTest part_of(CasesByTest tests, size_t seed) {
   for (auto& [name, cases] : tests) {
     if (cases.size() <= kSwept) continue;
     const auto order = [&test = name](const std::string& c) {
@@ -121,8 +122,9 @@ inline CasesByTest third_of(CasesByTest tests, size_t seed) {
     std::sort(cases.begin(), cases.end(),
               [&](const auto& a, const auto& b) { return order(a) < order(b); });
     std::vector<std::string> kept;
-    const size_t first = (seed + hash_of(name) % 3) % 3;
-    for (size_t i = first; i < cases.size(); i += 3) kept.push_back(cases[i]);
+    const size_t parts = cases.size() <= kMany ? 3 : 6;
+    const size_t first = (seed + hash_of(name) % parts) % parts;
+    for (size_t i = first; i < cases.size(); i += parts) kept.push_back(cases[i]);
     cases = kept;
   }
   return tests;
@@ -132,7 +134,7 @@ inline CasesByTest third_of(CasesByTest tests, size_t seed) {
 inline void rotate_cases(std::string_view whole = {}) {
   if (full() || std::getenv("LOGITLESS_TEST_SEED") == nullptr) return;
   const CasesByTest taken = taken_by(GTEST_FLAG_GET(filter));
-  CasesByTest chosen = third_of(taken, rotation());
+  CasesByTest chosen = part_of(taken, rotation());
   for (auto& [test, cases] : chosen) {
     if (!whole.empty() && test.find(whole) != test.npos) cases = taken.at(test);
   }

@@ -284,14 +284,15 @@ class Scored(_Pending):
         options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         virtual = input.shape[-2] - self.length  # positions of a learned prompt, which come first
-        chosen = input[self.rows, self.positions + virtual]  # [M, D]
+        where = input.device  # of a model over several devices, the head's
+        chosen = input[self.rows.to(where), self.positions.to(where) + virtual]  # [M, D]
         given = {
             name: options[name] for name in ("softcap", "logit_scale", "memory") if name in options
         }
         loss: Tensor
         loss, self.statistics = linear_cross_entropy(
-            chosen, weight, self.target, linear_bias=bias, return_statistics=("logprob", "argmax"),
-            **given,
+            chosen, weight, self.target.to(where), linear_bias=bias,
+            return_statistics=("logprob", "argmax"), **given,
         )  # fmt: skip
         return loss
 
@@ -315,8 +316,8 @@ def score(model: Any, input: Tensor, rows: Tensor, positions: Tensor, target: Te
         raise not_supported(
             "the model is not patched, or gives logits in evaluations (eval_logits)"
         )
-    statistics = made[-1].statistics
-    return statistics.logprob, statistics.argmax == target
+    of: Any = made[-1].statistics
+    return of.logprob.to(target.device), of.argmax.to(target.device) == target
 
 
 class _Loss(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless._errors import invalid, wrong_shape
+from logitless._errors import invalid, wrong_device, wrong_shape
 from logitless.torch._checks import check_target
 from logitless.torch._split import ranks
 from logitless.torch._split.given import Split, check_group
@@ -102,6 +102,19 @@ def _of_name(name: str) -> tuple[str, int, int]:
 _of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see _memory.default
 
 
+def _check_backend(name: str) -> None:
+    """Refuses an input on the CPU if the group has no collectives there."""
+    import torch.distributed as dist
+
+    backends = dist.get_backend_config(ranks.group_of(name))  # such as "cpu:gloo,cuda:nccl"
+    devices = [backend.partition(":")[0] for backend in backends.split(",")]
+    if "cpu" not in devices:
+        raise wrong_device(
+            f"input is on cpu; allowed: {', '.join(devices)}, where the group's ranks exchange "
+            f"({backends})"
+        )
+
+
 def shard_of(split: Split, input: Tensor, weight: Tensor) -> Shard:
     """The shard, with the caller's group and Split checked."""
     import torch.distributed as dist
@@ -122,6 +135,8 @@ def shard_of(split: Split, input: Tensor, weight: Tensor) -> Shard:
             f"group is a {type(group).__name__}; allowed: a torch.distributed.ProcessGroup that "
             "this rank belongs to, or its name"
         )
+    if size > 1 and waits(input):
+        _check_backend(name)
     if split.start is not None and split.total is None:
         raise invalid("Split.start is given without Split.total, the columns of all ranks together")
     blocks = _check_blocks(split.blocks, size, split.reduce_dtype)
