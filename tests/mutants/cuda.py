@@ -302,7 +302,7 @@ MUTANTS = [
     _M("top-k, Combine: lists of tokens that do not count", "tokens/top.cu",
        "if (@{kind_of_target(in, target_of(in, i)) != TokenKind::counts}@) return;", "false", "topk"),
     _M("chosen: a panel's first column is another's", "linear/chosen.cu",
-       "j = column - @{panel.first}@;", "0", "linear"),
+       "j = column - @{panel.first}@;", "0", "later"),
     _M("chosen: the dense part of a chosen column is lost", "linear/chosen.cu",
        "from_f32<E>(@{dz}@ + from.gradient", "0.0f", "linear"),
     _M("chosen: the target is a column like others", "linear/chosen.cu",

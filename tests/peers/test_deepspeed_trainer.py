@@ -170,7 +170,8 @@ def train(me: Rank, patched: bool, settings: dict[str, Any]) -> tuple[Any, int, 
 
 def compare(ours: Any, theirs: Any, bf16: bool = False) -> None:
     """What two runs logged, and their parameters."""
-    rel, atol = (2e-2, 3e-2) if bf16 else (1e-4, 2e-5)
+    # Adam moves an element by as much where its gradient is almost zero, as one of 384 is on a GPU.
+    rel, atol = (2e-2, 3e-2) if bf16 else (1e-4, 2e-5 if support.ON_CPU else 5e-4)
     assert len(ours[0]) == len(theirs[0])
     for actual, expected in zip(ours[0], theirs[0]):
         assert actual == pytest.approx(expected, rel=rel, abs=atol)

@@ -457,9 +457,11 @@ def parameters_of_inference_mode_are_cast(me: Rank) -> None:
     with torch.inference_mode():
         head = head_of().parallelize(mesh_of(2), tokens="sharded", param_dtype=BF16)
         x, t = batch(me.rank)
-        close(head(x, t), true_loss(head, x, t), 2e-3)
-    with torch.no_grad():
-        close(head(x, t), true_loss(head, x, t), 2e-3)
+        found = head(x, t)
+    with torch.no_grad():  # DTensor.full_tensor fails in inference mode with torch 2.11
+        expected = true_loss(head, x, t)
+        close(found, expected, 2e-3)
+        close(head(x, t), expected, 2e-3)
 
 
 # --- checkpoints ---

@@ -43,8 +43,8 @@ def check(
 ) -> Results:  # fmt: skip
     """Ranks' linear_topk against one process's. `equal`: all classes are equally likely."""
     x, w, b = head(shape, dtype=dtype)
-    if equal:
-        w, b = torch.ones_like(w), torch.zeros_like(b)
+    if equal:  # small whole numbers, whose sums are exact in any order
+        x, w, b = (4 * x).round(), torch.ones_like(w), torch.zeros_like(b)
     start, stop = bounds_of(cut, me.size, 37)[me.rank]
     split = Split(dist.group.WORLD, start=start, total=37)
     call: Any = torch.compile(linear_topk, fullgraph=True, backend="aot_eager")
@@ -77,7 +77,7 @@ checked("bf16", dtype=BF16)
 checked("statistics", names=ROWS)
 checked("statistics of many", names=("lse", "argmax"), k=36, cut="first empty")
 checked("softcap, temperature", softcap=2.0, temperature=0.7, logit_scale=0.9)
-checked("memory", memory="1MiB")
+checked("memory", memory="1MiB" if ranks.BACKEND == "gloo" else "8MiB")
 checked("compiled", compiled=True, names=("entropy", "argmax"))
 checked("no tokens", shape=(0,))
 checked("seven tokens", shape=(7,))

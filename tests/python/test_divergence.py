@@ -74,7 +74,7 @@ class Heads(NamedTuple):
 
 
 def heads(
-    device: str = "cpu", dtype: torch.dtype = F32, shape: tuple[int, ...] = SHAPE,
+    device: str | None = None, dtype: torch.dtype = F32, shape: tuple[int, ...] = SHAPE,
     vocab: int = VOCAB, trains: bool = True,
 ) -> Heads:  # fmt: skip
     def made(*size: int, of: bool = False) -> Tensor:

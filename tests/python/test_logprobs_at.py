@@ -36,7 +36,7 @@ ROWS = ("lse", "entropy", "argmax", "sum_p_squared", "mean_logit", "max_logprob"
 
 
 def ids_of(
-    shape: tuple[int, ...], vocab: int, columns: int, device: str = "cpu",
+    shape: tuple[int, ...], vocab: int, columns: int, device: str | None = None,
     dtype: torch.dtype = torch.int64, absent: float = 0.2,
 ) -> Tensor:  # fmt: skip
     """Ids, some absent, some given twice. If any may be absent, the second row has none."""
