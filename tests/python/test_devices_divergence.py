@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ranks
+from logitless._errors import wrong_device
 from logitless.torch import LinearDivergenceLoss, Split, linear_divergence
 from logitless.torch._split import divergence as of_ranks
 from logitless.torch._split import ranks as _ranks
@@ -483,6 +485,12 @@ def errors_on_every_rank(me: Rank) -> Results:
         shard.teacher = (shard.teacher[0], shard.teacher[1][:-1])
     with pytest.raises(ValueError, match=r"^teacher_weight has shape"):
         shard()
+    elsewhere = mock.Mock(side_effect=wrong_device("teacher_input is on cuda:0; allowed: cpu"))
+    with (
+        mock.patch.object(of_ranks, "check_devices", elsewhere if last else mock.Mock()),
+        pytest.raises(RuntimeError, match=r"^teacher_input is on cuda:0"),
+    ):
+        Shard(h, me)()
     bad = h.target.clone()
     bad[1, 0] = VOCAB
     said = rf"^target\[1, 0\] \(flat: target\[5\]\) is {VOCAB}; allowed: 0 to {VOCAB - 1}"

@@ -331,7 +331,7 @@ def _own_gradients(
     return torch.zeros_like(part), weight[:0], bias[:0]
 
 
-def _check_devices(inputs: Inputs) -> None:
+def check_devices(inputs: Inputs) -> None:
     for name, t in zip(Inputs._fields, inputs):
         if t is not None and t.device != inputs.input.device:
             raise wrong_device(
@@ -345,7 +345,6 @@ def divergence(
     dtype: torch.dtype | None, shard: Shard,
 ) -> Sequence[Tensor]:  # fmt: skip
     """The outputs that are `wanted`, in their order."""
-    _check_devices(inputs)
     bits = wanted
     needed = [
         torch.is_grad_enabled() and t is not None and t.requires_grad
