@@ -116,6 +116,20 @@ void break_every_field(StatusCode code, Seen seen,
   EXPECT_GT(made, 0);
 }
 
+// Subject leaves the field out, because no such call is valid.
+TEST(Rejects, ClassWeightsOfADivergence) {
+  const auto refused = [](auto op) {
+    const auto s = make_subject(op, DeviceType::cpu);
+    float weights[Subject::v] = {};
+    op.weights.vocab = subject_view("vocab_weight");
+    op.weights.vocab.data = weights;
+    expect_reject(*s, invalid_argument, "vocab_weight", Seen::by_both);
+  };
+  refused(LinearDivergenceForward{});
+  refused(LinearDivergenceBackward{});
+  refused(LinearDivergenceForwardBackward{});
+}
+
 // N, V, D and P are read from these fields. If one of them changes, the message names another
 // field.
 bool sets_sizes(const Subject& s, const std::string& name) {
