@@ -20,6 +20,17 @@ import torch  # noqa: E402
 
 import support  # noqa: E402
 
+# Files whose tests share nothing that is slow to make.
+APART = ("test_causal_lms.py", "test_peft.py", "test_peft_heads.py", "test_device_map.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For --dist loadgroup: the tests of other files stay in one process."""
+    for item in items:
+        if item.path.name not in APART:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
