@@ -262,6 +262,20 @@ TEST(Harness, SixCommitsRunEveryCase) {
   }
 }
 
+TEST(Harness, SixCommitsRunEveryCaseOfASlowProgramOnce) {
+  CasesByTest all = {{"WebGpu.Alone", {""}}, {"All/Edges.Few", {"/a", "/b", "/c"}}};
+  for (int i = 0; i < 9; ++i) all["All/Edges.Swept"].push_back("/cpu_" + std::to_string(i));
+  std::map<std::string, int> runs;
+  for (size_t seed = 7; seed < 13; ++seed) {
+    for (const auto& [test, cases] : part_of(all, seed, true)) {
+      EXPECT_LE(cases.size(), 2u) << test;
+      for (const std::string& c : cases) ++runs[test + c];
+    }
+  }
+  EXPECT_EQ(runs.size(), count(all));
+  for (const auto& [name, times] : runs) EXPECT_EQ(times, name == "WebGpu.Alone" ? 6 : 1) << name;
+}
+
 TEST(Harness, TakesWhatGoogletestsFilterTakes) {
   const std::string name = "All/Edges.OneColumn/cpu_forward_f32";
   for (const char* filter : {"*", "*/Edges.*", "*x*:*_f32", "-*_f16", "*/Edges.*-*_f16:*_bf16"})

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which cases run. With LOGITLESS_TEST_SEED (set by scripts/test to the number of commits) a test
 // with more than kSwept parameters runs a third of them, with more than kMany a sixth, and with the
-// next seeds the others (rotation.py does the same for pytest). LOGITLESS_TEST_COUNTS names a file
-// to which the number of cases that ran, and of all, is written.
+// next seeds the others (rotation.py does the same for pytest). With LOGITLESS_TEST_SLOW=1 a test
+// of two parameters or more runs a sixth, so a few run none of theirs. LOGITLESS_TEST_COUNTS names
+// a file to which the number of cases that ran, and of all, is written.
 #pragma once
 
 #include <algorithm>
@@ -113,16 +114,16 @@ inline uint64_t hash_of(std::string_view text) {
 // Returns the cases that run now: a part of each test's, or all if it has few. Cases are in the
 // order of hashes, because adjacent ones share a backend or an op. The test's hash moves its parts,
 // so that no commit gets the larger part of every test.
-inline CasesByTest part_of(CasesByTest tests, size_t seed) {
+inline CasesByTest part_of(CasesByTest tests, size_t seed, bool slow = false) {
   for (auto& [name, cases] : tests) {
-    if (cases.size() <= kSwept) continue;
+    if (cases.size() <= (slow ? 1 : kSwept)) continue;
     const auto order = [&test = name](const std::string& c) {
       return std::pair(hash_of(test + c), c);
     };
     std::sort(cases.begin(), cases.end(),
               [&](const auto& a, const auto& b) { return order(a) < order(b); });
     std::vector<std::string> kept;
-    const size_t parts = cases.size() <= kMany ? 3 : 6;
+    const size_t parts = cases.size() <= kMany && !slow ? 3 : 6;
     const size_t first = (seed + hash_of(name) % parts) % parts;
     for (size_t i = first; i < cases.size(); i += parts) kept.push_back(cases[i]);
     cases = kept;
@@ -134,7 +135,7 @@ inline CasesByTest part_of(CasesByTest tests, size_t seed) {
 inline void rotate_cases(std::string_view whole = {}) {
   if (full() || std::getenv("LOGITLESS_TEST_SEED") == nullptr) return;
   const CasesByTest taken = taken_by(GTEST_FLAG_GET(filter));
-  CasesByTest chosen = part_of(taken, rotation());
+  CasesByTest chosen = part_of(taken, rotation(), is_set("LOGITLESS_TEST_SLOW"));
   for (auto& [test, cases] : chosen) {
     if (!whole.empty() && test.find(whole) != test.npos) cases = taken.at(test);
   }
@@ -142,7 +143,7 @@ inline void rotate_cases(std::string_view whole = {}) {
   for (const auto& [test, cases] : chosen) {
     for (const std::string& c : cases) filter += (filter.empty() ? "" : ":") + test + c;
   }
-  if (!filter.empty()) GTEST_FLAG_SET(filter, filter);
+  GTEST_FLAG_SET(filter, filter.empty() ? "-*" : filter);
   const char* file = std::getenv("LOGITLESS_TEST_COUNTS");
   const char* shard = std::getenv("GTEST_SHARD_INDEX");  // one shard reports for all
   if (file == nullptr || (shard != nullptr && std::string(shard) != "0")) return;
