@@ -20,6 +20,7 @@ from logitless._errors import wrong_device
 from logitless.torch import LinearDivergenceLoss, Split, linear_divergence
 from logitless.torch._split import divergence as of_ranks
 from logitless.torch._split import ranks as _ranks
+from logitless.torch._split import rule
 from ranks import Rank
 from reference import TOLERANCE
 from test_devices import bounds_of, near
@@ -487,7 +488,7 @@ def errors_on_every_rank(me: Rank) -> Results:
         shard()
     elsewhere = mock.Mock(side_effect=wrong_device("teacher_input is on cuda:0; allowed: cpu"))
     with (
-        mock.patch.object(of_ranks, "check_devices", elsewhere if last else mock.Mock()),
+        mock.patch.object(rule, "check_devices", elsewhere if last else mock.Mock()),
         pytest.raises(RuntimeError, match=r"^teacher_input is on cuda:0"),
     ):
         Shard(h, me)()

@@ -199,7 +199,9 @@ def linear_divergence(
             inputs, shard = _of_one(inputs, shard), None
         _check_meta(inputs)
         if shard is not None:
-            _check_devices(inputs)
+            from logitless.torch._split import rule
+
+            rule.check_devices(inputs.input, inputs)
         plain = not dispatches(*inputs)
         if plain:
             _check(inputs, options)
@@ -248,12 +250,6 @@ def _shard_of(group: Any, input: Tensor, weight: Tensor) -> Any:
                 "to_local()"
             )
     return shards.shard_of(split, input, weight)
-
-
-def _check_devices(inputs: Inputs) -> None:
-    from logitless.torch._split import divergence as of_ranks
-
-    of_ranks.check_devices(inputs)
 
 
 def _of_one(inputs: Inputs, shard: Any) -> Inputs:

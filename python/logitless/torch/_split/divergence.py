@@ -25,7 +25,7 @@ from torch.autograd import Function
 
 from logitless import _abi, _divergence
 from logitless._abi import Divergence, Options
-from logitless._errors import argument, not_supported, wrong_device
+from logitless._errors import not_supported
 from logitless.torch import _divergence_ops as ops
 from logitless.torch import _divergence_run as run
 from logitless.torch import _run
@@ -329,15 +329,6 @@ def _own_gradients(
         return made
     part, weight, bias = made
     return torch.zeros_like(part), weight[:0], bias[:0]
-
-
-def check_devices(inputs: Inputs) -> None:
-    for name, t in zip(Inputs._fields, inputs):
-        if t is not None and t.device != inputs.input.device:
-            raise wrong_device(
-                f"{argument(name)} is on {t.device}; allowed: {inputs.input.device}, where the "
-                "input is"
-            )
 
 
 def divergence(

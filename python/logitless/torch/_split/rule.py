@@ -320,10 +320,10 @@ def refuse(call: Call) -> None:
         raise not_supported('grad_accumulation="main_grad" is not supported with a group')
 
 
-def _check_device(input: Tensor, constants: Constants) -> None:
-    """Checks the constants' devices. The core's Forward cannot check that of the token weights,
-    because only Combine gets them."""
-    for name, tensor in zip(Constants._fields, constants):
+def check_devices(input: Tensor, given: Any) -> None:
+    """Checks the devices of a NamedTuple's tensors. The core's Forward cannot check that of
+    the token weights, because only Combine gets them."""
+    for name, tensor in zip(given._fields, given):
         if tensor is not None and tensor.device != input.device:
             raise wrong_device(
                 f"{argument(name)} is on {tensor.device}; allowed: {input.device}, where the input "
@@ -354,7 +354,7 @@ def loss(
     """The outputs in the order of _run.OUTPUTS."""
     try:
         refuse(call)
-        _check_device(input, call.constants)
+        check_devices(input, call.constants)
     except LogitlessError as error:
         exchange.tell(error, input, shard)
         raise
