@@ -44,12 +44,18 @@ struct Backend {
   // Runs a validated `call` in a validated workspace: aligned, with the bytes given to `decide`.
   virtual Status run(const Call& call, const Decisions& decided,
                      const Workspace& workspace) const = 0;
+  // Whether `run` runs only call.part; otherwise part 1 runs everything.
+  virtual bool divides(const Call&) const { return false; }
   virtual const char* name() const = 0;
   // Writes one line about the device or the implementation; returns the reason if none is usable.
   virtual Status describe(char* text, size_t bytes) const = 0;
   // Multiplies each of `values` by `factor`, all validated.
   virtual Status scale(std::span<const TensorView>, const TensorView&, const Execution&) const {
     return error(StatusCode::not_supported, "scale: %s has none; allowed: cuda", name());
+  }
+  // sum = parts[0] + parts[1] + ..., all validated.
+  virtual Status add(std::span<const TensorView>, const TensorView&, const Execution&) const {
+    return error(StatusCode::not_supported, "add: %s has none; allowed: cuda", name());
   }
   // See logitless_warmup (c.h).
   virtual Status warmup(const Execution&) const { return {}; }
@@ -78,5 +84,8 @@ bool keeps(DeviceType type, DType dtype, const LossOptions& options);
 inline constexpr int most_scaled = 4;  // vectors that one call may scale
 Status scale_values(std::span<const TensorView> values, const TensorView& factor,
                     const Execution& execution);
+inline constexpr int most_added = 16;  // vectors that one call may add
+Status add_values(std::span<const TensorView> parts, const TensorView& sum,
+                  const Execution& execution);
 
 }  // namespace logitless

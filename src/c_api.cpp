@@ -181,7 +181,8 @@ const char* name_of_set_field(logitless_op c) {
   if (c.consume_kept != 0) return "consume_kept";
   if (c.accumulate_grad_weight != 0) return "accumulate_grad_weight";
   if (c.only_chosen != 0) return "only_chosen";
-  const bool reserved = c.reserved != 0 || c.reserved_2 != 0 || c.reserved_3 != 0;
+  if (c.grad_input_first != 0) return "grad_input_first";
+  const bool reserved = c.reserved != 0 || c.reserved_2 != 0;
   return reserved ? "reserved" : nullptr;
 }
 
@@ -211,7 +212,8 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
   if (consumes) {
     call->consume_kept = c.consume_kept != 0;
     call->only_chosen = c.only_chosen != 0;
-    c.consume_kept = c.only_chosen = 0;
+    call->grad_input_first = c.grad_input_first != 0;
+    c.consume_kept = c.only_chosen = c.grad_input_first = 0;
   }
   for (const TensorField& field : tensor_fields(c.kind)) {
     const logitless_tensor*& tensor = tensor_of(c, field);
@@ -335,6 +337,30 @@ int32_t logitless_scale_each(const logitless_tensor* const* values, int32_t coun
   return report(result, status);
 }
 
+int32_t logitless_add(const logitless_tensor* const* parts, int32_t count,
+                      const logitless_tensor* sum, const logitless_execution* execution,
+                      logitless_status* status) {
+  const Status result = guarded([&]() -> Status {
+    Execution e;
+    Executor executor;
+    TensorView views[most_added], s;
+    Status result = from_c(execution, &e, &executor);
+    if (result.ok() && (count < 1 || count > most_added)) {
+      result =
+          error(StatusCode::invalid_argument, "count is %d; allowed: 1 to %d", count, most_added);
+    }
+    if (result.ok() && parts == nullptr) {
+      result = error(StatusCode::invalid_argument, "parts is NULL");
+    }
+    for (int32_t i = 0; result.ok() && i < count; ++i) {
+      result = from_c("parts", parts[i], &views[i]);
+    }
+    if (result.ok()) result = from_c("sum", sum, &s);
+    return result.ok() ? add_values({views, static_cast<size_t>(count)}, s, e) : result;
+  });
+  return report(result, status);
+}
+
 int32_t logitless_version(void) { return LOGITLESS_VERSION; }
 
 int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes,
@@ -422,12 +448,16 @@ int32_t logitless_plan_run(const logitless_plan* plan, const logitless_plan_argu
     logitless_plan_arguments a;
     Status result = check_plan(plan);
     if (result.ok()) result = read_struct("arguments", arguments, &a);
+    if (result.ok() && a.reserved != 0) {
+      result =
+          error(StatusCode::invalid_argument, "arguments.reserved is %d; allowed: 0", a.reserved);
+    }
     if (result.ok() && a.count > 0 && a.addresses == nullptr) {
       result = error(StatusCode::invalid_argument, "arguments.addresses is NULL");
     }
     if (result.ok()) result = from_c(workspace, &w);
     if (!result.ok()) return result;
-    return plan->run({a.addresses, a.count}, w, a.stream, a.normalizer);
+    return plan->run({a.addresses, a.count}, w, a.stream, a.normalizer, a.part);
   });
   return report(result, status);
 }

@@ -84,6 +84,8 @@ struct Call {
   bool accumulate = false;  // into grad_weight and grad_bias
   bool consume_kept = false;
   bool only_chosen = false;  // in Backward: logits_at alone has a gradient
+  bool grad_input_first = false;
+  int part = 0;  // which part of a plan runs; 0: all of it
   uint64_t kept_key = 0;
   Execution execution{};
   LossOptions options{};
@@ -186,6 +188,7 @@ Call::Call(const Op& op, const Execution& execution) : Call(kind_of<Op>, executi
   if constexpr (KeepingOp<Op> && GradientOp<Op>) kept_key = op.kept_key;
   if constexpr (ConsumingOp<Op>) consume_kept = op.consume_kept;
   if constexpr (OnlyChoosingOp<Op>) only_chosen = op.only_chosen;
+  if constexpr (OrderedOp<Op>) grad_input_first = op.grad_input_first;
   for_each_tensor(op, *this,
                   [](const char*, Access, const TensorView& from, Tensor& to) { to = from; });
 }

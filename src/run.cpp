@@ -140,9 +140,15 @@ Status PlannedCall::place(std::span<void* const> addresses, Call* call) const {
 }
 
 Status PlannedCall::run(std::span<void* const> addresses, const Workspace& workspace, void* stream,
-                        double normalizer) const {
+                        double normalizer, int32_t part) const {
   Call call = call_;
   Status status;
+  if (part < 0 || part > (call.grad_input_first ? 3 : 0)) {
+    return error(
+        StatusCode::invalid_argument, "part is %d; allowed: %s", part,
+        call.grad_input_first ? "0 to 3" : "0, since the plan's op has no grad_input_first");
+  }
+  call.part = part;
   if (normalizer != 0) {
     if (call.options.normalizer == 0) {
       return error(StatusCode::invalid_argument,
@@ -163,7 +169,7 @@ Status PlannedCall::run(std::span<void* const> addresses, const Workspace& works
     needed.minimum = std::max(needed.minimum, own.minimum);
   }
   if (status.ok()) status = validate_data(call, workspace, needed);
-  if (!status.ok()) return status;
+  if (!status.ok() || (part > 1 && !backend_->divides(call))) return status;
   return backend_->run(call, decided_, {workspace.data, bytes_, workspace.byte_offset});
 }
 

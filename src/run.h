@@ -27,8 +27,9 @@ class PlannedCall {
   Status create(const Call& call, uint64_t bytes);
   WorkspaceSize size() const { return {bytes_, bytes_, alignment_}; }
   // Runs on tensors at `addresses`. A `normalizer` other than 0 replaces that of the options.
+  // `part`: see logitless_plan_arguments.
   Status run(std::span<void* const> addresses, const Workspace& workspace, void* stream,
-             double normalizer) const;
+             double normalizer, int32_t part) const;
 
  private:
   Status place(std::span<void* const> addresses, Call* call) const;

@@ -184,7 +184,7 @@ typedef struct logitless_op {
   const logitless_tensor *shard_top_logits, *shard_top_ids; /* [P,N*k] [P,N*k] */
   const logitless_tensor* id_offsets; /* [N+1] i32 or i64; ids and *logits_at are then [M] */
   int32_t only_chosen;                /* only in Backward: logits_at alone has a gradient */
-  int32_t reserved_3;
+  int32_t grad_input_first; /* only in Backward: a plan can run in parts, grad_input's first */
 } logitless_op;
 
 /* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
@@ -243,6 +243,8 @@ typedef struct logitless_plan_arguments {
   void* const* addresses;
   void* stream;      /* a cudaStream_t or a WGPUQueue */
   double normalizer; /* replaces options.normalizer; 0: not replaced */
+  int32_t part;      /* 0: all; 1 to 3 with grad_input_first: docs/semantics.md, "Plans" */
+  int32_t reserved;
 } logitless_plan_arguments;
 
 /* The defaults of every struct. */
@@ -259,7 +261,7 @@ typedef struct logitless_plan_arguments {
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_BUFFER_INIT {sizeof(logitless_workspace_buffer), 0, 0, 0, 0}
 #define LOGITLESS_KEPT_INIT {sizeof(logitless_kept), 0, 0, {0, 0}, {0, 0}, 0, 0}
-#define LOGITLESS_PLAN_ARGUMENTS_INIT {sizeof(logitless_plan_arguments), 0, 0, 0, 0.0}
+#define LOGITLESS_PLAN_ARGUMENTS_INIT {sizeof(logitless_plan_arguments), 0, 0, 0, 0.0, 0, 0}
 #define LOGITLESS_LOSS_OPTIONS_INIT                                                               \
   {sizeof(logitless_loss_options), LOGITLESS_REDUCTION_MEAN, -100, 0.0f, 0.0f, 1.0f, 0.0f, 1.0f,  \
    LOGITLESS_OUT_OF_RANGE_ERROR, LOGITLESS_EMPTY_MEAN_ZERO, LOGITLESS_INPUT_LOGITS, 1e-9f, 0, 0.0, \
@@ -303,6 +305,13 @@ LOGITLESS_API int32_t logitless_scale_each(const logitless_tensor* const* values
                                            const logitless_tensor* factor,
                                            const logitless_execution* execution,
                                            logitless_status* status);
+/* Writes the sum of `count` vectors, 1 to 16, each [n] contiguous f32, to `sum` [n], contiguous
+ * f32, f16 or bf16: added in f32 in the order of `parts`, rounded once. `sum` may be one of the
+ * parts if it is f32. For the parts of grad_input that the ranks of a group have. CUDA only.
+ * Returns the code. */
+LOGITLESS_API int32_t logitless_add(const logitless_tensor* const* parts, int32_t count,
+                                    const logitless_tensor* sum,
+                                    const logitless_execution* execution, logitless_status* status);
 /* Returns LOGITLESS_VERSION of the library loaded, which may be newer than this header. */
 LOGITLESS_API int32_t logitless_version(void);
 /* Writes one line about a backend, e.g. "AVX3_SPR, 2 threads", to `text`; or returns

@@ -65,6 +65,8 @@ concept ConsumingOp = requires(Op op) { op.consume_kept; };
 template <class Op>
 concept OnlyChoosingOp = requires(Op op) { op.only_chosen; };
 template <class Op>
+concept OrderedOp = requires(Op op) { op.grad_input_first; };
+template <class Op>
 concept DivergenceOp = requires(Op op) { op.teacher; };
 template <class Op>
 concept SummingOp = requires(Op op) { op.divergence_sum; };

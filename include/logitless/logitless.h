@@ -134,6 +134,7 @@ struct COp {
     if constexpr (KeepingOp<Op> && GradientOp<Op>) op.kept_key = source.kept_key;
     if constexpr (ConsumingOp<Op>) op.consume_kept = source.consume_kept;
     if constexpr (OnlyChoosingOp<Op>) op.only_chosen = source.only_chosen;
+    if constexpr (OrderedOp<Op>) op.grad_input_first = source.grad_input_first;
     size_t used = 0;
     for_each_tensor(
         source, op,
@@ -252,11 +253,17 @@ class Plan {
   }
   // Runs on tensors at `addresses`, one for each that the op had at create, in the order of
   // logitless_op, as Addresses(op) lists them. A normalizer other than 0 replaces that of the
-  // options. Threads may share a plan, each with its own workspace.
+  // options. Threads may share a plan, each with its own workspace. A plan of an op with
+  // grad_input_first can run in parts 1, 2 and 3, in this order and in the same workspace.
   Status run(std::span<void* const> addresses, const Workspace& workspace, void* stream = nullptr,
-             double normalizer = 0) const {
-    const logitless_plan_arguments a{sizeof(a), static_cast<uint32_t>(addresses.size()),
-                                     addresses.data(), stream, normalizer};
+             double normalizer = 0, int part = 0) const {
+    const logitless_plan_arguments a{sizeof(a),
+                                     static_cast<uint32_t>(addresses.size()),
+                                     addresses.data(),
+                                     stream,
+                                     normalizer,
+                                     part,
+                                     0};
     const logitless_workspace_buffer w{sizeof(w), 0, workspace.data, workspace.bytes,
                                        workspace.byte_offset};
     Status status;

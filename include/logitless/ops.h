@@ -218,9 +218,10 @@ struct LinearCrossEntropyBackward {
   bool accumulate_grad_weight = false;  // add to grad_weight and grad_bias, which must be f32
   LossOptions options{};
   LossWeights weights{};
-  TensorView fault{};        // [1] i32; FaultBits are or-ed into it
-  TensorView id_offsets{};   // [N + 1] i32 or i64; ids and grad_logits_at are then [M]
-  bool only_chosen = false;  // logits_at alone has a gradient: no product over the vocabulary
+  TensorView fault{};             // [1] i32; FaultBits are or-ed into it
+  TensorView id_offsets{};        // [N + 1] i32 or i64; ids and grad_logits_at are then [M]
+  bool only_chosen = false;       // logits_at alone has a gradient: no product over the vocabulary
+  bool grad_input_first = false;  // a plan can run in parts, the first of which writes grad_input
 };
 
 // Loss and gradients in one pass, for an upstream gradient that is known before the loss.

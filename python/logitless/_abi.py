@@ -114,7 +114,7 @@ class Op(_Sized):
         ("divergence", POINTER(DivergenceOptions)),
         *((name, POINTER(Tensor))
           for name in (*DIVERGENCE_TENSORS, *CHOSEN_TENSORS, *TOP_TENSORS, *LIST_TENSORS)),
-        ("only_chosen", i32), ("reserved_3", i32),
+        ("only_chosen", i32), ("grad_input_first", i32),
     ]  # fmt: skip
 
 
@@ -149,7 +149,7 @@ class Kept(_Sized):
 class PlanArguments(_Sized):
     _fields_ = [
         ("struct_size", u32), ("count", u32), ("addresses", POINTER(void_p)), ("stream", void_p),
-        ("normalizer", f64),
+        ("normalizer", f64), ("part", i32), ("reserved", i32),
     ]  # fmt: skip
 
 
@@ -190,6 +190,7 @@ _plan_create = library.logitless_plan_create
 _plan_run = library.logitless_plan_run
 _plan_destroy = library.logitless_plan_destroy
 _scale_each = library.logitless_scale_each
+_add = library.logitless_add
 _kept_size = library.logitless_kept_size
 _keeps = library.logitless_keeps
 
@@ -438,7 +439,7 @@ class Plan:
         device: tuple[int, int], *, accumulate: bool = False, kept_key: int = 0,
         consume_kept: bool = False, memory: int | None = None, room: int | None = None,
         most: int = 0, kept: KeptSize | None = None, addresses: Sequence[int] = (),
-        only_chosen: bool = False,
+        only_chosen: bool = False, grad_input_first: bool = False,
     ) -> None:  # fmt: skip
         for view in views:
             if len(view.shape) > 2:
@@ -450,6 +451,7 @@ class Plan:
             "kept_key": kept_key,
             "consume_kept": consume_kept,
             "only_chosen": only_chosen,
+            "grad_input_first": grad_input_first,
         }
         self._call = call = _Call(kind, views, options, device, fields)
         for tensor, address in zip(call.tensors, addresses):
@@ -491,10 +493,12 @@ class Plan:
         return plan
 
     def run(
-        self, addresses: Sequence[int], workspace: int, stream: int = 0, normalizer: float = 0.0
-    ) -> None:
+        self, addresses: Sequence[int], workspace: int, stream: int = 0, normalizer: float = 0.0,
+        part: int = 0,
+    ) -> None:  # fmt: skip
         """Runs on the tensors at `addresses`, in the views' order. `workspace` is the address of
-        `self.bytes` bytes. A `normalizer` other than 0 replaces the planned one."""
+        `self.bytes` bytes. A `normalizer` other than 0 replaces the planned one. `part`: see
+        logitless_plan_arguments in c.h."""
         try:
             run = self._runs.pop()
         except IndexError:
@@ -506,6 +510,7 @@ class Plan:
         arguments = run.arguments
         arguments.stream = stream
         arguments.normalizer = normalizer
+        arguments.part = part
         code = _plan_run(*run.pointers)
         if code:
             raise _error(code, run.status)
@@ -576,6 +581,27 @@ class Scale:
         code = _scale_each(self._each, self._count, *self._pointers)
         if code:
             raise error_of(code, self.status.message.decode(errors="replace"))
+
+
+MOST_ADDED = 16  # parts per logitless_add, at most
+
+
+def add(
+    parts: Sequence[int], sum: int, dtype: int, count: int, device_index: int, stream: int
+) -> None:
+    """On a CUDA device: writes the sum of the f32 vectors at the addresses `parts`, each of `count`
+    elements, to `sum`: added in f32 in their order, rounded once to `dtype`."""
+    cuda: dict[str, int] = {"device_type": CUDA, "device_index": device_index, "rank": 1}
+    views = [Tensor(dtype=F32, data=part, **cuda) for part in parts]
+    views.append(Tensor(dtype=dtype, data=sum, **cuda))
+    for view in views:
+        view.shape[0], view.stride[0] = count, 1
+    each = (POINTER(Tensor) * len(parts))(*map(ctypes.pointer, views[:-1]))
+    execution = Execution(device_type=CUDA, device_index=device_index, stream=stream)
+    status = Status()
+    code = _add(each, i32(len(parts)), byref(views[-1]), byref(execution), byref(status))
+    if code:
+        raise error_of(code, status.message.decode(errors="replace"))
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 
+#include "src/cuda/add.h"
 #include "src/cuda/divergence/divergence.h"
 #include "src/cuda/linear/engines.h"
 #include "src/cuda/linear/linear_cross_entropy.h"
@@ -88,6 +89,9 @@ struct CudaBackend final : Backend {
     }
     return status.ok() ? stream.status() : status;
   }
+  bool divides(const Call& call) const override {
+    return call.linear && !call.diverges && !call.only_chosen;
+  }
   Status describe(char* text, size_t bytes) const override {
     const cuda::DeviceInfo* device;
     Status status = cuda::find_first_device(&device);
@@ -113,6 +117,17 @@ struct CudaBackend final : Backend {
     if (!current.status().ok()) return current.status();
     cuda::Stream stream(execution.stream);
     cuda::scale(values, factor, *device, &stream);
+    return stream.status();
+  }
+  Status add(std::span<const TensorView> parts, const TensorView& sum,
+             const Execution& execution) const override {
+    const cuda::DeviceInfo* device;
+    const Status status = find_device(execution, &device);
+    if (!status.ok()) return status;
+    const cuda::CurrentDevice current(device->index);
+    if (!current.status().ok()) return current.status();
+    cuda::Stream stream(execution.stream);
+    cuda::add(parts, sum, *device, &stream);
     return stream.status();
   }
   Status warmup(const Execution& execution) const override {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Verbs other than `workspace` and `run`: scale, kept_size, keeps, the WebGPU calls; on a machine
-// with neither CUDA nor WebGPU. A refused call writes nothing.
+// Verbs other than `workspace` and `run`: scale, add, kept_size, keeps, the WebGPU calls; on a
+// machine with neither CUDA nor WebGPU. A refused call writes nothing.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -107,6 +107,64 @@ TEST(Scale, OfNothingIsDone) {
   EXPECT_EQ(logitless_scale_each(nullptr, 0, &s.factor, nullptr, nullptr), LOGITLESS_OK);
   EXPECT_EQ(logitless_scale_each(nullptr, 1, &s.factor, nullptr, nullptr),
             LOGITLESS_INVALID_ARGUMENT);
+}
+
+// Three parts [5] and their sum, all f32, on the CPU, which refuses the call after every other
+// rule.
+struct Adding {
+  std::array<float, 20> memory{};
+  std::array<logitless_tensor, 3> parts;
+  logitless_tensor sum;
+  logitless_execution execution = LOGITLESS_EXECUTION_INIT;
+  int32_t count = 3;
+
+  Adding() : sum(detail::to_c(vector_view(memory.data() + 15, DType::f32, 5))) {
+    for (size_t i = 0; i < 3; ++i) {
+      parts[i] = detail::to_c(vector_view(memory.data() + 5 * i, DType::f32, 5));
+    }
+  }
+};
+struct WrongSum {
+  const char* name;
+  std::function<void(Adding&)> make;
+  int32_t code;
+  const char* field;
+};
+const WrongSum kWrongSums[] = {
+    {"none", [](Adding&) {}, LOGITLESS_NOT_SUPPORTED, "cuda"},
+    {"in place", [](Adding& a) { a.sum.data = a.parts[1].data; }, LOGITLESS_NOT_SUPPORTED, "cuda"},
+    {"no parts", [](Adding& a) { a.count = 0; }, LOGITLESS_INVALID_ARGUMENT, "count"},
+    {"17 parts", [](Adding& a) { a.count = 17; }, LOGITLESS_INVALID_ARGUMENT, "count"},
+    {"16 bits", [](Adding& a) { a.parts[2].dtype = LOGITLESS_BF16; }, LOGITLESS_WRONG_DTYPE,
+     "parts"},
+    {"integers", [](Adding& a) { a.sum.dtype = LOGITLESS_I32; }, LOGITLESS_WRONG_DTYPE, "sum"},
+    {"another length", [](Adding& a) { a.parts[1].shape[0] = 4; }, LOGITLESS_WRONG_SHAPE, "parts"},
+    {"a matrix", [](Adding& a) { a.sum.rank = 2; }, LOGITLESS_WRONG_SHAPE, "sum"},
+    {"gaps", [](Adding& a) { a.parts[0].stride[0] = 2; }, LOGITLESS_WRONG_SHAPE, "parts"},
+    {"another device", [](Adding& a) { a.parts[0].device_type = LOGITLESS_CUDA; },
+     LOGITLESS_WRONG_DEVICE, "parts"},
+    {"half a part", [](Adding& a) { a.sum.data = a.memory.data() + 2; }, LOGITLESS_INVALID_ARGUMENT,
+     "sum overlaps"},
+    {"16 bits in place",
+     [](Adding& a) { a.sum.data = a.parts[0].data, a.sum.dtype = LOGITLESS_BF16; },
+     LOGITLESS_INVALID_ARGUMENT, "sum overlaps"},
+};
+
+TEST(Add, RefusesEachMistakeByItsField) {
+  for (const WrongSum& mistake : kWrongSums) {
+    Adding a;
+    mistake.make(a);
+    std::array<const logitless_tensor*, 17> parts;
+    parts.fill(a.parts.data());
+    for (size_t i = 0; i < 3; ++i) parts[i] = &a.parts[i];
+    logitless_status status = LOGITLESS_STATUS_INIT;
+    EXPECT_EQ(logitless_add(parts.data(), a.count, &a.sum, &a.execution, &status), mistake.code)
+        << mistake.name << ": " << status.message;
+    EXPECT_NE(std::strstr(status.message, mistake.field), nullptr)
+        << mistake.name << ": " << status.message;
+    EXPECT_EQ(a.memory, Adding().memory) << mistake.name;
+  }
+  EXPECT_EQ(logitless_add(nullptr, 1, nullptr, nullptr, nullptr), LOGITLESS_INVALID_ARGUMENT);
 }
 
 // A library with WebGPU returns invalid_argument, one without it backend_unavailable.

@@ -195,6 +195,47 @@ TEST(PlanRules, TheNormalizerMayChange) {
   EXPECT_EQ(head.loss, -1);
 }
 
+// A part other than 0 needs an op with grad_input_first, which only a linear Backward has.
+TEST(PlanRules, PartsAreThoseOfABackwardWithGradInputFirst) {
+  Head head;
+  alignas(64) std::array<float, n * d> grad_input{};
+  LinearCrossEntropyBackward op{
+      .input = matrix_view(head.input.data(), DType::f32, n, d),
+      .weight = matrix_view(head.weight.data(), DType::f32, v, d),
+      .target = vector_view(head.target.data(), DType::i64, n),
+      .grad_input = matrix_view(grad_input.data(), DType::f32, n, d),
+      .grad_weight = matrix_view(head.grad_weight.data(), DType::f32, v, d)};
+  Plan plan, ordered;
+  ASSERT_TRUE(plan.create(op, {}).ok());
+  op.grad_input_first = true;
+  ASSERT_TRUE(ordered.create(op, {}).ok());
+  const Workspace memory = head.workspace(bytes_of(ordered));
+  const auto run = [&](const Plan& p, int part) {
+    return p.run(Addresses(op), memory, nullptr, 0, part);
+  };
+  expect_refused(run(plan, 1), StatusCode::invalid_argument, "part is 1; allowed: 0, since");
+  expect_refused(run(ordered, 4), StatusCode::invalid_argument, "part is 4; allowed: 0 to 3");
+  expect_refused(run(ordered, -1), StatusCode::invalid_argument, "part is -1; allowed: 0 to 3");
+  EXPECT_EQ(head.grad_weight[0], 0);
+  ASSERT_TRUE(run(ordered, 0).ok());
+  const auto whole = head.grad_weight;
+  const auto whole_input = grad_input;
+  head.grad_weight.fill(0), grad_input.fill(0);
+  ASSERT_TRUE(run(ordered, 1).ok());
+  EXPECT_EQ(grad_input, whole_input);
+  grad_input.fill(7);  // after part 1 it is the caller's
+  ASSERT_TRUE(run(ordered, 2).ok());
+  ASSERT_TRUE(run(ordered, 3).ok());
+  EXPECT_EQ(head.grad_weight, whole);
+  EXPECT_EQ(grad_input[0], 7);
+  logitless_op other = LOGITLESS_OP_INIT(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD);
+  other.grad_input_first = 1;
+  logitless_workspace_size size = LOGITLESS_WORKSPACE_SIZE_INIT;
+  logitless_status status = LOGITLESS_STATUS_INIT;
+  EXPECT_EQ(logitless_workspace(&other, nullptr, &size, &status), LOGITLESS_INVALID_ARGUMENT);
+  EXPECT_NE(std::strstr(status.message, "grad_input_first is set"), nullptr) << status.message;
+}
+
 TEST(PlanRules, NothingIsNoPlan) {
   Head head;
   Plan plan;

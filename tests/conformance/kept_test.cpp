@@ -122,6 +122,38 @@ TEST_P(KeptState, ServesWhereTheLibrarySaysSo) {
   }
 }
 
+// A Backward that runs in parts has the bits of one that does not: grad_input after the first part,
+// everything after the third. That holds for kept state of all columns and of some, for none, and
+// where a tile of grad_weight is cut in slices.
+TEST_P(KeptState, ServesABackwardInParts) {
+  const Share shares[] = {{{70, 24, 421}, 0}, {{70, 24, 421}, 192}, {{300, 208, 12001}, 0}};
+  for (const Share& share : shares) {
+    if (share.shape.vocab > 1000 && device_.execution().device.type != DeviceType::cuda) continue;
+    for (const bool options : {false, true}) {
+      Case c = plain(share.shape.tokens, share.shape.vocab);
+      c.shape = share.shape;
+      c.bias = c.wants_grad_bias = options;
+      c.options.label_smoothing = options ? 0.1f : 0.0f;
+      Steps steps(device_, c, share.columns);
+      ASSERT_TRUE(keep(&steps));
+      const Outcome whole = backward(steps);
+      expect_judged(steps, whole, describe(c));
+      steps.problem.op.grad_input_first = true;
+      EXPECT_EQ(differing_bits(whole.fields, backward(steps).fields), "") << describe(c);
+      const auto in_parts = [&](int parts) {
+        return execute(device_, steps.problem.op, steps.problem.pool,
+                       {.fill = garbage, .by = By::parts, .parts = parts});
+      };
+      const Outcome first = in_parts(1), all = in_parts(3);
+      ASSERT_TRUE(first.status.ok() && all.status.ok()) << all.status.message();
+      EXPECT_EQ(first.fields.at("grad_input").bits, whole.fields.at("grad_input").bits)
+          << describe(c);
+      EXPECT_EQ(differing_bits(whole.fields, all.fields), "") << describe(c);
+      EXPECT_TRUE(all.violations.empty());
+    }
+  }
+}
+
 // Kept state for losses without reduction and an upstream gradient per token, with every kind of
 // row: usual ones and ones beyond the exponent's range, with and without bias.
 TEST_P(KeptState, ServesRowsNearAndFar) {

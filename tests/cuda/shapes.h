@@ -43,6 +43,9 @@ inline void add_kept(const Engine& engine, LinearShape s, std::vector<Asked>* al
     const Origin formed = !is_tiled(engine) ? Origin::dz_in_panels : Origin::dz_by_rows;
     s.kernels.kept = s.dtype == DType::f16 ? formed : Origin::e;
     all->push_back(on(engine, s));
+    s.input_first = true;
+    all->push_back(on(engine, s));
+    s.input_first = false;
     s.grad_bias = s.smoothing = true;
     all->push_back(on(engine, s));
     s.kernels.kept = Origin::dz_by_rows;

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The steps of plans on CUDA: each chunk of tokens comes once, every product covers every column
 // once and reads only what an earlier step made, and a plan's seconds are the sum of its steps'.
+#include <algorithm>
 #include <map>
 #include <vector>
 
 #include "gtest/gtest.h"
 #include "shapes.h"
+#include "src/cuda/linear/parts.h"
+#include "src/cuda/linear/tiled/cut.h"
+#include "src/cuda/linear/tiled/teams.h"
 
 namespace logitless::cuda {
 namespace {
@@ -195,6 +199,84 @@ TEST(CudaSteps, APlansSecondsAreItsSteps) {
     }
   }
   EXPECT_GT(told, 100);
+}
+
+// The steps of one part of a call.
+class PartSteps final : public StepVisitor {
+ public:
+  PartSteps(const Asked& asked, const LinearPlan& plan, int part) {
+    Parts(part, this).enumerate(asked.engine, asked.shape, plan);
+  }
+  void visit(const Step& step) override { steps.push_back(step); }
+  std::vector<Step> steps;
+};
+
+bool writes_input(const Step& step) {
+  return step.kind == StepKind::grad_input || step.kind == StepKind::write_grad_input;
+}
+
+TEST(CudaSteps, PartsAreTheStepsInOrder) {
+  int halved = 0;
+  for (const Asked& asked : shapes()) {
+    if (!asked.shape.input_first) continue;
+    for (const uint64_t bytes : budgets(asked)) {
+      const LinearPlan p = asked.plan(bytes);
+      const std::vector<Step> all = AllSteps({asked.engine, asked.shape, p}).steps;
+      std::vector<Step> parts;
+      for (const int part : {1, 2, 3}) {
+        const std::vector<Step> some = PartSteps(asked, p, part).steps;
+        EXPECT_EQ(std::ranges::any_of(some, writes_input), part == 1);
+        parts.insert(parts.end(), some.begin(), some.end());
+      }
+      ASSERT_EQ(parts.size(), all.size());
+      for (size_t i = 0; i < all.size(); ++i) {
+        EXPECT_EQ(parts[i].kind, all[i].kind) << i;
+        EXPECT_EQ(parts[i].panel.first, all[i].panel.first) << i;
+      }
+      if (p.stored_columns < asked.shape.vocab) continue;
+      // If all state is kept, no product of grad_weight comes before grad_input.
+      const auto is_weight = [](const Step& s) { return s.kind == StepKind::grad_weight; };
+      EXPECT_EQ(std::ranges::count_if(PartSteps(asked, p, 1).steps, is_weight), 0);
+      EXPECT_EQ(std::ranges::count_if(PartSteps(asked, p, 2).steps, is_weight), 1);
+      const bool has_halves = p.first_columns > 0;
+      EXPECT_EQ(std::ranges::count_if(PartSteps(asked, p, 3).steps, is_weight), has_halves);
+      halved += has_halves;
+    }
+  }
+  EXPECT_GT(halved, 0);
+}
+
+// Two products of grad_weight have the bits of one: the first cuts no tile, and the second cuts the
+// tiles that a single product would, in as many slices.
+TEST(CudaSteps, HalvesOfGradWeightCutTheTilesOfTheWhole) {
+  int halved = 0;
+  for (const int64_t vocab : {6000, 12001, 32064, 37984, 64128, 128256}) {
+    for (const int64_t hidden : {192, 768, 1024, 2048, 4096, 5120}) {
+      LinearShape s{.tokens = 8192, .vocab = vocab, .hidden = hidden, .forward = false};
+      s.grad_input = s.grad_weight = s.input_first = true;
+      s.kept_columns = vocab;
+      s.kernels.direct_grad_input = true;
+      const Asked asked = on(hopper(), s);
+      const LinearPlan p = asked.plan(uint64_t{1} << 34);
+      if (p.first_columns == 0) continue;
+      ++halved;
+      const tiled::Tile& tile = tiled::tile_of(p);
+      const int teams = tiled::teams_on(tile, asked.speed), slots = tiled::weight_slots(p);
+      const auto tiles = [&](int64_t columns) {
+        return static_cast<int>(divide_up(columns, tile.rows) * divide_up(hidden, tile.columns));
+      };
+      EXPECT_EQ(p.first_columns % (tile.rows * tile.weight_group), 0);
+      EXPECT_EQ(tiles(p.first_columns) % teams, 0);
+      for (int depth = 1; depth <= 128; ++depth) {
+        const tiled::Cut one = tiled::cut_tiles(tiles(vocab), depth, teams, slots);
+        const tiled::Cut second =
+            tiled::cut_tiles(tiles(vocab - p.first_columns), depth, teams, slots);
+        EXPECT_EQ(second.tail, one.tail) << vocab << " " << hidden << " " << depth;
+        EXPECT_EQ(second.slices, one.slices) << vocab << " " << hidden << " " << depth;
+      }
+    }
+  }
+  EXPECT_GT(halved, 10);
 }
 
 }  // namespace

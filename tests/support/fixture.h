@@ -18,8 +18,8 @@ namespace logitless::conformance {
 enum class Memory { minimum, recommended, exact };
 
 // How a call runs: directly, or through a plan created with other addresses of the same alignment,
-// or without addresses.
-enum class By { run, plan, plan_of_any_address };
+// without addresses, or of an op with grad_input_first that runs in parts.
+enum class By { run, plan, plan_of_any_address, parts };
 
 struct RunPlan {
   Memory memory = Memory::recommended;
@@ -27,6 +27,7 @@ struct RunPlan {
   const Executor* executor = nullptr;
   std::byte fill{0x5A};  // in outputs and workspace before the run
   By by = By::run;
+  int parts = 3;  // By::parts: how many of them run
 };
 
 // One output as the backend wrote it.
@@ -115,7 +116,8 @@ void place(Op& op, const Device& tensors) {
 // Runs `op` through a plan made with other addresses or with none; `host` is the op in the pool.
 template <class Op>
 Status run_planned(const TestDevice& device, const Op& op, const Op& host, const Pool& pool,
-                   const Workspace& scratch, const Execution& execution, By by) {
+                   const Workspace& scratch, const Execution& execution, const RunPlan& how) {
+  const By by = how.by;
   const DeviceCopy elsewhere(device, pool);
   Op other = host;
   logitless_op unused{};
@@ -125,8 +127,14 @@ Status run_planned(const TestDevice& device, const Op& op, const Op& host, const
   });
   place(other, device.tensors());
   Plan plan;
-  const Status status = plan.create(other, execution, scratch.bytes);
-  return status.ok() ? plan.run(Addresses(op), scratch, execution.stream) : status;
+  Status status = plan.create(other, execution, scratch.bytes);
+  if (by != By::parts) {
+    return status.ok() ? plan.run(Addresses(op), scratch, execution.stream) : status;
+  }
+  for (int part = 1; status.ok() && part <= how.parts; ++part) {
+    status = plan.run(Addresses(op), scratch, execution.stream, 0, part);
+  }
+  return status;
 }
 
 template <class Op>
@@ -172,7 +180,7 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   copy.upload();
   outcome.status = plan.by == By::run
                        ? run(op, scratch, execution)
-                       : run_planned(device, op, host, pool, scratch, execution, plan.by);
+                       : run_planned(device, op, host, pool, scratch, execution, plan);
   copy.download();
   outcome.violations = copy.violations(outcome.status.ok());
   outcome.given = bytes;

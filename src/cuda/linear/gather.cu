@@ -76,7 +76,9 @@ __device__ void gather_row(const GatherArguments& a, T* to) {
   const RowReader<T> input(a.input, tokens.row[token], hidden);
   const RowReader<T> weight(a.weight, target < 0 ? 0 : target, hidden);
   float sum;
-  if (input.aligned && weight.aligned && hidden % width == 0) {
+  if (target < 0 && to == nullptr) {
+    sum = 0;  // the target is another shard's, and there is nothing to copy
+  } else if (input.aligned && weight.aligned && hidden % width == 0) {
     sum = dot_packs(reinterpret_cast<const Pack<T>*>(input.data),
                     reinterpret_cast<const Pack<T>*>(weight.data), static_cast<int>(hidden / width),
                     reinterpret_cast<Pack<T>*>(to), lane);
@@ -173,7 +175,7 @@ void gather_input(const LinearWork& work, bool clears, bool beside) {
     const LaunchShape shape{
         .blocks = blocks_for(rows, threads / 32), .threads = threads, .early = call.launches_early};
     stream->launch_config("gather_input", gather<T>, shape, arguments,
-                          reinterpret_cast<T*>(m.input));
+                          scales_rows(call.shape, plan) ? nullptr : reinterpret_cast<T*>(m.input));
   });
 }
 

@@ -38,6 +38,7 @@ struct LinearCall {
   LinearShape shape;
   MapFactors map;
   bool accumulate = false;
+  int part = 0;  // of the steps (parts.h); 0: all
   // the engine's kernels start early: early.cuh
   bool launches_early = false;
   KeptState kept;

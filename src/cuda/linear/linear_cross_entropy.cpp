@@ -96,6 +96,8 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
     made.grad_weight = call.grad_weight;
     made.grad_bias = call.grad_bias;
     made.accumulate = call.accumulate;
+    made.part = call.part;
+    s.input_first = call.grad_input_first && call.grad_input;
     s.grad_input = static_cast<bool>(call.grad_input);
     s.grad_weight = static_cast<bool>(call.grad_weight);
     s.grad_bias = static_cast<bool>(call.grad_bias);

@@ -59,6 +59,7 @@ struct Kernels {
   bool lends_grad_weight = false;  // grad_weight's later rows can hold E or dz
   bool plain = false;              // kernels for calls without options serve this call
   bool reads_input = false;        // products can read the caller's own rows of input
+  bool scales_rows = false;        // finish_rows can read them, to multiply them by v
   bool takes_eights = false;       // the last V % 8 columns are products of their own
   bool operator==(const Kernels&) const = default;
 };
@@ -80,6 +81,7 @@ struct LinearShape {
   bool screens_gradients = false;
   bool bias = false, class_weights = false;  // read by the engine's kernels
   bool targets_only = false;                 // only the targets' logits are requested
+  bool input_first = false;                  // grad_input is written before grad_weight
   bool chooses = false;                      // tokens have chosen columns
   int64_t chosen = 0;                        // chosen columns with gradients of their own, of
                                              // all tokens
@@ -135,6 +137,9 @@ struct LinearPlan {
   bool input_first = true;
   // Columns of E or dz computed at a time, if not all are stored.
   int64_t remade_columns = 0;
+  // Columns of the first of two products that write grad_weight, with the bits of a single one, if
+  // the call asks for grad_input first; 0: there is one product.
+  int64_t first_columns = 0;
   int64_t lent_sum_rows = 0;  // rows of grad_weight's f32 sums in its own memory
   int64_t hidden_pitch = 0;   // D rounded up to 16 bytes, a row's pitch
   int64_t segments = 0;       // partial sums of a row
@@ -173,6 +178,11 @@ inline bool smooths_e(const LinearShape& s, const LinearPlan& p) {
 inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
   return s.grad_weight && kept_columns(p) < s.vocab && multiplies_e(s, p);
 }
+// Whether the scaled input is computed from the caller's rows, because no product reads a copy.
+inline bool scales_rows(const LinearShape& s, const LinearPlan& p) {
+  return s.kernels.scales_rows && !s.forward && s.grad_weight && !s.smoothing &&
+         p.stored_columns == s.vocab && multiplies_e(s, p);
+}
 // Whether grad_weight is summed in f32, [V, D].
 inline bool sums_grad_weight(const LinearShape& s, const LinearPlan& p) {
   return s.grad_weight && (!s.kernels.direct_grad_weight || (p.chunks > 1 && !s.grad_weight_f32));
@@ -185,7 +195,7 @@ inline bool sums_grad_input(const LinearShape& s, const LinearPlan& p) {
 // grad_input is written before the last product has read the input. To save less than a megabyte is
 // not worth the launch that clears this memory.
 inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
-  return s.kernels.lends_grad_input && p.chunks == 1 && !p.input_first &&
+  return s.kernels.lends_grad_input && p.chunks == 1 && !p.input_first && !s.input_first &&
          p.token_chunk * p.hidden_pitch * size_of(s.dtype) > 1 << 20;
 }
 

@@ -45,6 +45,8 @@ struct PlainRows {
   std::array<Panel, 2> kept;  // panels of E, whose target columns are written here
   // `scaled` receives the input times v; null: another kernel writes it.
   const char* input;
+  // If not 0, `input` is the caller's, with this distance between rows; else compacted.
+  int64_t input_stride;
   char* scaled;
   int64_t pitch;
   int32_t behind;      // rows of `scaled` after the chunk's, which become 0
@@ -273,7 +275,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   return f.scale;
 }
 
-// A lane's part of a row of the compacted input, which is multiplied by v.
+// A lane's part of a row of the input, which is multiplied by v.
 template <class E>
 struct ScaledRow {
   static constexpr int width = Pack<E>::width, many = 4, step = many * 32 * width;
@@ -325,7 +327,8 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
   RowToken token{};
   if (row < a.chunk.rows) token = load_token(a, row);
   const bool valid = find_row(a.chunk, row), scales = a.scaled != nullptr && exists;
-  ScaledRow<E> scaled{reinterpret_cast<const E*>(a.input) + row * a.pitch,
+  const int64_t from = a.input_stride > 0 ? token.i * a.input_stride : row * a.pitch;
+  ScaledRow<E> scaled{reinterpret_cast<const E*>(a.input) + from,
                       reinterpret_cast<E*>(a.scaled) + row * a.pitch, a.pitch};
   const int64_t first = lane * ScaledRow<E>::width;
   if (scales && valid) scaled.load(first);
@@ -459,6 +462,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
   const bool reduces = loss && call.in.options.reduction != Reduction::none;
   const bool last = chunk.first + chunk.rows >= call.shape.tokens;
   const bool forms = is_by_rows(call.shape.kernels.kept);
+  const bool own_rows = scales && scales_rows(call.shape, plan);
   const bool makes_dz = !with_factors || kept[0].columns + kept[1].columns < call.shape.vocab;
   const PlainRows plain{.chunk = chunk,
                         .partials = m.partials,
@@ -480,7 +484,8 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
                         .factors = with_factors || forms ? m.factors : nullptr,
                         .again = m.again,
                         .kept = with_factors ? kept : std::array<Panel, 2>{},
-                        .input = m.input,
+                        .input = own_rows ? call.input.as<char>() : m.input,
+                        .input_stride = own_rows ? call.input.stride[0] : 0,
                         .scaled = scales ? m.scaled : nullptr,
                         .pitch = plan.hidden_pitch,
                         .behind = scales ? static_cast<int32_t>(plan.extra_rows) : 0};

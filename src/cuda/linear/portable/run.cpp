@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "src/cuda/linear/linear_run.h"
+#include "src/cuda/linear/parts.h"
 #include "src/cuda/linear/portable/kernels.h"
 #include "src/cuda/linear/portable/products.h"
 
@@ -99,7 +100,7 @@ void PortableEngine::run(const LinearCall& call, const LinearPlan& plan, char* w
                          const DeviceInfo& device, Stream* stream) const {
   const LinearMemory memory = cuda::place(*this, call, plan, workspace);
   PortableRun run(call, plan, memory, device, stream);
-  for_steps(call.shape, plan, &run);
+  Parts(call.part, &run).enumerate(*this, call.shape, plan);
 }
 
 }  // namespace logitless::cuda

@@ -22,9 +22,10 @@ class PortableSteps final : public CallSteps {
     if (forms_dz(kept_)) visit({.kind = StepKind::form_dz, .panel = stored()});
     if (p_.stored_columns == s_.vocab) {
       visit({.kind = StepKind::finish_panel, .panel = stored()});
+      if (s_.input_first) grad_input_by_rows();
       scale_input();
       grad_weight(stored());
-      grad_input_by_rows();
+      if (!s_.input_first) grad_input_by_rows();
       return grad_bias(stored());
     }
     scale_input();

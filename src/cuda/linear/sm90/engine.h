@@ -16,6 +16,7 @@ inline constexpr tiled::Tile tile{.rows = cluster_rows,
                                   .in_units = true,
                                   .slices = true,
                                   .runs_both = true,
+                                  .weight_group = weight_group,
                                   .reads_rows = true,
                                   .starts_early = true};
 static_assert(tile.is_valid());

@@ -16,8 +16,8 @@ namespace {
 using tiled::Kept;
 using tiled::tiled_part;
 
-// Row clusters per group of a Schedule, as measured in docs/experiments/2026-11-hopper-kernels.md.
-constexpr int input_group = 8, weight_group = 2;
+// Row clusters per group of a Schedule, like weight_group.
+constexpr int input_group = 8;
 
 template <class F>
 void with_half(DType dtype, F&& f) {

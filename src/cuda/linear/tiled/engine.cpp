@@ -72,6 +72,8 @@ void TiledEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& d
   s.bias = static_cast<bool>(op.bias);
   s.class_weights = call->in.vocab_weight && (s.smoothing || s.sums.has(SumKind::weighted));
   if (!s.gradients()) return;
+  k.scales_rows = is_aligned(op.input) && op.input.stride[1] == 1 && s.hidden % 8 == 0 &&
+                  op.input.stride[0] > 0 && op.input.stride[0] % 8 == 0;
   k.direct_grad_weight = !op.grad_weight || writes(op.grad_weight, s.dtype);
   k.direct_grad_input = s.grad_input && writes(op.grad_input, s.dtype);
   k.lends_grad_input = s.grad_input && op.grad_input.dtype == s.dtype && is_memory(op.grad_input);

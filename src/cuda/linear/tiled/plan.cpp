@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plans of a linear op whose kernels compute tiles of logits.
 #include <algorithm>
+#include <numeric>
 
 #include "src/cuda/linear/plan_search.h"
 #include "src/cuda/linear/search.h"
@@ -23,8 +24,21 @@ bool runs_both(const LinearShape& s, const LinearPlan& p) {
   const double steps = 2.0 * static_cast<double>(divide_up(p.token_chunk, tile.rows)) *
                        static_cast<double>(s.vocab / tile.depth + tile.rows) *
                        static_cast<double>(divide_up(s.hidden, tile.columns) + 1);
-  return tile.runs_both && s.grad_input && s.grad_weight && p.chunks > 1 &&
+  return tile.runs_both && s.grad_input && s.grad_weight && !s.input_first && p.chunks > 1 &&
          s.kernels.direct_grad_input && p.stored_columns == s.vocab && steps < 1e9;
+}
+
+// Where grad_weight's columns are divided between two products: near the middle, so that the two
+// compute the same tiles in the same order as one product, and the second cuts the same last tiles.
+int64_t halfway(const LinearShape& s, const Tile& tile, int teams) {
+  const int64_t across = divide_up(s.hidden, tile.columns);
+  const int64_t rows = divide_up(s.vocab, tile.rows);
+  const int64_t step =
+      std::lcm<int64_t>(tile.weight_group, teams / std::gcd<int64_t>(teams, across));
+  const int64_t first = rows / 2 / step * step;
+  // cut_tiles may cut the tiles of two rounds.
+  const bool cuts_alike = (rows - first) * across >= 2 * teams;
+  return cuts_alike ? first * tile.rows : 0;
 }
 
 // The plans of one call on one device for a number of bytes.
@@ -135,6 +149,9 @@ class Plans {
     own.lent_scaled = lent_scaled_input(s_, p);
     own.input_teams = runs_both(s_, p);  // complete() decides how many
     own.slots = 0;
+    const bool halves = s_.input_first && s_.grad_weight && p.stored_columns == s_.vocab &&
+                        p.chunks == 1 && !sums_grad_weight(s_, p);
+    p.first_columns = halves ? halfway(s_, tile_, teams_on(tile_, speed_)) : 0;
     p.bytes = bytes_of(engine_, s_, p);
     if (!tile_.slices || !s_.gradients() || p.bytes > bytes_) return p;
     const uint64_t room = (bytes_ - p.bytes) / slot_bytes(p);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the steps of a plan on a family's kernels.
 #include "src/cuda/linear/linear_run.h"
+#include "src/cuda/linear/parts.h"
 #include "src/cuda/linear/tiled/engine.h"
 #include "src/cuda/linear/tiled/panels.h"
 #include "src/cuda/linear/tiled/teams.h"
@@ -92,7 +93,7 @@ void TiledEngine::run(const LinearCall& call, const LinearPlan& plan, char* work
   memory.units = {static_cast<int32_t>(divide_up(s.vocab, tile_.columns)),
                   teams_of(plan, tile_.teams(device.multiprocessors))};
   TiledRun run(*this, call, plan, memory, device, stream);
-  for_steps(s, plan, &run);
+  Parts(call.part, &run).enumerate(*this, s, plan);
 }
 
 }  // namespace logitless::cuda::tiled

@@ -48,6 +48,7 @@ class TiledSteps final : public CallSteps {
   // The gradients if E of every column is in the workspace.
   void whole_gradients() {
     finish_kept(stored());
+    if (s_.input_first) return ordered_gradients();
     scale_input();
     if (tiled_part(p_).input_teams > 0) {
       visit({.kind = StepKind::both_gradients,
@@ -57,11 +58,27 @@ class TiledSteps final : public CallSteps {
     } else {
       grad_weight(stored());
       // grad_input comes last, because its memory may hold the compacted input.
-      if (!s_.kernels.direct_grad_input) {
-        grad_input_by_rows();
-      } else if (s_.grad_input) {
-        visit({.kind = StepKind::grad_input, .panel = stored()});
-      }
+      whole_input();
+    }
+    kept_bias(stored());
+  }
+  void whole_input() {
+    if (!s_.kernels.direct_grad_input) return grad_input_by_rows();
+    if (s_.grad_input) visit({.kind = StepKind::grad_input, .panel = stored()});
+  }
+
+  // grad_input first, so that the caller can use it while grad_weight is made in two halves.
+  void ordered_gradients() {
+    whole_input();
+    scale_input();
+    if (p_.first_columns > 0) {
+      PanelPlace first = stored(), second = stored();
+      first.columns = second.first = p_.first_columns;
+      second.columns = s_.vocab - p_.first_columns;
+      grad_weight(first);
+      grad_weight(second);
+    } else {
+      grad_weight(stored());
     }
     kept_bias(stored());
   }

@@ -20,6 +20,7 @@ struct Tile {
   bool in_units = false;      // without gradients, sums are of units (units.h), not tiles
   bool slices = false;        // a gradient's tile can be cut along the depth axis (cut.h)
   bool runs_both = false;     // one launch can make both gradients of a chunk
+  int32_t weight_group = 1;   // rows of grad_weight's tiles that its order of tiles takes together
   bool reads_rows = false;    // without gradients, the caller's rows of input can be read
   bool starts_early = false;  // kernels can be launched early (early.cuh)
   // Seconds in addition to the products, measured on an H200: per wave of logits, per wave that
