@@ -8,8 +8,9 @@ with one GPU that has the whole weight, and with other libraries' losses of spli
 Starts one process a rank. All contenders take turns in bursts between barriers, in balanced
 orders; a sample is the slowest rank's, by its own clock; medians of `--rounds`.
 bf16, random data, the weight split evenly. Efficiency: the time of one GPU with the whole weight,
-on all P ranks at the same time, divided by P times that of the split. "exchange" is the
-collectives and sums of one call alone. MiB: the allocator's peak on a rank beyond the inputs, with
+on all P ranks at the same time, divided by P times that of the split. "split, collectives" is the
+same with LOGITLESS_PEER_MEMORY=0. "exchange" is the collectives and sums of one call alone,
+"exchange, peer memory" what replaces those of backward. MiB: the allocator's peak on a rank beyond the inputs, with
 the gradients. `--megatron FOLDER` says where megatron-core is, `--cce FOLDER` where
 cut_cross_entropy with its vocab_parallel is; without them and where a contender fails there is one
 line that says so. `--host`: for a head so small that only the host's time counts, a split call's
@@ -36,7 +37,7 @@ from timing import balanced_orders
 from torch import Tensor
 
 from logitless.torch import Split, linear_cross_entropy
-from logitless.torch._split import exchange, shards
+from logitless.torch._split import exchange, peers, shards
 
 MIB = 1 << 20
 
@@ -54,7 +55,7 @@ class Head:
         self.shard = whole[rank * rows : (rank + 1) * rows].clone().requires_grad_()
         self.whole = whole.requires_grad_()
         self.target = torch.randint(0, vocab, (tokens,), device=device)
-        self.static_loss: Any = None
+        self.collectives = dist.new_group()  # without peer memory
 
     def fresh(self) -> None:
         for tensor in (self.input, self.shard, self.whole):
@@ -70,6 +71,14 @@ class Head:
         linear_cross_entropy(
             self.input, self.shard, self.target, group=Split(dist.group.WORLD, **options)
         ).backward()
+
+    def split_by_collectives(self) -> None:
+        before = os.environ.get("LOGITLESS_PEER_MEMORY", "1")
+        os.environ["LOGITLESS_PEER_MEMORY"] = "0"  # read at the group's first call
+        linear_cross_entropy(
+            self.input, self.shard, self.target, group=Split(self.collectives)
+        ).backward()
+        os.environ["LOGITLESS_PEER_MEMORY"] = before
 
     def loss_parallel(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -110,6 +119,17 @@ class Head:
         exchange.all_gather(x.new_empty(1, 3, tokens, dtype=torch.float32), shard)
         part = x.new_empty(tokens, hidden, dtype=torch.float32)
         exchange.reduce_grad_input(part, shard, x.shape, x.dtype)
+
+
+    def exchange_by_peers(self) -> None:
+        x = self.input.detach()
+        rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+        found = x.is_cuda and peers.exchange_of(name, rank, size, x.shape, None, x, x.dtype)
+        if not found:
+            raise RuntimeError("no peer memory")
+        found.send()
+        found.add()
+        found.result()
 
 
 class Captured:
@@ -209,10 +229,12 @@ def contenders(head: Head, args: argparse.Namespace) -> dict[str, Callable[[], N
     found: dict[str, Callable[[], None]] = {
         "one GPU": head.one,
         "split": head.split,
+        "split, collectives": head.split_by_collectives,
         "split, blocks=8": partial(head.split, blocks=8),
         'split, reduce_dtype="input"': partial(head.split, reduce_dtype="input"),
         "one GPU, blocks=8": head.blocks,
         "exchange": head.exchange,
+        "exchange, peer memory": head.exchange_by_peers,
         "torch loss_parallel": head.loss_parallel,
     }
     if args.megatron:
@@ -220,7 +242,7 @@ def contenders(head: Head, args: argparse.Namespace) -> dict[str, Callable[[], N
     if args.cce:
         found["CCE, vocab-parallel, gradients of 16 bits filtered"] = partial(head.cce, False)
         found["CCE, vocab-parallel, exact"] = partial(head.cce, True)
-    return {n: c for n, c in found.items() if not args.only or any(o in n for o in args.only)}
+    return {n: c for n, c in found.items() if not args.only or n in args.only}
 
 
 def host_times(head: Head, rounds: int, device: str) -> None:
@@ -255,7 +277,7 @@ def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
             n: c for n, c in contenders(head, args).items() if usable(n, c, head.fresh, device)
         }
         if args.graphs:
-            for name in ("one GPU", "split"):
+            for name in ("one GPU", "split", "split, collectives"):
                 if name in calls:
                     calls[f"{name}, CUDA graph"] = Captured(calls[name], head.fresh)
         names = list(calls)
@@ -300,7 +322,7 @@ def main() -> None:
     parser.add_argument("--cce", default="", metavar="FOLDER")
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--graphs", action="store_true")
-    parser.add_argument("--only", action="append", metavar="TEXT")
+    parser.add_argument("--only", action="append", metavar="CONTENDER")
     parser.add_argument("--profile", action="store_true", help="the split's kernels on rank 0")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

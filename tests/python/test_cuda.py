@@ -12,6 +12,7 @@ import torch
 
 import fresh
 import reference
+from logitless import _abi
 from logitless.torch import (
     _device,
     cross_entropy,
@@ -286,3 +287,32 @@ print("equal")
 def test_compiled_with_cuda_graphs_as_the_first_call_of_a_process() -> None:
     """A tensor that the first call kept would be in the graph's pool, which torch refuses."""
     assert fresh.run(COMPILED_FIRST).strip() == "equal"
+
+
+def _added(parts: list[Any], dtype: torch.dtype) -> Any:
+    """logitless_add's sum of vectors."""
+    made = torch.full_like(parts[0], float("nan"), dtype=dtype)
+    stream = torch.cuda.current_stream().cuda_stream
+    _abi.add(
+        [part.data_ptr() for part in parts], made.data_ptr(), _device.DTYPES[dtype], made.numel(),
+        made.get_device(), stream,
+    )  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_parts_are_added_in_their_order(dtype: torch.dtype) -> None:
+    for count in (1, 2, 3, 16):
+        for size in (1, 3, 4, 1000, 300_001):
+            for offset in (0, 1):  # elements; vectors that are not aligned are added singly
+                many = torch.randn(count, size + offset, device="cuda") * 100
+                parts = [row[offset:].clone() if offset == 0 else row[offset:] for row in many]
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total + part
+                assert torch.equal(_added(parts, dtype), total.to(dtype)), (count, size, offset)
+    parts = list(torch.randn(3, 1000, device="cuda"))
+    want = parts[0] + parts[1] + parts[2]
+    _abi.add([p.data_ptr() for p in parts], parts[1].data_ptr(), 0, 1000, 0,
+             torch.cuda.current_stream().cuda_stream)  # fmt: skip
+    assert torch.equal(parts[1], want)

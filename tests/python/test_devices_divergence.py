@@ -529,6 +529,8 @@ def what_a_split_has_not(me: Rank) -> Results:
         r"^reduce_input_grad is False", group=dataclasses.replace(split, reduce_input_grad=False)
     )
     refused(r"^sequence_dim is 2 of an input", group=dataclasses.replace(split, sequence_dim=2))
+    if ranks.BACKEND != "gloo":
+        return {}  # a GPU's host does not see a target's value
     bad = h.target.clone()
     bad[0, 1] = VOCAB
     with pytest.raises(ValueError, match=rf"^target\[0, 1\] .* is {VOCAB}; allowed"):
@@ -639,7 +641,10 @@ def run(me: Rank, name: str) -> Results:
     return CASES[name](me)
 
 
-ON_THE_CPU = ("errors_on_every_rank", "ranks_that_are_compared", "autocast_and_checkpoint")
+ON_THE_CPU = (
+    "errors_on_every_rank", "ranks_that_are_compared", "autocast_and_checkpoint",
+    "tensors_that_one_rank_gives",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("size", ranks.SIZES)

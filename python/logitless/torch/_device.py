@@ -4,7 +4,7 @@ stream, memory in the stream's order, torch's switch for TF32, gradients that wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,10 +51,16 @@ def _warm_up(index: int) -> None:
     _warm.add(index)
 
 
-def run_cuda(plan: _abi.Plan, addresses: list[int], index: int, normalizer: float = 0.0) -> None:
+Between = Sequence[Callable[[], None]]  # enqueued after the first part, and after the second
+
+
+def run_cuda(
+    plan: _abi.Plan, addresses: list[int], index: int, normalizer: float = 0.0,
+    between: Between = (),
+) -> None:  # fmt: skip
     if torch._C._cuda_getDevice() != index:  # the allocator uses the current device
         with torch.cuda.device(index):
-            run_cuda(plan, addresses, index, normalizer)
+            run_cuda(plan, addresses, index, normalizer, between)
         return
     if index not in _warm and not torch.cuda.is_current_stream_capturing():
         _warm_up(index)
@@ -63,7 +69,13 @@ def run_cuda(plan: _abi.Plan, addresses: list[int], index: int, normalizer: floa
     # returned as soon as the kernels are queued, for whatever comes after them.
     workspace = _allocate(plan.bytes, stream)
     try:
-        plan.run(addresses, workspace, stream, normalizer)
+        if not between:
+            plan.run(addresses, workspace, stream, normalizer)
+            return
+        for part, enqueue in enumerate(between, 1):
+            plan.run(addresses, workspace, stream, normalizer, part)
+            enqueue()
+        plan.run(addresses, workspace, stream, normalizer, len(between) + 1)
     finally:
         _release(workspace)
 

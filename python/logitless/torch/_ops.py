@@ -49,7 +49,7 @@ _TF32 = Options._fields.index("allow_tf32")  # no argument: torch's switch is re
 _FIRST_OPTION = len(_run.INPUTS)
 _MEMORY = _FIRST_OPTION + len(Options._fields) - 1
 BEHIND = _MEMORY + 1  # where an op's own arguments begin
-_UPSTREAM = (
+UPSTREAM = (
     "Tensor row_state, Tensor? entropy, Tensor? grad_loss, "
     "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy, Tensor? grad_logits_at"
 )
@@ -58,11 +58,11 @@ _UPSTREAM = (
 # ("Tensor(a!)?"): torch would raise a version error if a retained graph is used twice, and a
 # compiled Backward would copy all kept state each time. If it were declared for `kept_rows` alone,
 # marks would be written to a copy and lost.
-_KEPT = "Tensor? kept, Tensor? kept_rows"
+KEPT = "Tensor? kept, Tensor? kept_rows"
 # The number of rows of kept state beyond those that Forward writes. With them no size is 0 or 1,
 # for which torch.compile would compile a second time if the size is a symbol.
 SPARE = 2
-_GRADS = "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
+GRADS = "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
 
 RESULTS = (
     *_run.OUTPUTS.values(), "weighted_logit_sum", "row_state", "kept", "kept_rows", "grad_input",
@@ -275,7 +275,7 @@ _dispatch.define(
     _forward, _forward_fake, rule=_rule, setup=_setup,
 )  # fmt: skip
 _dispatch.define(
-    f"backward({TENSORS}, {OPTIONS}, int wanted, {_UPSTREAM}, {_KEPT}) -> ({_GRADS})",
+    f"backward({TENSORS}, {OPTIONS}, int wanted, {UPSTREAM}, {KEPT}) -> ({GRADS})",
     _backward, _backward_fake, rule=_dispatch.once_only,
 )  # fmt: skip
 

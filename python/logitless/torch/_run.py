@@ -195,7 +195,7 @@ def make_plan(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: AnyOptions | None,
     row_state: Tensor | None, memory: int | None, accumulate: bool, addresses: Sequence[int],
     keep: Keep | None = None, kept: Kept | None = None, where: torch.device | None = None,
-    only_chosen: bool = False,
+    only_chosen: bool = False, grad_input_first: bool = False,
 ) -> _abi.Plan:  # fmt: skip
     first, weight = tensors[0], tensors[1]
     assert first is not None
@@ -217,7 +217,7 @@ def make_plan(
         most = 4 * (heads * tokens * vocab + tokens * hidden + vocab * hidden)
     device = (views[0].device_type, views[0].device_index)
     how: dict[str, Any] = {"most": most, "accumulate": accumulate, "memory": memory}
-    how["only_chosen"] = only_chosen
+    how |= {"only_chosen": only_chosen, "grad_input_first": grad_input_first}
     inputs = views[: sum(tensor is not None for tensor in tensors[: len(INPUTS)])]
     if keep is not None:
         assert isinstance(options, Options)
@@ -261,11 +261,13 @@ def launch(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: AnyOptions | None,
     memory: int | None, asked: object, row_state: Tensor | None = None, accumulate: bool = False,
     keep: Keep | None = None, kept: Kept | None = None, only_chosen: bool = False,
+    between: _device.Between = (),
 ) -> Kept | None:  # fmt: skip
     """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked` tells
     the outputs and their dtypes; it is part of the key of the cached plan. `row_state` [2, N] holds
     row_reference and row_log_sum. A Forward with `keep` returns what it kept; a Backward takes that
-    as `kept`.
+    as `kept`. `between`: on a GPU a Backward runs in three parts, grad_input's first, and calls
+    these functions between them.
     """
     first = tensors[0]
     assert first is not None
@@ -290,7 +292,7 @@ def launch(
         address = row_state.data_ptr()
         # row_log_sum is N f32 after row_reference
         addresses += (address, address + 2 * row_state.numel())
-    key: list[object] = [kind, options, memory, asked, tf32, threads]
+    key: list[object] = [kind, options, memory, asked, tf32, threads, bool(between)]
     if cuda:  # CUDA's plans depend on the tensors' alignment
         key.append(tuple([a & 15 for a in addresses]))
     for t in tensors[: len(INPUTS)]:
@@ -307,7 +309,7 @@ def launch(
         aligned = addresses if cuda else ()
         plan = make_plan(
             kind, names, tensors, options, row_state, memory, accumulate, aligned, keep, kept,
-            only_chosen=only_chosen,
+            only_chosen=only_chosen, grad_input_first=bool(between),
         )  # fmt: skip
         if len(_plans) >= MOST_SHAPES:
             _plans.clear()
@@ -317,7 +319,7 @@ def launch(
         state = _new_kept(first, plan, tf32, keep.spare)
         addresses += (state.columns.data_ptr(), state.rows.data_ptr())
     if cuda:
-        _device.run_cuda(plan, addresses, first.get_device(), number)
+        _device.run_cuda(plan, addresses, first.get_device(), number, between)
     else:
         _run_on_host(plan, addresses, number)
     return state
@@ -501,10 +503,11 @@ def backward(
     options: Options, memory: int | None, upstream: Upstream,
     dtypes: Sequence[torch.dtype | None], *, in_place: bool = False,
     main_grad: Tensor | None = None, kept: Kept | None = None, launcher: Launcher | None = None,
+    part: Tensor | None = None, between: _device.Between = (),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(grad_input, grad_weight, grad_bias). `in_place`: grad_input overwrites the input. If
     `main_grad` [V, D] f32 is given, the weight's gradient is added to that tensor, and grad_weight
-    is None."""
+    is None. If `part` [N, D] f32 is given, grad_input is written there; `between`: see `launch`."""
     target, token_weight, vocab_weight, normalizer, temperature, ids, id_offsets = constants
     if upstream.grad_logits_at is None:
         ids = id_offsets = None
@@ -518,6 +521,8 @@ def backward(
     ]
     if in_place:
         grads[0] = rows
+    if part is not None:
+        grads[0] = part
     if main_grad is not None:
         grads[1] = main_grad
         if grads[2] is not None:  # grad_bias accumulates too, and must be f32
@@ -534,6 +539,7 @@ def backward(
         for t in tensors[len(INPUTS) :]
     )
     accumulate = main_grad is not None
+    ordered: Any = {"between": between} if between else {}
     (launcher or launch)(
         kind,
         _BACKWARD,
@@ -545,6 +551,7 @@ def backward(
         accumulate,
         None,
         kept,
+        **ordered,
     )
     if main_grad is not None:
         grads[1] = None

@@ -39,7 +39,7 @@ from logitless.torch._autograd import Call, asked_of, cast, cast_bias, first_ord
 from logitless.torch._device import allows_tf32
 from logitless.torch._dispatch import compose
 from logitless.torch._run import Constants
-from logitless.torch._split import blocks, combine, exchange, ranks, shards, sums
+from logitless.torch._split import blocks, combine, exchange, overlapped, ranks, shards, sums
 from logitless.torch._split.shards import Shard
 from logitless.torch._split.sums import Tokens
 
@@ -183,19 +183,23 @@ class ShardedLoss(Function):
         made = _followed_by(needs, (rows, w, b), (weight, bias), shard)
         state = taken(ctx.unused)
         serves = state == _tf32(rows) and _autograd.of_columns(upstream)
-        parts, weights, biases = exchange.together(
-            shard, rows, (), blocks.local_gradients, shard, (rows, w, b, *constants), options,
-            call.memory, made, given, kept if serves else None,
-        )  # fmt: skip
+        of = ((rows, w, b, *constants), options, call.memory, made, given, kept if serves else None)
+        grad_input = None
+        if overlapped.serves(shard, rows, needs[0]):
+            grad_input, *own = overlapped.gradients(shard, ctx.shape, ctx.dtype, *of)
+            weights, biases = ([own[0]], [own[1]]) if w.shape[0] else ([], [])
+        else:
+            parts, weights, biases = exchange.together(
+                shard, rows, (), blocks.local_gradients, shard, *of
+            )
+            if needs[0]:
+                part = sums.tree_of(parts)
+                grad_input = exchange.reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
         if state is not None:
             ctx.unused.append(state)
         if weights:
             grad_weight = _mean(_joined(weights), shard) if needs[1] else None
             grad_bias = None if grad_bias is None else _mean(_joined(biases), shard)
-        grad_input = None
-        if needs[0]:
-            part = sums.tree_of(parts)
-            grad_input = exchange.reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
         return grad_input, _padded(grad_weight, weight), _padded(grad_bias, bias)
 
 

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward on a rank's columns with the exchange of grad_input, on GPUs. An op, because the
+exchange runs inside of it: between grad_input's product and grad_weight's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless._abi import Options
+from logitless.torch import _dispatch, _ops, _run
+from logitless.torch._device import Between
+from logitless.torch._run import Upstream
+from logitless.torch._split import exchange, peers
+from logitless.torch._split.shards import Shard
+
+_GROUP = "str group, int rank, int size, SymInt[] shape, int? sequence_dim, ScalarType dtype"
+_BEHIND = 6
+
+
+def serves(shard: Shard, rows: Tensor, of_input: bool) -> bool:
+    """Whether the exchange is part of Backward, by conditions that are the same on all ranks."""
+    if shard.size == 1 or not rows.is_cuda or not of_input or not shard.ordered or shard.blocks:
+        return False
+    return shard.sequence_dim is not None or shard.reduce_input_grad
+
+
+def gradients(
+    shard: Shard, shape: torch.Size, dtype: torch.dtype, inputs: Any, options: Options,
+    memory: int | None, wanted: int, upstream: Upstream, kept: Sequence[Tensor | None] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """grad_input in the `shape` and `dtype` of this rank's input, added over the ranks, and the
+    gradients of its columns' weight and bias. `inputs` are rows [N, D], weight, bias and the
+    constants."""
+    backward: Any = torch.ops.logitless.backward_over_ranks
+    own_kept = (None, None) if kept is None else kept
+    options = options._replace(vocab_start=shard.start)
+    made: tuple[Tensor, Tensor, Tensor] = backward(
+        *_ops.arguments(inputs, options, memory, wanted, *upstream, *own_kept),
+        shard.group, shard.rank, shard.size, shape, shard.sequence_dim, dtype,
+    )  # fmt: skip
+    return made[0].view(shape), made[1], made[2]
+
+
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    group, rank, size, shape, dim, dtype = args[-_BEHIND:]
+    call = args[:-_BEHIND]
+    found = peers.exchange_of(group, rank, size, shape, dim, args[0], dtype)
+    if found is None:
+        shard = Shard(group, rank, size, 0, 0, dim)
+        part, *others = _own(call)
+        made = exchange.reduce_grad_input(part, shard, torch.Size(shape), dtype)
+        return made.reshape(-1, made.shape[-1]), *others
+    _, *others = _own(call, found.part, (found.send, found.add))
+    return found.result(), *others
+
+
+def _own(
+    args: tuple[Any, ...], part: Tensor | None = None, between: Between = ()
+) -> tuple[Tensor, ...]:
+    """The op `backward`, whose grad_input is written to `part`."""
+    input, weight, bias, constants, options, memory = _ops.split_arguments(args)
+    if not weight.shape[0]:
+        part = input.new_empty(input.shape, dtype=torch.float32) if part is None else part
+        part.zero_()
+        for enqueue in between:
+            enqueue()
+        return part, *_empty(args)
+    wanted, *upstream, columns, rows = args[_ops.BEHIND :]
+    kept = _ops._given(constants.target.numel(), memory, columns, rows)
+    dtypes = _run.gradients_of(wanted, args[:3])
+    made = _run.backward(
+        input, weight, bias, constants, options, memory, Upstream(*upstream), dtypes, kept=kept,
+        part=part, between=between,
+    )  # fmt: skip
+    return _ops._grads(made, input)
+
+
+def _empty(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Uninitialized gradients of weight and bias."""
+    return _ops._fake_grads(args[:3], _run.gradients_of(args[_ops.BEHIND], args[:3]))[1:]
+
+
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    size, _, dim, dtype = args[2 - _BEHIND :]
+    input = args[0]
+    tokens = input.shape[0] if dim is None else input.shape[0] // size
+    return input.new_empty(tokens, input.shape[1], dtype=dtype), *_empty(args)
+
+
+_dispatch.define(
+    f"backward_over_ranks({_ops.TENSORS}, {_ops.OPTIONS}, int wanted, {_ops.UPSTREAM}, "
+    f"{_ops.KEPT}, {_GROUP}) -> ({_ops.GRADS})",
+    _backward, _backward_fake, rule=_dispatch.once_only,
+)  # fmt: skip

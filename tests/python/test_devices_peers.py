@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange of grad_input's parts over memory that all ranks can read: the bits of the group's
+collectives, for any number of tokens and any dimension that is split, call after call. On the CPU
+a shared file stands for the GPUs' memory, and ranks are late in turn. On GPUs
+(LOGITLESS_TEST_RANKS=nccl) linear_cross_entropy itself is called."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ranks
+from logitless.torch import Split, linear_cross_entropy, linear_logprob
+from logitless.torch._split import exchange, overlapped, peers, sums
+from logitless.torch._split.shards import Shard
+from ranks import Rank
+from test_linear import BF16, F16, F32
+
+GPU = ranks.BACKEND == "nccl"
+Results = Mapping[str, Any]
+
+
+class Files:
+    """Memory like peers._Memory's, in a file for each rank. Rank `late` is late at everything that
+    it writes, and before each barrier."""
+
+    def __init__(self, me: Rank, folder: pathlib.Path, bytes: int) -> None:
+        self.me, self.late = me, 0
+        self.buffers = [
+            torch.from_file(str(folder / f"{rank}"), True, bytes, dtype=torch.uint8)
+            for rank in range(me.size)
+        ]
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, first_byte: int) -> Tensor:
+        flat = self.buffers[rank][first_byte:].view(dtype)
+        count = torch.Size(shape).numel()
+        return flat[:count].view(*shape)
+
+    def wait(self) -> None:
+        if self.me.rank == self.late:
+            time.sleep(0.02)
+
+    def barrier(self, channel: int) -> None:
+        self.wait()
+        dist.barrier()
+
+    def fork(self) -> None: ...
+
+    def join(self) -> None: ...
+
+    def beside(self) -> Any:
+        return contextlib.nullcontext()
+
+    def add(self, parts: Sequence[Tensor], sum: Tensor) -> None:
+        self.wait()
+        sum.copy_(sums.ordered_sum(torch.stack(list(parts))))
+
+
+def shared_folder(me: Rank) -> pathlib.Path:
+    """A new folder, the same for all ranks."""
+    name = [tempfile.mkdtemp() if me.rank == 0 else ""]
+    dist.broadcast_object_list(name)
+    return pathlib.Path(name[0])
+
+
+# The shape of a rank's own input, and the dimension that is split.
+SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "divided": ((12, 5), None),
+    "not divided": ((13, 5), None),
+    "fewer tokens than ranks": ((1, 3), None),
+    "batches": ((3, 7, 4), None),
+    "first of two": ((2, 3, 4), 0),
+    "second of two": ((3, 2, 4), 1),
+    "second of three": ((2, 3, 5, 4), 1),
+    "one": ((4, 3), 0),
+}
+
+
+def exchanged(
+    me: Rank, name: str, dtype: torch.dtype = BF16, rounds: int = 4
+) -> tuple[int, dict[str, Tensor]]:
+    """Exchanges by shared files, several times with other parts. Returns how many times the result
+    has other bits than that of collectives, and the results that all ranks have."""
+    shape, dim = SHAPES[name]
+    layout, hidden = peers.layout_of(shape, dim, me.size), shape[-1]
+    bytes = peers._aligned(4 * layout.tokens * hidden) + 4 * (layout.run + 1) * hidden
+    memory: Any = Files(me, shared_folder(me), bytes)
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    wrong, found = 0, {}
+    for i in range(rounds):
+        memory.late = i % me.size
+        part = torch.randn(layout.tokens, hidden, generator=ranks.generator(10 * i + me.rank))
+        made = peers.Exchange(memory, me.rank, me.size, layout, hidden, dtype)
+        memory.wait()
+        made.part.copy_(part)
+        made.send()
+        made.add()
+        got = made.result().view(shape)
+        shard = Shard(group, me.rank, me.size, 0, 0, dim)
+        want = exchange.reduce_grad_input(part, shard, torch.Size(shape), dtype)
+        wrong += not torch.equal(got, want)
+        if dim is None:
+            found[f"grad_input {i}"] = got
+    return wrong, found
+
+
+def run_exchange(me: Rank, name: str, dtype: torch.dtype) -> Results:
+    wrong, found = exchanged(me, name, dtype)
+    assert not wrong
+    return found
+
+
+def _one_barrier(left_out: int) -> Callable[..., None]:
+    def barrier(self: Any, channel: int) -> None:
+        self.wait()
+        if channel != left_out:
+            dist.barrier()
+
+    return barrier
+
+
+_runs, _sums = peers.Layout.runs, peers.Exchange._sums
+
+MUTANTS: dict[str, tuple[Any, str, Any]] = {
+    "parts are read before they are written": (Files, "barrier", _one_barrier(0)),
+    "sums are read before they are written": (Files, "barrier", _one_barrier(1)),
+    "another rank's tokens": (
+        peers.Layout,
+        "runs",
+        lambda self, rank, size: _runs(self, 0 if rank == 1 else rank, size),
+    ),
+    "a rank's own sums for all": (
+        peers.Exchange,
+        "_sums",
+        lambda self, rank: _sums(self, self._rank),
+    ),
+}
+
+
+def mutated(me: Rank, name: str) -> Results:
+    where, function, mutant = MUTANTS[name]
+    with mock.patch.object(where, function, mutant):
+        wrong = torch.tensor(exchanged(me, "divided")[0])
+    dist.all_reduce(wrong)
+    assert wrong, "no rank has noticed"
+    return {}
+
+
+@pytest.mark.skipif(GPU, reason="the files stand for a GPU's memory")
+@pytest.mark.parametrize("size", ranks.SIZES)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_exchange_has_the_bits_of_collectives(
+    groups: dict[int, ranks.Group], size: int, name: str, dtype: torch.dtype
+) -> None:
+    groups[size].call(run_exchange, name, dtype)
+
+
+@pytest.mark.skipif(GPU, reason="the files stand for a GPU's memory")
+@pytest.mark.parametrize("size", ranks.SIZES)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_known_bug_makes_a_check_fail(
+    groups: dict[int, ranks.Group], size: int, name: str
+) -> None:
+    groups[size].call(mutated, name)
+
+
+def test_runs_cover_every_token_once() -> None:
+    for size in (2, 3, 4, 7):
+        for shape, dim in SHAPES.values():
+            layout = peers.layout_of(shape, dim, size)
+            runs = [run for rank in range(size) for run in layout.runs(rank, size)]
+            covered = [t for first, count in runs for t in range(first, first + count)]
+            assert sorted(covered) == list(range(layout.tokens))
+
+
+# On GPUs: linear_cross_entropy, whose exchange is by the GPUs' own memory.
+
+
+class Head:
+    """A rank's columns of a head, its input and targets; `kind` is one of KINDS."""
+
+    def __init__(
+        self, me: Rank, kind: str, dtype: torch.dtype, sizes: tuple[int, int, int]
+    ) -> None:
+        tokens, hidden, vocab = sizes
+        g = ranks.generator(1)
+        whole = (torch.randn(vocab, hidden, generator=g) / hidden**0.5).to(dtype)
+        each = -(-vocab // me.size)
+        cuts = [min(rank * each, vocab) for rank in range(me.size + 1)]
+        if kind == "one rank has all":
+            cuts = [0] * me.size + [vocab]
+        start, stop = cuts[me.rank], cuts[me.rank + 1]
+        self.weight = whole[start:stop].contiguous()
+        self.split: dict[str, Any] = {"start": start, "total": vocab}
+        self.options: dict[str, Any] = {}
+        shape: tuple[int, ...] = (tokens,)
+        if kind == "first dimension":
+            shape, self.split["sequence_dim"] = (tokens * me.size,), 0
+        if kind == "second dimension":
+            shape, self.split["sequence_dim"] = (3, tokens * me.size), 1
+        self.input = torch.randn(*shape, hidden, generator=g).to(dtype)
+        self.target = torch.randint(0, vocab, shape, generator=g)
+        if kind == "ignored":
+            self.target[::2] = -100
+        if kind == "memory":
+            self.options["memory"] = "48MiB"
+        if kind == "frozen":
+            self.weight.requires_grad_(False)
+        self.frozen = kind == "frozen"
+        dim = self.split.get("sequence_dim")
+        if dim is not None:
+            self.input = self.input.chunk(me.size, dim)[me.rank].contiguous()
+
+    def call(self, group: Any) -> list[Tensor]:
+        x = self.input.detach().requires_grad_()
+        w = self.weight.detach().requires_grad_(not self.frozen)
+        loss = linear_cross_entropy(
+            x, w, self.target, group=Split(group, **self.split), **self.options
+        )
+        loss.backward()
+        return [t for t in (loss.detach(), x.grad, w.grad) if t is not None]
+
+
+KINDS = (
+    "plain", "first dimension", "second dimension", "memory", "one rank has all", "ignored",
+    "frozen",
+)  # fmt: skip
+SIZES = ((64, 64, 1024), (1, 128, 515), (1023, 256, 4099), (2048, 1024, 32064), (3, 8, 5))
+
+
+@contextlib.contextmanager
+def environment(value: str) -> Any:
+    with mock.patch.dict(os.environ, {"LOGITLESS_PEER_MEMORY": value}):
+        yield
+
+
+class Used:
+    """How often peer memory, and how often collectives were used."""
+
+    def __init__(self) -> None:
+        self.peers = self.collectives = 0
+        self._of = peers.exchange_of
+
+    def exchange_of(self, *args: Any) -> Any:
+        found = self._of(*args)
+        self.peers += found is not None
+        self.collectives += found is None
+        return found
+
+    def watching(self) -> Any:
+        return mock.patch.object(overlapped.peers, "exchange_of", self.exchange_of)
+
+
+def new_group(peer_memory: bool) -> Any:
+    """A group whose first exchange decides that it has no peer memory, if it shall have none."""
+    group = dist.new_group()
+    if not peer_memory:
+        with environment("0"):
+            peers._memory_of(group.group_name, torch.device("cuda", torch.cuda.current_device()), 1)
+    return group
+
+
+def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x.isnan(), y.isnan())
+        assert torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
+def gpu_calls(me: Rank, dtype: torch.dtype) -> Results:
+    """Three calls of each head, of growing and shrinking sizes, by both ways."""
+    with_peers, without = new_group(True), new_group(False)
+    used = Used()
+    count = 0
+    with used.watching():
+        for sizes in SIZES:
+            for kind in KINDS:
+                head = Head(me, kind, dtype, sizes)
+                want = head.call(without)
+                for _ in range(3):
+                    same(head.call(with_peers), want)
+                count += 1
+    assert (used.peers, used.collectives) == (3 * count, count)
+    return {}
+
+
+def gpu_graph(me: Rank) -> Results:
+    """200 replays of a graph with other inputs, eager calls of the same group between them, and a
+    call of more tokens, which needs larger memory while the graph still uses the old one."""
+    with_peers, without = new_group(True), new_group(False)
+    head = Head(me, "plain", BF16, (2048, 512, 8192))
+    x = head.input.requires_grad_()
+    w = head.weight.requires_grad_()
+
+    def step() -> Tensor:
+        x.grad = w.grad = None
+        loss = linear_cross_entropy(x, w, head.target, group=Split(with_peers, **head.split))
+        loss.backward()
+        return loss
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    used = Used()
+    graph = torch.cuda.CUDAGraph()
+    with used.watching(), torch.cuda.graph(graph):
+        loss = step()
+    assert used.peers == 1
+    made = [loss, x.grad, w.grad]
+    for i in range(200):
+        with torch.no_grad():
+            x.copy_(torch.randn(*x.shape, generator=ranks.generator(i)))
+        graph.replay()
+        if i % 20 == 0:
+            head.input = x.detach().clone()
+            same([t.detach() for t in made if t is not None], head.call(without))
+            same(head.call(with_peers), head.call(without))
+        if i == 100:
+            larger = Head(me, "plain", BF16, (4096, 512, 8192))
+            same(larger.call(with_peers), larger.call(without))
+    return {}
+
+
+def gpu_capture_first(me: Rank) -> Results:
+    """A group whose first backward is captured has no peer memory yet, and uses collectives."""
+    group, without = new_group(True), new_group(False)
+    head = Head(me, "plain", BF16, (256, 128, 2048))
+    want = head.call(without)
+    dist.all_reduce(torch.zeros(1), group=group)  # NCCL itself is ready
+    used = Used()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with used.watching(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = head.call(group)
+    assert (used.peers, used.collectives) == (0, 1)
+    graph.replay()
+    same(made, want)
+    same(head.call(group), want)
+    return {}
+
+
+def gpu_compiled(me: Rank) -> Results:
+    """Under torch.compile, and statistics' gradients."""
+    with_peers, without = new_group(True), new_group(False)
+
+    def call(group: Any, compiled: bool) -> list[Tensor]:
+        x, w = head.input.detach().requires_grad_(), head.weight.detach().requires_grad_()
+
+        def loss(x: Tensor, w: Tensor) -> Tensor:
+            split = Split(group, **head.split)
+            logprob, entropy = linear_logprob(x, w, head.target, group=split, entropy=True)
+            return (logprob * 0.7 - 0.1 * entropy).sum()
+
+        of: Any = torch.compile(loss, fullgraph=True) if compiled else loss
+        of(x, w).backward()
+        return [t for t in (x.grad, w.grad) if t is not None]
+
+    head = Head(me, "plain", BF16, (256, 128, 2048))
+    want = call(without, False)
+    same(call(with_peers, False), want)
+    same(call(with_peers, True), want)
+    return {}
+
+
+GPU_CASES: dict[str, Callable[..., Results]] = {
+    f.__name__: f for f in (gpu_graph, gpu_capture_first, gpu_compiled)
+}
+
+
+def run_gpu(me: Rank, name: str) -> Results:
+    return GPU_CASES[name](me)
+
+
+@pytest.mark.skipif(not GPU, reason="needs GPUs: LOGITLESS_TEST_RANKS=nccl")
+@pytest.mark.parametrize("size", ranks.SIZES)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_losses_have_the_bits_of_collectives(
+    groups: dict[int, ranks.Group], size: int, dtype: torch.dtype
+) -> None:
+    groups[size].call(gpu_calls, dtype)
+
+
+@pytest.mark.skipif(not GPU, reason="needs GPUs: LOGITLESS_TEST_RANKS=nccl")
+@pytest.mark.parametrize("size", ranks.SIZES)
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_gpus(groups: dict[int, ranks.Group], size: int, name: str) -> None:
+    groups[size].call(run_gpu, name)
