@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import logitless
-from logitless._report import command, conformance, heads
+from logitless._report import command, conformance, heads, tools
+from logitless.torch import workspace_size
 
 PYTHON = pathlib.Path(logitless.__file__).parents[1]
 
@@ -165,8 +166,8 @@ def test_a_head_that_does_not_fit_takes_fewer_tokens(monkeypatch: pytest.MonkeyP
         (["report", "--out", "no/such.json"], "--out: no/such.json: no such folder"),
         (["report", "--out", "."], "--out: .: not a file that can be written"),
         (["report", "--frob"], "unrecognized arguments: --frob"),
-        ([], "usage: python -m logitless report"),
-        (["train"], "usage: python -m logitless report"),
+        ([], "usage: python -m logitless {info,plan,selftest,report}"),
+        (["train"], "usage: python -m logitless {info,plan,selftest,report}"),
     ],
 )
 def test_bad_arguments(arguments: list[str], text: str, tmp_path: pathlib.Path) -> None:
@@ -179,3 +180,78 @@ def test_bad_arguments(arguments: list[str], text: str, tmp_path: pathlib.Path) 
 def test_a_gpu_that_is_not_there(tmp_path: pathlib.Path) -> None:
     done = run(tmp_path, "report", "--device", "cuda")
     assert done.returncode == 2 and "--device: cuda: " in done.stderr
+
+
+def test_info_says_what_is_there(tmp_path: pathlib.Path) -> None:
+    done = run(tmp_path, "info")
+    assert done.returncode == 0, done.stderr
+    assert f"logitless {logitless.__version__}" in done.stdout
+    assert f"library: {logitless.library_path()}" in done.stdout
+    assert f"cpu: {logitless.describe_backend('cpu')}" in done.stdout
+    assert f"torch: {torch.__version__}" in done.stdout
+    if not torch.cuda.is_available():
+        assert "\ncuda: not available: " in done.stdout
+
+
+def test_plan_says_what_a_head_needs(tmp_path: pathlib.Path) -> None:
+    done = run(tmp_path, "plan", "512", "64", "50257", "--dtype", "f32", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    rows = {line[2:30].strip(): [float(x) for x in line[30:].split()]
+            for line in done.stdout.splitlines()[1:]}  # fmt: skip
+    assert rows["all logits would be"] == [98.2]
+    assert rows["the gradients themselves"] == [12.4]
+    for name in ("loss alone", "loss and gradients"):
+        least, recommended = rows[name]
+        assert 0 < least <= recommended < 98.2
+    x, w = torch.empty(512, 64, requires_grad=True), torch.empty(50257, 64, requires_grad=True)
+    used = workspace_size(x, w, torch.zeros(512, dtype=torch.int64)) / (1 << 20)
+    assert abs(rows["loss and gradients"][1] - used) < 0.1 * used
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "-1", "8", "9"), "logitless plan: TOKENS: -1 is out of range; allowed: >= 0"),
+        (("plan", "1", "0", "9"), "logitless plan: HIDDEN: 0 is out of range; allowed: >= 1"),
+        (("plan", "1", "8"), "the following arguments are required: vocab"),
+        (("plan", "1", "8", "9", "--dtype", "f64"), "invalid choice: 'f64'"),
+        (("selftest", "--limit", "3"), "--limit: 3.0 is out of range; allowed: 10 to 3600"),
+        (("info", "more"), "unrecognized arguments: more"),
+        (("selftests",), "usage: python -m logitless {info,plan,selftest,report}"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    tmp_path: pathlib.Path, arguments: tuple[str, ...], words: str
+) -> None:
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert done.stdout == ""
+
+
+def test_selftest_is_right_here(tmp_path: pathlib.Path) -> None:
+    done = run(tmp_path, "selftest", "--device", "cpu", "--limit", "120")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len([line for line in lines if line.endswith(": right")]) == 15
+    assert lines[-1].startswith("right: cpu, ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["wrong", "crashed", "no time"])
+def test_selftest_tells_what_is_not_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    def part(self: Any, name: str, engine: str, seconds: float, *_: str) -> None:
+        row = {"engine": engine, "function": "f", "dtype": "f32", "cases": 1, "worst": 7.0,
+               "failures": ["seed 3: 7 times its limit"] if how == "wrong" else []}  # fmt: skip
+        self.whole["conformance"].append(row)
+        if how == "crashed":
+            self.whole["failed"].append({"part": name, "engine": engine, "reason": "signal 11"})
+        if how == "no time":
+            self.whole["left_out"].append({"part": "g in f32", "engine": engine, "reason": "time"})
+
+    monkeypatch.setattr(command.Report, "part", part)
+    assert tools.selftest(["--device", "cpu"]) == 1
+    told = capsys.readouterr().out
+    words = {"wrong": "seed 3: 7 times", "crashed": "signal 11", "no time": "g in f32: time"}
+    assert words[how] in told and "NOT RIGHT: cpu" in told

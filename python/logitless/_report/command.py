@@ -167,8 +167,8 @@ def write(path: Path, whole: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def refuse(field: str, message: str) -> int:
-    print(f"logitless report: {field}: {message}", file=sys.stderr)
+def refuse(field: str, message: str, asked: str = "report") -> int:
+    print(f"logitless {asked}: {field}: {message}", file=sys.stderr)
     return 2
 
 
