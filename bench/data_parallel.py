@@ -149,7 +149,7 @@ def report(
     where = torch.cuda.get_device_name() if args.backend != "gloo" else "CPU"
     print(f"{shape} (a rank's tokens) on {args.ranks} x {where}, torch {torch.__version__}")
     held = [
-        of.memory.bytes / (1 << 20)
+        sum(of.memory.room) / (1 << 20)
         for devices in peers._memories.values()
         for of in devices.values()
         if of.memory is not None

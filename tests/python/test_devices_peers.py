@@ -33,12 +33,12 @@ Results = Mapping[str, Any]
 
 class Files:
     """Memory like peers._Memory's, in a file for each rank. Rank `late` is late at everything that
-    it writes, and before each barrier."""
+    it writes or copies, and before each barrier."""
 
-    def __init__(self, me: Rank, folder: pathlib.Path, bytes: int) -> None:
-        self.me, self.late = me, 0
+    def __init__(self, me: Rank, folder: pathlib.Path, room: peers.Room) -> None:
+        self.me, self.late, self.room = me, 0, room
         self.buffers = [
-            torch.from_file(str(folder / f"{rank}"), True, bytes, dtype=torch.uint8)
+            torch.from_file(str(folder / f"{rank}"), True, sum(room), dtype=torch.uint8)
             for rank in range(me.size)
         ]
 
@@ -55,11 +55,16 @@ class Files:
         self.wait()
         dist.barrier()
 
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
     def fork(self) -> None: ...
 
     def join(self) -> None: ...
 
     def beside(self) -> Any:
+        self.wait()
         return contextlib.nullcontext()
 
     def add(self, parts: Sequence[Tensor], sum: Tensor) -> None:
@@ -88,35 +93,58 @@ SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
 
 
 def exchanged(
-    me: Rank, name: str, dtype: torch.dtype = BF16, rounds: int = 4
+    me: Rank, names: Sequence[str], dtype: torch.dtype = BF16, rounds: int = 4
 ) -> tuple[int, dict[str, Tensor]]:
-    """Exchanges by shared files, several times with other parts. Returns how many times the result
-    has other bits than that of collectives, and the results that all ranks have."""
-    shape, dim = SHAPES[name]
-    layout, hidden = peers.layout_of(shape, dim, me.size), shape[-1]
-    bytes = peers._aligned(4 * layout.tokens * hidden) + 4 * (layout.run + 1) * hidden
-    memory: Any = Files(me, shared_folder(me), bytes)
+    """Exchanges by shared files, several times in turn, with other parts, in the same memory.
+    Returns how many times the result has other bits than that of collectives, and the results that
+    all ranks have."""
+    layouts = {name: peers.layout_of(*SHAPES[name], me.size) for name in names}
+    room = peers.Room(0, 0)
+    for name, layout in layouts.items():
+        room = room.grown(peers.room_of(layout, SHAPES[name][0][-1], dtype))
+    memory: Any = Files(me, shared_folder(me), room)
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     wrong, found = 0, {}
-    for i in range(rounds):
+    for i, name in [(i, name) for i in range(rounds) for name in names]:
+        (shape, dim), layout = SHAPES[name], layouts[name]
         memory.late = i % me.size
-        part = torch.randn(layout.tokens, hidden, generator=ranks.generator(10 * i + me.rank))
-        made = peers.Exchange(memory, me.rank, me.size, layout, hidden, dtype)
+        part = torch.randn(layout.tokens, shape[-1], generator=ranks.generator(10 * i + me.rank))
+        made = peers.Exchange(memory, me.rank, me.size, layout, shape[-1], dtype)
         memory.wait()
         made.part.copy_(part)
         made.send()
         made.add()
         got = made.result().view(shape)
+        found[f"{name} {i}"] = got
+        if len(names) > 1:
+            continue  # collectives between two exchanges would hide a race of the two
+        shard = Shard(group, me.rank, me.size, 0, 0, dim)
+        wrong += not torch.equal(
+            got, exchange.reduce_grad_input(part, shard, torch.Size(shape), dtype)
+        )
+    for i, name in [(i, name) for i in range(rounds) for name in names if len(names) > 1]:
+        (shape, dim), layout = SHAPES[name], layouts[name]
+        part = torch.randn(layout.tokens, shape[-1], generator=ranks.generator(10 * i + me.rank))
         shard = Shard(group, me.rank, me.size, 0, 0, dim)
         want = exchange.reduce_grad_input(part, shard, torch.Size(shape), dtype)
-        wrong += not torch.equal(got, want)
-        if dim is None:
-            found[f"grad_input {i}"] = got
-    return wrong, found
+        wrong += not torch.equal(found[f"{name} {i}"], want)
+    return wrong, {
+        name: t for name, t in found.items() if SHAPES[name.rpartition(" ")[0]][1] is None
+    }
 
 
 def run_exchange(me: Rank, name: str, dtype: torch.dtype) -> Results:
-    wrong, found = exchanged(me, name, dtype)
+    wrong, found = exchanged(me, [name], dtype)
+    assert not wrong
+    return found
+
+
+SEVERAL = ("fewer tokens than ranks", "batches", "one", "divided", "second of three")
+
+
+def run_several(me: Rank) -> Results:
+    """Calls of several sizes in turn, in one memory, with nothing between them."""
+    wrong, found = exchanged(me, SEVERAL)
     assert not wrong
     return found
 
@@ -132,6 +160,13 @@ def _one_barrier(left_out: int) -> Callable[..., None]:
 
 _runs, _sums = peers.Layout.runs, peers.Exchange._sums
 
+
+def _behind_this_part(self: Any, rank: int) -> Tensor:
+    """Sums whose place depends on the call's size: a larger call's part overwrites them."""
+    behind = peers._aligned(4 * self._layout.tokens * self._hidden)
+    return self._memory.of(rank, (self._layout.run, self._hidden), self._dtype, behind)
+
+
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "parts are read before they are written": (Files, "barrier", _one_barrier(0)),
     "sums are read before they are written": (Files, "barrier", _one_barrier(1)),
@@ -145,13 +180,15 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
         "_sums",
         lambda self, rank: _sums(self, self._rank),
     ),
+    "a larger part over another call's sums": (peers.Exchange, "_sums", _behind_this_part),
 }
 
 
 def mutated(me: Rank, name: str) -> Results:
     where, function, mutant = MUTANTS[name]
     with mock.patch.object(where, function, mutant):
-        wrong = torch.tensor(exchanged(me, "divided")[0])
+        names = SEVERAL if mutant is _behind_this_part else ["divided"]
+        wrong = torch.tensor(exchanged(me, names)[0])
     dist.all_reduce(wrong)
     assert wrong, "no rank has noticed"
     return {}
@@ -174,6 +211,21 @@ def test_a_known_bug_makes_a_check_fail(
     groups: dict[int, ranks.Group], size: int, name: str
 ) -> None:
     groups[size].call(mutated, name)
+
+
+@pytest.mark.skipif(GPU, reason="the files stand for a GPU's memory")
+@pytest.mark.parametrize("size", ranks.SIZES)
+def test_calls_of_several_sizes_share_a_memory(groups: dict[int, ranks.Group], size: int) -> None:
+    groups[size].call(run_several)
+
+
+def test_room_grows_where_it_must() -> None:
+    small, large = peers.Room(2560, 256), peers.Room(2816, 128)
+    assert small.has(small) and not small.has(large)
+    grown = small.grown(large)
+    assert grown.has(small) and grown.has(large)
+    assert grown.sums == small.sums and grown.parts >= 1.5 * small.parts
+    assert grown.parts % 256 == 0
 
 
 def test_runs_cover_every_token_once() -> None:
@@ -268,7 +320,8 @@ def new_group(peer_memory: bool) -> Any:
     group = dist.new_group()
     if not peer_memory:
         with environment("0"):
-            peers._memory_of(group.group_name, torch.device("cuda", torch.cuda.current_device()), 1)
+            device = torch.device("cuda", torch.cuda.current_device())
+            peers._memory_of(group.group_name, device, peers.Room(1, 1), True)
     return group
 
 
@@ -376,8 +429,79 @@ def gpu_compiled(me: Rank) -> Results:
     return {}
 
 
+def gpu_sizes_in_one_backward(me: Rank) -> Results:
+    """One backward of a small and a large loss: nothing of the group is between their exchanges."""
+    groups = {"peers": new_group(True), "collectives": new_group(False)}
+    heads = [Head(me, "plain", BF16, sizes) for sizes in ((4096, 512, 8192), (256, 512, 8192))]
+
+    def both(group: Any) -> list[Tensor]:
+        leaves, losses = [], []
+        for head in (heads[1], heads[0], heads[1]):
+            x, w = head.input.detach().requires_grad_(), head.weight.detach().requires_grad_()
+            split = Split(group, **head.split)
+            losses.append(linear_cross_entropy(x, w, head.target, group=split))
+            leaves += [x, w]
+        torch.stack(losses).sum().backward()
+        return [t.grad for t in leaves if t.grad is not None]
+
+    both(groups["peers"])  # makes the memory
+    want = both(groups["collectives"])
+    for _ in range(20):
+        same(both(groups["peers"]), want)
+    return {}
+
+
+def gpu_streams(me: Rank) -> Results:
+    """Calls of one group on two streams that nothing else orders."""
+    with_peers, without = new_group(True), new_group(False)
+    heads = [Head(me, "plain", BF16, (2048, 512, 8192)) for _ in range(2)]
+    heads[1].input = heads[1].input * 0.5
+    want = [head.call(without) for head in heads]
+    heads[0].call(with_peers)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    made: list[list[Tensor]] = []
+    for i in range(20):
+        with torch.cuda.stream(streams[i % 2]):
+            made.append(heads[i % 2].call(with_peers))
+    torch.cuda.synchronize()
+    for i, found in enumerate(made):
+        same(found, want[i % 2])
+    return {}
+
+
+def gpu_compiled_first(me: Rank) -> Results:
+    """A group whose first call is compiled for CUDA graphs has no memory yet."""
+    group, without = new_group(True), new_group(False)
+    head = Head(me, "plain", BF16, (256, 128, 2048))
+    want = head.call(without)
+    split = Split(group, **head.split)
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return linear_cross_entropy(x, w, head.target, group=split)
+
+    compiled: Any = torch.compile(loss, mode="reduce-overhead", fullgraph=True)
+    used = Used()
+    with used.watching():
+        for _ in range(4):
+            x, w = head.input.detach().requires_grad_(), head.weight.detach().requires_grad_()
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(x, w).backward()
+            same([t for t in (x.grad, w.grad) if t is not None], want[1:])
+    assert used.peers == 0
+    return {}
+
+
 GPU_CASES: dict[str, Callable[..., Results]] = {
-    f.__name__: f for f in (gpu_graph, gpu_capture_first, gpu_compiled)
+    f.__name__: f
+    for f in (
+        gpu_graph,
+        gpu_capture_first,
+        gpu_compiled,
+        gpu_sizes_in_one_backward,
+        gpu_streams,
+        gpu_compiled_first,
+    )
 }
 
 

@@ -17,8 +17,10 @@ from logitless.torch._run import Upstream
 from logitless.torch._split import exchange, peers
 from logitless.torch._split.shards import Shard
 
-_GROUP = "str group, int rank, int size, SymInt[] shape, int? sequence_dim, ScalarType dtype"
-_BEHIND = 6
+_GROUP = (
+    "str group, int rank, int size, SymInt[] shape, int? sequence_dim, ScalarType dtype, bool makes"
+)
+_BEHIND = 7
 
 
 def serves(shard: Shard, rows: Tensor, of_input: bool) -> bool:
@@ -41,20 +43,26 @@ def gradients(
     made: tuple[Tensor, Tensor, Tensor] = backward(
         *_ops.arguments(inputs, options, memory, wanted, *upstream, *own_kept),
         shard.group, shard.rank, shard.size, shape, shard.sequence_dim, dtype,
+        # A compiled function may run in a CUDA graph's memory pool, in which none may be made.
+        not torch.compiler.is_compiling(),
     )  # fmt: skip
     return made[0].view(shape), made[1], made[2]
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    group, rank, size, shape, dim, dtype = args[-_BEHIND:]
+    group, rank, size, shape, dim, dtype, makes = args[-_BEHIND:]
     call = args[:-_BEHIND]
-    found = peers.exchange_of(group, rank, size, shape, dim, args[0], dtype)
+    found = peers.exchange_of(group, rank, size, shape, dim, args[0], dtype, makes)
     if found is None:
         shard = Shard(group, rank, size, 0, 0, dim)
         part, *others = _own(call)
         made = exchange.reduce_grad_input(part, shard, torch.Size(shape), dtype)
         return made.reshape(-1, made.shape[-1]), *others
-    _, *others = _own(call, found.part, (found.send, found.add))
+    try:
+        _, *others = _own(call, found.part, (found.send, found.add))
+    except BaseException:
+        found.abandon()
+        raise
     return found.result(), *others
 
 
@@ -85,7 +93,7 @@ def _empty(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    size, _, dim, dtype = args[2 - _BEHIND :]
+    size, _, dim, dtype, _ = args[2 - _BEHIND :]
     input = args[0]
     tokens = input.shape[0] if dim is None else input.shape[0] // size
     return input.new_empty(tokens, input.shape[1], dtype=dtype), *_empty(args)

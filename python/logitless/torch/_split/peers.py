@@ -14,12 +14,15 @@ Between the barriers and the joins of the streams:
 - A part is written when its rank's Backward begins. By then every rank has passed the second
   barrier of the call before, and so has copied all parts that it needed.
 - A rank's sums are written after the first barrier, which no rank reaches before its copies of the
-  sums of the call before are done.
+  sums of the call before are done. They have a place of their own: a part, which is written before
+  that barrier, never overlaps the sums of a smaller call.
+- Calls of a group on several streams run one after another, as NCCL's collectives do.
 
 The memory belongs to a group and a device, and stays until the group ends. It holds 4 N D bytes and
 the sums of a rank's share. If it cannot be had (another host, no access between the GPUs, a CPU,
-LOGITLESS_PEER_MEMORY=0), or is too small while a CUDA graph is captured, the ranks use the group's
-collectives (exchange.py), which give the same bits. All ranks decide this together."""
+PyTorch before 2.11, LOGITLESS_PEER_MEMORY=0), or is too small in a compiled function or while a
+CUDA graph is captured, the ranks use the group's collectives (exchange.py), which give the same
+bits. All ranks decide this together."""
 
 from __future__ import annotations
 
@@ -43,20 +46,34 @@ _new_stream: Any = torch.cuda.Stream
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
+class Room(NamedTuple):
+    """The bytes of a buffer: for parts, and behind them for sums."""
+
+    parts: int
+    sums: int
+
+    def has(self, other: Room) -> bool:
+        return self.parts >= other.parts and self.sums >= other.sums
+
+    def grown(self, other: Room) -> Room:
+        """Room for both. At least half as large again where it grows, so that the buffers of
+        earlier calls stay few and small."""
+        return Room(*(old if old >= new else _aligned(max(new, old * 3 // 2))
+                      for old, new in zip(self, other)))  # fmt: skip
+
+
 class _Memory:
     """A buffer on each GPU of a group that all of them can read, and this rank's two streams: the
     one of the call, and one for copies."""
 
-    def __init__(self, handle: Any, tensor: Tensor, timeout_ms: int) -> None:
+    def __init__(self, handle: Any, tensor: Tensor, room: Room, timeout_ms: int) -> None:
         self.handle, self.tensor, self.timeout_ms = handle, tensor, timeout_ms
+        self.room = room
+        self.last: Any = None  # the event after the last call outside of graphs
         device = tensor.device
         if device.index not in _streams:
             _streams[device.index] = _new_stream(device, priority=-1)
         self.device, self.side = device, _streams[device.index]
-
-    @property
-    def bytes(self) -> int:
-        return self.tensor.numel()
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, first_byte: int) -> Tensor:
         """A view of the rank's buffer."""
@@ -64,6 +81,16 @@ class _Memory:
             rank, tuple(shape), dtype, first_byte // dtype.itemsize
         )
         return made
+
+    def begin(self) -> None:
+        """Makes the call's stream wait for the call before, which may be on another stream. A graph
+        cannot wait for what is outside of it."""
+        if self.last is not None and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.device).wait_event(self.last)
+
+    def end(self) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self.last = torch.cuda.current_stream(self.device).record_event()
 
     def barrier(self, channel: int) -> None:
         """Makes the call's stream wait for those of all ranks."""
@@ -100,6 +127,7 @@ class _Of(NamedTuple):
 
 # For each group and device index. A weak key, because a later group may have the same name.
 _memories: Any = weakref.WeakKeyDictionary()
+_rendezvous = 0  # how often this process has called torch's; see _make
 
 
 def _timeout_ms(group: Any, device: torch.device) -> int:
@@ -127,7 +155,9 @@ def _agree(group: Any, own: Any) -> list[Any]:
 
 
 def _allocate(device: torch.device, bytes: int) -> Tensor | None:
-    if os.environ.get(_VARIABLE, "1") in ("", "0"):
+    # Before 2.11 a group must be enabled by hand, and a later group of its name gets its ranks.
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < (2, 11) or os.environ.get(_VARIABLE, "1") in ("", "0"):
         return None
     try:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -139,40 +169,43 @@ def _allocate(device: torch.device, bytes: int) -> Tensor | None:
     return made
 
 
-def _make(group: Any, device: torch.device, bytes: int) -> _Memory | None:
+def _make(group: Any, device: torch.device, room: Room) -> _Memory | None:
     """Memory on every rank's GPU, or None on every rank. Waits for all ranks."""
-    tensor = _allocate(device, bytes)
-    # A rank without memory must not leave the others in `rendezvous`.
-    found = _agree(group, (tensor is not None, _host()))
-    if not all(has for has, _ in found) or len({host for _, host in found}) > 1:
+    global _rendezvous
+    tensor = _allocate(device, -(-sum(room) // _ALIGNMENT) * _ALIGNMENT)
+    # A rank without memory must not leave the others in `rendezvous`. That numbers its messages by
+    # process, so ranks that have called it for other groups would wait for each other in vain.
+    found = _agree(group, (tensor is not None, _host(), _rendezvous))
+    if not all(has for has, *_ in found) or len({tuple(facts) for _, *facts in found}) > 1:
         return None
     made, error = None, None
+    _rendezvous += 1
     try:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         rendezvous: Any = _SymmetricMemory.rendezvous
         handle = rendezvous(tensor, group.group_name)
         assert tensor is not None
-        made = _Memory(handle, tensor, _timeout_ms(group, device))
+        made = _Memory(handle, tensor, room, _timeout_ms(group, device))
     except (AttributeError, TypeError, RuntimeError) as e:  # such as no access between the GPUs
         error = str(e)
     return made if all(e is None for e in _agree(group, error)) else None
 
 
-def _memory_of(name: str, device: torch.device, bytes: int) -> _Memory | None:
+def _memory_of(name: str, device: torch.device, room: Room, makes: bool) -> _Memory | None:
+    """The group's memory with that much room; made, if there is none, where `makes` says so."""
     group: Any = ranks.group_of(name)
     devices = _memories.setdefault(group, {})
     of = devices.get(device.index)
-    if of is not None and (of.memory is None or of.memory.bytes >= bytes):
+    if of is not None and (of.memory is None or of.memory.room.has(room)):
         memory: _Memory | None = of.memory
         return memory
-    if torch.cuda.is_current_stream_capturing():
+    if not makes or torch.cuda.is_current_stream_capturing():
         return None
     older: tuple[_Memory, ...] = ()
     if of is not None:
-        older = (*of.older, of.memory)
-        bytes = max(bytes, of.memory.bytes * 3 // 2)  # so that the older ones stay few and small
-    made = _make(group, device, -(-bytes // _ALIGNMENT) * _ALIGNMENT)
+        older, room = (*of.older, of.memory), of.memory.room.grown(room)
+    made = _make(group, device, room)
     devices[device.index] = _Of(made, older)
     return made
 
@@ -223,6 +256,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         self._memory, self._rank, self._size, self._layout = memory, rank, size, layout
         self._hidden, self._dtype = hidden, dtype
+        memory.begin()
         self.part = self._part(rank)  # [N, D]
         self._runs = layout.runs(rank, size)
         own = sum(count for _, count in self._runs)
@@ -235,8 +269,8 @@ class Exchange:
         return self._memory.of(rank, (self._layout.tokens, self._hidden), torch.float32, 0)
 
     def _sums(self, rank: int) -> Tensor:
-        behind = _aligned(4 * self._layout.tokens * self._hidden)
-        return self._memory.of(rank, (self._layout.run, self._hidden), self._dtype, behind)
+        shape, behind = (self._layout.run, self._hidden), self._memory.room.parts
+        return self._memory.of(rank, shape, self._dtype, behind)
 
     def _others(self) -> list[int]:
         """The other ranks. Each rank begins with another one, so that no GPU sends to two."""
@@ -289,26 +323,34 @@ class Exchange:
     def result(self) -> Tensor:
         """The sums [N, D] of all tokens, or those of this rank's own."""
         self._memory.join()
+        self._memory.end()
         return self._result
+
+    def abandon(self) -> None:
+        """After an error: no copy is under way when this object's tensors are freed."""
+        self._memory.join()
 
 
 def _aligned(bytes: int) -> int:
     return -(-bytes // 256) * 256
 
 
+def room_of(layout: Layout, hidden: int, dtype: torch.dtype) -> Room:
+    sums = layout.run * hidden * dtype.itemsize if layout.gathers else 0
+    return Room(_aligned(4 * layout.tokens * hidden), _aligned(sums))
+
+
 def exchange_of(
     group: str, rank: int, size: int, shape: Sequence[int], dim: int | None, like: Tensor,
-    dtype: torch.dtype,
+    dtype: torch.dtype, makes: bool = True,
 ) -> Exchange | None:  # fmt: skip
     """The exchange for an input of this `shape` and `dtype`, or None if the group's collectives are
-    to be used. The answer is the same on every rank. May wait for the other ranks, if it is the
-    first for so many tokens."""
+    to be used. The answer is the same on every rank. If `makes`, it may wait for the other ranks,
+    where it is the first for so many tokens."""
     layout, hidden = layout_of(shape, dim, size), shape[-1]
     if size > _abi.MOST_ADDED or layout.outer > _MOST_RUNS or not layout.tokens * hidden:
         return None
-    sums = layout.run * hidden * dtype.itemsize if layout.gathers else 0
-    bytes = _aligned(4 * layout.tokens * hidden) + sums
-    memory = _memory_of(group, like.device, bytes)
+    memory = _memory_of(group, like.device, room_of(layout, hidden, dtype), makes)
     if memory is None:
         return None
     return Exchange(memory, rank, size, layout, hidden, dtype)
