@@ -49,6 +49,13 @@ model = Model()
 }
 
 
+def test_the_citation_and_the_changelog_name_this_version() -> None:
+    root, version = README.parent, logitless.__version__
+    assert f"\nversion: {version}\n" in (root / "CITATION.cff").read_text()
+    changes = (root / "CHANGELOG.md").read_text()
+    assert f"## [{version}]" in changes or f"version, {version}." in changes
+
+
 @pytest.mark.parametrize("page", ["README.md", "python/README.md"])
 def test_a_page_names_the_oldest_frameworks_that_the_package_takes(page: str) -> None:
     project = (README.parent / "pyproject.toml").read_text()
