@@ -196,8 +196,9 @@ def mutated(me: Rank, name: str) -> Results:
 
 @pytest.mark.skipif(GPU, reason="the files stand for a GPU's memory")
 @pytest.mark.parametrize("size", ranks.SIZES)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, BF16) for name in SHAPES), ("divided", F32), ("divided", F16)]
+)
 def test_the_exchange_has_the_bits_of_collectives(
     groups: dict[int, ranks.Group], size: int, name: str, dtype: torch.dtype
 ) -> None:
@@ -236,6 +237,197 @@ def test_runs_cover_every_token_once() -> None:
             covered = [t for first, count in runs for t in range(first, first + count)]
             assert sorted(covered) == list(range(layout.tokens))
 
+
+# Whole calls on the CPU, with torch's symmetric memory, streams and the GPU's addition replaced.
+
+
+class Symmetric:
+    """torch's _SymmetricMemory, in files of one folder. Its calls are numbered by process."""
+
+    folder: pathlib.Path
+    me: Rank
+    made = 0
+    fails = False  # no access between the GPUs
+
+    @staticmethod
+    def _file(rank: int, number: int, bytes: int) -> Tensor:
+        name = str(Symmetric.folder / f"{number}-{rank}")
+        return torch.from_file(name, True, bytes, dtype=torch.uint8)
+
+    @staticmethod
+    def empty_strided_p2p(size: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
+        Symmetric.made += 1
+        return Symmetric._file(Symmetric.me.rank, Symmetric.made, size[0])
+
+    @staticmethod
+    def rendezvous(tensor: Tensor, name: str) -> Any:
+        if Symmetric.fails:
+            raise RuntimeError("no access between the GPUs")
+        files = [
+            Symmetric._file(rank, Symmetric.made, tensor.numel())
+            for rank in range(Symmetric.me.size)
+        ]
+        return Handle(files)
+
+
+class Handle:
+    def __init__(self, files: list[Tensor]) -> None:
+        self.files = files
+
+    def get_buffer(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, storage_offset: int
+    ) -> Tensor:
+        flat = self.files[rank].view(dtype)[storage_offset:]
+        return flat[: torch.Size(shape).numel()].view(*shape)
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        assert timeout_ms > 0
+        dist.barrier()
+
+
+class Stream:
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> object:
+        return object()
+
+
+@contextlib.contextmanager
+def as_on_gpus(me: Rank) -> Any:
+    """Calls on the CPU take the way of a GPU's."""
+    import torch._C._distributed_c10d as c10d
+
+    Symmetric.folder, Symmetric.me, Symmetric.made = shared_folder(me), me, 0
+    Symmetric.fails = False
+    with contextlib.ExitStack() as stack:
+
+        def replace(where: Any, name: str, by: Any) -> None:
+            stack.enter_context(mock.patch.object(where, name, by))
+
+        replace(c10d, "_SymmetricMemory", Symmetric)
+        replace(torch.cuda, "is_current_stream_capturing", lambda: False)
+        replace(torch.cuda, "current_stream", lambda device: Stream())
+        replace(torch.cuda, "stream", lambda side: contextlib.nullcontext())
+        replace(peers, "_new_stream", Stream)
+        replace(peers, "_streams", {})
+        replace(peers, "_rendezvous", 0)
+        replace(overlapped, "_on_gpu", lambda rows: True)
+        replace(
+            peers._Memory,
+            "add",
+            lambda self, parts, sum: sum.copy_(sums.ordered_sum(torch.stack(list(parts)))),
+        )
+        yield
+
+
+def whole_calls(me: Rank) -> Results:
+    """Losses of every kind of head, of growing and shrinking sizes, by both ways."""
+    with as_on_gpus(me):
+        with_peers, without = new_group(True), new_group(False)
+        used = Used()
+        with used.watching():
+            for sizes in SMALL:
+                for kind in KINDS:
+                    head = Head(me, kind, F32, sizes)
+                    want = head.call(without)
+                    same(head.call(with_peers), want)
+                    same(head.call(with_peers), want)
+        count = len(SMALL) * len(KINDS)
+        assert (used.peers, used.collectives) == (2 * count, count)
+        ((of, _),) = [(o, 0) for o in peers._memories[with_peers].values()]
+        assert of.memory is not None and of.memory.room.has(peers.Room(4 * 203 * 32, 0))
+        assert 1 <= len(of.older) <= 8
+    return {}
+
+
+def refused_on_one_rank(me: Rank) -> Results:
+    """Where one rank has no peer memory, all ranks use collectives, for good."""
+    head = Head(me, "plain", F32, (64, 64, 1024))
+    want = head.call(dist.group.WORLD)
+    for why in ("variable", "version", "history", "access", "host"):
+        with as_on_gpus(me), contextlib.ExitStack() as stack:
+            group, last = dist.new_group(), me.rank == me.size - 1
+            if why == "variable":
+                stack.enter_context(environment("0" if last else "1"))
+            if why == "version" and last:
+                stack.enter_context(mock.patch.object(torch, "__version__", "2.10.1+cu130"))
+            if why == "history" and last:
+                peers._rendezvous += 1
+            if why == "access":
+                Symmetric.fails = last
+            if why == "host" and last:
+                stack.enter_context(mock.patch.object(peers, "_host", lambda: "another"))
+            used = Used()
+            with used.watching():
+                same(head.call(group), want)
+                same(head.call(group), want)
+            assert (used.peers, used.collectives) == (0, 2), why
+    return {}
+
+
+def a_group_made_anew(me: Rank) -> Results:
+    """A later group does not get the memory of an earlier one, even of the same name."""
+    head = Head(me, "plain", F32, (64, 64, 1024))
+    want = head.call(dist.group.WORLD)
+    with as_on_gpus(me):
+        used = Used()
+        with used.watching():
+            for i in range(2):
+                group = dist.new_group()
+                same(head.call(group), want)
+                assert Symmetric.made == i + 1
+                dist.destroy_process_group(group)
+        assert used.peers == 2
+    return {}
+
+
+def calls_that_have_collectives(me: Rank) -> Results:
+    """Those that the page lists, decided without waiting for any rank."""
+    with as_on_gpus(me):
+        x = torch.zeros(65, 2, 8)
+        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        of: Any = peers.exchange_of
+        assert of(group, me.rank, me.size, (65, 2, 8), 1, x, F32) is None  # 65 runs
+        assert of(group, 0, 17, (2, 8), None, x, F32) is None  # 17 ranks
+        assert of(group, me.rank, me.size, (0, 8), None, x, F32) is None
+        assert of(group, me.rank, me.size, (2, 8), None, x, F32, False) is None  # compiled first
+        assert Symmetric.made == 0
+        head, used = Head(me, "plain", F32, (16, 8, 64)), Used()
+        with used.watching():
+            for split in ({"reduce_dtype": "input"}, {"blocks": 4 if me.size != 3 else None},
+                          {"reduce_input_grad": False}):  # fmt: skip
+                head.split |= {"blocks": None, "reduce_dtype": "float32", "reduce_input_grad": True}
+                if split.get("blocks", 1) is not None:
+                    head.split |= split
+                    head.call(dist.group.WORLD)
+        assert used.peers == used.collectives == 0
+    return {}
+
+
+CPU_CASES: dict[str, Callable[..., Results]] = {
+    f.__name__: f
+    for f in (whole_calls, refused_on_one_rank, a_group_made_anew, calls_that_have_collectives)
+}
+
+
+def run_cpu(me: Rank, name: str) -> Results:
+    return CPU_CASES[name](me)
+
+
+@pytest.mark.skipif(GPU, reason="this is about ranks on the CPU")
+@pytest.mark.parametrize("size", ranks.SIZES)
+@pytest.mark.parametrize("name", CPU_CASES)
+def test_whole_calls(groups: dict[int, ranks.Group], size: int, name: str) -> None:
+    groups[size].call(run_cpu, name)
+
+
+_CPU = torch.device("cpu")
 
 # On GPUs: linear_cross_entropy, whose exchange is by the GPUs' own memory.
 
@@ -289,6 +481,7 @@ KINDS = (
     "plain", "first dimension", "second dimension", "memory", "one rank has all", "ignored",
     "frozen",
 )  # fmt: skip
+SMALL = ((16, 64, 302), (1, 128, 115), (203, 32, 99), (100, 40, 300), (3, 8, 5))
 SIZES = ((64, 64, 1024), (1, 128, 515), (1023, 256, 4099), (2048, 1024, 32064), (3, 8, 5))
 
 
@@ -320,7 +513,7 @@ def new_group(peer_memory: bool) -> Any:
     group = dist.new_group()
     if not peer_memory:
         with environment("0"):
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = torch.device("cuda", torch.cuda.current_device()) if GPU else _CPU
             peers._memory_of(group.group_name, device, peers.Room(1, 1), True)
     return group
 

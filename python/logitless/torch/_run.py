@@ -266,8 +266,8 @@ def launch(
     """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked` tells
     the outputs and their dtypes; it is part of the key of the cached plan. `row_state` [2, N] holds
     row_reference and row_log_sum. A Forward with `keep` returns what it kept; a Backward takes that
-    as `kept`. `between`: on a GPU a Backward runs in three parts, grad_input's first, and calls
-    these functions between them.
+    as `kept`. `between`: a Backward runs in three parts, grad_input's first, and calls these
+    functions between them; on the CPU after all of it.
     """
     first = tensors[0]
     assert first is not None
@@ -322,6 +322,8 @@ def launch(
         _device.run_cuda(plan, addresses, first.get_device(), number, between)
     else:
         _run_on_host(plan, addresses, number)
+        for enqueue in between:
+            enqueue()
     return state
 
 

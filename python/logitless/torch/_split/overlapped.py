@@ -25,9 +25,13 @@ _BEHIND = 7
 
 def serves(shard: Shard, rows: Tensor, of_input: bool) -> bool:
     """Whether the exchange is part of Backward, by conditions that are the same on all ranks."""
-    if shard.size == 1 or not rows.is_cuda or not of_input or not shard.ordered or shard.blocks:
+    if shard.size == 1 or not _on_gpu(rows) or not of_input or not shard.ordered or shard.blocks:
         return False
     return shard.sequence_dim is not None or shard.reduce_input_grad
+
+
+def _on_gpu(rows: Tensor) -> bool:
+    return rows.is_cuda
 
 
 def gradients(
