@@ -12,7 +12,7 @@ barriers, the slowest rank's; contenders take turns in balanced orders; medians 
 the allocator's peak on a rank beyond the input, the shard of the weight and that of its gradient;
 peer memory (docs/devices.md) is not the allocator's, and is told apart. There is no trunk: FSDP2
 can gather a head's weight while a trunk computes. "FSDP2's collectives" is the gather and the
-reduction of the gradient alone. `--backend gloo` tries it on a CPU, and its figures mean nothing."""
+reduction of the gradient alone. `--backend gloo` tries it on a CPU; its figures mean nothing."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ orders; a sample is the slowest rank's, by its own clock; medians of `--rounds`.
 bf16, random data, the weight split evenly. Efficiency: the time of one GPU with the whole weight,
 on all P ranks at the same time, divided by P times that of the split. "split, collectives" is the
 same with LOGITLESS_PEER_MEMORY=0. "exchange" is the collectives and sums of one call alone,
-"exchange, peer memory" what replaces those of backward. MiB: the allocator's peak on a rank beyond the inputs, with
-the gradients. `--megatron FOLDER` says where megatron-core is, `--cce FOLDER` where
-cut_cross_entropy with its vocab_parallel is; without them and where a contender fails there is one
-line that says so. `--host`: for a head so small that only the host's time counts, a split call's
-time minus one GPU's and the collectives'. `--backend gloo` tries it on a CPU, and its
+"exchange, peer memory" what replaces those of backward. MiB: the allocator's peak on a rank beyond
+the inputs, with the gradients. `--megatron FOLDER` says where megatron-core is, `--cce FOLDER`
+where cut_cross_entropy with its vocab_parallel is; without them and where a contender fails there
+is one line that says so. `--host`: for a head so small that only the host's time counts, a split
+call's time minus one GPU's and the collectives'. `--backend gloo` tries it on a CPU, and its
 figures mean nothing."""
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from timing import balanced_orders
-from torch import Tensor
 
 from logitless.torch import Split, linear_cross_entropy
 from logitless.torch._split import exchange, peers, shards
@@ -119,7 +118,6 @@ class Head:
         exchange.all_gather(x.new_empty(1, 3, tokens, dtype=torch.float32), shard)
         part = x.new_empty(tokens, hidden, dtype=torch.float32)
         exchange.reduce_grad_input(part, shard, x.shape, x.dtype)
-
 
     def exchange_by_peers(self) -> None:
         x = self.input.detach()

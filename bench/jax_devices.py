@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vocabulary that is split over the GPUs of one host in JAX: loss and gradients, compared with one
-GPU that has the whole weight.
+"""A vocabulary that is split over the GPUs of one host in JAX: loss and gradients, compared with
+one GPU that has the whole weight.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python \
         python bench/jax_devices.py --devices 4 --heads 8192x4096x128256
@@ -47,7 +47,9 @@ def contenders(mesh: Mesh, tokens: int, hidden: int, vocab: int) -> dict[str, tu
     split = jax.device_put(x, everywhere), jax.device_put(w, by_rows), jax.device_put(t, everywhere)
 
     def of_axis(x: Any, w: Any, t: Any) -> Any:
-        return gradients(lambda x, w: linear_cross_entropy(x, w, t, axis_name="tp", upstream="whole"))(x, w)
+        return gradients(
+            lambda x, w: linear_cross_entropy(x, w, t, axis_name="tp", upstream="whole")
+        )(x, w)
 
     mapped = jax.shard_map(
         of_axis, mesh=mesh, in_specs=(P(), P("tp"), P()), out_specs=(P(), (P(), P("tp"))),
@@ -57,9 +59,7 @@ def contenders(mesh: Mesh, tokens: int, hidden: int, vocab: int) -> dict[str, tu
     def exchange(part: Any) -> Any:
         return _summed(part[0], Shard(("tp",), size, False, None, False), jnp.bfloat16)
 
-    exchanged = jax.shard_map(
-        exchange, mesh=mesh, in_specs=P("tp"), out_specs=P(), check_vma=False
-    )
+    exchanged = jax.shard_map(exchange, mesh=mesh, in_specs=P("tp"), out_specs=P(), check_vma=False)
     parts = jax.device_put(jnp.ones((size, tokens, hidden), jnp.float32), by_rows)
     whole = tuple(jax.device_put(a, alone) for a in (x, w, t))
     jobs = {
@@ -94,7 +94,9 @@ def main() -> None:
                 jax.block_until_ready(made)
                 samples[names[i]].append((time.perf_counter() - start) * 1e3 / args.repeats)
                 del made
-        print(f"{head} bf16 on {args.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}")
+        print(
+            f"{head} bf16 on {args.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
+        )
         medians = {name: statistics.median(values) for name, values in samples.items()}
         for name, ms in medians.items():
             share = medians["one GPU"] / (args.devices * ms)
