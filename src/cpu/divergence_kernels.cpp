@@ -65,53 +65,43 @@ HWY_INLINE Vector log_of(Float d, Vector u, Vector w) {
   return hn::MulAdd(k, hn::Set(d, 0.693359375f), hn::Add(f, tail));
 }
 
-struct RowVectors {
-  Vector reference, log_sum, teacher_reference, teacher_log_sum, apart, mean;
-};
-HWY_INLINE RowVectors vectors_of(Float d, const DivergenceRow& row) {
-  return {
-      hn::Set(d, row.reference),       hn::Set(d, row.log_sum), hn::Set(d, row.teacher_reference),
-      hn::Set(d, row.teacher_log_sum), hn::Set(d, row.apart),   hn::Set(d, row.mean)};
+// SVE's vectors cannot be members of a struct, so numbers are spread where they are used; inlined,
+// that is once per loop.
+HWY_INLINE Vector log_p_of(Float d, const DivergenceRow& row, Vector z) {
+  return hn::Sub(hn::Sub(z, hn::Set(d, row.reference)), hn::Set(d, row.log_sum));
 }
-HWY_INLINE Vector log_p_of(const RowVectors& row, Vector z) {
-  return hn::Sub(hn::Sub(z, row.reference), row.log_sum);
+HWY_INLINE Vector log_q_of(Float d, const DivergenceRow& row, Vector t) {
+  return hn::Sub(hn::Sub(t, hn::Set(d, row.teacher_reference)), hn::Set(d, row.teacher_log_sum));
 }
-HWY_INLINE Vector log_q_of(const RowVectors& row, Vector t) {
-  return hn::Sub(hn::Sub(t, row.teacher_reference), row.teacher_log_sum);
-}
-HWY_INLINE Vector distance_of(const RowVectors& row, Vector z, Vector t) {
-  return hn::Sub(hn::Sub(z, t), row.apart);
+HWY_INLINE Vector distance_of(Float d, const DivergenceRow& row, Vector z, Vector t) {
+  return hn::Sub(hn::Sub(z, t), hn::Set(d, row.apart));
 }
 
-struct BetaVectors {
-  Vector beta, rest;
+struct Beta {
+  float beta, rest;
 };
-struct Exponentials {
-  Vector s, e;
-};
-HWY_INLINE Exponentials exponentials_of_column(Float d, Vector distance) {
-  Exponentials x;
-  exponentials_of(d, hn::Neg(hn::Abs(distance)), x.s, x.e);
-  return x;
+HWY_INLINE void exponentials_of_column(Float d, Vector distance, Vector& s, Vector& e) {
+  exponentials_of(d, hn::Neg(hn::Abs(distance)), s, e);
 }
 // Returns log(rest + part r), where r is e where `less` and 1 / e elsewhere.
-HWY_INLINE Vector log_of_mixture(Float d, Vector part, Vector rest, Mask less, Exponentials x) {
-  const Vector w = hn::Mul(part, x.s);
-  const Vector more = hn::Neg(hn::Div(w, x.e));
+HWY_INLINE Vector log_of_mixture(Float d, float part, float rest, Mask less, Vector s, Vector e) {
+  const Vector of = hn::Set(d, part);
+  const Vector w = hn::Mul(of, s);
+  const Vector more = hn::Neg(hn::Div(w, e));
   const Vector u =
-      hn::IfThenElse(less, hn::MulAdd(part, x.e, rest), hn::Add(hn::Set(d, 1.0f), more));
+      hn::IfThenElse(less, hn::MulAdd(of, e, hn::Set(d, rest)), hn::Add(hn::Set(d, 1.0f), more));
   return log_of(d, u, hn::IfThenElse(less, w, more));
 }
-HWY_INLINE Vector log_m_over_p(Float d, const BetaVectors& b, Mask above, Exponentials x) {
-  return log_of_mixture(d, b.beta, b.rest, above, x);
+HWY_INLINE Vector log_m_over_p(Float d, Beta b, Mask above, Vector s, Vector e) {
+  return log_of_mixture(d, b.beta, b.rest, above, s, e);
 }
-HWY_INLINE Vector log_m_over_q(Float d, const BetaVectors& b, Mask above, Exponentials x) {
-  return log_of_mixture(d, b.rest, b.beta, hn::Not(above), x);
+HWY_INLINE Vector log_m_over_q(Float d, Beta b, Mask above, Vector s, Vector e) {
+  return log_of_mixture(d, b.rest, b.beta, hn::Not(above), s, e);
 }
 
 // Returns f_j; any value where p is 0.
 template <DivergenceKind kKind>
-HWY_INLINE Vector slope_of(Float d, const BetaVectors& b, Mask above, Vector distance) {
+HWY_INLINE Vector slope_of(Float d, Beta b, Mask above, Vector distance) {
   using enum DivergenceKind;
   if constexpr (kKind == reverse_kl) return distance;
   if constexpr (kKind == tv) {
@@ -120,12 +110,14 @@ HWY_INLINE Vector slope_of(Float d, const BetaVectors& b, Mask above, Vector dis
     return hn::IfThenElse(above, half, below);
   }
   if constexpr (kKind == jsd || kKind == skew_kl) {
-    const Exponentials x = exponentials_of_column(d, distance);
-    if constexpr (kKind == jsd) return hn::Neg(log_m_over_p(d, b, above, x));
+    Vector s, e;
+    exponentials_of_column(d, distance, s, e);
+    if constexpr (kKind == jsd) return hn::Neg(log_m_over_p(d, b, above, s, e));
     // 1 - q/m, with m relative to the greater of the two
-    const Vector m = hn::MulAdd(hn::IfThenElse(above, b.beta, b.rest), x.e,
-                                hn::IfThenElse(above, b.rest, b.beta));
-    const Vector size = hn::Div(hn::Mul(b.rest, x.s), m);
+    const Vector beta = hn::Set(d, b.beta), rest = hn::Set(d, b.rest);
+    const Vector m =
+        hn::MulAdd(hn::IfThenElse(above, beta, rest), e, hn::IfThenElse(above, rest, beta));
+    const Vector size = hn::Div(hn::Mul(rest, s), m);
     return hn::IfThenElse(above, hn::Neg(size), size);
   }
   return hn::Zero(d);
@@ -133,13 +125,13 @@ HWY_INLINE Vector slope_of(Float d, const BetaVectors& b, Mask above, Vector dis
 
 // Returns a column's summand of D, where p or q is not 0.
 template <DivergenceKind kKind>
-HWY_INLINE Vector value_of_column(Float d, const BetaVectors& b, Vector p, Vector q,
-                                  Vector distance) {
+HWY_INLINE Vector value_of_column(Float d, Beta b, Vector p, Vector q, Vector distance) {
   using enum DivergenceKind;
   const Vector zero = hn::Zero(d);
   const Mask above = hn::Gt(distance, zero);
-  const Exponentials x = exponentials_of_column(d, distance);
-  const Vector apart = hn::IfThenElse(above, hn::Neg(hn::Mul(p, x.s)), hn::Mul(q, x.s));
+  Vector s, e;
+  exponentials_of_column(d, distance, s, e);
+  const Vector apart = hn::IfThenElse(above, hn::Neg(hn::Mul(p, s)), hn::Mul(q, s));
   if constexpr (kKind == forward_kl) {
     return hn::Sub(apart, hn::IfThenZeroElse(hn::Eq(q, zero), hn::Mul(q, distance)));
   } else if constexpr (kKind == reverse_kl) {
@@ -147,21 +139,20 @@ HWY_INLINE Vector value_of_column(Float d, const BetaVectors& b, Vector p, Vecto
   } else if constexpr (kKind == tv) {
     return hn::Abs(hn::Mul(hn::Set(d, 0.5f), apart));
   } else {
-    const Vector of_q = hn::Mul(q, log_m_over_q(d, b, above, x));
-    if constexpr (kKind == skew_kl) return hn::MulSub(b.rest, apart, of_q);
-    const Vector of_p = hn::Mul(p, log_m_over_p(d, b, above, x));
-    return hn::Neg(hn::MulAdd(b.beta, of_q, hn::Mul(b.rest, of_p)));
+    const Vector of_q = hn::Mul(q, log_m_over_q(d, b, above, s, e));
+    const Vector rest = hn::Set(d, b.rest);
+    if constexpr (kKind == skew_kl) return hn::MulSub(rest, apart, of_q);
+    const Vector of_p = hn::Mul(p, log_m_over_p(d, b, above, s, e));
+    return hn::Neg(hn::MulAdd(hn::Set(d, b.beta), of_q, hn::Mul(rest, of_p)));
   }
 }
 
-struct HeadVectors {
-  Vector p, q, distance;
-};
 // If both logits are -inf, their difference is undefined and set to 0.
-HWY_INLINE HeadVectors heads_of(Float d, const RowVectors& row, Vector z, Vector t) {
-  const Vector p = exp_nonpositive(d, log_p_of(row, z)), q = exp_nonpositive(d, log_q_of(row, t));
+HWY_INLINE void heads_of(Float d, const DivergenceRow& row, Vector z, Vector t, Vector& p,
+                         Vector& q, Vector& distance) {
+  p = exp_nonpositive(d, log_p_of(d, row, z)), q = exp_nonpositive(d, log_q_of(d, row, t));
   const Mask nothing = hn::Eq(hn::Add(p, q), hn::Zero(d));
-  return {p, q, hn::IfThenZeroElse(nothing, distance_of(row, z, t))};
+  distance = hn::IfThenZeroElse(nothing, distance_of(d, row, z, t));
 }
 
 // Calls of(z_j, t_j, &sum, &other) for vectors of columns; the last may be padded with logits of
@@ -180,32 +171,34 @@ HWY_INLINE void sum_heads(const float* HWY_RESTRICT z, const float* HWY_RESTRICT
 }
 
 template <DivergenceKind kKind, bool kMean>
-void sum_values(const BetaVectors& b, const RowVectors& row, const float* z, const float* t,
-                int64_t count, DivergenceSums* sums) {
+void sum_values(Beta b, const DivergenceRow row, const float* z, const float* t, int64_t count,
+                DivergenceSums* sums) {
   const Float d;
   sum_heads<kMean>(z, t, count, &sums->value, &sums->mean,
                    [&](Vector z_at, Vector t_at, Vector& value, Vector& mean) HWY_ATTR {
-                     const HeadVectors c = heads_of(d, row, z_at, t_at);
+                     Vector p, q, distance;
+                     heads_of(d, row, z_at, t_at, p, q, distance);
                      const Vector zero = hn::Zero(d);
-                     const Vector x = value_of_column<kKind>(d, b, c.p, c.q, c.distance);
+                     const Vector x = value_of_column<kKind>(d, b, p, q, distance);
                      value = hn::Add(value, hn::IfThenZeroElse(hn::Lt(x, zero), x));
                      if constexpr (kMean) {
-                       const Mask above = hn::Gt(c.distance, zero);
-                       const Vector f = slope_of<kKind>(d, b, above, c.distance);
-                       const Vector pf = hn::Mul(c.p, f);
-                       mean = hn::Add(mean, hn::IfThenZeroElse(hn::Eq(c.p, zero), pf));
+                       const Mask above = hn::Gt(distance, zero);
+                       const Vector f = slope_of<kKind>(d, b, above, distance);
+                       const Vector pf = hn::Mul(p, f);
+                       mean = hn::Add(mean, hn::IfThenZeroElse(hn::Eq(p, zero), pf));
                      }
                    });
 }
 
 template <DivergenceKind kKind>
-void sum_means(const BetaVectors& b, const RowVectors& row, const float* z, const float* t,
-               int64_t count, DivergenceSums* sums) {
+void sum_means(Beta b, const DivergenceRow row, const float* z, const float* t, int64_t count,
+               DivergenceSums* sums) {
   const Float d;
   sum_heads<false>(z, t, count, &sums->mean, nullptr,
                    [&](Vector z_at, Vector t_at, Vector& mean, Vector&) HWY_ATTR {
-                     const Vector p = exp_nonpositive(d, log_p_of(row, z_at)), zero = hn::Zero(d);
-                     const Vector distance = distance_of(row, z_at, t_at);
+                     const Vector p = exp_nonpositive(d, log_p_of(d, row, z_at)),
+                                  zero = hn::Zero(d);
+                     const Vector distance = distance_of(d, row, z_at, t_at);
                      const Vector f = slope_of<kKind>(d, b, hn::Gt(distance, zero), distance);
                      mean = hn::Add(mean, hn::IfThenZeroElse(hn::Eq(p, zero), hn::Mul(p, f)));
                    });
@@ -215,8 +208,8 @@ DivergenceSums divergence_block_on_target(const DivergenceTerms& terms, const Di
                                           const float* z, const float* t, int64_t count,
                                           DivergenceWants wants) {
   const Float d;
-  const BetaVectors b{hn::Set(d, terms.beta), hn::Set(d, terms.rest)};
-  const RowVectors r = vectors_of(d, row);
+  const Beta b{terms.beta, terms.rest};
+  const DivergenceRow r = row;
   DivergenceSums sums;
   with_kind(terms.kind, [&](auto kind) {
     if (wants.value && wants.mean) sum_values<kind(), true>(b, r, z, t, count, &sums);
@@ -226,8 +219,8 @@ DivergenceSums divergence_block_on_target(const DivergenceTerms& terms, const Di
   if (wants.acceptance) {
     sum_heads<false>(z, t, count, &sums.acceptance, nullptr,
                      [&](Vector z_at, Vector t_at, Vector& sum, Vector&) HWY_ATTR {
-                       const Vector p = exp_nonpositive(d, log_p_of(r, z_at));
-                       const Vector q = exp_nonpositive(d, log_q_of(r, t_at));
+                       const Vector p = exp_nonpositive(d, log_p_of(d, r, z_at));
+                       const Vector q = exp_nonpositive(d, log_q_of(d, r, t_at));
                        sum = hn::Add(sum, hn::Min(p, q));
                      });
   }
@@ -240,8 +233,9 @@ void gradient_of_columns(const DivergenceTerms& terms, const DivergenceRow& row,
                          const float* HWY_RESTRICT t, int64_t count, float* HWY_RESTRICT draw) {
   using enum DivergenceKind;
   const Float d;
-  const BetaVectors b{hn::Set(d, terms.beta), hn::Set(d, terms.rest)};
-  const RowVectors r = vectors_of(d, row);
+  const Beta b{terms.beta, terms.rest};
+  const DivergenceRow r = row;  // a copy, which no store to `draw` can change
+  const Vector mean = hn::Set(d, r.mean);
   constexpr bool mixes = kKind == jsd || kKind == skew_kl;
   const float slope = f.slope * scale.steep;
   const Vector steep = hn::Set(d, mixes ? terms.rest * slope : slope);
@@ -249,19 +243,20 @@ void gradient_of_columns(const DivergenceTerms& terms, const DivergenceRow& row,
   const Vector zero = hn::Zero(d);
   const Cap cap = kSoftcap ? cap_of(f) : Cap{};
   const auto of = [&](Vector z_at, Vector t_at) HWY_ATTR {
-    const Vector distance = distance_of(r, z_at, t_at), log_p = log_p_of(r, z_at);
+    const Vector distance = distance_of(d, r, z_at, t_at), log_p = log_p_of(d, r, z_at);
     const Mask above = hn::Gt(distance, zero);
     Vector dz, p = zero;
     if constexpr (kKind != forward_kl || kLabel) p = exp_nonpositive(d, log_p);
     if constexpr (kKind == forward_kl) {
-      const Vector s = exponentials_of_column(d, distance).s;
-      const Vector greater = exp_nonpositive(d, hn::IfThenElse(above, log_p, log_q_of(r, t_at)));
+      Vector s, e;
+      exponentials_of_column(d, distance, s, e);
+      const Vector greater = exp_nonpositive(d, hn::IfThenElse(above, log_p, log_q_of(d, r, t_at)));
       const Vector size =
           hn::IfThenZeroElse(hn::Eq(greater, zero), hn::Mul(hn::Mul(greater, steep), s));
-      dz = hn::Sub(hn::IfThenElse(above, hn::Neg(size), size), r.mean);
+      dz = hn::Sub(hn::IfThenElse(above, hn::Neg(size), size), mean);
     } else {
       const Vector g = hn::IfThenZeroElse(hn::Eq(p, zero), slope_of<kKind>(d, b, above, distance));
-      dz = hn::Mul(hn::Mul(p, steep), hn::Sub(g, r.mean));
+      dz = hn::Mul(hn::Mul(p, steep), hn::Sub(g, mean));
     }
     if constexpr (kLabel) dz = hn::MulAdd(label, p, dz);
     if constexpr (kSoftcap) dz = hn::Mul(dz, cap_slope(d, cap, z_at));

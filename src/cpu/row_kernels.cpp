@@ -61,8 +61,9 @@ void sum_with(const float* z, int64_t count, float shift, BlockState* state, flo
 }
 
 // Leaves out the target's own column: another product computed the logit that it is compared with,
-// so rounding may put it above itself.
-float mass_of_others(const float* z, int64_t count, const BlockWants& wants, float shift) {
+// so rounding may put it above itself. Not inlined, because g++ 12 crashes on that for SVE.
+HWY_NOINLINE float mass_of_others(const float* z, int64_t count, const BlockWants& wants,
+                                  float shift) {
   const bool here = wants.target >= 0 && wants.target < count;
   if (!here) return mass_above(z, count, shift, wants.target_logit);
   const int64_t next = wants.target + 1;

@@ -32,8 +32,8 @@ MUTANTS = [
         "return log_of(d, u, hn::Sub(u, hn::Set(d, 1.0f)));", "kernels",
     ),
     mutant(
-        "divergences, mixture: e of the wrong side", KERNELS, "log_of_mixture(d, b.beta, b.rest, above, x)",
-        "log_of_mixture(d, b.beta, b.rest, hn::Not(above), x)", "kernels",
+        "divergences, mixture: e of the wrong side", KERNELS, "log_of_mixture(d, b.beta, b.rest, above, s, e)",
+        "log_of_mixture(d, b.beta, b.rest, hn::Not(above), s, e)", "kernels",
     ),
     mutant(
         "divergences, mixture: a ratio that ends at e^-80", KERNELS, "least = hn::Set(d, -87.0f), one",
