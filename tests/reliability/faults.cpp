@@ -204,6 +204,7 @@ std::vector<std::unique_ptr<Entry>> entries() {
   add("set_num_threads", [] { return logitless_set_num_threads(3) == 3 ? 0 : 1; });
   add("num_threads", [] { return logitless_num_threads() > 0 ? 0 : 1; });
   add("scale_each", [] { return logitless_scale_each(nullptr, 0, nullptr, nullptr, nullptr); });
+  add("add", [] { return logitless_add(nullptr, 1, nullptr, nullptr, nullptr); });
   add("webgpu_device",
       [] { return logitless_webgpu_device(0, nullptr, nullptr, nullptr, nullptr); });
   add("webgpu_create_workspace", [] {
