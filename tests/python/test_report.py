@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import logitless
+import logitless.numpy
 from logitless._report import command, conformance, heads, tools
 from logitless.torch import workspace_size
 
@@ -255,3 +257,31 @@ def test_selftest_tells_what_is_not_right(
     told = capsys.readouterr().out
     words = {"wrong": "seed 3: 7 times", "crashed": "signal 11", "no time": "g in f32: time"}
     assert words[how] in told and "NOT RIGHT: cpu" in told
+
+
+@pytest.mark.parametrize("wrong", ["", "value", "gradient"])
+def test_selftest_without_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    found = importlib.util.find_spec
+    hidden = lambda name: None if name == "torch" else found(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    if wrong:
+        of = logitless.numpy.linear_cross_entropy
+
+        def altered(*args: Any, **options: Any) -> Any:
+            loss, grads = of(*args, **options)
+            if wrong == "value":
+                return loss * 1.001, grads
+            grads.linear_weight[0] += 0.01
+            return loss, grads
+
+        monkeypatch.setattr(logitless.numpy, "linear_cross_entropy", altered)
+    assert tools.selftest([]) == (1 if wrong else 0)
+    told = capsys.readouterr().out
+    assert "cpu        linear_divergence      f32    60 cases" in told
+    assert told.splitlines()[-2].startswith("NOT RIGHT: cpu" if wrong else "right: cpu")
+    assert tools.selftest(["--device", "cuda"]) == 2
+    hidden_too = lambda name: None if name in ("torch", "numpy") else found(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hidden_too)
+    assert tools.selftest([]) == 2

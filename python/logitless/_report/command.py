@@ -111,16 +111,20 @@ def _cell(figures: dict[str, Any], floor: dict[str, Any], name: str) -> str:
     return f"{found['ms'] / floor['ms']:.3f}{mib}" if "ms" in floor else f"{found['ms']:.2f} ms"
 
 
+def line_of(row: dict[str, Any]) -> str:
+    """What was found of one function and dtype."""
+    verdict = "; ".join(row["failures"][:3]) or "right"
+    return (
+        f"{row['engine']:10s} {row['function']:22s} {row['dtype']:5s} {row['cases']:3d} cases, "
+        f"largest error {row['worst']:.2f} of its limit: {verdict}"
+    )
+
+
 def table(whole: dict[str, Any]) -> list[str]:
     """The report as lines of text. The times of a head are in units of the time that its matrix
     products alone take."""
     lines = [", ".join(f"{k} {v}" for k, v in whole["machine"].items()), ""]
-    for row in whole["conformance"]:
-        verdict = "; ".join(row["failures"][:3]) or "right"
-        lines.append(
-            f"{row['engine']:10s} {row['function']:22s} {row['dtype']:5s} {row['cases']:3d} cases, "
-            f"largest error {row['worst']:.2f} of its limit: {verdict}"
-        )
+    lines += map(line_of, whole["conformance"])
     lines += ["", "x the bare matrix products of the same run, [MiB beyond inputs and gradients]"]
     for entry in whole["heads"]:
         name, dtype, *shape = entry["head"]
