@@ -66,13 +66,16 @@ def test_artefacts_are_described(tmp_path: pathlib.Path) -> None:
     wheel = tmp_path / "cpu/logitless-0.1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     wheel.write_bytes(b"x" * (3 << 19))
-    made.cpu = lambda: made.tested.append((wheel.name, "right: cpu, 15 s"))
+    made.cpu = lambda: made.tested.append((made.name_of(wheel), "right: cpu, 15 s"))
     made.make("cpu")
+    other = tmp_path / "cuda13" / wheel.name  # the same file name
+    other.parent.mkdir()
+    other.write_bytes(b"y")
     made = release.Release("0.1.0", tmp_path)  # a later run, of another part
     made.left_out.append(("cuda12", "there is no nvcc"))
     made.describe("- a thing\n")
     told = (tmp_path / "TESTED.md").read_text()
-    assert f"| {wheel.name} | 1.5 | right: cpu, 15 s |" in told
+    assert f"| cpu/{wheel.name} | 1.5 | right: cpu, 15 s |" in told
     assert "| cuda12 | | left out: there is no nvcc |" in told
     assert (tmp_path / "NOTES.md").read_text() == "# Logitless 0.1.0\n\n- a thing\n"
     bill = json.loads((tmp_path / "sbom.json").read_text())
@@ -81,7 +84,8 @@ def test_artefacts_are_described(tmp_path: pathlib.Path) -> None:
     sums = dict(reversed(line.split("  ")) for line in
                 (tmp_path / "SHA256SUMS").read_text().splitlines())  # fmt: skip
     assert sums[f"cpu/{wheel.name}"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
-    assert set(sums) == {f"cpu/{wheel.name}", "TESTED.md", "NOTES.md", "sbom.json"}
+    both = {f"{part}/{wheel.name}" for part in ("cpu", "cuda13")}
+    assert set(sums) == both | {"TESTED.md", "NOTES.md", "sbom.json"}
 
 
 def test_the_sbom_names_the_highway_that_is_built() -> None:
