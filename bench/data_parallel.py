@@ -17,10 +17,7 @@ reduction of the gradient alone. `--backend gloo` tries it on a CPU; its figures
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +25,8 @@ import gpu_peers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from devices import measure, peak, synchronize, usable
-from timing import balanced_orders
+from devices import MIB, join, measure, peak, start, synchronize, usable
+from timing import in_turns
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -102,18 +99,12 @@ def _of_one_column(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
-    device = "cpu" if args.backend == "gloo" else f"cuda:{rank}"
-    if device != "cpu":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        args.backend, init_method=f"file://{meeting}", rank=rank, world_size=args.ranks
-    )
+    device = join(rank, meeting, args)
     for shape in args.heads.split(","):
         tokens, hidden, vocab = map(int, shape.split("x"))
         torch.manual_seed(rank)
         input = torch.randn(tokens, hidden, device=device).bfloat16().requires_grad_()
         target = torch.randint(0, vocab, (tokens,), device=device)
-        samples: dict[str, list[float]] = {}
         peaks: dict[str, float] = {}
         models = {}
         for name, make in contenders(input, target, vocab, device).items():
@@ -125,19 +116,18 @@ def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
                 continue
             if not usable(name, models[name].step, models[name].fresh, device):
                 del models[name]
-        names = list(models)
-        for order in balanced_orders(len(names), args.rounds):
-            for i in order:
-                model = models[names[i]]
-                took = measure(model.step, model.fresh, args.repeats, device)
-                samples.setdefault(names[i], []).append(took)
+
+        def sample(name: str, models: Any = models) -> float:
+            return measure(models[name].step, models[name].fresh, args.repeats, device)
+
+        samples = in_turns(models, args.rounds, sample)
         for name, model in models.items():
             model.fresh()
-            shard = next(iter(model.head.parameters())).to_local().numel() * 4 / (1 << 20)
+            shard = next(iter(model.head.parameters())).to_local().numel() * 4 / MIB
             peaks[name] = peak(model.step, model.fresh, device) - shard
         if rank == 0:
             report(shape, samples, peaks, args)
-        del models
+        del models, sample
         synchronize(device)
     dist.barrier()
     dist.destroy_process_group()
@@ -149,7 +139,7 @@ def report(
     where = torch.cuda.get_device_name() if args.backend != "gloo" else "CPU"
     print(f"{shape} (a rank's tokens) on {args.ranks} x {where}, torch {torch.__version__}")
     held = [
-        sum(of.memory.room) / (1 << 20)
+        sum(of.memory.room) / MIB
         for devices in peers._memories.values()
         for of in devices.values()
         if of.memory is not None
@@ -172,11 +162,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = os.path.join(folder, "meeting")
-        torch.multiprocessing.spawn(run, (meeting, args), nprocs=args.ranks)
+    start(run, parser.parse_args())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -33,7 +33,7 @@ import gpu_peers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from timing import balanced_orders
+from timing import in_turns, nothing
 
 from logitless.torch import Split, linear_cross_entropy
 from logitless.torch._split import exchange, peers, shards
@@ -246,11 +246,9 @@ def contenders(head: Head, args: argparse.Namespace) -> dict[str, Callable[[], N
 def host_times(head: Head, rounds: int, device: str) -> None:
     """Prints microseconds a call for a head so small that the host is the limit."""
     calls = {"one GPU": head.one, "exchange": head.exchange, "split": head.split}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for order in balanced_orders(len(names), rounds):
-        for i in order:
-            samples[names[i]].append(1e3 * measure(calls[names[i]], head.fresh, 50, device))
+    samples = in_turns(
+        calls, rounds, lambda name: 1e3 * measure(calls[name], head.fresh, 50, device)
+    )
     medians = {name: statistics.median(values) for name, values in samples.items()}
     if dist.get_rank() == 0:
         beyond = medians["split"] - medians["one GPU"] - medians["exchange"]
@@ -258,13 +256,26 @@ def host_times(head: Head, rounds: int, device: str) -> None:
         print(f"host's us a call: {found}; split beyond both {beyond:.0f}", flush=True)
 
 
-def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
+def join(rank: int, meeting: str, args: argparse.Namespace) -> str:
+    """Makes this process a rank; returns its device."""
     device = "cpu" if args.backend == "gloo" else f"cuda:{rank}"
     if device != "cpu":
         torch.cuda.set_device(rank)
     dist.init_process_group(
         args.backend, init_method=f"file://{meeting}", rank=rank, world_size=args.ranks
     )
+    return device
+
+
+def start(run: Callable[..., None], args: argparse.Namespace) -> None:
+    """Runs run(rank, meeting, args) in a process for each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = os.path.join(folder, "meeting")
+        torch.multiprocessing.spawn(run, (meeting, args), nprocs=args.ranks)
+
+
+def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
+    device = join(rank, meeting, args)
     sys.path.extend(folder for folder in (args.megatron, args.cce) if folder)
     if args.host:
         host_times(Head(64, 64, 1024, device), args.rounds, device)
@@ -278,20 +289,19 @@ def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
             for name in ("one GPU", "split", "split, collectives"):
                 if name in calls:
                     calls[f"{name}, CUDA graph"] = Captured(calls[name], head.fresh)
-        names = list(calls)
-        samples: dict[str, list[float]] = {name: [] for name in names}
-        for order in balanced_orders(len(names), args.rounds):
-            for i in order:
-                name = names[i]
-                fresh = (lambda: None) if name.endswith("CUDA graph") else head.fresh
-                samples[name].append(measure(calls[name], fresh, args.repeats, device))
+
+        def sample(name: str, head: Head = head, calls: Any = calls) -> float:
+            fresh = nothing if name.endswith("CUDA graph") else head.fresh
+            return measure(calls[name], fresh, args.repeats, device)
+
+        samples = in_turns(calls, args.rounds, sample)
         if args.profile:
             profile(calls["split"], head.fresh, rank)
-        peaks = {name: peak(calls[name], head.fresh, device) for name in names}
+        peaks = {name: peak(call, head.fresh, device) for name, call in calls.items()}
         if rank == 0:
             report(shape, samples, peaks, args)
         head.fresh()
-        del head, calls
+        del head, calls, sample
     dist.barrier()
     dist.destroy_process_group()
 
@@ -322,10 +332,7 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--only", action="append", metavar="CONTENDER")
     parser.add_argument("--profile", action="store_true", help="the split's kernels on rank 0")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = os.path.join(folder, "meeting")
-        torch.multiprocessing.spawn(run, (meeting, args), nprocs=args.ranks)
+    start(run, parser.parse_args())
 
 
 if __name__ == "__main__":

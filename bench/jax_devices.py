@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from timing import balanced_orders
+from timing import in_turns
 
 from logitless.jax import linear_cross_entropy
 from logitless.jax._parallel import Shard, _summed
@@ -82,18 +82,16 @@ def main() -> None:
     mesh = Mesh(jax.devices()[: args.devices], ("tp",))
     for head in args.heads.split(","):
         found = contenders(mesh, *map(int, head.split("x")))
-        samples: dict[str, list[float]] = {name: [] for name in found}
-        names = list(found)
         for call, arguments in found.values():
             jax.block_until_ready(call(*arguments))
-        for order in balanced_orders(len(names), args.rounds):
-            for i in order:
-                call, arguments = found[names[i]]
-                start = time.perf_counter()
-                made = [call(*arguments) for _ in range(args.repeats)]
-                jax.block_until_ready(made)
-                samples[names[i]].append((time.perf_counter() - start) * 1e3 / args.repeats)
-                del made
+
+        def sample(name: str, found: Any = found) -> float:
+            call, arguments = found[name]
+            start = time.perf_counter()
+            jax.block_until_ready([call(*arguments) for _ in range(args.repeats)])
+            return (time.perf_counter() - start) * 1e3 / args.repeats
+
+        samples = in_turns(found, args.rounds, sample)
         print(
             f"{head} bf16 on {args.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +85,18 @@ def balanced_orders(count: int, rounds: int) -> list[list[int]]:
     if count % 2:
         rows += [row[::-1] for row in rows]
     return [rows[i % len(rows)] for i in range(rounds)]
+
+
+def in_turns(
+    names: Iterable[str], rounds: int, sample: Callable[[str], float]
+) -> dict[str, list[float]]:
+    """The samples of each contender, taken in balanced orders."""
+    every = list(names)
+    samples: dict[str, list[float]] = {name: [] for name in every}
+    for order in balanced_orders(len(every), rounds):
+        for i in order:
+            samples[every[i]].append(sample(every[i]))
+    return samples
 
 
 def _attempt(contender: Contender, seconds: float) -> float | None:

@@ -86,6 +86,22 @@ Status from_c(const char* name, const logitless_tensor* source, TensorView* view
   return {};
 }
 
+// Reads `count` tensors, whose number must be one of `allowed`, both ends included.
+Status from_c(const char* name, const logitless_tensor* const* sources, int32_t count,
+              std::pair<int32_t, int32_t> allowed, TensorView* views) {
+  const auto [least, most] = allowed;
+  if (count < least || count > most) {
+    return error(StatusCode::invalid_argument, "count is %d; allowed: %d to %d", count, least,
+                 most);
+  }
+  if (count > 0 && sources == nullptr) {
+    return error(StatusCode::invalid_argument, "%s is NULL", name);
+  }
+  Status status;
+  for (int32_t i = 0; status.ok() && i < count; ++i) status = from_c(name, sources[i], &views[i]);
+  return status;
+}
+
 Status from_c(const logitless_loss_options* source, LossOptions* options) {
   if (source == nullptr) return {};
   logitless_loss_options o;
@@ -321,16 +337,7 @@ int32_t logitless_scale_each(const logitless_tensor* const* values, int32_t coun
     Executor executor;
     TensorView views[most_scaled], f;
     Status result = from_c(execution, &e, &executor);
-    if (result.ok() && (count < 0 || count > most_scaled)) {
-      result =
-          error(StatusCode::invalid_argument, "count is %d; allowed: 0 to %d", count, most_scaled);
-    }
-    if (result.ok() && count > 0 && values == nullptr) {
-      result = error(StatusCode::invalid_argument, "values is NULL");
-    }
-    for (int32_t i = 0; result.ok() && i < count; ++i) {
-      result = from_c("values", values[i], &views[i]);
-    }
+    if (result.ok()) result = from_c("values", values, count, {0, most_scaled}, views);
     if (result.ok()) result = from_c("factor", factor, &f);
     return result.ok() ? scale_values({views, static_cast<size_t>(count)}, f, e) : result;
   });
@@ -345,16 +352,7 @@ int32_t logitless_add(const logitless_tensor* const* parts, int32_t count,
     Executor executor;
     TensorView views[most_added], s;
     Status result = from_c(execution, &e, &executor);
-    if (result.ok() && (count < 1 || count > most_added)) {
-      result =
-          error(StatusCode::invalid_argument, "count is %d; allowed: 1 to %d", count, most_added);
-    }
-    if (result.ok() && parts == nullptr) {
-      result = error(StatusCode::invalid_argument, "parts is NULL");
-    }
-    for (int32_t i = 0; result.ok() && i < count; ++i) {
-      result = from_c("parts", parts[i], &views[i]);
-    }
+    if (result.ok()) result = from_c("parts", parts, count, {1, most_added}, views);
     if (result.ok()) result = from_c("sum", sum, &s);
     return result.ok() ? add_values({views, static_cast<size_t>(count)}, s, e) : result;
   });

@@ -22,6 +22,19 @@ Status find_device(const Execution& execution, const cuda::DeviceInfo** device) 
   return status.ok() ? cuda::check_named_engine(**device) : status;
 }
 
+// Calls enqueue(device, stream) with the execution's device current.
+template <class F>
+Status on_stream(const Execution& execution, F&& enqueue) {
+  const cuda::DeviceInfo* device;
+  const Status status = find_device(execution, &device);
+  if (!status.ok()) return status;
+  const cuda::CurrentDevice current(device->index);
+  if (!current.status().ok()) return current.status();
+  cuda::Stream stream(execution.stream);
+  enqueue(*device, &stream);
+  return stream.status();
+}
+
 const char* invariant_ops(const cuda::DeviceInfo& device) {
   if (cuda::linear_ops_are_batch_invariant(device)) return "every op";
   return cuda::half_linear_ops_are_batch_invariant(device)
@@ -110,25 +123,15 @@ struct CudaBackend final : Backend {
   }
   Status scale(std::span<const TensorView> values, const TensorView& factor,
                const Execution& execution) const override {
-    const cuda::DeviceInfo* device;
-    const Status status = find_device(execution, &device);
-    if (!status.ok()) return status;
-    const cuda::CurrentDevice current(device->index);
-    if (!current.status().ok()) return current.status();
-    cuda::Stream stream(execution.stream);
-    cuda::scale(values, factor, *device, &stream);
-    return stream.status();
+    return on_stream(execution, [&](const cuda::DeviceInfo& device, cuda::Stream* stream) {
+      cuda::scale(values, factor, device, stream);
+    });
   }
   Status add(std::span<const TensorView> parts, const TensorView& sum,
              const Execution& execution) const override {
-    const cuda::DeviceInfo* device;
-    const Status status = find_device(execution, &device);
-    if (!status.ok()) return status;
-    const cuda::CurrentDevice current(device->index);
-    if (!current.status().ok()) return current.status();
-    cuda::Stream stream(execution.stream);
-    cuda::add(parts, sum, *device, &stream);
-    return stream.status();
+    return on_stream(execution, [&](const cuda::DeviceInfo& device, cuda::Stream* stream) {
+      cuda::add(parts, sum, device, stream);
+    });
   }
   Status warmup(const Execution& execution) const override {
     const cuda::DeviceInfo* device;

@@ -26,6 +26,14 @@ KERNELS = "LOGITLESS_CUDA_KERNELS"
 WHO = {"ours": "ours", "compile": "torch.compile"}
 
 
+def usable(backend: str) -> tuple[bool, str]:
+    """Whether the backend is available, and its description or why it is not."""
+    try:
+        return True, logitless.describe_backend(backend)
+    except LogitlessError as error:
+        return False, str(error)
+
+
 def engines() -> list[str]:
     """The names of the engines (sets of CUDA kernels) for this GPU, best first. They are read from
     the library's error about an unknown engine."""
@@ -194,13 +202,9 @@ def main(arguments: list[str]) -> int:
         return refuse("torch", "the report needs PyTorch; pip install torch")
     if not 10 <= a.limit <= 3600:
         return refuse("--limit", f"{a.limit} is out of range; allowed: 10 to 3600")
-    cuda = True
-    try:
-        logitless.describe_backend("cuda")
-    except LogitlessError as error:
-        cuda = False
-        if a.device == "cuda":
-            return refuse("--device", str(error))
+    cuda, text = usable("cuda")
+    if a.device == "cuda" and not cuda:
+        return refuse("--device", text)
     out = a.out or Path(f"logitless-report-{datetime.date.today().isoformat()}.json")
     if not out.absolute().parent.is_dir():
         return refuse("--out", f"{out}: no such folder")

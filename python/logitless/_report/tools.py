@@ -21,14 +21,6 @@ DEVICES = {"cpu": _abi.CPU, "cuda": _abi.CUDA}
 _MIB = 1 << 20
 
 
-def usable(backend: str) -> tuple[bool, str]:
-    """Whether the backend is available, and its description or why it is not."""
-    try:
-        return True, logitless.describe_backend(backend)
-    except LogitlessError as error:
-        return False, str(error)
-
-
 def info(arguments: list[str]) -> int:
     argparse.ArgumentParser(
         prog="python -m logitless info",
@@ -37,7 +29,7 @@ def info(arguments: list[str]) -> int:
     print(f"logitless {logitless.__version__}, Python {platform.python_version()}")
     print(f"library: {logitless.library_path()}")
     for backend in BACKENDS:
-        works, text = usable(backend)
+        works, text = command.usable(backend)
         print(f"{backend}: {'' if works else 'not available: '}{text}")
     for package in ("torch", "jax", "numpy"):
         there = importlib.util.find_spec(package) is not None
@@ -80,7 +72,7 @@ def plan(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=DEVICES, help="cuda where there is a GPU")
     a = parser.parse_args(arguments)
     sizes = (a.tokens, a.hidden, a.vocab)
-    device = a.device or ("cuda" if usable("cuda")[0] else "cpu")
+    device = a.device or ("cuda" if command.usable("cuda")[0] else "cpu")
     element = DTYPES[a.dtype][1]
     for name, value, least in (
         ("TOKENS", a.tokens, 0),
@@ -141,7 +133,7 @@ def selftest(arguments: list[str]) -> int:
             why = "is not installed; selftest needs it, or NumPy for the CPU alone"
             return command.refuse("torch", why, "selftest")
         return _without_torch(a.limit)
-    found, text = usable("cuda")
+    found, text = command.usable("cuda")
     if a.device == "cuda" and not found:
         return command.refuse("--device", text, "selftest")
     devices = [a.device] if a.device else ["cpu", *(["cuda"] if found else [])]
