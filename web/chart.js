@@ -48,6 +48,11 @@ addEventListener('resize', () => {
   for (const [svg, {width, chart}] of charts) if (svg.clientWidth !== width) drawChart(svg, chart);
 });
 
+export function clearChart(svg) {
+  charts.delete(svg);
+  svg.replaceChildren();
+}
+
 const axisText = ({label, log}) => (log ? `${label}, log scale` : label);
 
 // x, y: {low, high, log, label, format}; curves: [{name, colour, dashed, points: [[x, y], ...]}]; at: an x to mark,

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page: finds a GPU or says why there is none, runs one call, checks its errors, plots its memory.
 
-import {bytesText, drawChart} from './chart.js';
+import {bytesText, clearChart, drawChart} from './chart.js';
 import {halves} from './halves.js';
 import {Logitless, whyUnavailable} from './logitless.js';
-import {drawn, showing} from './progress.js';
+import {drawn, showing, watching} from './progress.js';
+import {prepareScoring} from './score.js';
+import {using} from './tensor.js';
 import {prepareTraining} from './train.js';
 
 const at = (id) => document.getElementById(id);
@@ -15,8 +17,11 @@ const ON_A_GPU = {tokens: 1024, vocab: 32768};
 // The section that derives the bound.
 const CONTRACT = 'document.html?docs/semantics.md#accuracy-promised-and-tested-per-element-against-the-double-reference';
 const STEP = 4096;  // tokens of a typical training step
+const NOT_FINITE = "The numbers of this call pass f32's largest, 3.4e38. Choose a smaller logit scale or z-loss, or a larger temperature.";
 
 let instance = null;
+const formText = () => new URLSearchParams(new FormData(at('options'))).toString();
+const fields = watching(at('changed'), formText);
 
 // Resolves to a Logitless, which is a new one if the last one's device was lost.
 async function ready() {
@@ -31,15 +36,6 @@ async function ready() {
   }
   at('lost').hidden = true;
   return instance;
-}
-
-// Calls f with the tensors and destroys them.
-async function using(tensors, f) {
-  try {
-    return await f(tensors);
-  } finally {
-    for (const tensor of Object.values(tensors)) tensor?.destroy?.();
-  }
 }
 
 function normal() {
@@ -58,24 +54,59 @@ function readForm() {
   };
 }
 
-// What is wrong with the first field that the browser refuses.
-function complaint(form) {
+// An error that is the fault of the field with that name.
+const faultOf = (name, sentence) => Object.assign(new Error(sentence), {field: name});
+
+// Throws what is wrong with the first field that the browser refuses.
+function refuseFields(form) {
   const field = form.querySelector('input:invalid');
+  if (!field) return;
   const name = field.labels[0].firstChild.textContent.trim();
   const whole = field.step === 'any' ? '' : 'whole numbers, ';
   const range = field.max ? `${field.min} to ${field.max}` : field.min ? `${field.min} or more` : 'a number';
-  return `${name} is ${field.value || 'not a number'}; allowed: ${whole}${range}.`;
+  throw faultOf(field.name, `${name} is ${field.value || 'not a number'}; allowed: ${whole}${range}.`);
 }
 
-// A message if a tensor of the call is larger than the device's largest buffer, else null.
-function tooLarge(logitless, {tokens, hidden, vocab, dtype, gradients}) {
+function sentenceOf(error) {
+  // JavaScript throws a RangeError for an array that is too large.
+  if (error instanceof RangeError) return `This call is too large for this browser's memory (${error.message}).`;
+  if (error.code === 'device_error') return `The device did not run this call: ${error.message}`;
+  return error.message;
+}
+
+// Says what is wrong: below the row of the field at fault, or beside the button.
+function complain(form, error) {
+  // The library's messages begin with the option's name.
+  const option = error.message.match(/^\w+/)?.[0].replace(/_(\w)/g, (_, letter) => letter.toUpperCase());
+  const field = form.elements.namedItem(error.field ?? option ?? '');
+  at('progress').className = 'bad';
+  at('progress').textContent = field ? '' : sentenceOf(error);
+  if (!field) return;
+  const told = Object.assign(document.createElement('p'), {id: 'wrong', className: 'bad', textContent: sentenceOf(error)});
+  field.labels[0].after(told);
+  field.setAttribute('aria-invalid', 'true');
+  field.setAttribute('aria-describedby', told.id);
+  const folded = field.closest('details');
+  if (folded) folded.open = true;
+  field.focus();
+}
+
+function dropComplaint(form) {
+  at('wrong')?.remove();
+  for (const field of form.querySelectorAll('[aria-invalid]')) {
+    field.removeAttribute('aria-invalid');
+    field.removeAttribute('aria-describedby');
+  }
+}
+
+// Throws if a tensor of the call is larger than the device's largest buffer.
+function refuseSizes(logitless, {tokens, hidden, vocab, dtype, gradients}) {
   const most = logitless.device.limits.maxBufferSize;
   const bytes = dtype === 'f16' && !gradients ? 2 : 4;  // gradients are f32
-  for (const [what, rows, sizes] of [['hidden states', tokens, 'N or D'], ['vocabulary', vocab, 'V or D']]) {
+  for (const [name, what, rows, sizes] of [['tokens', 'hidden states', tokens, 'N or D'], ['vocab', 'vocabulary', vocab, 'V or D']]) {
     const size = rows * hidden * bytes;
-    if (size > most) return `This call is too large: its ${what} [${rows}, ${hidden}] take ${bytesText(size)}, and a buffer of this device holds ${bytesText(most)}. Choose a smaller ${sizes}.`;
+    if (size > most) throw faultOf(name, `This call is too large: its ${what} [${rows}, ${hidden}] take ${bytesText(size)}, and a buffer of this device holds ${bytesText(most)}. Choose a smaller ${sizes}.`);
   }
-  return null;
 }
 
 // Arrays of a random problem: logits of a few units, so that some tokens are likely and some are not.
@@ -109,17 +140,28 @@ function callOf(tensors, problem, workspace, rows) {
   };
 }
 
-// The greatest error of every output, as a share of the contract's bound; of a large call's first tokens.
+// The outputs in double precision, with bounds; null if they do not fit into the module's memory.
+function evaluated(logitless, call) {
+  try {
+    return logitless.evaluate({...call, bounds: true});
+  } catch (error) {
+    if (error.code !== 'internal') throw error;
+    return null;
+  }
+}
+
+// The greatest error of every output, as a share of the contract's bound, or null; of a large call's first tokens.
 async function judge(logitless, problem, arrays, shapes, tensors, workspace) {
   const {tokens, hidden, vocab, options, gradients, bias} = problem;
   const rows = Math.max(1, Math.min(tokens, Math.floor(CHECKED / (hidden * vocab))));
   const outputs = {loss: []};
   if (gradients) Object.assign(outputs, {gradInput: [rows, hidden], gradWeight: [vocab, hidden]}, bias ? {gradBias: [vocab]} : {});
-  const expected = logitless.evaluate({
+  const expected = evaluated(logitless, {
     kind: gradients ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward',
     tensors: {...arrays, input: arrays.input.subarray(0, rows * hidden), target: arrays.target.subarray(0, rows)},
-    shapes: {...shapes, input: [rows, hidden], target: [rows]}, outputs, bounds: true, ...options,
+    shapes: {...shapes, input: [rows, hidden], target: [rows]}, outputs, ...options,
   });
+  if (!expected) return null;
   const shares = {};
   let greatest = 0;
   await using(logitless.linearCrossEntropy(callOf(tensors, problem, workspace, rows)), async (result) => {
@@ -127,6 +169,7 @@ async function judge(logitless, problem, arrays, shapes, tensors, workspace) {
       const got = await result[name].read();
       let worst = 0;
       for (let i = 0; i < got.length; i++) {
+        if (!(Math.abs(value[i]) <= 3.4e38)) throw new Error(NOT_FINITE);
         const error = Math.abs(got[i] - value[i]);
         if (!(error <= 0)) worst = Math.max(worst, bound[i] > 0 ? error / bound[i] : Infinity, Number.isNaN(error) ? Infinity : 0);
         if (name !== 'loss') greatest = Math.max(greatest, error);
@@ -200,15 +243,16 @@ function sayMemory({tokens, vocab, gradients}, used, plan) {
 
 // After a refused call, an earlier call's results would mislead.
 function clearResults() {
+  fields.forget();
   at('results').hidden = true;
-  at('memory-chart').replaceChildren();
+  clearChart(at('memory-chart'));
   at('memory-note').textContent = '';
 }
 
 async function runOnce(logitless) {
   const problem = readForm();
-  const refusal = tooLarge(logitless, problem);
-  if (refusal) throw new Error(refusal);
+  const asIs = formText();
+  refuseSizes(logitless, problem);
   at('progress').textContent = 'making the inputs…';
   await drawn();
   const {arrays, shapes} = makeProblem(problem);
@@ -222,12 +266,15 @@ async function runOnce(logitless) {
         async (result) => ({loss: await result.loss.item(), used: result.workspaceBytes}));
     const {asked} = logitless.pipelines;
     const [{loss, used}, first] = await timed(() => showing(at('progress'), logitless, run));
+    if (!Number.isFinite(loss)) throw new Error(NOT_FINITE);
     at('results').hidden = false;
-    showLoss(problem, loss);
+    fields.keep(asIs);
+    showLoss(problem, loss, arrays.target);
     at('time').textContent = `the first call ${first.toFixed(1)} ms`;
     at('time-meaning').textContent = logitless.pipelines.asked > asked ? 'Most of it compiles shaders.' : '';
     at('check').textContent = 'computing…';
     at('check').className = '';
+    at('check-meaning').textContent = '';
     showMemory(logitless, problem, used);
     document.body.dataset.firstResult ??= String(performance.now());
     at('progress').textContent = 'three calls more…';
@@ -241,9 +288,9 @@ async function runOnce(logitless) {
   at('progress').textContent = '';
 }
 
-function showLoss({vocab, options}, loss) {
+function showLoss({vocab, options}, loss, targets) {
   at('loss').textContent = `${loss.toPrecision(8)} nats`;
-  at('loss-meaning').textContent =
+  at('loss-meaning').textContent = targets.every((target) => target < 0) ? 'Every token is ignored, so the loss is 0.' :
     `The ${options.reduction} over the tokens of −log p(target); a random guess costs ln ${vocab} = ${Math.log(vocab).toFixed(2)} a token.`;
 }
 
@@ -256,7 +303,14 @@ function showTime(logitless, {tokens, hidden, vocab, gradients}, best, first) {
     (isSoftware(logitless.device.adapterInfo) ? 'This adapter is software, on the CPU: it says nothing of a GPU.' : `The matrix products alone: ${rate.toPrecision(3)} GFLOP/s.`);
 }
 
-function showVerdict(problem, {rows, shares, greatestGradientError}) {
+function showVerdict(problem, judged) {
+  if (!judged) {
+    at('check').textContent = 'not checked';
+    at('check').className = 'soft';
+    at('check-meaning').textContent = "Double precision of this call takes more memory than WebAssembly has: choose a smaller V or D to check it.";
+    return;
+  }
+  const {rows, shares, greatestGradientError} = judged;
   const worst = Math.max(...Object.values(shares));
   const part = rows < problem.tokens ? ` (a call of the first ${rows} tokens)` : '';
   const bound = Object.assign(document.createElement('a'), {href: CONTRACT, textContent: "the contract's bound"});
@@ -302,26 +356,27 @@ async function start() {
     document.body.classList.add('off');
     return;
   }
-  const button = at('run');
+  const [button, form] = [at('run'), at('options')];
   const run = async () => {
     button.disabled = true;
+    dropComplaint(form);
     at('progress').className = 'soft';
     try {
-      if (!at('options').reportValidity()) throw new Error(complaint(at('options')));
+      refuseFields(form);
       await runOnce(await ready());
     } catch (error) {
       clearResults();
-      at('progress').className = 'bad';
-      // JavaScript throws a RangeError for an array that is too large.
-      at('progress').textContent = error instanceof RangeError ? `This call is too large for this browser's memory (${error.message}).` : error.message;
+      complain(form, error);
     }
     button.disabled = false;
   };
   button.addEventListener('click', run);
-  at('options').addEventListener('submit', (event) => event.preventDefault());
-  // Unfolds the options, because the browser cannot show an error in a hidden field.
-  at('more').addEventListener('invalid', () => (at('more').open = true), true);
-  prepareTraining(ready);
+  form.addEventListener('submit', (event) => event.preventDefault());
+  form.addEventListener('input', () => {
+    dropComplaint(form);
+    fields.look();
+  });
+  prepareTraining(ready, prepareScoring());
   await run();
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a visitor sees while a call runs: the shaders that are compiled so far, and the seconds.
+// What a visitor sees while a call runs: the shaders that are compiled so far, and the seconds. And whether the results
+// that stand are of the fields as they are now.
 
 const EVERY = 100;  // ms
 
@@ -22,4 +23,15 @@ export async function showing(element, logitless, work) {
   } finally {
     clearInterval(timer);
   }
+}
+
+// Shows `note` while now() is not what it was when the results were made: keep() is called with them, forget() without.
+export function watching(note, now) {
+  let kept = null;
+  const look = () => (note.hidden = kept === null || kept === now());
+  const keep = (value = now()) => {
+    kept = value;
+    look();
+  };
+  return {look, keep, forget: () => keep(null)};
 }

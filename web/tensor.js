@@ -17,6 +17,15 @@ export class LogitlessError extends Error {
   }
 }
 
+// Calls f with the tensors and destroys them.
+export async function using(tensors, f) {
+  try {
+    return await f(tensors);
+  } finally {
+    for (const tensor of Object.values(tensors)) tensor?.destroy?.();
+  }
+}
+
 // A strided view of a GPU buffer.
 export class Tensor {
   constructor(owner, buffer, shape, dtype, {byteOffset = 0, stride, owned = false} = {}) {

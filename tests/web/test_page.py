@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page and the example as a visitor sees them, in headless Chromium: a call that agrees with
-double precision, its memory, what every figure means, a model that learns, one screen in light and
-dark, a phone's width, a browser without WebGPU. Screenshots are left in out/web."""
+double precision, its memory, what every figure means, a model that learns, a text that it scores,
+a sentence for what is impossible, one screen in light and dark, a phone's width, a browser without
+WebGPU. Screenshots are left in out/web."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from operator import mul
 
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route
@@ -321,7 +325,8 @@ def test_light_and_dark_can_be_read(page: Page) -> None:
     page.wait_for_function("document.getElementById('start').textContent === 'Train'")
     page.set_viewport_size({"width": 1280, "height": 900})
     selectors = ["h1", "p", "label", "input", "select", "textarea", "button.main", "dt", "dd span"]
-    selectors += ["dd small", "a", "svg text", "#sample", "summary", "code"]
+    selectors += ["dd small", "a", "svg text", "#sample", "summary", "code", "#words span", "td"]
+    selectors += ["th", "#perplexity", *(f".p{shade}" for shade in range(5)), ".unknown"]
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         contrasts = page.evaluate(CONTRASTS, selectors)
@@ -331,6 +336,14 @@ def test_light_and_dark_can_be_read(page: Page) -> None:
         # WCAG AA requires a contrast of 4.5
         assert min(contrasts.values()) >= 4.5, (scheme, contrasts)
         page.screenshot(path=SCREENSHOTS / f"{scheme}.png", full_page=True)
+    page.fill("[name=tokens]", "0")
+    page.fill("#score-text", "")
+    page.click("#run")
+    page.wait_for_selector("#wrong")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        contrasts = page.evaluate(CONTRASTS, ["#wrong", "#score-state.bad"])
+        assert contrasts["#wrong"] >= 4.5 and contrasts["#score-state.bad"] >= 4.5, scheme
 
 
 def test_what_the_model_writes_appears_as_it_trains(page: Page) -> None:
@@ -393,7 +406,9 @@ def test_a_refused_option_is_told(page: Page) -> None:
     page.wait_for_selector("[name=temperature]:invalid")
     page.evaluate("document.querySelector('[name=temperature]').removeAttribute('min')")
     page.click("#run")
-    page.wait_for_function("/temperature/.test(document.getElementById('progress').textContent)")
+    page.wait_for_function(
+        "/^temperature is -1;/.test(document.getElementById('wrong')?.textContent)"
+    )
 
 
 REFUSED: list[tuple[dict[str, str], str]] = [
@@ -418,13 +433,143 @@ def test_what_is_refused_is_said_and_leaves_no_results(page: Page) -> None:
         for name, value in fields.items():
             page.fill(f"[name={name}]", value)
         page.click("#run")
-        page.wait_for_function("document.getElementById('progress').className === 'bad'")
-        assert re.search(said, page.inner_text("#progress")), page.inner_text("#progress")
+        page.wait_for_selector("#wrong")
+        assert re.search(said, page.inner_text("#wrong")), page.inner_text("#wrong")
         assert not page.is_visible("#results")
+        page.set_viewport_size({"width": 1000, "height": 900})  # redraws charts that stand
+        page.set_viewport_size({"width": 1280, "height": 900})
+        page.evaluate("new Promise((drawn) => requestAnimationFrame(() => setTimeout(drawn)))")
         assert page.locator("#memory-chart *").count() == 0
         assert page.inner_text("#memory-note") == ""
         assert run(page, **before).startswith("within")
         assert page.is_visible("#results") and page.inner_text("#memory-note")
+        assert page.locator("#wrong").count() == 0
+
+
+# Every number of the form, and what it must not be; besides nothing, and what is no number.
+IMPOSSIBLE = {
+    "tokens": ["0", "-3", "65537", "1.5", "1e400"],
+    "hidden": ["0", "-64", "16385", "0.1"],
+    "vocab": ["0", "-1", "1000001", "8192.5"],
+    "labelSmoothing": ["-0.1", "1.1", "1e-50"],
+    "zLoss": ["-1", "1e39", "1e-46"],
+    "softcap": ["-3", "1e39", "1e-40"],
+    "logitScale": ["1e39", "1e-46"],
+    "temperature": ["0", "-1", "1e39"],
+    "ignored": ["-1", "101", "0.5"],
+}
+
+
+def test_every_impossible_number_gets_a_sentence_at_its_field(page: Page) -> None:
+    judged(page)
+    numbers = page.eval_on_selector_all("input[type=number]", "all => all.map((e) => e.name)")
+    assert [*numbers] == [*IMPOSSIBLE]
+    for name, values in IMPOSSIBLE.items():
+        page.evaluate("document.querySelector('details').open = true")
+        field = page.locator(f"[name={name}]")
+        before = field.input_value()
+        label = field.evaluate("e => e.labels[0].firstChild.textContent.trim()")
+        for value in ["", "-e", *values]:
+            field.fill("" if value == "-e" else value)
+            if value == "-e":
+                field.press_sequentially(value)
+            page.evaluate("document.querySelector('details').open = false")
+            page.click("#run")
+            page.wait_for_selector("#wrong")
+            said = page.inner_text("#wrong")
+            snake = re.sub("[A-Z]", lambda c: f"_{c[0].lower()}", name)
+            assert re.match(f"({re.escape(label)}|{snake}) is .*; allowed: ", said), said
+            described = field.get_attribute("aria-describedby")
+            assert page.locator("#wrong").evaluate(
+                "(e, name) => e.previousElementSibling.querySelector('input').name === name", name
+            )
+            assert described == "wrong" and field.get_attribute("aria-invalid") == "true"
+            assert field.evaluate("e => document.activeElement === e") and field.is_visible()
+            assert page.inner_text("#progress") == "" and page.is_hidden("#results")
+        field.fill(before)
+        assert page.locator("#wrong").count() == 0  # the complaint goes as the field is changed
+        assert field.get_attribute("aria-invalid") is None
+
+
+def test_numbers_beyond_f32_are_told(page: Page) -> None:
+    judged(page)
+    for option, usual in (("logitScale", "1"), ("zLoss", "0")):
+        page.evaluate("document.querySelector('details').open = true")
+        page.fill(f"[name={option}]", "1e38")
+        page.click("#run")
+        page.wait_for_function("document.getElementById('progress').className === 'bad'")
+        assert page.inner_text("#progress").startswith("The numbers of this call pass f32's larg")
+        assert page.is_hidden("#results")
+        assert re.fullmatch(r"[\d.]+ nats", page.text_content("#loss"))  # nothing else was shown
+        assert run(page, **{option: usual}).startswith("within")
+    # a loss in f32 with a gradient beyond: lse is 0.61, the weight 1.1
+    page.evaluate("Math.random = () => 0.8")
+    for name, value in {"tokens": "1", "hidden": "1", "vocab": "1", "zLoss": "3e38"}.items():
+        page.fill(f"[name={name}]", value)
+    page.click("#run")
+    page.wait_for_function("document.getElementById('progress').className === 'bad'")
+    assert page.text_content("#loss").endswith("e+38 nats")
+    assert page.is_hidden("#results")
+
+
+def test_a_loss_of_no_token_is_told(page: Page) -> None:
+    judged(page)
+    run(page, ignored="100")
+    assert page.inner_text("#loss-meaning") == "Every token is ignored, so the loss is 0."
+
+
+def test_results_of_other_fields_are_marked(page: Page) -> None:
+    judged(page)
+    page.evaluate("document.querySelector('details').open = true")
+    for field, other, own in (("[name=vocab]", "300", "512"), ("[name=reduction]", "sum", "mean")):
+        assert page.is_hidden("#changed")
+        for value, is_marked in ((other, True), (own, False), (other, True)):
+            if "reduction" in field:
+                page.select_option(field, value)
+            else:
+                page.fill(field, value)
+            assert page.is_visible("#changed") == is_marked
+        run(page)
+    assert page.is_hidden("#changed")
+    page.fill("[name=vocab]", "0")
+    assert page.is_visible("#changed")
+    page.click("#run")
+    page.wait_for_selector("#wrong")
+    assert page.is_hidden("#changed")  # nothing stands that could be marked
+
+
+# What makes a call fail, and what the visitor reads then.
+TOO_LARGE = [
+    ("Float32Array.from = () => { throw new RangeError('Array buffer allocation failed'); }",
+     r"^This call is too large for this browser's memory \(Array buffer allocation failed\)\.$"),
+    ("GPUDevice.prototype.createBuffer = () => { throw new Error('out of memory'); }",
+     r"^The device did not run this call: a tensor \[\d+,\d+\] of \d+ bytes: out of memory$"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "said"), TOO_LARGE, ids=["browser", "device"])
+def test_a_call_that_memory_does_not_hold(page: Page, fault: str, said: str) -> None:
+    judged(page)
+    page.evaluate(f"() => {{ {fault} }}")
+    page.click("#run")
+    page.wait_for_function("document.getElementById('progress').className === 'bad'")
+    assert re.search(said, page.inner_text("#progress")), page.inner_text("#progress")
+    assert page.is_hidden("#results")
+
+
+def test_a_call_too_large_for_double_precision_is_not_checked(page: Page) -> None:
+    judged(page)
+    page.evaluate(
+        """async () => {
+          const {Logitless, LogitlessError} = await import('/logitless.js');
+          Logitless.prototype.evaluate = () => {
+            throw new LogitlessError('internal', 'the module stopped');
+          };
+        }"""
+    )
+    assert run(page) == "not checked"
+    assert "more memory than WebAssembly has" in page.inner_text("#check-meaning")
+    assert "nats" in page.inner_text("#loss")
 
 
 def test_where_nothing_is_saved_that_is_said(page: Page) -> None:
@@ -483,6 +628,17 @@ def test_a_lost_device_is_told_and_the_next_run_takes_a_new_one(
     page.evaluate("devices[1].destroy()")
     page.click("#start")  # training, too, gets a new device
     page.wait_for_function("/^step \\d/.test(document.getElementById('state').textContent)")
+    page.wait_for_selector("#scored:not([hidden])")
+    page.evaluate("devices[2].destroy()")  # while it trains
+    page.wait_for_function("document.getElementById('state').className === 'bad'")
+    assert page.is_hidden("#scored") and page.is_hidden("#written")
+    trained(page)
+    page.evaluate("devices[3].destroy()")  # when it is trained
+    page.wait_for_selector("#lost:not([hidden])")
+    put(page, "score-text", "the loss")
+    page.wait_for_function("document.getElementById('score-state').className === 'bad'")
+    assert page.inner_text("#score-state").endswith("Train the model again.")
+    assert page.is_hidden("#scored")
     page.close()
 
 
@@ -508,17 +664,302 @@ def test_a_refused_run_keeps_no_tensor(page: Page) -> None:
     page.evaluate("document.querySelector('[name=labelSmoothing]').removeAttribute('max')")
     page.fill("[name=labelSmoothing]", "3")
     page.click("#run")
-    page.wait_for_function(
-        "/label_smoothing/.test(document.getElementById('progress').textContent)"
-    )
+    page.wait_for_function("/label_smoothing/.test(document.getElementById('wrong')?.textContent)")
     assert page.evaluate("alive") == 0
 
 
-def test_a_text_too_short_to_train_on(page: Page) -> None:
-    judged(page)
-    page.fill("#text", "two words")
+def trained(page: Page, steps: int = 1) -> None:
+    """Trains the model for that many steps or a few more."""
     page.click("#start")
-    page.wait_for_function("/too short/.test(document.getElementById('state').textContent)")
+    said = "document.getElementById('perplexity').textContent.match(/after ([\\d,]+) step/)"
+    page.wait_for_function(f"Number({said}?.[1].replace(',', '')) >= {steps}")
+    page.click("#start")
+    page.wait_for_function("document.getElementById('start').textContent === 'Train'")
+
+
+def put(page: Page, field: str, text: str) -> None:
+    """Pastes a text, however long."""
+    page.evaluate(
+        """([id, text]) => {
+          document.getElementById(id).value = text;
+          document.getElementById(id).dispatchEvent(new Event('input', {bubbles: true}));
+        }""",
+        [field, text],
+    )
+
+
+NOT_TRAINED = [
+    ("", False, r"^The text has 0 words; training takes at least 10 words\.$"),
+    (" \n ", True, r"^The text has 1 letter; training takes at least 10 letters\.$"),
+    ("word", False, r"^The text has 1 word; "),
+    ("two words", False, r"^The text has 2 words; "),
+    ("two words", True, r"^The text has 9 letters; "),
+    ("the " * 20, False, r"^The text repeats one word; training takes at least two different ones"),
+    ("a" * 20, True, r"^The text repeats one letter; "),
+    ("a " * 1_000_001, False, r"^The text has 2,000,002 characters; at most 2,000,000 characters "),
+]
+
+
+def test_a_text_that_cannot_be_trained_on(page: Page) -> None:
+    judged(page)
+    good = page.input_value("#text")
+    trained(page)
+    for text, letters, said in NOT_TRAINED:
+        if page.is_hidden("#scored"):
+            page.set_checked("#letters", False)
+            put(page, "text", good)
+            trained(page)
+        assert page.is_visible("#written") and page.locator("#loss-chart *").count() > 0
+        page.set_checked("#letters", letters)
+        put(page, "text", text)
+        page.click("#start")
+        page.wait_for_function("document.getElementById('state').className === 'bad'")
+        assert re.search(said, page.inner_text("#state")), page.inner_text("#state")
+        page.set_viewport_size({"width": 1000, "height": 900})  # redraws charts that stand
+        page.set_viewport_size({"width": 1280, "height": 900})
+        page.evaluate("new Promise((drawn) => requestAnimationFrame(() => setTimeout(drawn)))")
+        assert page.locator("#loss-chart *").count() == 0
+        assert page.is_hidden("#written") and page.is_hidden("#scored")
+        assert page.is_hidden("#text-changed")
+        assert page.inner_text("#score-state").startswith("Train a model above first")
+
+
+def test_a_model_of_another_text_is_marked(page: Page) -> None:
+    judged(page)
+    put(page, "text", page.input_value("#text") + " More.")
+    assert page.is_hidden("#text-changed")  # there is no model yet
+    trained(page)
+    text = page.input_value("#text")
+    for change, restore in (
+        (lambda: page.fill("#text", "another"), lambda: page.fill("#text", text)),
+        (lambda: page.check("#letters"), lambda: page.uncheck("#letters")),
+    ):
+        assert page.is_hidden("#text-changed")
+        change()
+        assert page.is_visible("#text-changed")
+        restore()
+    assert page.is_hidden("#text-changed")
+
+
+@pytest.fixture
+def open_model(browser: BrowserContext, small: None) -> Iterator[None]:
+    """The page's model in a global variable, for the tests to compute its scores themselves."""
+
+    def expose(route: Route) -> None:
+        text = route.fetch().text()
+        assert text.count("    this.steps = 0;\n") == 1
+        body = text.replace(
+            "    this.steps = 0;\n", "    this.steps = 0; globalThis.model = this;\n"
+        )
+        route.fulfill(body=body, content_type="text/javascript")
+
+    browser.route("**/model.js", expose)
+    yield
+    browser.unroute("**/model.js")
+
+
+class Exact:
+    """The page's model in double precision, by plain loops, from its tables and weights."""
+
+    def __init__(self, page: Page) -> None:
+        numbers = json.loads(
+            page.evaluate(
+                """async () => JSON.stringify({
+                  vocabulary: model.vocabulary, tables: model.tables.map((t) => [...t]),
+                  weight: [...await model.weight.read()], bias: [...await model.bias.read()],
+                })"""
+            )
+        )
+        self.vocabulary: list[str] = numbers["vocabulary"]
+        self.tables, self.weight, self.bias = (numbers[k] for k in ("tables", "weight", "bias"))
+        self.hidden = len(self.weight) // len(self.bias)
+
+    def logits(self, before: list[str]) -> list[float]:
+        """Of the word that follows."""
+        known = self.vocabulary
+        rows = [(c, known.index(w)) for c, w in enumerate(before[::-1][:3]) if w in known]
+        size = self.hidden
+        h = [math.tanh(sum(self.tables[c][t * size + d] for c, t in rows)) for d in range(size)]
+        heads = (self.weight[j * size : (j + 1) * size] for j in range(len(known)))
+        return [b + sum(map(mul, h, w)) for b, w in zip(self.bias, heads, strict=True)]
+
+
+def table_of(page: Page) -> list[list[str]]:
+    rows = "all => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    return page.eval_on_selector_all("#scores tr", rows)
+
+
+def scored(page: Page, text: str) -> list[list[str]]:
+    """The table of a text, once it is scored."""
+    put(page, "score-text", text)
+    page.wait_for_function(
+        """(text) => document.getElementById('words').textContent === text &&
+          document.getElementById('scored').className === ''""",
+        arg=text,
+    )
+    return table_of(page)
+
+
+TEXTS = {
+    False: "The loss needs a GIRAFFE, and the model learns\n the cat's table.  Nobody needs it",
+    True: "The loss needs Ümläuts, 17 of them.",
+}
+
+
+@pytest.mark.parametrize("letters", [False, True])
+def test_a_score_is_that_of_the_exact_model(open_model: None, page: Page, letters: bool) -> None:
+    judged(page)
+    page.set_checked("#letters", letters)
+    trained(page, 25)
+    text = TEXTS[letters]
+    rows = scored(page, text)
+    exact = Exact(page)
+    pieces = [w.lower() for w in (text if letters else re.findall(r"[\w']+|[^\w\s]", text))]
+    spans = page.locator("#words span").all()
+    assert [row[0] for row in rows] == [w.replace(" ", "␣") for w in pieces]
+    losses = []
+    for i, (piece, row, span) in enumerate(zip(pieces, rows, spans, strict=True)):
+        if piece not in exact.vocabulary:
+            assert row[1:] == ["unknown", *3 * ["\u2013"]]
+            assert span.get_attribute("class") == "unknown"
+            continue
+        z = exact.logits(pieces[:i])
+        at = exact.vocabulary.index(piece)
+        lse = max(z) + math.log(sum(math.exp(x - max(z)) for x in z))
+        losses.append(lse - z[at])
+        assert float(row[2]) == pytest.approx(z[at] - lse, abs=2e-3), (i, piece)
+        p = math.exp(z[at] - lse)
+        assert float(row[1].split()[0]) == pytest.approx(100 * p, rel=0.06, abs=0.51 * (p > 0.09))
+        above = [sum(x > z[at] + margin for x in z) for margin in (1e-4, -1e-4)]
+        assert above[0] + 1 <= int(row[3]) <= max(1, above[1]), (i, piece)
+        assert z[exact.vocabulary.index(row[4].replace("␣", " "))] >= max(z) - 1e-4
+        assert span.get_attribute("title") == f"{row[1]}, rank {row[3]} of {len(z)}"
+        shade = sum(p < level for level in (0.5, 0.1, 0.01, 0.001))
+        near = min(abs(math.log(p / level)) for level in (0.5, 0.1, 0.01, 0.001)) < 1e-3
+        assert near or span.get_attribute("class") == f"p{shade}"
+    assert 5 < len(losses) < len(pieces)
+    said = page.inner_text("#perplexity")
+    noun = "letters" if letters else "words"
+    found = re.match(
+        rf"Perplexity ([\d.e+]+) over {len(losses)} {noun}, after (\d+) steps of", said
+    )
+    assert found is not None, said
+    assert float(found[1]) == pytest.approx(math.exp(sum(losses) / len(losses)), rel=0.01)
+    assert f"step {found[2]}, " in page.inner_text("#state")
+    assert said.endswith(f"A blind guess among the {len(z)} {noun} it knows would have {len(z)}.")
+    unknown = ", ".join(dict.fromkeys(w for w in pieces if w not in exact.vocabulary))
+    assert page.inner_text("#unknown").startswith(f"Unknown to the model: {unknown}. What is unkn")
+
+
+NOT_SCORED = [
+    ("", r"^There is no word to score: type or paste a text\.$"),
+    (" \n\t ", r"^There is no word to score"),
+    ("giraffes eat acacias", r"^The model knows no word of this text, so nothing can be scored: "),
+    ("word " * 4097, r"^The text has 4,097 words; at most 4,096 words are scored at once\.$"),
+    ("a " * 1_000_001, r"^The text has 2,000,002 characters; at most 2,000,000 characters can "),
+]
+
+
+def test_a_text_that_cannot_be_scored(page: Page) -> None:
+    judged(page)
+    state = "document.getElementById('score-state')"
+    assert page.inner_text("#score-state") == (
+        "Train a model above first: then every word here gets its probability."
+    )
+    put(page, "score-text", "")
+    assert page.inner_text("#score-state").startswith("Train a model above first")
+    assert page.is_hidden("#scored")
+    put(page, "score-text", "the")
+    trained(page)
+    for text, said in NOT_SCORED:
+        assert len(scored(page, "the")) == 1  # one word is enough
+        assert "over 1 word, " in page.inner_text("#perplexity")
+        assert page.is_visible("#scored") and page.is_hidden("#unknown")
+        put(page, "score-text", text)
+        page.wait_for_function(f"{state}.className === 'bad'")
+        assert re.search(said, page.inner_text("#score-state")), page.inner_text("#score-state")
+        assert page.is_hidden("#scored")
+    rows = scored(page, " ".join(f"the unknown{i}" for i in range(10)))
+    assert len(rows) == 20
+    assert "unknown6, unknown7 and 2 more. What is" in page.inner_text("#unknown")
+
+
+def test_no_score_outlives_its_text_or_its_model(page: Page) -> None:
+    judged(page)
+    trained(page)
+    scored(page, "the model reads the table")
+    seen = """(() => {
+      const shown = getComputedStyle(document.getElementById('words'));
+      return document.getElementById('scored').hidden || shown.visibility === 'hidden';
+    })()"""
+    # as soon as the text is another, and through a text that is replaced while it is scored
+    page.evaluate(
+        """() => {
+          globalThis.shown = [];
+          const words = document.getElementById('words');
+          const note = () => shown.push(words.textContent);
+          new MutationObserver(note).observe(words, {childList: true});
+        }"""
+    )
+    put(page, "score-text", "the loss")
+    assert page.evaluate(seen) or page.inner_text("#words") == "the loss"
+    hidden = f"""() => {{
+      const field = document.getElementById('score-text');
+      const put = (text) => {{ field.value = text; field.dispatchEvent(new Event('input')); return {seen}; }};
+      return [put('a window'), put('the gradient'), put('every position')];
+    }}"""  # noqa: E501
+    assert page.evaluate(hidden) == [True, True, True]
+    scored(page, "the last word")
+    shown = page.evaluate("shown")
+    assert "a window" not in shown and "the gradient" not in shown
+    # it follows the model as it trains, and goes with it
+    page.evaluate("document.getElementById('perplexity').textContent = ''")
+    assert page.evaluate(f"() => {{ document.getElementById('start').click(); return {seen}; }}")
+    steps = "document.getElementById('perplexity').textContent.match(/after (\\d+) step/)?.[1]"
+    for after in ("1", "25", "50"):
+        page.wait_for_function(f"{steps} === '{after}'")
+    page.click("#start")
+    page.wait_for_function("document.getElementById('start').textContent === 'Train'")
+    last = page.evaluate(steps)
+    assert page.inner_text("#state").startswith(f"step {last}, ")
+    assert page.inner_text("#words") == "the last word"
+
+
+def test_words_of_every_script_are_read(page: Page) -> None:
+    """Accents that are characters of their own belong to their word; upper case is lower case."""
+    judged(page)
+    put(page, "text", "नमस्ते दुनिया, cafe\u0301 İSTANBUL! " * 4)
+    trained(page)
+    rows = scored(page, "CAFE\u0301 istanbul <b>नमस्ते</b> İstanbul")
+    words = ["cafe\u0301", "istanbul", "<", "b", ">", "नमस्ते", "<", "/", "b", ">", "i̇stanbul"]
+    assert [row[0] for row in rows] == words
+    known = [row[0] for row in rows if row[1] != "unknown"]
+    assert known == ["cafe\u0301", "नमस्ते", "i̇stanbul"]
+
+
+@pytest.mark.parametrize("width", [1280, 390, 320])
+def test_no_width_scrolls_sideways(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    judged(page)
+    trained(page)
+    scored(page, "the " + 300 * "w" + " table " * 40)
+    page.evaluate("for (const e of document.querySelectorAll('details')) e.open = true")
+    fits = "document.documentElement.scrollWidth <= innerWidth"
+    assert page.evaluate(fits)
+    named = page.inner_text("#unknown")
+    assert named.startswith(f"Unknown to the model: {30 * 'w'}…. What is unknown")
+    inside = page.eval_on_selector_all(
+        "section *:not(.wide *)",
+        """all => all.filter((e) => e.getBoundingClientRect().right > innerWidth)
+          .map((e) => e.outerHTML.slice(0, 80))""",
+    )
+    assert inside == []
+    page.screenshot(path=SCREENSHOTS / f"score{width}.png", full_page=True)
+    page.fill("[name=hidden]", "16384")
+    page.fill("[name=vocab]", "1000000")
+    page.click("#run")
+    page.wait_for_selector("#wrong")
+    assert page.evaluate(fits)
 
 
 def test_a_phones_width(page: Page, web_origin: str) -> None:
