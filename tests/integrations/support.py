@@ -22,7 +22,8 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 STEPS = 20
 VOCAB, HIDDEN, LENGTH = 61, 16, 12
 PACKAGES = (
-    "torch", "transformers", "accelerate", "peft", "lm_eval", "lightning", "jax", "flax", "optax",
+    "torch", "transformers", "accelerate", "peft", "trl", "lm_eval", "lightning", "jax", "flax",
+    "optax",
 )  # fmt: skip
 LOSSES = (_abi.LINEAR_CROSS_ENTROPY_FORWARD, _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD)
 
