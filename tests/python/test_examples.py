@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def test_bf16_training_is_no_worse_on_held_out_text(device: str, ids: torch.Tens
     assert held_out["logitless"] <= held_out["plain"] + 0.01, held_out
 
 
-def run(example: str, *arguments: str) -> str:
+def run(example: str, *arguments: str, code: int = 0) -> str:
     """The example's output. It has one thread: models this small gain nothing by more."""
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
@@ -68,7 +69,7 @@ def run(example: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
@@ -97,3 +98,21 @@ def test_a_jax_model() -> None:
     pytest.importorskip("jax")
     out = run("jax_head.py", "--steps", "10", "--batch", "256", "--hidden", "32")
     assert float(out.rsplit(":", 1)[1]) < 1e-4, out
+
+
+def test_a_jax_model_on_a_mesh() -> None:
+    pytest.importorskip("jax")
+    on_four = ("--mesh", "2x2", "--cpu-devices", "4")
+    out = run("jax_mesh.py", *on_four, "--steps", "20", "--compare", "1e-5")
+    meshes = re.findall(r"\{(.*)\}: a device holds \[(\d+), 64\] of the head \[(\d+), 64\]", out)
+    assert [mesh for mesh, *_ in meshes] == ["'data': 2, 'vocab': 2", "'data': 1, 'vocab': 1"], out
+    assert [int(vocab) // int(rows) for _, rows, vocab in meshes] == [2, 1], out
+    first, second, *alone = (float(loss) for loss in re.findall(r": loss (\S+),", out))
+    assert second < first - 0.5 and len(alone) == 2, "it learns"
+
+
+@pytest.mark.slow
+def test_a_difference_on_a_mesh_is_an_error() -> None:
+    pytest.importorskip("jax")
+    one_step = ("--mesh", "1x2", "--cpu-devices", "2", "--steps", "1")
+    assert "largest difference" in run("jax_mesh.py", *one_step, "--compare", "-1", code=1)
