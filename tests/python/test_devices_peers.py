@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ranks
 from logitless.torch import Split, linear_cross_entropy, linear_logprob
@@ -227,6 +228,20 @@ def test_room_grows_where_it_must() -> None:
     assert grown.has(small) and grown.has(large)
     assert grown.sums == small.sums and grown.parts >= 1.5 * small.parts
     assert grown.parts % 256 == 0
+
+
+def test_a_trace_is_seen_where_torch_does_not_tell() -> None:
+    """PyTorch before 2.13 traces backwards without `is_compiling`."""
+    seen = []
+
+    def traced(x: Tensor) -> Tensor:
+        seen.append(overlapped.is_traced())
+        return x * 2
+
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: False):
+        make_fx(traced)(torch.ones(2))
+        traced(torch.ones(2))
+    assert seen == [True, False]
 
 
 def test_runs_cover_every_token_once() -> None:

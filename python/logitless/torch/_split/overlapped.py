@@ -34,6 +34,16 @@ def _on_gpu(rows: Tensor) -> bool:
     return rows.is_cuda
 
 
+def is_traced() -> bool:
+    """Whether a compiler is tracing the call. Before PyTorch 2.13 `is_compiling` is False while a
+    backward is traced."""
+    if torch.compiler.is_compiling():
+        return True
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
 def gradients(
     shard: Shard, shape: torch.Size, dtype: torch.dtype, inputs: Any, options: Options,
     memory: int | None, wanted: int, upstream: Upstream, kept: Sequence[Tensor | None] | None,
@@ -48,7 +58,7 @@ def gradients(
         *_ops.arguments(inputs, options, memory, wanted, *upstream, *own_kept),
         shard.group, shard.rank, shard.size, shape, shard.sequence_dim, dtype,
         # A compiled function may run in a CUDA graph's memory pool, in which none may be made.
-        not torch.compiler.is_compiling(),
+        not is_traced(),
     )  # fmt: skip
     return made[0].view(shape), made[1], made[2]
 
