@@ -354,6 +354,24 @@ TEST_P(TopK, RisingAndFallingLogits) {
   }
 }
 
+// A vocabulary of several blocks and of more segments than a thread block has threads, and several
+// chunks of tokens.
+TEST_P(TopK, ManyBlocks) {
+  struct Plan {
+    Shape shape;
+    int64_t k;
+    Memory memory;
+  };
+  constexpr Plan plans[] = {{{2, 4, 400000}, 256, Memory::recommended},
+                            {{2, 4, 100000}, 20, Memory::minimum},
+                            {{600, 4, 1500}, 256, Memory::minimum},
+                            {{1100, 4, 700}, 32, Memory::recommended}};
+  for (const auto& [shape, k, memory] : plans) {
+    const Case c = plain(shape, k);
+    expect_judged(build<Forward>(c), describe(c) + " k = " + std::to_string(k), {.memory = memory});
+  }
+}
+
 TEST_P(TopK, InfiniteLogitsAreOrdinary) {
   constexpr int64_t v = 300;
   for (const int64_t k : {3, 20, 256}) {

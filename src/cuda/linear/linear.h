@@ -172,6 +172,10 @@ Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const Linear
 void finish_rows(const LinearWork& work, bool with_factors, const std::array<Panel, 2>& kept,
                  bool scales);
 
+// list_block.cu: merges a block of logits, raw or `mapped` to z, into the rows' lists of largest
+// logits. The block starts at a partial sum, each of `segment` columns.
+void list_block(const LinearWork& work, const Block& block, int64_t segment, bool mapped);
+
 // Writes the targets' logits, if no other output is requested.
 void write_targets(const LinearWork& work);
 

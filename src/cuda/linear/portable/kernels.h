@@ -11,8 +11,6 @@ namespace logitless::cuda {
 bool exponentials_start_early(const DeviceInfo& device, Stream* stream);
 void exponentials(const LinearWork& work, const Block& block, bool partial_sums, const Panel& panel,
                   bool early);
-// block_top.cu: merges the block into the rows' lists of largest logits.
-void list_block(const LinearWork& work, const Block& block);
 // block_gradients.cu: dz times the map's slope, from finished states.
 void block_gradients(const LinearWork& work, const Block& block, const Panel& panel);
 

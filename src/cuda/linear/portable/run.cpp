@@ -62,7 +62,7 @@ class PortableRun final : public LinearRun {
     for_each_block(0, work_.call.shape.vocab, [&](const Block& block) {
       const bool stores = block.column < stored.columns;
       exponentials(work_, block, true, stores ? stored : Panel{}, early);
-      if (work_.call.top) list_block(work_, block);
+      if (work_.call.top) list_block(work_, block, segment_columns, false);
     });
   }
 

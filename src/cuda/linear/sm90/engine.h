@@ -27,6 +27,7 @@ class HopperEngine final : public tiled::TiledEngine {
   const char* name() const override { return "sm90"; }
   bool serves(const DeviceInfo& device) const override;
   bool serves(const Call& op, const LinearShape& shape) const override;
+  bool lists_logits() const override { return true; }
   bool is_batch_invariant() const override { return true; }
   bool finds_maximum(const LinearShape& s) const override { return s.sums.has(SumKind::maximum); }
   DeviceSpeed speed(const DeviceInfo& device) const override;

@@ -87,7 +87,8 @@ Set choose_set(const Arguments& a) {
   const bool weighted = is_dz ? o.smoothing : a.partials.weighted != nullptr;
   const Partials& p = a.partials;
   const bool entropy = is_dz ? o.entropy : p.shifted != nullptr || p.argmax != nullptr;
-  const bool extra = !is_dz && (p.squared != nullptr || p.above != nullptr);
+  const bool lists = kMode == Mode::sums && a.panel.data != nullptr;
+  const bool extra = !is_dz && (p.squared != nullptr || p.above != nullptr || lists);
   const bool bias = o.bias != nullptr, map = !o.map.identity || o.row_map != nullptr;
   const bool alone = !extra && !entropy && bias + map + weighted == 1;
   if (extra || (o.row_map != nullptr && (!alone || o.map.capped))) {
@@ -109,7 +110,9 @@ void launch_options(const LinearWork& work, const Arguments& arguments) {
     // f16 has no kernels for single options.
     const Partials& p = arguments.partials;
     const bool maps = arguments.options.row_map != nullptr;
-    const bool more = maps || (kMode != Mode::dz && (p.squared != nullptr || p.above != nullptr));
+    const bool lists = kMode == Mode::sums && arguments.panel.data != nullptr;
+    const bool more =
+        maps || lists || (kMode != Mode::dz && (p.squared != nullptr || p.above != nullptr));
     if constexpr (kMode != Mode::sums_e) {  // f16 keeps no E with a softcap
       if (arguments.options.map.capped) {
         if (more) return launch_with(std::integral_constant<Set, more_capped>{});
@@ -294,6 +297,9 @@ void HopperEngine::logits(const LinearWork& work, int64_t first, int64_t columns
   const auto& [call, plan, m, device, stream, chunk] = work;
   Arguments arguments = make_arguments(call, plan, m, chunk, first, columns, panel);
   arguments.partials = make_second_sums(work, arguments);
+  if (call.top) {
+    arguments.panel = {reinterpret_cast<char*>(m.logits), plan.block_columns, first, columns};
+  }
   if (call.shape.dtype == DType::f16) {
     if (panel.data == nullptr) return launch<__half, Mode::sums>(work, arguments);
     return launch<__half, Mode::sums_e>(work, arguments);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // On Hopper a kernel multiplies and uses the logits at once: input [N, D] . weight [V, D]^T in
-// tiles of 256 tokens x 192 columns. Only one of its modes writes logits to memory:
+// tiles of 256 tokens x 192 columns. Two of its modes can write logits to memory:
 //   sums     sum of exponentials of every row and tile (192 columns), and its reference,
-//            the anchor or a maximum, the target's left out
+//            the anchor or a maximum, the target's left out; for top-k also z in f32
 //   sums_e   the same, and E = exp(z - z_target) times the softcap's slope in bf16; for f16 inputs
 //            the code of E (numbers.cuh)
 //   sums_kept  the same without the softcap's slope, and near the cap the distance to it
@@ -46,9 +46,9 @@ struct Arguments {
   int32_t left_rows;  // rows of the left operand that are copied for a tile
   Partials partials;
   const float* target_logit;
-  const RowGradient* gradients;   // for dz only
-  const float* target_gradient;   // for dz only
-  Panel panel;                    // written by every mode except sums; f32 for `logits`
+  const RowGradient* gradients;  // for dz only
+  const float* target_gradient;  // for dz only
+  Panel panel;  // written by every mode; f32 for `logits`, and for `sums`, which need none
   int64_t first_column, columns;  // of the vocabulary
   int64_t panel_end;              // whole blocks are written: zeros follow the last column
   int32_t depth_tiles;

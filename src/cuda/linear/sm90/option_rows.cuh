@@ -10,7 +10,7 @@
 namespace logitless::cuda::sm90 {
 
 // A kernel is compiled for one of these: a single option, or any options, with or without a
-// softcap. `more` adds squares, rank and maps per row, which take registers.
+// softcap. `more` adds squares, rank, maps per row and z for top-k, which take registers.
 enum class Set { capped, biased, smoothed, scaled, any, any_capped, more, more_capped };
 template <Set kSet>
 constexpr bool has_more = kSet == Set::more || kSet == Set::more_capped;

@@ -79,6 +79,23 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
   }
 }
 
+// Stores z of 64 columns for top-k; the list takes the target's from elsewhere.
+__device__ inline void store_logits(const float (&d)[96], const HalfRows& rows, const Arguments& a,
+                                    int valid, int column) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int row = rows.row + 8 * h;
+    asm volatile("" : "+r"(row));  // keeps the addresses out of registers until now
+    if (row >= valid) continue;
+    const int64_t from = row * a.panel.pitch + (column - a.panel.first) + 2 * (threadIdx.x % 4);
+    float* to = reinterpret_cast<float*>(a.panel.data) + from;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      *reinterpret_cast<float2*>(to + 8 * n) = {d[4 * n + 2 * h], d[4 * n + 2 * h + 1]};
+    }
+  }
+}
+
 template <class T, Mode kMode, Set kSet>
 __device__ inline void finish_half(float (&d)[96], const RowData& data, int row, int part,
                                    int column_tile, const Arguments& a, int valid,
@@ -97,6 +114,9 @@ __device__ inline void finish_half(float (&d)[96], const RowData& data, int row,
     if constexpr (stores) {
       if (threadIdx.x % 32 == 0) stores_wait<1>();
       __syncwarp();
+    }
+    if constexpr (kMode == Mode::sums && has_more<kSet>) {
+      if (again(a.panel.data != nullptr)) store_logits(d, rows, a, valid, first);
     }
     const bool rare = masked || (kMode == Mode::sums_kept && large);
     if constexpr (kMode != Mode::dz) {

@@ -23,10 +23,11 @@ bool is_memory(const Tensor& v) {
   return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] && is_aligned(v);
 }
 
-// Whether the call has no map, bias, smoothing, gradient of entropy, or sums beyond the loss's.
+// Whether the call has no map, bias, smoothing, gradient of entropy, top-k, or sums beyond the
+// loss's.
 bool is_plain(const LinearCall& call) {
   const LinearShape& s = call.shape;
-  return call.plain() && !s.smoothing && s.sums.empty() && !call.in.grad_entropy;
+  return call.plain() && !s.smoothing && s.sums.empty() && !call.in.grad_entropy && s.listed == 0;
 }
 
 // Whether the products can read the caller's own rows of input, in plain calls without gradients.
@@ -88,6 +89,7 @@ void TiledEngine::place(Lifetime lifetime, const LinearShape& s, const LinearPla
     if (is_there) *array = arena->take<T>(count);
   };
   if (lifetime == Lifetime::forward) {
+    take(s.listed > 0, &m->logits, p.block_rows * p.block_columns);
     const int64_t singles = int64_t{own.single_tiles} * own.single_rows;
     m->partials.unit_width = own.unit_width;
     m->partials.single_rows = own.single_rows;

@@ -29,7 +29,8 @@ class TiledEngine : public Engine {
   // column. The compacted input has no rows after the chunk's.
   //
   // The partial sums of columns [first, first + columns) of the chunk, where `first` is a multiple
-  // of the tile's columns; and E, if the panel has data.
+  // of the tile's columns; and E, if the panel has data. For top-k also z, in m.logits [rows,
+  // block_columns].
   virtual void logits(const LinearWork& work, int64_t first, int64_t columns,
                       const Panel& panel) const = 0;
   // dz of the panel's columns, from logits computed again.

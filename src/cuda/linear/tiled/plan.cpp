@@ -53,6 +53,7 @@ class Plans {
       if (s_.weight_rows == 0 || p.kind == PlanKind::chunks) consider(p);
     };
     if (s_.kept_columns > 0) return each_of_kept(use);
+    if (s_.listed > 0) return each_of_top(use);
     // Logits are never in memory here: a block's size only decides sum_rows.
     const int shrink = s_.grad_input && !s_.kernels.direct_grad_input ? 2 : 64;
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
@@ -81,6 +82,32 @@ class Plans {
   }
 
  private:
+  // Considers the plans of a call for top-k. More tokens at a time save no time, but take memory
+  // for their partial sums.
+  template <class F>
+  void each_of_top(F&& use) const {
+    for (int64_t most = 4 * int64_t{tile_.rows}; most >= tile_.rows; most /= 2) {
+      each_block(chunked(std::min(most, round_up(std::max<int64_t>(s_.tokens, 1), 8))), use);
+    }
+  }
+  // Considers the plans of a chunk for top-k, by the teams' rounds in a block of logits of all the
+  // chunk's tokens.
+  template <class F>
+  void each_block(LinearPlan p, F&& use) const {
+    constexpr int64_t most_block = int64_t{128} << 20;
+    p.block_rows = p.token_chunk;
+    const int64_t across = divide_up(p.token_chunk, tile_.rows);
+    const int64_t teams = teams_of(p, teams_on(tile_, speed_));
+    const auto use_tiles = [&](int64_t tiles) {
+      p.block_columns = std::min(tiles * tile_.columns, round_up(s_.vocab, tile_.columns));
+      if (tiles == 1 || p.block_rows * p.block_columns * 4 <= most_block) use(finish(p));
+    };
+    for (const int64_t rounds : {64, 32, 16, 8, 4, 3, 2, 1}) {
+      if (rounds * teams > across) use_tiles(rounds * teams / across);
+    }
+    use_tiles(1);
+  }
+
   // Considers the plans with E of all tokens in the caller's memory: gradients of all tokens at
   // once; without gradients, also logits of a chunk at a time.
   template <class F>

@@ -119,6 +119,13 @@ class Slots final : public Estimate {
   int64_t weight_columns_ = 0;
 };
 
+// The time of a block of logits for top-k, beyond that of its sums: kernels that begin and end, a
+// kernel that reads few of the logits, and the weight's rows, which few tokens do not hide.
+double list_time(const LinearShape& s, int64_t columns, const DeviceSpeed& speed) {
+  const auto weight = static_cast<double>(columns * s.hidden * size_of(s.dtype));
+  return 15e-6 + weight / (3 * speed.memory);
+}
+
 }  // namespace
 
 void TiledEngine::complete(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) const {
@@ -152,7 +159,10 @@ double TiledEngine::seconds(const LinearShape& s, const LinearPlan& p, const Dev
       step.panel.first == 0 ? 2 * speed.launch : 0;  // paid once for all kept columns
   switch (step.kind) {
     case StepKind::logits:
-      return model.pass_time(n, columns, is_kept(step.panel.origin));
+      if (s.listed == 0) return model.pass_time(n, columns, is_kept(step.panel.origin));
+      return in_pieces(columns, p.block_columns, [&](int64_t some) {
+        return model.pass_time(n, some, false) + list_time(s, some, speed);
+      });
     case StepKind::remake:
       return model.pass_time(n, columns, true) + 2 * speed.launch;
     case StepKind::finish_panel:

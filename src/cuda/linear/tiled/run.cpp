@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the steps of a plan on a family's kernels.
+#include <algorithm>
+
 #include "src/cuda/linear/linear_run.h"
 #include "src/cuda/linear/parts.h"
 #include "src/cuda/linear/tiled/engine.h"
@@ -32,6 +34,7 @@ class TiledRun final : public LinearRun {
     const Panel panel = panel_of(step.panel);
     switch (step.kind) {
       case StepKind::logits:
+        if (work_.call.top) return list_logits(step.panel);
         return engine_.logits(work_, step.panel.first, step.panel.columns,
                               is_kept(step.panel.origin) ? panel : Panel{});
       case StepKind::column_terms:
@@ -60,6 +63,17 @@ class TiledRun final : public LinearRun {
         return;
       default:
         return;
+    }
+  }
+
+  // Computes the logits of some columns at a time, and lists the largest of them.
+  void list_logits(const PanelPlace& panel) {
+    const int64_t most = work_.plan.block_columns;
+    for (int64_t first = panel.first; first < panel.end(); first += most) {
+      const int64_t columns = std::min(most, panel.end() - first);
+      engine_.logits(work_, first, columns, Panel{});
+      list_block(work_, {work_.m.logits, most, 0, work_.chunk.rows, first, columns},
+                 engine_.tile().columns, true);
     }
   }
 
