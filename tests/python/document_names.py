@@ -294,6 +294,7 @@ GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
         ("group=tp_group", a_split_vocabulary),
         ("init_device_mesh(", a_model_over_ranks),
     ],
+    "docs/first-ten-minutes.md": [("import patch_trl", lambda: needs("trl") or {})],
     "docs/integrations.md": [
         ("patch_transformers(model)", a_llama),
         ("metrics=(", a_transformers_trainer),
