@@ -49,13 +49,23 @@ export class Model {
     const random = (size, spread) => Float32Array.from({length: size}, () => spread * (Math.random() * 2 - 1));
     this.tables = Array.from({length: CONTEXT}, () => random(vocab * HIDDEN, 0.3));
     this.squares = this.tables.map((table) => new Float32Array(table.length));
-    const zeros = (...shape) => logitless.empty(shape);
-    this.weight = logitless.tensor(random(vocab * HIDDEN, 0.1), [vocab, HIDDEN]);
-    this.bias = zeros(vocab);
-    this.input = zeros(TOKENS, HIDDEN);
-    this.target = logitless.empty([TOKENS], 'i32');
-    this.outputs = {loss: zeros(), gradInput: zeros(TOKENS, HIDDEN), gradWeight: zeros(vocab, HIDDEN), gradBias: zeros(vocab)};
-    this.sums = [zeros(vocab, HIDDEN), zeros(vocab)];
+    this.tensors = [];
+    const kept = (tensor) => {
+      this.tensors.push(tensor);
+      return tensor;
+    };
+    const zeros = (...shape) => kept(logitless.empty(shape));
+    try {
+      this.weight = kept(logitless.tensor(random(vocab * HIDDEN, 0.1), [vocab, HIDDEN]));
+      this.bias = zeros(vocab);
+      this.input = zeros(TOKENS, HIDDEN);
+      this.target = kept(logitless.empty([TOKENS], 'i32'));
+      this.outputs = {loss: zeros(), gradInput: zeros(TOKENS, HIDDEN), gradWeight: zeros(vocab, HIDDEN), gradBias: zeros(vocab)};
+      this.sums = [zeros(vocab, HIDDEN), zeros(vocab)];
+    } catch (error) {
+      this.destroy();
+      throw error;
+    }
     const {device} = logitless;
     this.adagrad = device.createComputePipeline({
       layout: 'auto', compute: {module: device.createShaderModule({code: ADAGRAD}), constants: {rate: RATE}},
@@ -76,8 +86,7 @@ export class Model {
   }
 
   destroy() {
-    const {weight, bias, input, target, outputs, sums} = this;
-    for (const tensor of [weight, bias, input, target, ...Object.values(outputs), ...sums]) tensor.destroy();
+    for (const tensor of this.tensors) tensor.destroy();
   }
 
   // h [n, D] of the tokens before each place.
@@ -143,13 +152,14 @@ export class Model {
   async score(tokens) {
     const {logitless, weight, bias, steps} = this;
     const places = Array.from(tokens.keys());
-    const inputs = {input: logitless.tensor(this.hidden(tokens, places), [tokens.length, HIDDEN]), target: logitless.tensor(tokens)};
-    return using(inputs, () => using(
-        logitless.linearCrossEntropy({...inputs, weight, bias, statistics: ['logprob', 'rank', 'argmax']}),
-        async ({loss, logprob, rank, argmax}) => {
-          const [mean, ...each] = await Promise.all([loss.item(), logprob.read(), rank.read(), argmax.read()]);
-          return {steps, loss: mean, logprob: each[0], rank: each[1], argmax: each[2]};
-        }));
+    const call = {weight, bias, statistics: ['logprob', 'rank', 'argmax']};
+    const read = async ({loss, logprob, rank, argmax}) => {
+      const [mean, ...each] = await Promise.all([loss.item(), logprob.read(), rank.read(), argmax.read()]);
+      return {steps, loss: mean, logprob: each[0], rank: each[1], argmax: each[2]};
+    };
+    return using({target: logitless.tensor(tokens)}, ({target}) => using(
+        {input: logitless.tensor(this.hidden(tokens, places), [tokens.length, HIDDEN])},
+        ({input}) => using(logitless.linearCrossEntropy({...call, input, target}), read)));
   }
 
   async write(start, length) {

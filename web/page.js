@@ -145,7 +145,7 @@ function evaluated(logitless, call) {
   try {
     return logitless.evaluate({...call, bounds: true});
   } catch (error) {
-    if (error.code !== 'internal') throw error;
+    if (!/out of memory/.test(error.message)) throw error;
     return null;
   }
 }
@@ -266,7 +266,10 @@ async function runOnce(logitless) {
         async (result) => ({loss: await result.loss.item(), used: result.workspaceBytes}));
     const {asked} = logitless.pipelines;
     const [{loss, used}, first] = await timed(() => showing(at('progress'), logitless, run));
-    if (!Number.isFinite(loss)) throw new Error(NOT_FINITE);
+    // A loss that is not a number is a fault if the exact one is; else nothing is shown.
+    const verdict = () => judge(logitless, problem, arrays, shapes, tensors, workspace);
+    const early = Number.isFinite(loss) ? null : await verdict();
+    if (!early && !Number.isFinite(loss)) throw new Error(NOT_FINITE);
     at('results').hidden = false;
     fields.keep(asIs);
     showLoss(problem, loss, arrays.target);
@@ -283,7 +286,7 @@ async function runOnce(logitless) {
     showTime(logitless, problem, Math.min(...times), first);
     at('progress').textContent = 'the same in double precision…';
     await drawn();
-    showVerdict(problem, await judge(logitless, problem, arrays, shapes, tensors, workspace));
+    showVerdict(problem, early ?? await verdict());
   });
   at('progress').textContent = '';
 }

@@ -70,7 +70,7 @@ export function prepareScoring() {
   const scored = at('scored');
   let model = null;
   let asked = 0;
-  let busy = false;
+  let running = null;
 
   const tell = (sentence, className = 'soft') => {
     scored.hidden = true;
@@ -96,15 +96,17 @@ export function prepareScoring() {
       if (isLatest()) tell(used.logitless.isLost ? `${error.message} Train the model again.` : error.message, 'bad');
     }
   };
-  const update = async () => {
-    asked++;
-    if (busy) return;
-    busy = true;
+  const follow = async () => {
     for (let done = 0; done !== asked;) {
       done = asked;
       await once();
     }
-    busy = false;
+    running = null;
+  };
+  const update = () => {
+    asked++;
+    running ??= follow();
+    return running;
   };
   field.addEventListener('input', () => {
     scored.className = 'stale';

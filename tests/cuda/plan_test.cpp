@@ -74,6 +74,35 @@ TEST(CudaPlan, TheStepToTheWholeIsSmall) {
   }
 }
 
+// On Hopper top-k stores blocks of logits, of whole tiles and all tokens of a chunk.
+TEST(CudaPlan, TopKFitsItsBlocks) {
+  const int64_t columns = sm90::tile.columns;
+  for (const int64_t tokens : {0, 1, 8, 300, 2049, 8192, 70000}) {
+    for (const int64_t vocab : {1, 1000, 151936}) {
+      LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = 2048};
+      s.listed = 20;
+      s.sums = SumKind::above;
+      const Asked asked = on(hopper(), s);
+      const uint64_t least = asked.smallest().bytes, most = asked.recommended().bytes;
+      EXPECT_LE(most, 160 * MiB);
+      for (const uint64_t bytes : {least, (least + most) / 2, most}) {
+        const LinearPlan p = asked.plan(bytes);
+        EXPECT_LE(p.bytes, bytes);
+        EXPECT_EQ(p.block_columns % columns, 0);
+        EXPECT_GE(p.block_columns, columns);
+        EXPECT_LE(p.block_columns, round_up(vocab, columns));
+        EXPECT_EQ(p.block_rows, p.token_chunk);
+        EXPECT_LE(p.block_rows, 4 * sm90::tile.rows);
+        EXPECT_GT(p.bytes, uint64_t(4 * p.block_rows * p.block_columns));
+      }
+    }
+  }
+  LinearShape s{.tokens = 8192, .vocab = 151936, .hidden = 2048};
+  s.listed = 20;
+  s.sums = SumKind::above;
+  EXPECT_LE(on(hopper(), s).plan(94 * MiB).seconds, 1.08 * on(hopper(), s).recommended().seconds);
+}
+
 void expect_covered(const Planned& planned) {
   const auto& [engine, s, p] = planned;
   const bool own = is_tiled(engine);

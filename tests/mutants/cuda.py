@@ -295,7 +295,7 @@ MUTANTS = [
        "|| @{(all.unsure >> i & 1) != 0}@)", "false", "topk"),
     _M("top-k: the bound is one place too high", "linear/list_block.cu",
        "shared->counts + n) >= @{most}@) bound = next;", "most - 1", "topk"),
-    _M("top-k: the bound counts no entry of the list", "linear/list_block.cu",
+    _M("top-k: the bound counts entries that are not there", "linear/list_block.cu",
        "int above = @{entry >= bound}@ ? 1 : 0;", "true", "topk"),
     _M("top-k: segments as high as the last entry are left out", "linear/list_block.cu",
        "(@{all.maximum[i] >= bound}@ ||", "all.maximum[i] > bound", "topk"),

@@ -563,13 +563,50 @@ def test_a_call_too_large_for_double_precision_is_not_checked(page: Page) -> Non
         """async () => {
           const {Logitless, LogitlessError} = await import('/logitless.js');
           Logitless.prototype.evaluate = () => {
-            throw new LogitlessError('internal', 'the module stopped');
+            throw new LogitlessError('internal', window.why);
           };
         }"""
     )
-    assert run(page) == "not checked"
-    assert "more memory than WebAssembly has" in page.inner_text("#check-meaning")
-    assert "nats" in page.inner_text("#loss")
+    for why in (
+        "out of memory: the module has no 9 bytes left",
+        "it stopped, out of memory perhaps",
+    ):
+        page.evaluate("why => { window.why = why; }", why)
+        assert run(page) == "not checked"
+        assert "more memory than WebAssembly has" in page.inner_text("#check-meaning")
+        assert "nats" in page.inner_text("#loss")
+    page.evaluate("window.why = 'the module stopped'")
+    page.click("#run")
+    page.wait_for_function("document.getElementById('progress').textContent.includes('stopped')")
+    assert not page.is_visible("#results")
+
+
+def test_a_loss_that_is_not_a_number_is_judged(page: Page) -> None:
+    judged(page)
+    page.evaluate(
+        """async () => {
+          const {Logitless} = await import('/logitless.js');
+          const own = Logitless.prototype.linearCrossEntropy;
+          Logitless.prototype.linearCrossEntropy = function (call) {
+            const made = own.call(this, call);
+            made.loss.read = async () => new Float32Array([NaN]);
+            return made;
+          };
+        }"""
+    )
+    assert "BEYOND" in run(page)
+    page.evaluate(
+        """async () => {
+          const {Logitless, LogitlessError} = await import('/logitless.js');
+          Logitless.prototype.evaluate = () => {
+            throw new LogitlessError('internal', 'out of memory: the module has no 9 bytes left');
+          };
+        }"""
+    )
+    page.click("#run")
+    page.wait_for_function("document.getElementById('progress').className === 'bad'")
+    assert page.inner_text("#progress").startswith("The numbers of this call pass f32's larg")
+    assert not page.is_visible("#results")
 
 
 def test_where_nothing_is_saved_that_is_said(page: Page) -> None:

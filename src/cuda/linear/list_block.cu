@@ -3,7 +3,8 @@
 // which stay in the outputs between blocks. A thread block handles one row:
 //   bound   the k-th largest of the list and of the segments' maxima, which are partial sums of the
 //           loss; k elements are not below it
-//   found   the logits above the bound, of segments whose maximum is not below it; they are merged
+//   found   the logits not below the bound, of segments whose maximum is not below it; they are
+//   merged
 //           into the list when no more fit, and at the end
 //   key     the bits of z, as an ordered integer, then those of ~column; greater keys come first
 // No two keys are equal, so the list depends on the logits alone, not on the order in which threads
