@@ -199,7 +199,7 @@ void load_bf16(const uint16_t* source, int64_t count, float* destination) {
 #if HWY_ARCH_X86 && (HWY_TARGET == HWY_AVX3_ZEN4 || HWY_TARGET == HWY_AVX3_SPR)
 // A single instruction, but one that flushes subnormals.
 template <class DU, class V = hn::Vec<DU>>
-HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU du, V bits) {
+HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU /*du*/, V bits) {
   const hn::RebindToFloat<DU> d;
   const hn::Rebind<hwy::bfloat16_t, DU> half;
   const hn::Rebind<uint16_t, DU> to;
