@@ -4,8 +4,7 @@
 //   bound   the k-th largest of the list and of the segments' maxima, which are partial sums of the
 //           loss; k elements are not below it
 //   found   the logits not below the bound, of segments whose maximum is not below it; they are
-//   merged
-//           into the list when no more fit, and at the end
+//           merged into the list when no more fit, and at the end
 //   key     the bits of z, as an ordered integer, then those of ~column; greater keys come first
 // No two keys are equal, so the list depends on the logits alone, not on the order in which threads
 // find them.
@@ -27,6 +26,7 @@ constexpr int held = 8;  // segments of a thread
 constexpr int most_segments = held * threads;
 // Bits of the bound: fewer make it lower, by at most 2^-7 of its value.
 constexpr int bound_bits = 16;
+// As few segments as these are read without a search for a higher bound, which takes longer.
 constexpr int few_segments = 16;
 
 struct TopBlock {

@@ -42,7 +42,7 @@ void settle(const LinearShape& s, LinearPlan* p) {
 }
 
 void set_block(const LinearShape& s, int64_t bytes, LinearPlan* p) {
-  // A row's list is read and sorted once per block, so blocks have many columns and few rows.
+  // A row's list is read and written once per block, so blocks have many columns and few rows.
   const int64_t most_block_rows = s.listed > 0 ? 1024 : 8192;
   p->block_rows = std::min({p->token_chunk, most_block_rows,
                             std::max<int64_t>(bytes / (4 * segment_columns) / 128 * 128, 128)});

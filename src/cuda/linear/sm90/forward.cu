@@ -79,6 +79,13 @@ void launch_set(const LinearWork& work, const Arguments& arguments) {
                         operands.input, operands.weight, panel_map, arguments);
 }
 
+// Whether the call needs what only kernels with has_more have, besides maps per row.
+template <Mode kMode>
+bool needs_more(const Arguments& a) {
+  if (kMode == Mode::sums && a.panel.data != nullptr) return true;  // z, for top-k
+  return kMode != Mode::dz && (a.partials.squared != nullptr || a.partials.above != nullptr);
+}
+
 // Chooses the kernel for a single option, if there is one.
 template <Mode kMode>
 Set choose_set(const Arguments& a) {
@@ -87,8 +94,7 @@ Set choose_set(const Arguments& a) {
   const bool weighted = is_dz ? o.smoothing : a.partials.weighted != nullptr;
   const Partials& p = a.partials;
   const bool entropy = is_dz ? o.entropy : p.shifted != nullptr || p.argmax != nullptr;
-  const bool lists = kMode == Mode::sums && a.panel.data != nullptr;
-  const bool extra = !is_dz && (p.squared != nullptr || p.above != nullptr || lists);
+  const bool extra = needs_more<kMode>(a);
   const bool bias = o.bias != nullptr, map = !o.map.identity || o.row_map != nullptr;
   const bool alone = !extra && !entropy && bias + map + weighted == 1;
   if (extra || (o.row_map != nullptr && (!alone || o.map.capped))) {
@@ -108,11 +114,7 @@ void launch_options(const LinearWork& work, const Arguments& arguments) {
     launch_with(std::integral_constant<Set, any_capped>{});
   } else if constexpr (std::is_same_v<T, __half>) {
     // f16 has no kernels for single options.
-    const Partials& p = arguments.partials;
-    const bool maps = arguments.options.row_map != nullptr;
-    const bool lists = kMode == Mode::sums && arguments.panel.data != nullptr;
-    const bool more =
-        maps || lists || (kMode != Mode::dz && (p.squared != nullptr || p.above != nullptr));
+    const bool more = arguments.options.row_map != nullptr || needs_more<kMode>(arguments);
     if constexpr (kMode != Mode::sums_e) {  // f16 keeps no E with a softcap
       if (arguments.options.map.capped) {
         if (more) return launch_with(std::integral_constant<Set, more_capped>{});

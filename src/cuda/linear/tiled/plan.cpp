@@ -86,8 +86,10 @@ class Plans {
   // for their partial sums.
   template <class F>
   void each_of_top(F&& use) const {
-    for (int64_t most = 4 * int64_t{tile_.rows}; most >= tile_.rows; most /= 2) {
-      each_block(chunked(std::min(most, round_up(std::max<int64_t>(s_.tokens, 1), 8))), use);
+    int64_t most = std::min(round_up(std::max<int64_t>(s_.tokens, 1), 8), 4 * int64_t{tile_.rows});
+    for (;; most = std::max<int64_t>(most / 2, tile_.rows)) {
+      each_block(chunked(most), use);
+      if (most <= tile_.rows) return;
     }
   }
   // Considers the plans of a chunk for top-k, by the teams' rounds in a block of logits of all the
