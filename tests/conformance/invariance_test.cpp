@@ -30,7 +30,8 @@ class Invariance : public ConformanceTest {
     return false;
   }
   // Cases: row_statistics alone, with more statistics, with many options; with few tokens, those of
-  // kAlone, for which linear ops may have their own kernels; and temperatures and all statistics.
+  // kAlone, for which linear ops may have their own kernels; temperatures and all statistics; and
+  // top-k.
   std::vector<Case> cases(Shape shape) const {
     Case c{.op = op_, .shape = shape, .dtype = dtype_, .row_statistics = true};
     c.options.reduction = Reduction::none;
@@ -45,25 +46,31 @@ class Invariance : public ConformanceTest {
     all.back().temperatures = all.back().logprob = all.back().rank = true;
     all.back().sum_p_squared = all.back().mean_logit = all.back().max_logprob = true;
     all.back().mass_above = true;
+    if (op_ == OpKind::linear_forward && device_.has_top()) {
+      all.push_back(all[1]);
+      all.back().listed = 20;
+    }
     std::erase_if(all, [&](const Case& one) { return !promised(one); });
     return all;
   }
 };
 
-// Returns the first field in which row k of `part` differs from row rows[k] of `whole`, or "".
+// Returns the first field in which row k of `part` differs from row rows[k] of `whole`, or "". A
+// row may have several values.
 std::string first_difference(const Fields& whole, const Fields& part,
                              const std::vector<int64_t>& rows) {
   for (const auto& [name, field] : part) {
     if (name.starts_with("grad_")) continue;
-    const auto size = static_cast<size_t>(size_of(field.dtype));
+    const size_t values = field.value.size() / rows.size();
+    const size_t size = values * static_cast<size_t>(size_of(field.dtype));
     const Field& from = whole.at(name);
     for (size_t k = 0; k < rows.size(); ++k) {
       if (std::memcmp(&field.bits[k * size], &from.bits[rows[k] * size], size) == 0) continue;
       char text[160];
       std::snprintf(text, sizeof(text),
-                    "%s of token %lld is %.9g as row %zu of %zu and %.9g in the whole",
-                    name.c_str(), static_cast<long long>(rows[k]), field.value[k], k, rows.size(),
-                    from.value[rows[k]]);
+                    "%s of token %lld starts with %.9g as row %zu of %zu and %.9g in the whole",
+                    name.c_str(), static_cast<long long>(rows[k]), field.value[k * values], k,
+                    rows.size(), from.value[rows[k] * values]);
       return text;
     }
   }

@@ -3,8 +3,8 @@
 // which stay in the outputs between blocks. A thread block handles one row:
 //   bound   the k-th largest of the list and of the segments' maxima, which are partial sums of the
 //           loss; k elements are not below it
-//   found   the logits not below the bound, of segments whose maximum is not below it; they are
-//           merged into the list when no more fit, and at the end
+//   found   the logits not below the bound, of segments whose maximum is not below it and above
+//           the list's last entry; they are merged into the list when no more fit, and at the end
 //   key     the bits of z, as an ordered integer, then those of ~column; greater keys come first
 // No two keys are equal, so the list depends on the logits alone, not on the order in which threads
 // find them.
@@ -82,12 +82,16 @@ __device__ void merge(uint64_t* keys, int most, int count) {
     place += key > listed ? 1 : 0;
     other_place += key > other ? 1 : 0;
   }
-  for (int end = most, first = 0; first < end;) {
-    const int middle = (first + end) / 2;
-    const bool is_above = keys[middle] > other;
-    (is_above ? first : end) = is_above ? middle + 1 : middle;
-    if (first == end) other_place += first;
+  int above = 0;  // of the list, by bisection
+  for (int end = most; above < end;) {
+    const int middle = (above + end) / 2;
+    if (keys[middle] > other) {
+      above = middle + 1;
+    } else {
+      end = middle;
+    }
   }
+  other_place += above;
   __syncthreads();
   if (r < most && place < most) keys[place] = listed;
   if (r < found && other_place < most) keys[other_place] = other;
@@ -129,10 +133,11 @@ __device__ int count_above(const Segments& own, uint32_t entry, uint32_t bound, 
 }
 
 // The largest number of bound_bits high bits that `most` of the maxima and the list's entries are
-// not below; 0 if there are fewer. If few maxima reach the list's last entry, that is the bound.
+// not below; 0 if there are fewer. If few maxima are above the list's last entry, that is the
+// bound.
 __device__ uint32_t find_bound(const Segments& own, uint32_t entry, uint32_t last, int most,
                                Shared* shared) {
-  if (last > 0 && count_above(own, 0, last, &shared->reaching) <= few_segments) return last;
+  if (last > 0 && count_above(own, 0, last + 1, &shared->reaching) <= few_segments) return last;
   uint32_t bound = 0;
   for (int n = 0; n < bound_bits; ++n) {
     const uint32_t next = bound | 0x80000000u >> n;
@@ -213,7 +218,9 @@ __global__ void __launch_bounds__(threads, 6)
 #pragma unroll
   for (int i = 0; i < held; ++i) {
     const int s = threads * i + r;
-    if (s < segments && (all.maximum[i] >= bound || (all.unsure >> i & 1) != 0)) {
+    // A column as high as the last entry comes after it, for its number is higher.
+    const bool may_enter = all.maximum[i] >= bound && all.maximum[i] > bits_of(last);
+    if (s < segments && (may_enter || (all.unsure >> i & 1) != 0)) {
       shared.hits[atomicAdd(&shared.hit_count, 1)] = static_cast<uint16_t>(s);
     }
   }
