@@ -61,8 +61,7 @@ void Products::multiply(const cpu::Source& a, int64_t depth, bool add, Matrix<fl
                                               .b_panels = panels,
                                               .k = engine.padded_k(depth),
                                               .c = tile,
-                                              .c_stride = width,
-                                              .accumulate = false});
+                                              .c_stride = width});
                        cpu::add_scaled(tile, width, 1, rows, c.columns, !add,
                                        c.data + first * c.columns, c.columns);
                      });

@@ -64,7 +64,8 @@ void multiply_panels(const Engine& engine, const Product& p) {
         const char* a =
             static_cast<const char*>(p.a) + i * p.a_panel_stride + k * engine.a_rows * lane_bytes;
         float* c = p.c + i * engine.a_rows * p.c_stride + j * engine.b_columns;
-        multiply_tile(engine.arithmetic, a, b_block, steps, c, p.c_stride, p.accumulate || k > 0);
+        const Onto onto = k > 0 && p.onto != Onto::sum ? Onto::chain : p.onto;
+        multiply_tile(engine.arithmetic, a, b_block, steps, c, p.c_stride, onto);
       }
     }
   }

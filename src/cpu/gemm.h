@@ -5,8 +5,8 @@
 // An operand's element along k is a 32-bit lane: one f32, or a pair of bf16. Every engine shares
 // the packing, and only the multiply-accumulate differs. An A panel holds `a_rows` rows of A, a B
 // panel `b_columns` columns of B, both zero-padded to whole panels, so that no kernel has an edge.
-// Every element of C is one chain of additions along k in ascending order: its bits do not depend
-// on its panel, the blocking or the size of the product.
+// Every element of A B^T is one chain of additions along k in ascending order: its bits do not
+// depend on its panel, the blocking or the size of the product.
 #pragma once
 
 #include <cstdint>
@@ -77,8 +77,13 @@ inline constexpr int64_t gradient_group = 32;  // rows packed at a time
 void pack_gradient(const Engine&, const float* rows, int64_t first, int64_t count, int64_t tokens,
                    void* along_vocab, void* along_tokens);
 
-// C = (accumulate ? C : 0) + A B^T for whole panels. k counts padded elements; strides between
-// panels are in bytes.
+// What a product does with C.
+enum class Onto {
+  nothing,  // overwrites it
+  chain,    // continues its chains: C has the first part of the same product
+  sum,      // adds a product of its own. A chain along many tiles would lose their small terms.
+};
+// For whole panels. k counts padded elements; strides between panels are in bytes.
 struct Product {
   const void* a;
   int64_t a_panel_stride, a_panels;
@@ -87,7 +92,7 @@ struct Product {
   int64_t k;
   float* c;
   int64_t c_stride;  // elements between rows
-  bool accumulate = false;
+  Onto onto = Onto::nothing;
 };
 void multiply(const Engine&, const Product&);
 // The same product, to the bit, with elements [row0, row0 + rows) x [0, columns) of `source` in

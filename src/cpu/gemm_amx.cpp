@@ -90,8 +90,9 @@ __attribute__((target("amx-tile,amx-bf16"))) void multiply_amx(const Product& p)
       const int64_t steps = std::min(depth, p.k - k) / 32;
       for (int64_t i = 0; i < p.a_panels; ++i) {
         const char* a = static_cast<const char*>(p.a) + i * p.a_panel_stride;
+        // A sum continues the chains too: the products of bf16 round more than long chains lose.
         micro(a + k * 64, b + k * 64, steps, p.c + i * 32 * p.c_stride + j * 32, p.c_stride,
-              p.accumulate || k > 0);
+              p.onto != Onto::nothing || k > 0);
       }
     }
   }

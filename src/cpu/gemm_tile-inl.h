@@ -102,6 +102,9 @@ struct MultiplyBf16 {
     c##r##0 = M::add(x, b0, c##r##0);  \
     c##r##1 = M::add(x, b1, c##r##1);  \
   }
+#define LOGITLESS_ADD(r)                                       \
+  c##r##0 = hn::Add(hn::LoadU(df, c + r * c_stride), c##r##0); \
+  c##r##1 = hn::Add(hn::LoadU(df, c + r * c_stride + n), c##r##1);
 #define LOGITLESS_STORE(r)                   \
   hn::StoreU(c##r##0, df, c + r * c_stride); \
   hn::StoreU(c##r##1, df, c + r * c_stride + n);
@@ -119,6 +122,10 @@ struct MultiplyBf16 {
     c##r##1 = M::add(x, b1, c##r##1);  \
     c##r##2 = M::add(x, b2, c##r##2);  \
   }
+#define LOGITLESS_ADD(r)                                           \
+  c##r##0 = hn::Add(hn::LoadU(df, c + r * c_stride), c##r##0);     \
+  c##r##1 = hn::Add(hn::LoadU(df, c + r * c_stride + n), c##r##1); \
+  c##r##2 = hn::Add(hn::LoadU(df, c + r * c_stride + 2 * n), c##r##2);
 #define LOGITLESS_STORE(r)                       \
   hn::StoreU(c##r##0, df, c + r * c_stride);     \
   hn::StoreU(c##r##1, df, c + r * c_stride + n); \
@@ -127,13 +134,15 @@ struct MultiplyBf16 {
 
 template <class M>
 HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, int64_t k,
-                                     float* HWY_RESTRICT c, int64_t c_stride, bool accumulate) {
+                                     float* HWY_RESTRICT c, int64_t c_stride, Onto onto) {
   const int64_t n = hn::Lanes(df);
   const char* HWY_RESTRICT a = static_cast<const char*>(a_panel);
   const char* HWY_RESTRICT b = static_cast<const char*>(b_panel);
   LOGITLESS_TILE_ROWS(LOGITLESS_DECLARE)
-  if (accumulate) {
+  if (onto == Onto::chain) {
     LOGITLESS_TILE_ROWS(LOGITLESS_LOAD)
+  }
+  if (onto != Onto::nothing) {
     // Prefetches the next tile, which may be in L3.
     for (int64_t r = tile_rows; r < 2 * tile_rows; ++r) {
       hwy::Prefetch(c + r * c_stride);
@@ -151,11 +160,15 @@ HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, i
     a += 4 * tile_rows;
     b += 4 * tile_vectors * n;
   }
+  if (onto == Onto::sum) {
+    LOGITLESS_TILE_ROWS(LOGITLESS_ADD)
+  }
   LOGITLESS_TILE_ROWS(LOGITLESS_STORE)
 }
 #undef LOGITLESS_DECLARE
 #undef LOGITLESS_LOAD
 #undef LOGITLESS_STEP
+#undef LOGITLESS_ADD
 #undef LOGITLESS_STORE
 
 // multiply_tile for a B panel [k][N] of a single vector, whose rows are contiguous.
@@ -194,13 +207,13 @@ HWY_INLINE void multiply_vector(Arithmetic arithmetic, const char* a, const uint
 }
 
 HWY_INLINE void multiply_tile(Arithmetic arithmetic, const void* a, const void* b, int64_t k,
-                              float* c, int64_t c_stride, bool accumulate) {
+                              float* c, int64_t c_stride, Onto onto) {
 #if HWY_NATIVE_DOT_BF16
   if (arithmetic == Arithmetic::bf16_dot)
-    return multiply_tile_with<MultiplyBf16>(a, b, k, c, c_stride, accumulate);
+    return multiply_tile_with<MultiplyBf16>(a, b, k, c, c_stride, onto);
 #endif
   (void)arithmetic;
-  multiply_tile_with<MultiplyF32>(a, b, k, c, c_stride, accumulate);
+  multiply_tile_with<MultiplyF32>(a, b, k, c, c_stride, onto);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -148,7 +148,7 @@ void LinearProducts::multiply_input(const PackedInput& input, int64_t row, int64
                       .k = padded,
                       .c = c,
                       .c_stride = vocab_tile,
-                      .accumulate = k > 0});
+                      .onto = k > 0 ? Onto::chain : Onto::nothing});
   }
 }
 
@@ -170,7 +170,7 @@ void LinearProducts::input_product(int64_t tile, const Lane& lane, Panels panels
                     .k = engine.padded_k(width),
                     .c = slot + column,
                     .c_stride = plan_.padded_hidden_b,
-                    .accumulate = accumulate});
+                    .onto = accumulate ? Onto::sum : Onto::nothing});
 }
 
 // grad_weight[tile, columns] (+)= scale * sum over the chunk's n of G[n, v] input[n, columns].
@@ -203,8 +203,7 @@ void LinearProducts::weight_product(int64_t tile, const Lane& lane, Panels panel
                     .b_panels = panels.count,
                     .k = padded_count_,
                     .c = lane.product,
-                    .c_stride = product_stride,
-                    .accumulate = false});
+                    .c_stride = product_stride});
   if (sum != nullptr) {
     add_scaled(lane.product, product_stride, scale, width, columns,
                plan_.weight_sum ? first_chunk : overwrite, sum, stride);

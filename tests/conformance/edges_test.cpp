@@ -72,6 +72,25 @@ TEST_P(Edges, NoTokens) {
   }
 }
 
+// The sum of grad_input over a long row, most of whose terms are small beside the sum of those
+// before.
+TEST_P(Edges, LongSumsOfSmallTerms) {
+  if (!is_linear(op_)) return;
+  for (const Data data : {Data::normal, Data::peaked, Data::large}) {
+    for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+      Case c = plain({24, 1, 40000});
+      c.data = data;
+      c.options.logit_scale = -0.7f;
+      with_op(op_, [&](auto op) {
+        const auto p = build<decltype(op)>(c);
+        const Outcome outcome = execute(device_, p.op, p.pool, {.memory = memory});
+        const Comparison result = compare(expected(device_, p.op, p.model), outcome);
+        EXPECT_TRUE(result.ok()) << describe(c) << "\n" << result.report;
+      });
+    }
+  }
+}
+
 TEST_P(Edges, OneColumn) {
   for (const float z_loss : {0.0f, 0.5f}) {
     Case c = plain({6, 11, 1});

@@ -131,7 +131,7 @@ TEST_P(GemmTest, LogitsProductIsExactForEveryShapeDtypeAndStride) {
         float* out = reinterpret_cast<float*>(c.get());
         multiply(engine, {a.get(), engine.a_rows * padded * engine.element, engine.a_panels(rows),
                           b.get(), engine.b_columns * padded * engine.element,
-                          engine.b_panels(columns), padded, out, stride, false});
+                          engine.b_panels(columns), padded, out, stride});
         for (int64_t i = 0; i < rows; ++i) {
           for (int64_t j = 0; j < columns; ++j) {
             float want = 0;
@@ -194,8 +194,9 @@ TEST_P(GemmTest, ElementsDoNotDependOnTheirPanelOrOnTheBlocking) {
         Buffer a = aligned(engine.a_bytes(rows, part)), b = aligned(engine.b_bytes(columns, part));
         pack_a_along_columns(engine, x.source, row0, rows, k, part, a.get());
         pack_b_along_columns(engine, w.source, 0, columns, k, part, b.get());
-        multiply(engine, {a.get(), engine.a_rows * padded * engine.element, engine.a_panels(rows),
-                          b.get(), 0, 1, padded, out, columns, k > 0});
+        multiply(engine,
+                 {a.get(), engine.a_rows * padded * engine.element, engine.a_panels(rows), b.get(),
+                  0, 1, padded, out, columns, k > 0 ? Onto::chain : Onto::nothing});
       }
       return std::vector<float>(out, out + rows * columns);
     };
@@ -211,6 +212,27 @@ TEST_P(GemmTest, ElementsDoNotDependOnTheirPanelOrOnTheBlocking) {
     EXPECT_EQ(0, std::memcmp(whole.data(), split.data(), whole.size() * 4));
     EXPECT_EQ(0, std::memcmp(whole.data() + 13 * columns, one.data(), columns * 4));
   }
+}
+
+// A product that is added has chains of its own, so that small terms do not meet a large sum one by
+// one.
+TEST_P(GemmTest, ASumOfProductsHasTheirOwnChains) {
+  const Engine engine = choose_engine(DType::f32);
+  const int64_t depth = 192, rows = engine.a_rows, columns = engine.b_columns;
+  const Matrix x(rows, depth, DType::f32, false, 3), w(columns, depth, DType::f32, false, 4);
+  Buffer a = aligned(engine.a_bytes(rows, depth)), b = aligned(engine.b_bytes(columns, depth));
+  pack_a_along_columns(engine, x.source, 0, rows, 0, depth, a.get());
+  pack_b_along_columns(engine, w.source, 0, columns, 0, depth, b.get());
+  const auto onto = [&](float start, Onto how) {
+    std::vector<float> c(static_cast<size_t>(rows * columns), start);
+    multiply(engine, {a.get(), 0, 1, b.get(), 0, 1, depth, c.data(), columns, how});
+    return c;
+  };
+  constexpr float large = 0x1p27f;  // whose neighbours are 8 and 16 away
+  const std::vector<float> alone = onto(0, Onto::nothing), sum = onto(large, Onto::sum),
+                           chain = onto(large, Onto::chain);
+  for (size_t i = 0; i < alone.size(); ++i) EXPECT_EQ(sum[i], large + alone[i]);
+  EXPECT_NE(sum, chain);
 }
 
 // An input and a weight whose rows start at multiples of 32 bits. In f32 their sums are not exact.
@@ -248,8 +270,7 @@ TEST_P(GemmTest, FewRowsNeedNoPackedWeight) {
         pack_a_along_columns(engine, m.x.source, 0, rows, 0, depth, a.get());
         Product p{a.get(), engine.a_rows * padded * engine.element,    engine.a_panels(rows),
                   b.get(), engine.b_columns * padded * engine.element, engine.b_panels(columns),
-                  padded,  reinterpret_cast<float*>(c.get()),          columns,
-                  false};
+                  padded,  reinterpret_cast<float*>(c.get()),          columns};
         multiply(engine, p);
         p.c = reinterpret_cast<float*>(turned.get());
         const bool serves = turns && direct && engine.arithmetic != Arithmetic::amx && rows <= 32;
@@ -269,7 +290,7 @@ TEST_P(GemmTest, OtherWeightsArePackedForFewRowsToo) {
     const Engine engine = choose_engine(dtype);
     const FewRows m(dtype, 1, 96, 64);
     Buffer a = aligned(engine.a_bytes(1, 64)), c = aligned(engine.a_rows * 96 * 4);
-    const Product p{a.get(), 0, 1, nullptr, 0, 0, 64, reinterpret_cast<float*>(c.get()), 96, false};
+    const Product p{a.get(), 0, 1, nullptr, 0, 0, 64, reinterpret_cast<float*>(c.get()), 96};
     const std::vector<int64_t> index(96);
     Source odd = m.w.source, apart = odd, picked = odd, uneven = odd;
     odd.data += 2, apart.column_stride = 2, picked.row_index = index.data();
@@ -309,11 +330,11 @@ TEST_P(GemmTest, GradientTileServesBothProducts) {
       multiply(engine,
                {along_vocab.get(), engine.a_rows * vocab_tile * engine.element,
                 tokens / engine.a_rows, wp.get(), engine.b_columns * vocab_tile * engine.element,
-                engine.b_panels(hidden), vocab_tile, grad_input, stride, false});
+                engine.b_panels(hidden), vocab_tile, grad_input, stride});
       multiply(engine,
                {along_tokens.get(), engine.a_rows * tokens * engine.element,
                 vocab_tile / engine.a_rows, xp.get(), engine.b_columns * tokens * engine.element,
-                engine.b_panels(hidden), tokens, grad_weight, stride, false});
+                engine.b_panels(hidden), tokens, grad_weight, stride});
       for (int64_t j = 0; j < hidden; ++j) {
         for (int64_t n = 0; n < tokens; ++n) {
           float want = 0;

@@ -229,8 +229,13 @@ MUTANTS = [
         "few rows: rows picked one by one", GEMM, "!aligned || source.row_index != nullptr ||", "!aligned ||", "gemm",
     ),
     mutant(
-        "accumulate: a product's second block overwrites", GEMM, "p.c_stride, p.accumulate || k > 0);",
-        "p.c_stride, p.accumulate);", "linear",
+        "chain: a product's second block overwrites", GEMM, "k > 0 && p.onto != Onto::sum ? Onto::chain : p.onto;",
+        "p.onto;", "linear",
+    ),
+    mutant(
+        "sum: a product continues the chains of those before", GEMM, "multiply_tile(engine.arithmetic, a, b_block, steps, c, p.c_stride, onto);",
+        "multiply_tile(engine.arithmetic, a, b_block, steps, c, p.c_stride, onto == Onto::sum ? Onto::chain : onto);",
+        "gemm",
     ),
     mutant(
         "NaN x 0: what an output held before is multiplied by 0", GEMM,
@@ -244,8 +249,8 @@ MUTANTS = [
         "const int64_t steps = std::min(depth, p.k - k) / 32 - (k + depth >= p.k);", "linear-bf16", "all",
     ),
     mutant(
-        "AMX, accumulate: a product's second block overwrites", AMX, "p.accumulate || k > 0);",
-        "p.accumulate);", "linear-bf16", "all",
+        "AMX, chain: a product's second block overwrites", AMX, "p.onto != Onto::nothing || k > 0);",
+        "p.onto != Onto::nothing);", "linear-bf16", "all",
     ),
     mutant(
         "AMX, last row: of one of the four tiles, in another's place", AMX, "_tile_stored(3, c + 16 * c_stride + 16, stride);",

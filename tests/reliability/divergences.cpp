@@ -231,7 +231,7 @@ void run_kept(Random& random, const TestDevice& device, const Case& c, Tally* ta
   for (const char* what : {", kept", ", kept, again"}) {
     const LinearDivergenceBackward op = k.without_teacher();
     const Outcome got = conformance::execute(device, op, k.p.pool, memory_of(random, device, op));
-    tally->add(c, poisoned + what, want, got);
+    tally->add(c, poisoned + what + ", " + std::to_string(got.given) + " bytes", want, got);
   }
 }
 
