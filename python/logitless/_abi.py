@@ -312,6 +312,13 @@ def check_ignore_index(value: object) -> None:
         raise invalid(f"ignore_index is {value}; allowed: a 64-bit integer")
 
 
+def float_of(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise invalid(f"{name} is an int beyond 1.8e+308; allowed: what a float holds") from None
+
+
 F32_RANGE = "0, or 1.4e-45 to 3.4e+38 in size (float32)"
 _NUMBERS = {
     name: kind
@@ -327,10 +334,7 @@ def _check_number(name: str, value: object) -> None:
         raise error_of(3, f"{name} is a {type(value).__name__}; allowed: a Python number")
     if name not in _NUMBERS:
         return
-    try:
-        held = _NUMBERS[name](value).value
-    except OverflowError:
-        raise invalid(f"{name} is an int beyond 1.8e+308; allowed: what a float holds") from None
+    held = _NUMBERS[name](float_of(name, value)).value
     if (held == 0) != (value == 0) or (math.isinf(held) and not math.isinf(value)):
         raise invalid(f"{name} is {value}; allowed: {F32_RANGE}")
 

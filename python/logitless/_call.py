@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless._errors import invalid, wrong_shape
+from logitless._errors import invalid, wrong_dtype, wrong_shape
 
 Reduction: TypeAlias = Literal["none", "sum", "mean"]
 EmptyMean: TypeAlias = Literal["zero", "nan"]
@@ -118,6 +119,14 @@ def is_flat(temperature: Sequence[int], target: Sequence[int]) -> bool:
             f"({tokens},), or what is broadcastable to it"
         )
     return False
+
+
+def shift_of(value: Any) -> int:
+    """The argument `shift` as an int; a float is refused, not truncated."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise wrong_dtype(f"shift is a {type(value).__name__}; allowed: a bool or an int") from None
 
 
 def check_shift(shift: int, shape: Sequence[int]) -> None:

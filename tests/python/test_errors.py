@@ -146,6 +146,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
     "normalizer": (
         {"normalizer": -1.0}, ValueError, r"normalizer is -1; allowed: finite, >= 0 \(None: coun",
     ),
+    "normalizer beyond a float": (
+        {"normalizer": 10**400}, ValueError, "^normalizer is an int beyond 1.8e",
+    ),
     "normalizer a text": ({"normalizer": "1"}, TypeError, "normalizer"),
     "normalizer a vector": ({"normalizer": torch.ones(3)}, ValueError, "normalizer"),
     "normalizer of a sum": ({"normalizer": 2.0, "reduction": "sum"}, ValueError, "normalizer"),

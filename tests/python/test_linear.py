@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -103,6 +104,14 @@ def test_a_normalizer_divides_the_sum(device: str, kind: Any) -> None:
         linear_cross_entropy(x, w, t, normalizer=value),
         reference.loss(reference.logits_of(x, w), t, reduction="sum") / 5,
     )
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.float32, np.float64])
+def test_a_normalizer_may_be_numpys_number(device: str, kind: Any) -> None:
+    """As a trainer's count of tokens may be."""
+    x, w, _, t = problem((9,), 37, 16, device=device)
+    same = linear_cross_entropy(x, w, t, normalizer=7)
+    assert torch.equal(linear_cross_entropy(x, w, t, normalizer=kind(7)), same)
 
 
 def test_a_normalizer_of_zero_gives_zero(device: str) -> None:

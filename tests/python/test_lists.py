@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -388,3 +389,98 @@ def test_offsets_that_a_gpu_does_not_look_at(device: str) -> None:
         wanted = [float(values[s:e].sum()) for s, e in itertools.pairwise(held)]
         assert _lists.sums(values, ends).tolist() == wanted
         assert _lists.log_softmax(values, ends).shape == (7,)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (6, 1), (1, 6), (6,)], ids=str)
+def test_upstream_gradients_of_a_statistic_beside_lists(
+    device: str, shape: tuple[int, ...]
+) -> None:
+    """Statistics have the shape of the tokens, whichever that is."""
+    x, w, _, _ = problem(shape, 37, 16, device=device)
+    ids = ids_of((6,), 37, 2, device, absent=0.0).view(-1)
+    offsets = torch.arange(0, 13, 2, device=device)
+    made, s = linear_logprobs_at(x, w, ids, offsets=offsets, return_statistics=("lse", "entropy"))
+    theirs, of = linear_logprobs_at(x, w, ids.view(*shape, 2), return_statistics=("lse", "entropy"))
+    g, h = torch.randn(12, device=device), torch.randn(2, *shape, device=device)
+    ours = torch.autograd.grad((made, s.lse, s.entropy), (x, w), (g, *h))
+    wanted = torch.autograd.grad((theirs, of.lse, of.entropy), (x, w), (g.view(*shape, 2), *h))
+    for one, two in zip(ours, wanted):
+        close(one, two)
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("why", ["NaN", "masked"])
+def test_over_the_ids_a_token_without_a_gradient_costs_none(
+    device: str, lists: bool, compiled: bool, why: str
+) -> None:
+    """Not even if its logits are NaN, or all its ids are masked by a bias of -inf."""
+    x, w, b, _ = problem((5,), 37, 16, device=device, bias=True)
+    assert b is not None
+    ids = torch.arange(15, device=device).view(5, 3)
+    x, b = x.detach().clone(), b.detach().clone()
+    if why == "NaN":
+        x[1] = NAN
+    else:
+        b[ids[1]] = -INFINITY
+    x.requires_grad_()
+    b.requires_grad_()
+    offsets = torch.arange(0, 16, 3, device=device) if lists else None
+
+    def call(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        flat = ids.view(-1) if lists else ids
+        return linear_logprobs_at(x, w, flat, linear_bias=b, over="ids", offsets=offsets)
+
+    made = torch.compile(call, backend="aot_eager")(x, w, b) if compiled else call(x, w, b)
+    assert bool(made.view(5, 3)[1].isnan().all())
+    g = torch.randn(5, 3, device=device)
+    g[1] = 0
+    grads = torch.autograd.grad(made, (x, w, b), g.view(made.shape))
+    assert all(bool(grad.isfinite().all()) for grad in grads)
+    assert not grads[0][1].any() and not grads[1][ids[1]].any() and bool(grads[0][2].any())
+    # The gradient of such a token that has one is NaN, as everywhere.
+    g[1, 2] = 1
+    made = call(x, w, b)
+    of_x = torch.autograd.grad(made, x, g.view(made.shape))[0]
+    assert bool(of_x[1].isnan().all()) and not of_x[2].isnan().any()
+
+
+@OVER
+@pytest.mark.parametrize("lists", [False, True])
+def test_tokens_without_ids_are_no_anomaly(device: str, over: Any, lists: bool) -> None:
+    x, w, _, _ = problem((3,), 9, 16, device=device)
+    ids = torch.tensor([[1, 2], [-1, -1], [4, -1]], device=device)
+    offsets = torch.arange(0, 7, 2, device=device) if lists else None
+    flat = ids.view(-1) if lists else ids
+    with torch.autograd.set_detect_anomaly(True):
+        made = linear_logprobs_at(x, w, flat, over=over, offsets=offsets)
+        made.where(flat >= 0, 0.0).sum().backward()
+
+
+@OVER
+@pytest.mark.parametrize("lists", [False, True])
+def test_memory_that_suffices_in_forward_suffices_in_backward(
+    device: str, over: Any, lists: bool
+) -> None:
+    x, w, b, _ = problem((200,), 300, 65, device=device, bias=True)
+    assert b is not None
+    ids = ids_of((200,), 300, 40, device, absent=0.0)
+    offsets = torch.arange(0, 8001, 40, device=device) if lists else None
+    flat = ids.view(-1) if lists else ids
+
+    def call(memory: int) -> Tensor:
+        how: dict[str, Any] = {"linear_bias": b, "over": over, "offsets": offsets}
+        return linear_logprobs_at(x, w, flat, memory=memory, **how)
+
+    with pytest.raises(ValueError, match=r"^memory is 0 bytes; allowed: >= ") as raised:
+        call(0)
+    least = int(re.search(r">= (\d+)", str(raised.value)).group(1))  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=f"^memory is {least - 1} bytes; allowed: >= {least}"):
+        call(least - 1)
+    torch.autograd.grad(call(least).sum(), (x, w, b))
+    with torch.no_grad():  # Forward alone may need less
+        with pytest.raises(ValueError, match=r"^memory is 0 bytes") as raised:
+            call(0)
+        forward = int(re.search(r">= (\d+)", str(raised.value)).group(1))  # type: ignore[union-attr]
+        assert forward <= least
+        call(forward)

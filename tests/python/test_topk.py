@@ -214,6 +214,24 @@ def test_a_list_of_rows_as_the_vocabulary(device: str) -> None:
     assert torch.equal(again[0], made[0]) and torch.equal(again[1], made[1])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+def test_a_list_of_rows_beside_tokens_of_any_shape(
+    device: str, shape: tuple[int, ...], compiled: bool
+) -> None:
+    x, w = torch.randn(*shape, 4, device=device), torch.randn(7, 4, device=device)
+    rows = torch.tensor([1, 5, 6], device=device)
+
+    def call(x: Tensor) -> Any:
+        return linear_topk(x, w, 2, vocab_ids=rows, return_statistics="argmax")
+
+    made = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    logprobs, ids, statistics = made(x)
+    wanted, places = linear_topk(x, w[rows], 2)
+    assert torch.equal(logprobs, wanted) and torch.equal(ids, rows[places])
+    assert torch.equal(statistics.argmax, ids[..., 0])
+
+
 def test_every_option_beside_every_statistic() -> None:
     x, w, b, _ = problem((7,), 37, 6, bias=True)
     for names, bias, k in itertools.product([(), "argmax", ROWS], [None, b], [1, 36, 37]):

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of a softmax over a token's ids alone: the ids' logits, whose Backward needs no
 product of the whole vocabulary ("Only chosen columns" in docs/semantics.md), and the log-softmax of
-these logits."""
+these logits.
+
+    logits_at           the logits of the ids
+    log_softmax_at      their log-softmax: -inf for absent ids; a token whose upstream gradients are
+                        all 0 gets a gradient of 0, even if its logits are NaN
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +20,13 @@ from torch import Tensor
 from logitless import _abi
 from logitless._abi import Options
 from logitless._vocabulary import ABSENT
-from logitless.torch import _lists, _run
+from logitless.torch import _device, _lists, _run
 from logitless.torch._autograd import cast, cast_bias
 from logitless.torch._dispatch import define, once_only
+from logitless.torch._kept import FRESH
 from logitless.torch._run import columns
 
+TENSORS = ("input", "weight", "bias", "temperature", "ids", "offsets")
 _INPUTS = ("input", "weight", "bias", "target", "temperature", "ids", "id_offsets")
 _FORWARD = (*_INPUTS, "logits_at")
 _BACKWARD = (*_INPUTS, "grad_logits_at", "grad_input", "grad_weight", "grad_bias")
@@ -30,16 +38,46 @@ def logprobs(
 ) -> Tensor:  # fmt: skip
     """The log-probabilities in the shape of `ids`, [..., K], or [M] with `offsets` [N + 1].
     `dtype`: that of the products under autocast; gradients have the dtypes of their tensors."""
-    op: Any = torch.ops.logitless.logits_at
-    absent = ids == ABSENT
-    logits = op(
+    ops: Any = torch.ops.logitless
+    needs = 0
+    if torch.is_grad_enabled():
+        of = enumerate((input, weight, bias))
+        needs = sum(1 << i for i, t in of if t is not None and t.requires_grad)
+    logits = ops.logits_at(
         input, weight, bias, temperature, ids, offsets, options.logit_scale, options.softcap,
-        options.temperature, memory, dtype,
+        options.temperature, memory, dtype, needs,
     )  # fmt: skip
-    among = logits.log_softmax(-1) if offsets is None else _lists.log_softmax(logits, offsets)
-    # masked_fill also stops the upstream gradient of absent ids.
-    made: Tensor = among.masked_fill(absent, -float("inf"))
+    made: Tensor = ops.log_softmax_at(logits, ids, offsets)
     return made
+
+
+def _log_softmax_at(logits: Tensor, ids: Tensor, offsets: Tensor | None) -> Tensor:
+    absent = ids == ABSENT
+    # A token whose ids are all absent would have NaN, which anomaly detection reports.
+    if offsets is None:
+        logits = logits.masked_fill(absent.all(-1, keepdim=True), 0.0)
+        made = logits.log_softmax(-1)
+    else:
+        token = _lists.token_of(offsets, ids.shape[0])
+        logits = logits.where(_lists.any_of(~absent, offsets)[token], 0.0)
+        made = _lists.log_softmax(logits, offsets)
+    return made.masked_fill(absent, -float("inf"))
+
+
+def _log_softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:], output)
+
+
+def _log_softmax_rule(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    ids, offsets, made = ctx.saved_tensors
+    upstream = upstream.masked_fill(ids == ABSENT, 0.0)
+    if offsets is None:
+        total, active = upstream.sum(-1, keepdim=True), (upstream != 0).any(-1, keepdim=True)
+    else:
+        token = _lists.token_of(offsets, ids.shape[0])
+        total = _lists.sums(upstream, offsets)[token]
+        active = _lists.any_of(upstream != 0, offsets)[token]
+    return (upstream - made.exp() * total).where(active, 0.0), None, None
 
 
 def _inputs(tensors: Sequence[Any], dtype: torch.dtype | None) -> tuple[Tensor | None, ...]:
@@ -60,14 +98,60 @@ def _options(logit_scale: float, softcap: float, temperature: float) -> Options:
 
 
 def _logits_at(*args: Any) -> Tensor:
-    *tensors, scale, softcap, temperature, memory, dtype = args
+    *tensors, scale, softcap, temperature, memory, dtype, needs = args
     ids, offsets = tensors[4:]
     given = _inputs(tensors, dtype)
     logits = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+    every = (*given, columns(logits, offsets))
     options = _options(scale, softcap, temperature)
+    if memory is not None and needs:
+        grads = _gradients(tensors[:3], given, needs, torch.device("meta"))
+        _check_memory(memory, every, grads, options)
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    _run.launch(kind, _FORWARD, (*given, columns(logits, offsets)), options, memory, "logits_at")
+    _run.launch(kind, _FORWARD, every, options, memory, "logits_at")
     return logits
+
+
+def _check_memory(
+    memory: int, forward: Sequence[Tensor | None], grads: Sequence[Tensor | None], options: Options
+) -> None:
+    """Refuses a `memory` that is too small for Forward or for the Backward that follows."""
+    where = forward[0].device  # type: ignore[union-attr]
+    named = [(name, t) for name, t in zip(_BACKWARD, (*forward, *grads)) if t is not None]
+    addresses: tuple[int, ...] = ()
+    if where.type == "cuda":  # whose plans depend on the tensors' alignment
+        addresses = tuple(FRESH + (0 if t.is_meta else t.data_ptr() & 15) for _, t in named)
+        tf32 = named[0][1].dtype is torch.float32 and _device.allows_tf32()
+        options = options._replace(allow_tf32=tf32)
+    else:
+        _run.follow_torch_threads()
+    views = tuple(_run.view(name, t, where) for name, t in named)
+    made = sum(g is not None for g in grads)
+    least, recommended = _bounds(views, made, addresses, options, torch.get_num_threads())
+    if memory < least:
+        raise _abi.too_small(memory, least, recommended)
+
+
+@functools.lru_cache(_device.MOST_SHAPES)
+def _bounds(
+    views: tuple[_abi.View, ...], made: int, addresses: tuple[int, ...], options: Options,
+    threads: int,
+) -> tuple[int, int]:  # fmt: skip
+    """The least and the recommended bytes of both calls; `made`: the number of gradients, whose
+    views come last."""
+    device = (views[0].device_type, views[0].device_index)
+    *inputs, logits = views[: len(views) - made]
+    plans = [
+        _abi.Plan(
+            _abi.LINEAR_CROSS_ENTROPY_FORWARD, (*inputs, logits._replace(name="logits_at")),
+            options, device, addresses=addresses[: len(views) - made],
+        ),
+        _abi.Plan(
+            _abi.LINEAR_CROSS_ENTROPY_BACKWARD, views, options, device, addresses=addresses,
+            only_chosen=True,
+        ),
+    ]  # fmt: skip
+    return max(p.minimum for p in plans), max(p.recommended for p in plans)
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
@@ -97,14 +181,15 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _gradients(
-    of: Sequence[Tensor | None], given: Sequence[Tensor | None], needs: int
-) -> list[Tensor | None]:
+    of: Sequence[Tensor | None], given: Sequence[Tensor | None], needs: int,
+    where: torch.device | None = None,
+) -> list[Tensor | None]:  # fmt: skip
     """Empty gradients in the dtypes of the tensors, with strides in the same order as those of the
     tensors that the core gets."""
     made: list[Tensor | None] = []
     for i, (tensor, like) in enumerate(zip(of, given)):
         wanted = tensor is not None and like is not None and needs & 1 << i
-        made.append(torch.empty_like(like, dtype=tensor.dtype) if wanted else None)  # type: ignore[arg-type,union-attr]
+        made.append(torch.empty_like(like, dtype=tensor.dtype, device=where) if wanted else None)  # type: ignore[arg-type,union-attr]
     return made
 
 
@@ -116,19 +201,24 @@ _TENSORS = (
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:6])
-    ctx.numbers = inputs[6:]
+    ctx.numbers = inputs[6:-1]
 
 
 def _rule(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     needs = sum(1 << i for i in range(3) if ctx.needs_input_grad[i])
     op: Any = torch.ops.logitless.logits_at_backward
     grads = op(*ctx.saved_tensors, *ctx.numbers, upstream, needs)
-    rest = [None] * (3 + len(ctx.numbers))
+    rest = [None] * (4 + len(ctx.numbers))
     return *(g if needs & 1 << i else None for i, g in enumerate(grads)), *rest
 
 
 define(
-    f"logits_at({_TENSORS}) -> Tensor",
+    "log_softmax_at(Tensor logits, Tensor ids, Tensor? offsets) -> Tensor",
+    _log_softmax_at, lambda logits, *_: torch.empty_like(logits),
+    rule=_log_softmax_rule, setup=_log_softmax_setup,
+)  # fmt: skip
+define(
+    f"logits_at({_TENSORS}, int needs) -> Tensor",
     _logits_at, lambda *args: args[0].new_empty(args[4].shape, dtype=torch.float32),
     rule=_rule, setup=_setup,
 )  # fmt: skip

@@ -58,7 +58,8 @@ def asked_of(grads: Sequence[Tensor | None], options: Options, vocab: Any, *save
         if constants.id_offsets is None:
             of_rows = grad_logits_at.sum(-1)
         else:
-            of_rows = _lists.sums(grad_logits_at, constants.id_offsets)
+            of_rows = _lists.sums(grad_logits_at, constants.id_offsets)  # [N]
+            of_rows = of_rows.view(constants.target.shape)
         grad_lse = _difference(grad_lse, of_rows)
     if grad_logprob is not None:
         weighted = constants.token_weight is not None or constants.vocab_weight is not None

@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless._abi import F32_RANGE
-from logitless._errors import invalid, not_supported, wrong_dtype, wrong_shape
+from logitless._errors import (
+    argument,
+    invalid,
+    not_supported,
+    wrong_device,
+    wrong_dtype,
+    wrong_shape,
+)
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -87,6 +95,18 @@ def check_bias(bias: Any, weight: Tensor) -> None:
         raise wrong_shape(
             f"linear_bias has shape {tuple(bias.shape)}; allowed: ({weight.shape[0]},)"
         )
+
+
+def check_meta(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """Refuses tensors on meta beside others: for such a mix the dispatcher takes the kernel of
+    meta tensors, and results are memory that nobody has written. The first tensor is the input."""
+    input = tensors[0]
+    assert input is not None
+    for name, t in zip(names, tensors):
+        if t is not None and (t.device.type == "meta") != (input.device.type == "meta"):
+            raise wrong_device(
+                f"{argument(name)} is on {t.device}; allowed: {input.device}, the device of input"
+            )
 
 
 def check_overwritten(logits: Tensor) -> None:

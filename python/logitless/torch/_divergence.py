@@ -11,6 +11,7 @@ from torch import Tensor
 
 from logitless import _abi, _divergence
 from logitless._abi import Divergence, parse_memory
+from logitless._call import shift_of
 from logitless._divergence import (
     check_shift_has_target,
     check_teachers_rows,
@@ -19,10 +20,8 @@ from logitless._divergence import (
 )
 from logitless._errors import (
     LogitlessError,
-    argument,
     not_supported,
     renames,
-    wrong_device,
     wrong_shape,
 )
 from logitless._vocabulary import ABSENT
@@ -30,6 +29,7 @@ from logitless.torch import _divergence_ops, _divergence_run, _memory, _ops, _vo
 from logitless.torch._checks import (
     check_bias,
     check_matrix,
+    check_meta,
     check_rows,
     check_target,
     check_tensor,
@@ -43,7 +43,7 @@ from logitless.torch._functions import (
     _temperature,
     _token_weight,
 )
-from logitless.torch._route import dispatches
+from logitless.torch._route import dispatches, refuse_layouts
 from logitless.torch._run import replaced
 from logitless.torch._vocabulary import Heads
 from logitless.torch._zero import held
@@ -161,14 +161,19 @@ def linear_divergence(
     if linear_bias is not None:
         linear_bias = held("linear_bias", linear_bias)
         check_bias(linear_bias, linear_weight)
-    shift = int(shift)
     shard = None if group is None else _shard_of(group, input, linear_weight)
     tokens = input.shape[:-1]
     try:
+        shift = shift_of(shift)
         check_shift_has_target(shift, target)
         if target is not None:
             _check_target(input, target, shard, shift)
         if vocab_ids is not None or teacher_vocab_ids is not None:
+            given = (input, linear_weight, linear_bias)
+            dispatches(*given)  # for its errors: transforms, sharded tensors
+            refuse_layouts(given)
+            teacher_weight = held("teacher_weight", teacher_weight)
+            teacher_bias = held("teacher_bias", teacher_bias)
             heads, shard = _vocabulary.of_divergence(
                 vocab_ids, teacher_vocab_ids,
                 Heads(
@@ -197,19 +202,19 @@ def linear_divergence(
         )  # fmt: skip
         if shard is not None and shard.size == 1:
             inputs, shard = _of_one(inputs, shard), None
-        _check_meta(inputs)
+        check_meta(Inputs._fields, inputs)
         if shard is not None:
             from logitless.torch._split import rule
 
             rule.check_devices(inputs.input, inputs)
         plain = not dispatches(*inputs)
-        if plain:
+        if not torch.compiler.is_compiling():
             _check(inputs, options)
-        elif every == input.shape[:-1] and _ops.shapes_alone(*inputs):
+        if not plain and every == input.shape[:-1] and _ops.shapes_alone(*inputs):
             _divergence_run.check_shapes(inputs.in_dtype(_autocast_dtype(input)), options, wanted)
     except LogitlessError as error:
         if error.status != "target_out_of_range":  # its message has the place already
-            error.args = (_in_callers_words(error, tokens, shift, None, memory is None),)
+            error.args = (_in_callers_words(error, tokens, 0, None, memory is None),)
         if shard is not None:
             from logitless.torch._split import exchange
 
@@ -325,16 +330,4 @@ def _of_tokens(
 def _check(inputs: Inputs, options: Divergence) -> None:
     """Refuses, with this library's messages, what the dispatcher would refuse with its own."""
     _abi.check_options(options)
-    for name, t in zip(Inputs._fields, inputs):
-        if t is not None and t.layout is not torch.strided:
-            raise wrong_device(f"{argument(name)} has layout {t.layout}; allowed: dense tensors")
-
-
-def _check_meta(inputs: Inputs) -> None:
-    """Refuses a mix of devices with meta, for which the dispatcher would take its meta kernel."""
-    where = inputs.input.device
-    for name, t in zip(Inputs._fields, inputs):
-        if t is not None and t.is_meta != inputs.input.is_meta:
-            raise wrong_device(
-                f"{argument(name)} is on {t.device}; allowed: {where}, the device of input"
-            )
+    refuse_layouts(inputs, Inputs._fields)

@@ -5,6 +5,7 @@ their options, docs/semantics.md has the formulas."""
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from logitless import _abi, _statistics
 from logitless._abi import Options, parse_memory
-from logitless._call import EmptyMean, Reduction, check_shift, is_flat, options_of
+from logitless._call import EmptyMean, Reduction, check_shift, is_flat, options_of, shift_of
 from logitless._errors import (
     OLD_OF_LOGPROB,
     LogitlessError,
@@ -41,6 +42,7 @@ from logitless.torch._checks import (
     as_f32,
     check_bias,
     check_matrix,
+    check_meta,
     check_overwritten,
     check_real,
     check_rows,
@@ -173,17 +175,18 @@ def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]
     if value is None:
         return 0.0, None
     if not isinstance(value, Tensor):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
             raise wrong_dtype(
                 f"normalizer is a {type(value).__name__}; allowed: a number or a tensor []"
             )
+        number: Any = value  # perhaps symbolic
         # A number would be part of a compiled graph, and each value would compile another. A number
         # that f32 cannot hold is passed to the core, which takes a double.
-        if torch.compiler.is_compiling() and _NORMAL_F32[0] <= value <= _NORMAL_F32[1]:
-            return 0.0, torch.ones((), dtype=torch.float32, device=device) * value
-        if value == 0:  # in the core's options 0 means that tokens are counted
+        if torch.compiler.is_compiling() and _NORMAL_F32[0] <= number <= _NORMAL_F32[1]:
+            return 0.0, torch.ones((), dtype=torch.float32, device=device) * number
+        if number == 0:  # in the core's options 0 means that tokens are counted
             return 0.0, torch.zeros((), dtype=torch.float32, device=device)
-        return float(value), None
+        return _abi.float_of("normalizer", number), None
     if value.requires_grad and torch.is_grad_enabled():
         raise invalid("normalizer requires grad, but it is a constant here; pass its detach()")
     if value.dtype not in (torch.float32, torch.int64):
@@ -424,13 +427,14 @@ def linear_outputs(
     elif target is not None or not wanted & _run.TOP:
         check(input, target, "input")
     try:
+        shift = shift_of(shift)
         if asked is not None:
             wanted |= asked()
         anything = wanted & _run.TOP and target is None
         if anything:
             target = _top.target_of(input, shard)
         if shard is not None:
-            shards.check_tokens(input, target, shard, int(shift), check)
+            shards.check_tokens(input, target, shard, shift, check)
             if data is not None:
                 shard = data.shard(shard)
             if shard.size == 1 and not shard.blocks and not shard.replicas and shard.divisor == 1:
@@ -441,12 +445,15 @@ def linear_outputs(
                 raise not_supported(
                     'grad_accumulation is "main_grad"; allowed with vocab_ids: None'
                 )
+            heads = (input, linear_weight, linear_bias)
+            dispatches(*heads)  # for its errors: transforms, sharded tensors
+            refuse_layouts(heads)
             vocabulary, shard = _vocabulary.listed(vocab_ids, linear_weight, shard)
             if anything:  # any listed class
-                target = vocabulary.ordered[:1].expand(target.shape)
+                target = vocabulary.ordered[0].expand(target.shape)
             classes = None if weight is None else _float_constant("weight", weight)
             linear_weight, linear_bias, weight, target = vocabulary.arguments(
-                linear_weight, linear_bias, classes, target, ignore_index, int(shift),
+                linear_weight, linear_bias, classes, target, ignore_index, shift,
                 "ids" if wanted & _run.LOGITS_AT else "target",
             )  # fmt: skip
             ignore_index = ABSENT
@@ -465,7 +472,7 @@ def linear_outputs(
             empty_mean,
         )  # fmt: skip
         constants, options = _of_tokens(
-            input, target, options, weight, token_weight, normalizer, int(shift)
+            input, target, options, weight, token_weight, normalizer, shift
         )
         bound = _memory.default() if memory is None else parse_memory(memory)
     except LogitlessError as error:
@@ -490,7 +497,7 @@ def linear_outputs(
         ranks = None if shard is None else shard.gathered()
         if ids is not None and error.status == "target_out_of_range":
             error.args = (_chosen.in_callers_words(str(error), ids, offsets, ranks),)
-        error.args = (_in_callers_words(error, shape, int(shift), ranks, memory is None),)
+        error.args = (_in_callers_words(error, shape, shift, ranks, memory is None),)
         raise
 
 
@@ -723,8 +730,10 @@ def _among_ids(
 ) -> Tensor:  # fmt: skip
     """linear_logprobs_at over the ids alone."""
     check_rows("input", input, "[..., D]")
+    linear_weight = held("linear_weight", linear_weight)
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
+        linear_bias = held("linear_bias", linear_bias)
         check_bias(linear_bias, linear_weight)
     if offsets is None:
         _chosen.check_ids(input, ids, "input")
@@ -735,7 +744,12 @@ def _among_ids(
         "none", ABSENT, 0.0, 0.0, logit_scale, softcap, number, "zero"
     )  # fmt: skip
     bound = _memory.default() if memory is None else parse_memory(memory)
-    dispatches(input, linear_weight, linear_bias)  # for its errors: transforms, sharded tensors
+    given = (input, linear_weight, linear_bias, temperatures, ids, offsets)
+    check_meta(_among.TENSORS, given)
+    dispatches(*given)  # for its errors: transforms, sharded tensors
+    refuse_layouts(given, _among.TENSORS)
+    if not torch.compiler.is_compiling():
+        _abi.check_options(options)
     try:
         return _among.logprobs(
             input, linear_weight, linear_bias, temperatures, ids, offsets, options, bound,

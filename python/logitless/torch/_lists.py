@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and softmax over lists: M values of N tokens, where token i has those from offsets[i] to
+"""Sums over lists: M values of N tokens, where token i has those from offsets[i] to
 offsets[i + 1] - 1. The host does not read offsets on a GPU; even if they are wrong, nothing outside
 [M] and [N] is read or written."""
 
@@ -32,11 +32,18 @@ def sums(values: Tensor, offsets: Tensor) -> Tensor:
     return summed
 
 
+def any_of(values: Tensor, offsets: Tensor) -> Tensor:
+    """[N] bool: whether any of a token's values [M] is true."""
+    return sums(values.float(), offsets) > 0
+
+
 def log_softmax(logits: Tensor, offsets: Tensor) -> Tensor:
-    """[M]: the log-softmax over each token's logits."""
-    op: Any = torch.ops.logitless.list_log_softmax
-    made: Tensor = op(logits, offsets)
-    return made
+    """[M]: the log-softmax over each token's logits. Not differentiable."""
+    ends, token = ends_of(offsets, logits.shape[0]), token_of(offsets, logits.shape[0])
+    none = -float("inf")
+    most = torch.segment_reduce(logits, "max", offsets=ends, unsafe=True, initial=none)
+    shifted = logits - most[token]
+    return shifted - _summed(shifted.exp(), ends).log().float()[token]
 
 
 def _sums(values: Tensor, offsets: Tensor) -> Tensor:
@@ -49,29 +56,7 @@ def _summed(values: Tensor, ends: Tensor) -> Tensor:
     return torch.segment_reduce(values.double().contiguous(), "sum", offsets=ends, unsafe=True)
 
 
-def _log_softmax(logits: Tensor, offsets: Tensor) -> Tensor:
-    ends, token = ends_of(offsets, logits.shape[0]), token_of(offsets, logits.shape[0])
-    none = -float("inf")
-    most = torch.segment_reduce(logits, "max", offsets=ends, unsafe=True, initial=none)
-    shifted = logits - most[token]
-    return shifted - _summed(shifted.exp(), ends).log().float()[token]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1], output)
-
-
-def _rule(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-    offsets, made = ctx.saved_tensors
-    total = sums(upstream, offsets)[token_of(offsets, made.shape[0])]
-    return upstream - made.exp() * total, None
-
-
 define(
     "list_sums(Tensor values, Tensor offsets) -> Tensor",
     _sums, lambda values, offsets: values.new_empty(offsets.shape[0] - 1),
-)  # fmt: skip
-define(
-    "list_log_softmax(Tensor logits, Tensor offsets) -> Tensor",
-    _log_softmax, lambda logits, offsets: torch.empty_like(logits), rule=_rule, setup=_setup,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless._errors import argument, not_supported, wrong_device
+from logitless._errors import not_supported
 from logitless.torch import _dispatch, _kept, _run
 from logitless.torch._autograd import (
     Call,
@@ -31,6 +31,7 @@ from logitless.torch._autograd import (
     held_dtype,
     of_columns,
 )
+from logitless.torch._checks import check_meta
 from logitless.torch._device import DTYPES
 from logitless.torch._kept import Keep, Kept, State
 from logitless.torch._run import Constants, Upstream
@@ -359,10 +360,9 @@ def loss(
             'grad_accumulation="main_grad" writes outside the graph; it is not supported under '
             "torch.compile or in a functional transform"
         )
-    if input.is_meta:  # torch does not check that the others are meta too
-        for name, t in zip(_run.INPUTS[1:], (weight, bias, *call.constants)):
-            if t is not None and not t.is_meta:
-                raise wrong_device(f"{argument(name)} is on {t.device}; allowed: meta, as input is")
+    check_meta(_run.INPUTS, (input, weight, bias, *call.constants))
+    if not torch.compiler.is_compiling():
+        _abi.check_options(call.options)
     if shapes_alone(input, weight):
         from logitless.torch import _planned
 

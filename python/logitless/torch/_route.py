@@ -46,8 +46,10 @@ def dispatches(*tensors: Tensor | None) -> bool:
     return False
 
 
-def refuse_layouts(tensors: Sequence[Tensor | None]) -> None:
-    for name, t in zip(_run.INPUTS, tensors):
+def refuse_layouts(
+    tensors: Sequence[Tensor | None], names: Sequence[str] = tuple(_run.INPUTS)
+) -> None:
+    for name, t in zip(names, tensors):
         if t is not None and t.layout is not torch.strided:
             raise wrong_device(f"{argument(name)} has layout {t.layout}; allowed: dense tensors")
 

@@ -174,7 +174,9 @@ class Vocabulary(NamedTuple):
 
     def whole(self, places: Tensor) -> Tensor:
         """Places in the list as ids of the whole vocabulary; negative numbers stay as they are."""
-        return torch.where(places < 0, places, self.ordered[places.clamp(min=0)])
+        # Indexing by a tensor [] would read it on the host.
+        ids = self.ordered.index_select(0, places.clamp(min=0).reshape(-1))
+        return torch.where(places < 0, places, ids.view(places.shape))
 
     def outputs_of(self, outputs: Sequence[Any]) -> list[Any]:
         """A loss's outputs, in the order of _run.OUTPUTS, with ids of the whole vocabulary."""
