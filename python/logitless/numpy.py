@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar, overload
 
 try:
     import numpy as np
@@ -30,10 +30,12 @@ from logitless._errors import (
     LogitlessError,
     argument,
     entropy_detached,
+    error_of,
     invalid,
     not_supported,
     placed,
     refuses,
+    renames,
     wrong_dtype,
     wrong_shape,
 )
@@ -51,6 +53,7 @@ _DTYPES = {
 Statistics: TypeAlias = _statistics.Statistics[Array]
 DivergenceStatistics: TypeAlias = _divergence.DivergenceStatistics[Array]
 Loss: TypeAlias = np.float32 | Array
+_O = TypeVar("_O", _abi.Options, _abi.Divergence)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,7 +74,7 @@ if TYPE_CHECKING:
 
 class Gradients(NamedTuple):
     """The loss's gradients with respect to the arguments of the same names, in the shapes and
-    dtypes of these. linear_bias is None if the call has no bias."""
+    dtypes of these, in native byte order. linear_bias is None if the call has no bias."""
 
     input: Array
     linear_weight: Array
@@ -107,12 +110,27 @@ def _view(name: str, array: Array) -> tuple[View, Array]:
     return View(name, dtype, _abi.CPU, 0, array.shape, strides), array
 
 
+def _empty(shape: tuple[int, ...], like: Array) -> Array:
+    """A result of this dtype that the core can write."""
+    return np.empty(shape, like.dtype.newbyteorder("="))
+
+
 def _run(
-    kind: int, arrays: dict[str, Array | None], options: AnyOptions | None, memory: int | None,
-    most: int = 0,
+    kind: int, given: dict[str, Array | None], made: dict[str, Array | None],
+    options: AnyOptions | None, memory: int | None, most: int = 0,
 ) -> None:  # fmt: skip
+    """Runs the op, which reads the arrays `given` and writes the results `made`."""
+    arrays = given | made
     pairs = [_view(name, array) for name, array in arrays.items() if array is not None]
     views = [view for view, _ in pairs]
+    for view, held in pairs:
+        result = made.get(view.name)
+        if result is not None and held is not result:  # the copy would get the result
+            raise error_of(
+                12,
+                f"{view.name} is {result.dtype.str} with strides {result.strides}; allowed of a "
+                "result: native byte order, aligned, strides that are multiples of the element",
+            )
     plan = Plan(kind, views, options, (_abi.CPU, 0), memory=memory, most=most)
     workspace = np.empty(plan.bytes + plan.alignment, np.uint8)
     address = -(-workspace.ctypes.data // plan.alignment) * plan.alignment
@@ -127,6 +145,26 @@ def _array(name: str, value: Any) -> Array:
     return np.asarray(value)
 
 
+def _number(value: Any) -> Any:
+    """A NumPy scalar as a Python number. Other values, which the core checks, are unchanged."""
+    if isinstance(value, np.integer):
+        return int(value)
+    return float(value) if isinstance(value, np.floating) else value
+
+
+def _numbers(options: _O) -> _O:
+    return type(options)(*map(_number, options))
+
+
+def _memory(value: Any) -> int | None:
+    return parse_memory(_number(value))
+
+
+def _check_rows(rows: Array, what: str) -> None:
+    if not rows.ndim:
+        raise wrong_shape(f"{what} has shape (); allowed: [..., {'VD'[what == 'input']}]")
+
+
 def _integer(name: str, value: Any) -> int:
     if not isinstance(value, (int, np.integer)):
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: an int")
@@ -136,6 +174,7 @@ def _integer(name: str, value: Any) -> int:
 def _target(value: Any, rows: Array, what: str) -> Array:
     """Class indices in the shape of `rows` [..., D] (`what` in messages) without the last
     dimension."""
+    _check_rows(rows, what)
     target = _array("target", value)
     if target.dtype.kind == "f":
         raise not_supported(
@@ -145,7 +184,7 @@ def _target(value: Any, rows: Array, what: str) -> Array:
     if target.dtype.name not in ("int32", "int64"):
         way = "; use .astype(np.int64)" if target.dtype.kind in "iu" else ""
         raise wrong_dtype(f"target is {target.dtype}; allowed: int32, int64{way}")
-    if rows.ndim == 0 or target.shape != rows.shape[:-1]:
+    if target.shape != rows.shape[:-1]:
         raise wrong_shape(
             f"target has shape {target.shape}; allowed: {rows.shape[:-1]}, the shape of {what} "
             "without its last dimension"
@@ -171,7 +210,7 @@ class _Call:
         constants = {name: options.pop(name) for name in ("token_weight", "weight")}
         normalizer, names = options.pop("normalizer"), options.pop("return_statistics")
         self.shift = shift = _integer("shift", options.pop("shift", 0))
-        self.options = options_of(**options)
+        self.options = _numbers(options_of(**options))
         if shift:
             check_shift(shift, target.shape)
             target = _shifted(target, shift, self.options.ignore_index)
@@ -195,11 +234,12 @@ class _Call:
         self.constants["temperature"] = temperatures
 
     def run(
-        self, kind: int, arrays: dict[str, Array | None], memory: int | None, most: int = 0
-    ) -> None:
+        self, kind: int, given: dict[str, Array | None], made: dict[str, Array | None],
+        memory: int | None, most: int = 0,
+    ) -> None:  # fmt: skip
         """Runs the op. Errors about a target give its index in the caller's array."""
         try:
-            _run(kind, arrays | self.constants, self.options, memory, most)
+            _run(kind, given | self.constants, made, self.options, memory, most)
         except LogitlessError as error:
             error.args = (with_cast(placed(str(error), self.shape, self.shift)),)
             raise
@@ -226,6 +266,13 @@ def _normalizer(value: Any) -> float:
     so the caller of this function passes a normalizer of 0 as an array."""
     if value is None:
         return 0.0
+    if isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise invalid(
+                "normalizer is an int beyond 1.8e+308; allowed: what a float holds"
+            ) from None
     array = np.asarray(value)
     if array.dtype.kind not in "iuf":
         raise wrong_dtype(
@@ -250,15 +297,16 @@ def _moved(values: Array, shift: int, rest: float) -> Array:
     return moved
 
 
-def _temperature(
-    value: Array, shape: tuple[int, ...], shift: int, name: str = "temperature"
-) -> Array:
+def _temperature(value: Array, shape: tuple[int, ...], shift: int) -> Array:
     """[N], from an array in the target's shape, of shape [N], or broadcastable to the target's
     shape; shifted like the target."""
-    held = as_f32(name, value)
+    held = as_f32("temperature", value)
     flat = is_flat(held.shape, shape)
     held = held.reshape(shape) if flat else np.broadcast_to(held, shape)
     return (_moved(held, shift, 1.0) if shift else held).reshape(-1)
+
+
+_teacher_temperature = renames({"temperature": "teacher_temperature"})(_temperature)
 
 
 class _Listed:
@@ -270,7 +318,7 @@ class _Listed:
         """`rows`: the number of ids that the list must have; the listed rows then keep the order of
         `ids`, and are in ascending order otherwise."""
         ids = _array(name, ids)
-        _vocabulary.check_list(name, str(ids.dtype), ids.shape, vocab, rows)
+        _vocabulary.check_list(name, ids.dtype.name, ids.shape, vocab, rows)
         self.name, self.vocab = name, vocab
         self.ordered, self.order = sorted_list(name, ids, vocab)
         self.rows = ids
@@ -286,12 +334,10 @@ class _Listed:
             raise _vocabulary.wrong_extent(name, array.shape, self.vocab, axis < 0)
         return np.take(array, self.rows, axis)
 
-    def places(
-        self, target: Array, ignored: int | None, shift: int = 0, name: str = "target"
-    ) -> Array:
+    def places(self, target: Array, ignored: Any, shift: int = 0, name: str = "target") -> Array:
         """The place of each target, or id, in the list; ABSENT for `ignored` ones, so that ABSENT
         is the ignore_index of the call on the listed rows."""
-        ignored = IGNORE_INDEX if ignored is None else ignored
+        ignored = IGNORE_INDEX if ignored is None else _number(ignored)
         _abi.check_ignore_index(ignored)
         if shift:
             check_shift(shift, target.shape)
@@ -353,13 +399,13 @@ def _linear(
             raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
         kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
         grads = {
-            "grad_input": np.empty(call.rows.shape, call.rows.dtype),
-            "grad_weight": np.empty(weight.shape, weight.dtype),
-            "grad_bias": None if bias is None else np.empty(bias.shape, bias.dtype),
+            "grad_input": _empty(call.rows.shape, call.rows),
+            "grad_weight": _empty(weight.shape, weight),
+            "grad_bias": None if bias is None else _empty(bias.shape, bias),
         }
     (tokens, hidden), vocab = call.rows.shape, weight.shape[0]
     most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
-    call.run(kind, arrays | made | grads, parse_memory(memory), most)
+    call.run(kind, arrays, made | grads, _memory(memory), most)
     result = call.result(made)
     if not gradients:
         return result
@@ -488,6 +534,8 @@ def _lists(ids: Any, offsets: Any, tokens: int) -> tuple[Array, Array]:
     listed, ends = _integers("ids", ids), _integers("offsets", offsets)
     if listed.ndim != 1:
         raise wrong_shape(f"ids has shape {listed.shape}; allowed beside offsets: (M,)")
+    if not tokens and listed.size:
+        raise wrong_shape(f"ids has shape {listed.shape}; allowed beside no tokens: (0,)")
     if ends.shape != (tokens + 1,):
         raise wrong_shape(f"offsets has shape {ends.shape}; allowed: ({tokens + 1},), N + 1")
     return listed, ends
@@ -498,12 +546,11 @@ def _among_ids(logits: Array, token: Array, tokens: int) -> Array:
     `token` [P] is the token of each."""
     z = logits.astype(np.float64)
     most = np.full(tokens, -np.inf)
-    np.maximum.at(most, token, z)
     with np.errstate(invalid="ignore", divide="ignore"):
+        np.maximum.at(most, token, z)
         shifted = z - most[token]
         total = np.bincount(token, np.exp(shifted), tokens)
-        among = (shifted - np.log(total)[token]).astype(np.float32)
-    return _never_above_0(among)
+        return _never_above_0((shifted - np.log(total)[token]).astype(np.float32))
 
 
 def linear_logprobs_at(
@@ -529,6 +576,7 @@ def linear_logprobs_at(
     if alone:
         _vocabulary.refuse_beside_ids(vocab_ids, ())
     rows = _array("input", input)
+    _check_rows(rows, "input")
     tokens = math.prod(rows.shape[:-1])
     if offsets is None:
         chosen, ends = _ids(ids, rows), None
@@ -546,13 +594,13 @@ def linear_logprobs_at(
     before = np.append(0, np.cumsum(chosen != -1)).take(places, mode="clip")  # [N + 1]
     none = np.diff(before) == 0  # [N]
     logits = np.empty(flat.shape, np.float32)
-    options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
-    more: dict[str, Array | None] = {
+    options = _of_head(logit_scale, softcap, temperature)
+    columns: dict[str, Array | None] = {
         "target": np.where(none, options.ignore_index, 0), "ids": flat, "id_offsets": ends,
-        "logits_at": logits,
     }  # fmt: skip
+    made: dict[str, Array | None] = {"logits_at": logits}
     try:
-        state = _state_of(rows, weight, linear_bias, options, memory, more, not alone)
+        state = _state_of(rows, weight, linear_bias, options, memory, columns, made, not alone)
     except LogitlessError as error:
         leading = rows.shape[:-1] if ends is None else chosen.shape
         error.args = (with_cast(placed(str(error), leading, name="ids")),)
@@ -566,19 +614,24 @@ def linear_logprobs_at(
     return logprobs.reshape(chosen.shape)
 
 
-def _weight(value: Any) -> Array:
-    weight = _array("linear_weight", value)
+def _weight(value: Any, name: str = "linear_weight") -> Array:
+    weight = _array(name, value)
     if weight.ndim != 2:
-        raise wrong_shape(f"linear_weight has shape {weight.shape}; allowed: [V, D]")
+        raise wrong_shape(f"{name} has shape {weight.shape}; allowed: [V, D]")
     return weight
+
+
+def _of_head(logit_scale: Any, softcap: Any, temperature: Any) -> _abi.Options:
+    """The options of a call that returns no loss."""
+    return _numbers(options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero"))
 
 
 def _state_of(
     rows: Array, weight: Array, bias: Array | None, options: AnyOptions, memory: Any,
-    more: dict[str, Array | None], states: bool = True,
+    more: dict[str, Array | None], made: dict[str, Array | None], states: bool = True,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Runs a Forward with the further tensors `more`, and returns row_reference and row_log_sum
-    [N]. Without `states` these two are not computed and hold arbitrary values."""
+    """Runs a Forward with the further inputs `more` and results `made`, and returns row_reference
+    and row_log_sum [N]. Without `states` these two are not computed and hold arbitrary values."""
     tokens, hidden, vocab = math.prod(rows.shape[:-1]), rows.shape[-1], weight.shape[0]
     reference, log_sum = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
     arrays: dict[str, Array | None] = {
@@ -586,12 +639,12 @@ def _state_of(
         "bias": None if bias is None else _array("linear_bias", bias), **more,
     }  # fmt: skip
     if states:
-        arrays |= {"row_reference": reference, "row_log_sum": log_sum}
+        made = made | {"row_reference": reference, "row_log_sum": log_sum}
     if isinstance(options.temperature, np.ndarray):
         arrays["temperature"] = _temperature(options.temperature, rows.shape[:-1], 0)
         options = options._replace(temperature=1.0)
     most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
-    _run(_abi.LINEAR_CROSS_ENTROPY_FORWARD, arrays, options, parse_memory(memory), most)
+    _run(_abi.LINEAR_CROSS_ENTROPY_FORWARD, arrays, made, options, _memory(memory), most)
     return reference, log_sum
 
 
@@ -638,8 +691,7 @@ def linear_topk(
         weight = listed.of("linear_weight", weight)
         linear_bias = listed.of("linear_bias", linear_bias)
     names = _statistics.names_of(return_statistics, _TARGETLESS)
-    if rows.ndim == 0:
-        raise wrong_shape("input has shape (); allowed: [..., D]")
+    _check_rows(rows, "input")
     count, most = _integer("k", k), min(weight.shape[0], _abi.MOST_LISTED)
     if isinstance(k, bool) or not 1 <= count <= most:
         raise invalid(f"k is {k}; allowed: 1 to {most}, the least of V and {_abi.MOST_LISTED}")
@@ -647,12 +699,11 @@ def linear_topk(
     tokens = int(np.prod(shape))
     logits, ids = np.empty((tokens, count), np.float32), np.empty((tokens, count), np.int64)
     made: dict[str, Array] = {name: np.empty(tokens, _dtype_of(name)) for name in names}
-    options = options_of("none", None, 0.0, 0.0, logit_scale, softcap, temperature, "zero")
-    more: dict[str, Array | None] = {
-        "target": np.zeros(tokens, np.int64), "top_logits": logits, "top_ids": ids, **made,
-    }  # fmt: skip
+    options = _of_head(logit_scale, softcap, temperature)
+    columns: dict[str, Array | None] = {"target": np.zeros(tokens, np.int64)}
+    top: dict[str, Array | None] = {"top_logits": logits, "top_ids": ids, **made}
     try:
-        reference, log_sum = _state_of(rows, weight, linear_bias, options, memory, more)
+        reference, log_sum = _state_of(rows, weight, linear_bias, options, memory, columns, top)
     except LogitlessError as error:
         error.args = (with_cast(str(error)),)
         raise
@@ -685,11 +736,8 @@ class _Divergence:
         self, input: Any, linear_weight: Any, target: Any, shift: Any, normalizer: Any,
         token_weight: Any, options: _abi.Divergence, heads: dict[str, Any],
     ) -> None:  # fmt: skip
-        rows, weight = _array("input", input), _array("linear_weight", linear_weight)
-        if rows.ndim == 0:
-            raise wrong_shape("input has shape (); allowed: [..., D]")
-        if weight.ndim != 2:
-            raise wrong_shape(f"linear_weight has shape {weight.shape}; allowed: [V, D]")
+        rows, weight = _array("input", input), _weight(linear_weight)
+        _check_rows(rows, "input")
         self.shape, self.shift = rows.shape[:-1], _integer("shift", shift)
         _divergence.check_shift_has_target(self.shift, target)
         tokens = int(np.prod(self.shape))
@@ -708,10 +756,11 @@ class _Divergence:
         if token_weight is not None:
             self.arrays["token_weight"] = _token_weight(token_weight, self.shape, self.shift)
         changed: dict[str, Any] = {"normalizer": _normalizer(normalizer)}
-        for name in ("temperature", "teacher_temperature"):
+        both = {"temperature": _temperature, "teacher_temperature": _teacher_temperature}
+        for name, moved in both.items():
             value = getattr(options, name)
             if isinstance(value, np.ndarray):
-                self.arrays[name] = _temperature(value, self.shape, self.shift, name)
+                self.arrays[name] = moved(value, self.shape, self.shift)
                 changed[name] = 1.0
         if normalizer is not None and changed["normalizer"] == 0:
             self.arrays["normalizer"] = np.zeros((), np.float32)
@@ -734,16 +783,16 @@ class _Divergence:
             raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
         of = (self.arrays.get(name) for name in ("input", "weight", "bias"))
         names = ("grad_input", "grad_weight", "grad_bias")
-        return {n: None if a is None else np.empty(a.shape, a.dtype) for n, a in zip(names, of)}
+        return {n: None if a is None else _empty(a.shape, a) for n, a in zip(names, of)}
 
-    def run(self, kind: int, made: dict[str, Any], memory: int | None) -> None:
+    def run(self, kind: int, made: dict[str, Array | None], memory: int | None) -> None:
         """Runs the op. Errors about a target give its index in the caller's array."""
         rows, weight = self.arrays["input"], self.arrays["weight"]
         assert rows is not None and weight is not None
         (tokens, hidden), vocab = rows.shape, weight.shape[0]
         most = 4 * (2 * tokens * vocab + tokens * hidden + vocab * hidden)
         try:
-            _run(kind, self.arrays | made, self.options, memory, most)
+            _run(kind, self.arrays, made, self.options, memory, most)
         except LogitlessError as error:
             error.args = (with_cast(placed(str(error), self.shape, self.shift)),)
             raise
@@ -817,6 +866,7 @@ def linear_divergence(
         kind, beta, label_weight, reduction, ignore_index, logit_scale, softcap, temperature,
         teacher_logit_scale, teacher_softcap, teacher_temperature, empty_mean,
     )  # fmt: skip
+    options = _numbers(options)
     heads = {
         "bias": linear_bias, "teacher_input": teacher_input, "teacher_weight": teacher_weight,
         "teacher_bias": teacher_bias, "teacher_logits": teacher_logits,
@@ -829,7 +879,7 @@ def linear_divergence(
     op = _abi.LINEAR_DIVERGENCE_FORWARD
     if return_gradients:
         op = _abi.LINEAR_DIVERGENCE_FORWARD_BACKWARD
-    call.run(op, made | grads, parse_memory(memory))
+    call.run(op, {**made, **grads}, _memory(memory))
     none = call.options.reduction == _abi.REDUCTION_NONE
     result: Any = made["loss"].reshape(call.shape) if none else made["loss"][()]
     if names:
@@ -849,8 +899,10 @@ def _teachers_vocab(weight: Any, logits: Any) -> int:
     if weight is None and logits is None:
         raise _vocabulary.no_teacher()
     if weight is not None:
-        return int(_array("teacher_weight", weight).shape[0])
-    return int(_array("teacher_logits", logits).shape[-1])
+        return int(_weight(weight, "teacher_weight").shape[0])
+    columns = _array("teacher_logits", logits)
+    _check_rows(columns, "teacher_logits")
+    return int(columns.shape[-1])
 
 
 @overload
@@ -900,18 +952,21 @@ def cross_entropy(
         if call.options.reduction == _abi.REDUCTION_NONE:
             raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
         kind = _abi.CROSS_ENTROPY_FORWARD_BACKWARD
-        grad = np.empty(call.rows.shape, call.rows.dtype)
-    call.run(kind, arrays | made | {"grad_logits": grad}, None)
+        grad = _empty(call.rows.shape, call.rows)
+    call.run(kind, arrays, made | {"grad_logits": grad}, None)
     result = call.result(made)
     return result if grad is None else (result, grad.reshape(np.shape(logits)))
 
 
 def softmax(logits: Array, axis: int = -1) -> Array:
     """Softmax of `logits`, float32, float16 or bfloat16, along `axis`, as a new array of the same
-    shape and dtype. docs/semantics.md, "Softmax", has the definition. Raises LogitlessTypeError for
-    another dtype."""
-    moved = np.moveaxis(_array("logits", logits), axis, -1)
+    shape and dtype. docs/semantics.md, "Softmax", has the definition. Raises LogitlessValueError
+    for an `axis` that does not exist, and LogitlessTypeError for another dtype."""
+    logits, axis = _array("logits", logits), _integer("axis", axis)
+    if not -logits.ndim <= axis < logits.ndim:
+        raise invalid(f"axis is {axis} for logits of shape {logits.shape}; allowed: one of theirs")
+    moved = np.moveaxis(logits, axis, -1)
     rows = moved.reshape(-1, moved.shape[-1]) if moved.size else moved.reshape(0, 1)
-    result = np.empty(rows.shape, rows.dtype)
-    _run(_abi.SOFTMAX, {"logits": rows, "probabilities": result}, None, None)
+    result = _empty(rows.shape, rows)
+    _run(_abi.SOFTMAX, {"logits": rows}, {"probabilities": result}, None, None)
     return np.moveaxis(result.reshape(moved.shape), -1, axis)

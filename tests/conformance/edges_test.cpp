@@ -82,7 +82,9 @@ TEST_P(Edges, LongSumsOfSmallTerms) {
       c.data = data;
       c.options.logit_scale = -0.7f;
       with_op(op_, [&](auto op) {
-        const auto p = build<decltype(op)>(c);
+        auto p = build<decltype(op)>(c);
+        // cuBLASLt sums in one chain, whose bound is that of one-signed terms. These mostly are.
+        p.model.structured = std::string(device_.name()) == "cuda" && dtype_ == DType::f32;
         const Outcome outcome = execute(device_, p.op, p.pool, {.memory = memory});
         const Comparison result = compare(expected(device_, p.op, p.model), outcome);
         EXPECT_TRUE(result.ok()) << describe(c) << "\n" << result.report;

@@ -53,6 +53,31 @@ def join(rank: int, size: int, meeting: str, seconds: float) -> None:
     )  # fmt: skip
 
 
+def comparing() -> Any:
+    """A backend of torch.compile, with inductor's decompositions. If the ranks' graphs exchange in
+    different ways, it raises on every rank before they run, where they would hang."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(graph: Any, _: Any) -> Any:
+        calls = [str(node.target) for node in graph.graph.nodes]
+        own = [call for call in calls if "_c10d_functional" in call]
+
+        def run(*args: Any) -> Any:
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, own)
+            assert own and every.count(own) == len(every), every
+            return graph.forward(*args)
+
+        return make_boxed_func(run)
+
+    return aot_autograd(  # type: ignore[no-untyped-call]
+        fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table(),
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
+
+
 class Reply(NamedTuple):
     bits: dict[str, tuple[Any, ...]]  # each result's dtype, shape, sum and hash
     error: str = ""

@@ -85,15 +85,15 @@ def test_opcheck_of_chosen_columns_alone(device: str, lists: bool) -> None:
     ids = torch.randint(0, 19, (2, 5, 3), device=device)
     offsets = torch.arange(0, 31, 3, device=device) if lists else None
     given = (x, w, b, None, ids.flatten() if lists else ids, offsets, 0.9, 7.0, 1.1, None, None)
-    torch.library.opcheck(torch.ops.logitless.logits_at, given)
+    torch.library.opcheck(torch.ops.logitless.logits_at, (*given, 7))
     upstream = torch.randn(given[4].shape, device=device)
     fixed = [a.detach() if isinstance(a, Tensor) else a for a in given]
     torch.library.opcheck(torch.ops.logitless.logits_at_backward, (*fixed, upstream, 7))
+    logits = torch.randn(given[4].shape, device=device, requires_grad=True)
+    torch.library.opcheck(torch.ops.logitless.log_softmax_at, (logits, given[4], offsets))
     if lists:
         values = torch.randn(30, device=device)
         torch.library.opcheck(torch.ops.logitless.list_sums, (values, offsets))
-        values.requires_grad_()
-        torch.library.opcheck(torch.ops.logitless.list_log_softmax, (values, offsets))
 
 
 @pytest.mark.parametrize("which", ["input", "weight", "both"])
@@ -323,7 +323,7 @@ def test_a_tensor_beside_one_on_meta_is_named(name: str) -> None:
         "token_weight": torch.empty(5),
     }  # fmt: skip
     given: dict[str, Any] = {n: t if n == name else t.to("meta") for n, t in tensors.items()}
-    with pytest.raises(RuntimeError, match=f"^{name} is on cpu; allowed: meta, as input is"):
+    with pytest.raises(RuntimeError, match=f"^{name} is on cpu; allowed: meta, the device"):
         linear_cross_entropy(**given)
 
 

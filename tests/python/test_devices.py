@@ -4,6 +4,7 @@ the whole vocabulary and against one process, the same bits on every rank, error
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,8 +22,12 @@ from torch.autograd import Function
 import ranks
 import reference
 from logitless.torch import (
+    Split,
     Statistics,
+    _kept,
     _run,
+    linear_logprobs_at,
+    linear_topk,
 )
 from logitless.torch._split import blocks as of_blocks
 from logitless.torch._split import combine, exchange, peers, shards
@@ -1263,11 +1269,14 @@ for _local in (False, True):
         ("memory", "much", '^memory is "much"'),
         ("shift", -1, r"^shift is -1|^shift moves targets"),
         ("return_statistics", ("entropie",), "^return_statistics "),
+        ("z_loss", None, "^z_loss is a NoneType"),
+        ("label_smoothing", "a", "^label_smoothing is a str"),
+        ("ignore_index", 1.5, "^ignore_index is 1.5"),
+        ("ignore_index", 2**63, "^ignore_index is 9223372036854775808"),
     ):
-        CASES[f"a wrong {_name} on one rank{', local tokens' if _local else ''}"] = (
-            functools.partial(
-                _wrong_on_one_rank, local=_local, name=_name, value=_value, match=_match
-            )
+        _where = "one rank, local tokens" if _local else "one rank"
+        CASES[f"a wrong {_name} ({type(_value).__name__}) on {_where}"] = functools.partial(
+            _wrong_on_one_rank, local=_local, name=_name, value=_value, match=_match
         )
 
 
@@ -1723,6 +1732,147 @@ def a_token_weight_elsewhere(rank: Rank) -> Results:
 
 
 @case
+def a_head_elsewhere(rank: Rank) -> Results:
+    """On meta the results would be memory that nobody has written."""
+    x, w, b, t = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8), torch.arange(4)
+    given = {"linear_weight": w, "linear_bias": b}
+    for name in given:
+        for everywhere in (True, False):
+            moved = {**given}
+            if everywhere or rank.rank == 1:
+                moved[name] = given[name].to("meta")
+            with pytest.raises(RuntimeError, match=f"^{name} is on meta; allowed: cpu"):
+                linear_cross_entropy(x, target=t, group=dist.group.WORLD, **moved)
+    return {}
+
+
+@case
+def tokens_that_one_rank_gives_in_another_way(rank: Rank) -> Results:
+    """What is gathered would have another size or order on rank 0, and be read as something
+    else."""
+    first = rank.rank == 0
+    w, t = torch.randn(8, 8), torch.arange(6).view(2, 3)
+    one = torch.ones(2, 3)
+    own = {"sequence_dim": 1, "local_tokens": True, "group": dist.group.WORLD}
+    x = torch.randn(2, 3, 8)
+    changes: Sequence[tuple[str, dict[str, Any]]] = (
+        (r"token_weight's dtype .* \[float32, None", {"token_weight": one}),
+        (r"temperature's dtype .* \[float32, None", {"temperature": one}),
+        (r"target's dtype .* \[int32, int64", {"target": t.int()}),
+        (r"input's dtype is \[bfloat16, float32",
+         {"input": x.bfloat16(), "linear_weight": w.bfloat16()}),
+        (r"the product of .* before sequence_dim is \[3, 2",
+         {"input": x.view(3, 2, 8), "target": t.view(3, 2)}),
+        (r"Split\.local_tokens is \[0, 1",
+         {"local_tokens": False, "target": torch.zeros(2, 3 * rank.size, dtype=torch.int64)}),
+        (r"whether Split\.sequence_dim is given is \[0, 1",
+         {"local_tokens": False, "sequence_dim": None}),
+        (r"whether Split\.reduce_dtype is 'float32' is \[0, 1", {"reduce_dtype": "input"}),
+        ("what is asked for, in bits, is ", {"label_smoothing": 0.1}),
+    )  # fmt: skip
+    for match, change in changes:
+        call = {"input": x, "linear_weight": w, "target": t, **own, **(change if first else {})}
+        with pytest.raises(ValueError, match=f"^{match}"):
+            linear_cross_entropy(**call)
+    ids = torch.zeros(2, 3, 2, dtype=torch.int32 if first else torch.int64)
+    split = Split(dist.group.WORLD, sequence_dim=1, local_tokens=True)
+    with pytest.raises(ValueError, match=r"^ids's dtype .* \[int32, int64"):
+        linear_logprobs_at(x, w, ids, group=split)
+    return {}
+
+
+@case
+def a_split_of_other_types(rank: Rank) -> Results:
+    x, w, t = torch.randn(4, 8), torch.randn(8, 8), torch.arange(4)
+    total = 8 * rank.size
+    for name, value in (("start", "0"), ("total", 8.5), ("sequence_dim", "x")):
+        fields = {"start": 8 * rank.rank, "total": total, name: value}
+        with pytest.raises(TypeError, match=rf"^Split\.{name} is {value!r}; allowed: None, or an"):
+            linear_cross_entropy(x, w, t, group=Split(dist.group.WORLD, **fields))
+    numbers = {"start": np.int64(8 * rank.rank), "total": np.int64(total)}
+    return {"loss": linear_cross_entropy(x, w, t, group=Split(dist.group.WORLD, **numbers))}
+
+
+@case
+def an_unforeseen_error_of_one_rank(rank: Rank) -> Results:
+    """No rank waits for the one that it came from, whatever raised it."""
+    p, bounds = problem(rank.size)
+
+    def fails(*_: Any) -> Any:
+        raise KeyError("nobody thought of it")
+
+    mine = fails if rank.rank == 1 else _kept.serves
+    raised = pytest.raises((KeyError, RuntimeError), match="nobody thought of it")
+    with mock.patch.object(_kept, "serves", mine), raised:
+        call_own(rank, p, bounds)
+    return {"loss": call_own(rank, p, bounds)[0].detach()}
+
+
+@case
+def an_input_without_tokens_dimensions(rank: Rank) -> Results:
+    """A call of one token, [D] and []."""
+    p, bounds = problem(rank.size, ())
+    x, w = leaf(p.x), rows_of(p.w, bounds, rank.rank)
+    y, t = leaf(p.x), torch.tensor(5)
+    split = Split(dist.group.WORLD, start=bounds[rank.rank][0], total=37)
+    made: dict[str, Tensor] = {}
+    calls: dict[str, Callable[..., Any]] = {
+        "loss": lambda *of, **k: linear_cross_entropy(*of, t, reduction="none", **k),
+        "mean": lambda *of, **k: linear_cross_entropy(*of, t, **k),
+        "logprob": lambda *of, **k: linear_logprob(*of, t, entropy=True, **k)[1],
+        "at": lambda *of, **k: linear_logprobs_at(*of, torch.tensor([3, 30]), **k),
+        "one": lambda *of, **k: linear_logprobs_at(*of, torch.tensor([3]), **k),
+        "topk": lambda *of, **k: linear_topk(*of, 3, **k)[1],
+    }
+    for name, call in calls.items():
+        ours, theirs = call(x, w, group=split), call(y, p.w)
+        assert ours.shape == theirs.shape, name
+        close(ours, theirs.double())
+        made[name] = ours.detach()
+        if ours.requires_grad:
+            (grad,) = torch.autograd.grad(ours.sum(), x)
+            (whole,) = torch.autograd.grad(theirs.sum(), y)
+            close(grad, whole.double())
+            made[f"{name}, gradient"] = grad
+    return made
+
+
+@case
+def ranks_without_columns_exchange_in_compiled_code(rank: Rank) -> Results:
+    """Their gradients need nothing that was exchanged. Dropped there, an exchange of the others
+    would not end."""
+    for cut, local, needs in (
+        ("last empty", True, (True, False, False)), ("last empty", True, (False, True, True)),
+        ("first empty", False, (True, False, False)), ("one has all", True, (True, True, True)),
+    ):  # fmt: skip
+        p, bounds = problem(rank.size, (2 * rank.size,), hidden=4, bias=True, cut=cut)
+        start, stop = bounds[rank.rank]
+        split = Split(dist.group.WORLD, start=start, total=37)
+        x, t = p.x, p.t
+        if local:
+            split = dataclasses.replace(split, sequence_dim=0, local_tokens=True)
+            x, t = own_of(x, rank, 0), own_of(t, rank, 0)
+        given = (x, p.w[start:stop], p.b[start:stop])
+        by = torch.linspace(0.5, 1.5, t.numel())
+
+        def loss(x: Tensor, w: Tensor, b: Tensor, split: Split = split, t: Tensor = t,
+                 by: Tensor = by) -> Any:  # fmt: skip
+            return linear_cross_entropy(x, w, t, linear_bias=b, temperature=by, group=split)
+
+        torch.compiler.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend=ranks.comparing())
+        found = []
+        for call in (loss, compiled):
+            leaves = [v.detach().clone().requires_grad_(n) for v, n in zip(given, needs)]
+            made = call(*leaves)
+            wanted = [v for v in leaves if v.requires_grad]
+            found.append([made.detach(), *torch.autograd.grad(made, wanted)])
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b), (cut, local, needs)
+    return {}
+
+
+@case
 def the_same_bits_for_any_number_of_ranks(rank: Rank) -> Results:
     """All results have the bits of one process with as many blocks, and are near those without."""
     if rank.size == 3:
@@ -1776,7 +1926,8 @@ def a_split_that_is_not_of_whole_blocks_is_refused(rank: Rank) -> Results:
 ON_THE_CPU = {
     "autocast", "memory_that_is_enough_for_some_ranks", "memory_that_is_enough_for_forward_only",
     "one_rank_is_refused", "ranks_that_ask_for_other_things", "a_sequence_that_cannot_be_split",
-    "a_bias_beside_padding",
+    "a_bias_beside_padding", "a_head_elsewhere", "tokens_that_one_rank_gives_in_another_way",
+    "an_unforeseen_error_of_one_rank",
     "ranks_whose_inputs_have_other_gradients", "ranks_of_which_one_has_no_gradient",
     "one_rank_is_refused_in_backward",
     "a_split_with_a_gap_or_an_overlap", "a_split_that_is_not_of_whole_blocks_is_refused",
@@ -1838,6 +1989,50 @@ def test_a_lazy_minus_sign_in_blocks(name: str) -> None:
         found.append([loss, *torch.autograd.grad(loss, list(leaves.values()))])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["linear_weight", "linear_bias"])
+def test_a_head_on_meta_in_blocks(name: str, compiled: bool) -> None:
+    given = {"linear_weight": torch.ones(10, 4), "linear_bias": torch.ones(10)}
+    given[name] = given[name].to("meta")
+    split, t = Split(blocks=2), torch.zeros(6, dtype=torch.int64)
+
+    def loss(x: Tensor, linear_weight: Tensor, linear_bias: Tensor) -> Any:
+        return linear_cross_entropy(x, linear_weight, t, linear_bias=linear_bias, group=split)
+
+    torch.compiler.reset()
+    call: Any = torch.compile(loss, backend="aot_eager") if compiled else loss
+    with pytest.raises(RuntimeError, match=f"^{name} is on meta; allowed: cpu"):
+        call(torch.ones(6, 4), **given)
+
+
+@pytest.mark.parametrize("value", [1.5, "a", 2**63], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_wrong_ignore_index_in_blocks_is_that_of_a_plain_call(value: Any, grad: bool) -> None:
+    x, w = torch.ones(6, 4, requires_grad=grad), torch.ones(10, 4)
+    said = []
+    for group in (None, Split(blocks=2)):
+        with pytest.raises((TypeError, ValueError), match=r"^ignore_index is ") as raised:
+            linear_cross_entropy(x, w, torch.arange(6), ignore_index=value, group=group)
+        said.append((raised.type, str(raised.value)))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight"])
+def test_a_sparse_tensor_in_blocks_is_refused_as_in_a_plain_call(name: str) -> None:
+    given = {"input": torch.ones(6, 4), "linear_weight": torch.ones(10, 4)}
+    given[name] = given[name].to_sparse()
+    for group in (None, Split(blocks=2)):
+        with pytest.raises(RuntimeError, match=rf"^{name} has layout torch\.sparse_coo; allowed: "):
+            linear_cross_entropy(**given, target=torch.arange(6), group=group)
+
+
+def test_an_input_without_tokens_dimensions_in_blocks() -> None:
+    x, w, t = torch.randn(4), torch.randn(10, 4), torch.tensor(3)
+    loss = linear_cross_entropy(x, w, t, reduction="none", group=Split(blocks=2))
+    close(loss, linear_cross_entropy(x, w, t, reduction="none").double())
+    assert loss.shape == ()
 
 
 def test_meta_tensors_in_blocks() -> None:

@@ -560,7 +560,33 @@ def what_is_refused(me: Rank) -> None:
     refused("overlapping meshes", lambda: fully_shard(forgotten, mesh=mesh))
 
 
+@sizes(2)
+def a_head_on_meta_is_refused(me: Rank) -> None:
+    x, t = batch(me.rank)
+    for tokens in ("sharded", "replicated"):
+        head = LinearCrossEntropyHead(HIDDEN, VOCAB, device="meta")
+        head.parallelize(mesh_of(2), tokens=tokens, src_data_rank=None)
+        refused("head.weight is on meta; allowed: ", lambda head=head: head(x, t), RuntimeError)
+
+
 # --- torch.compile and LOGITLESS_CHECK_RANKS ---
+
+
+@sizes(3)
+def a_compiled_head_with_fewer_rows_than_ranks(me: Rank) -> None:
+    """The last rank has none, and takes part in every exchange."""
+    head = head_of(4).parallelize(mesh_of(3), tokens="sharded")
+    torch.compiler.reset()
+    found = []
+    for call in (head, torch.compile(head, fullgraph=True, backend=ranks.comparing())):
+        x, t = batch(me.rank, vocab=4)
+        x.requires_grad_()
+        loss = call(x, t)
+        loss.backward()
+        found.append([loss.detach(), x.grad, *(full(p.grad) for p in head.parameters())])
+        head.zero_grad()
+    for a, e in zip(*found, strict=True):
+        assert torch.equal(a, e)
 
 
 @sizes(2)

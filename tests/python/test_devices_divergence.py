@@ -544,7 +544,8 @@ def what_a_split_has_not(me: Rank) -> Results:
 
 @case
 def tensors_that_one_rank_gives(me: Rank) -> Results:
-    """Every rank must give token weights or none, and teacher's states of the same width."""
+    """Every rank must give token weights or none, teacher's states of the same width, and the same
+    dtypes and order of tokens."""
     h = heads(shape=_shape_of_tokens(me))
     for changed in ("token_weight", "teacher"):
         shard = Shard(h, me)
@@ -557,9 +558,60 @@ def tensors_that_one_rank_gives(me: Rank) -> Results:
             options["token_weight"] = torch.ones_like(target, dtype=F32)
         shard.input, shard.teacher = _own_tokens(h.input, me, 0), (rows, shard.teacher[1])
         split = dataclasses.replace(shard.split, sequence_dim=0, local_tokens=True)
-        words = "^which tensors of tokens" if changed == "token_weight" else "^the teacher's hidden"
+        words = "^token_weight's dtype" if changed == "token_weight" else "^the teacher's hidden"
         with pytest.raises(ValueError, match=words):
             shard(group=split, **options)
+    first = me.rank == 0
+    for changed, words in (
+        ("target", r"^target's dtype .* \[int32, int64"), ("order", "^the product of the input's"),
+    ):  # fmt: skip
+        x, y, target = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.zeros(2, 3).long()
+        if first and changed == "target":
+            target = target.int()
+        elif first:
+            x, y, target = x.view(3, 2, 8), y.view(3, 2, 8), target.view(3, 2)
+        split = Split(dist.group.WORLD, sequence_dim=1, local_tokens=True)
+        with pytest.raises(ValueError, match=words):
+            w = torch.randn(4, 8)
+            linear_divergence(x, w, y, w, target=target, group=split)
+    x, w = torch.randn(4, 8), torch.randn(4, 8)
+    target = torch.zeros(4).long() if first else None
+    with pytest.raises(ValueError, match=r"^target's dtype .* \[int64, None"):
+        linear_divergence(x, w, x, w, target=target, group=dist.group.WORLD)
+    return {}
+
+
+@case
+def an_input_without_tokens_dimensions(me: Rank) -> Results:
+    h = heads(shape=())
+    return agree(me, h, target=h.target, reduction="none")
+
+
+@case
+def ranks_without_columns_exchange_in_compiled_code(me: Rank) -> Results:
+    """Their states and gradients need nothing that was exchanged; see test_devices.py."""
+    h = heads(shape=_shape_of_tokens(me))
+    for cut, needs in (("last empty", (True, False)), ("one has all", (False, True))):
+        shard = Shard(h, me, cut)
+        split = dataclasses.replace(shard.split, sequence_dim=0, local_tokens=True)
+        x, y, target = (_own_tokens(v, me, 0) for v in (h.input, h.teacher_input, h.target))
+
+        def loss(x: Tensor, w: Tensor, y: Tensor, v: Tensor, split: Split = split,
+                 target: Tensor = target) -> Any:  # fmt: skip
+            return linear_divergence(x, w, y, v, kind="reverse_kl", target=target, group=split)
+
+        torch.compiler.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend=ranks.comparing())
+        found = []
+        for call in (loss, compiled):
+            leaves = [
+                v.detach().clone().requires_grad_(n) for v, n in zip((x, shard.weight), needs)
+            ]
+            made = call(*leaves, y, shard.teacher[1])
+            grads = torch.autograd.grad(made, [v for v in leaves if v.requires_grad])
+            found.append([made.detach(), *grads])
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b), (cut, needs)
     return {}
 
 
@@ -629,8 +681,9 @@ def mutated(me: Rank, name: str) -> Results:
 _gradients, _arguments = of_ranks._own_gradients, of_ranks._arguments
 
 
-def _without_a_mean(shard: Any, own: Any, asked: Any, grad: Any, states: Any, mean: Any) -> Any:
-    return _gradients(shard, own, asked, grad, states, torch.zeros_like(mean))
+def _without_a_mean(shard: Any, *rest: Any) -> Any:
+    *others, mean = rest
+    return _gradients(shard, *others, torch.zeros_like(mean))
 
 
 def _at_the_start(own: Any, asked: Any, shard: Any) -> Any:

@@ -225,6 +225,39 @@ def test_ligers_chunked_loss_adds_biases_of_another_dtype_and_of_one_row(
         close(a.view(e.shape), e, a.dtype)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.0, 1.0), (1.0, 0.0)], ids=str)
+@pytest.mark.parametrize("teacher", [BF16, F32])
+def test_ligers_chunked_loss_multiplies_in_the_dtype_of_the_states(
+    weights: tuple[float, float], temperature: float, teacher: torch.dtype
+) -> None:
+    """In both terms: the student's states are bf16 and its head f32; the teacher's states are bf16,
+    then f32."""
+    h = heads(shape=(12,))
+    x = h.input.detach().bfloat16().requires_grad_()
+    rounded = h.weight.detach().bfloat16().float().requires_grad_()
+    y, u = h.teacher_input.detach().to(teacher), h.teacher_weight.detach()
+    made = liger.LigerFusedLinearJSDLoss(*weights, temperature=temperature)(
+        x, h.weight, y, u, h.target
+    )
+    u = u.to(teacher).float()  # in bf16 too, beside states of bf16
+    exact = Heads(
+        x, rounded, y, u, torch.zeros_like(h.bias), torch.zeros_like(h.teacher_bias), h.target
+    )
+    theirs = chunked_formula(exact, *weights, 0.5, temperature)[0]
+    close(made, theirs)
+    grads = torch.autograd.grad(made, (x, h.weight))
+    assert grads[1].dtype is F32
+    for a, e in zip(grads, torch.autograd.grad(theirs, (x, rounded))):
+        close(a, e, BF16)
+
+
+def test_ligers_labels_that_are_no_tensor_are_refused() -> None:
+    h = heads(shape=(12,))
+    with pytest.raises(TypeError, match=r"^shift_labels is a list; allowed: a tensor"):
+        LigerFusedLinearJSD()(*h[:4], [1] * 12)  # type: ignore[arg-type]
+
+
 # --- Unsloth ---
 
 
@@ -343,6 +376,19 @@ def test_unsloths_errors_are_in_its_words() -> None:
         call(*h[:3], h.teacher_weight[1:])
     with pytest.raises(ValueError, match="student_logit_softcapping is -1"):
         call(*h[:4], student_logit_softcapping=-1.0)
+    tokens = tuple(h.input.shape[:-1])
+    for name in ("mask", "labels"):
+        for shape in ((1,), (), (3,), (*tokens, 1, 2)):
+            with pytest.raises(ValueError) as caught:
+                call(*h[:4], **{name: torch.ones(shape, dtype=torch.int64)})
+            allowed = f"{tokens}, the tokens of student_hidden, or as many elements in another"
+            assert f"{name} has shape {shape}; allowed: {allowed}" in str(caught.value)
+        with pytest.raises(TypeError, match=f"^{name} is a list; allowed: a tensor"):
+            call(*h[:4], **{name: [1]})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^student_hidden has shape \(\); allowed: \[\.\.\., D\]"):
+        call(torch.ones(()), *h[1:4])
+    with pytest.raises(ValueError, match=r"^num_items_in_batch has shape \(0,\); allowed: one"):
+        call(*h[:4], num_items_in_batch=torch.ones(0))
     with pytest.raises(ValueError, match=r"^beta has shape \(2,\); allowed: one element"):
         call(*h[:4], beta=torch.ones(2))
     with pytest.raises(TypeError, match=r"^temperature is a str; allowed: a number"):

@@ -289,5 +289,22 @@ def test_what_has_no_counterpart_raises(call: Any) -> None:
 
 def test_unknown_reductions_raise() -> None:
     x, w, _, t = problem((12,), 17, 8)
-    with pytest.raises(ValueError, match="reduction"):
-        verl.linear_cross_entropy(x, w, t, reduction="batch")
+    for reduction in ("batch", 3):
+        with pytest.raises(ValueError, match=rf"^reduction is {reduction!r}; allowed: 'none', 'su"):
+            verl.linear_cross_entropy(x, w, t, reduction=reduction)  # type: ignore[arg-type]
+
+
+def test_verls_errors_are_about_its_arguments() -> None:
+    x, w, _, t = problem((3, 7), 17, 8, ignored=0)
+    wrong = t.clone()
+    wrong[1, 2] = 17
+    at = r"^labels\[1, 2\] \(flat: labels\[9\]\) is 17; allowed: 0 to 16"
+    with pytest.raises(ValueError, match=at):
+        verl.linear_cross_entropy(x, w, wrong)
+    at = r"^temperature has shape \(3,\); allowed: \(3, 7\) as labels, \(21,\), or what"
+    with pytest.raises(ValueError, match=at):
+        verl.linear_cross_entropy(x, w, t, torch.ones(3))
+    with pytest.raises(ValueError, match=r"^hidden has shape \(\); allowed: \[\.\.\., D\]"):
+        verl.linear_cross_entropy(torch.ones(()), w, t)
+    with pytest.raises(TypeError, match=r"^labels is a list; allowed: a tensor"):
+        verl.linear_cross_entropy(x, w, t.tolist())

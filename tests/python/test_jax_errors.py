@@ -47,7 +47,14 @@ ERRORS: dict[str, tuple[dict[str, Any], type, str]] = {
         r"^linear_weight is f\w*16; allowed: f\w*32, .*; use linear_weight\.astype\(",
     ),
     "weight of another hidden size": ({"w": np.ones((9, 6), np.float32)}, ValueError, "weight"),
-    "weight a vector": ({"w": np.ones(45, np.float32)}, ValueError, "weight"),
+    "weight a vector": (
+        {"w": np.ones(45, np.float32)}, ValueError,
+        r"^linear_weight has shape \(45,\); allowed: \[V, D\]",
+    ),
+    "weight of rank 0": (
+        {"w": np.ones((), np.float32)}, ValueError,
+        r"^linear_weight has shape \(\); allowed: \[V, D\]",
+    ),
     "weight empty": ({"w": np.ones((0, 5), np.float32), "b": None}, ValueError, "weight"),
     "bias of another size": ({"b": np.ones(8, np.float32)}, ValueError, "bias"),
     "target of another shape": ({"t": np.zeros(5, np.int32)}, ValueError, "target has shape"),

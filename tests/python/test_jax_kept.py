@@ -5,6 +5,7 @@ which Backward may overwrite if it is not needed again."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from jax_support import (  # noqa: F401
     to_torch,
 )
 from logitless import _abi
-from logitless.jax import linear_cross_entropy, linear_logprob
+from logitless.jax import linear_cross_entropy, linear_divergence, linear_logprob
 
 F32, F16, BF16 = DTYPES
 
@@ -127,6 +128,38 @@ def test_a_program_copies_nothing_and_takes_what_was_said(dtype: Any) -> None:
     assert rows == 4032 // 64 * 2048  # every column is kept
     lines = [line for line in text.splitlines() if f"[{rows},64]" in line]
     assert lines and not any(" copy(" in line for line in lines)
+
+
+LOSSES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "loss": lambda x, w, t: per_token(x, w, t).sum(),
+    "logprob": lambda x, w, t: linear_logprob(x, w, t).sum(),
+    "padding": lambda x, w, t: per_token(x[:, :70], w, t[:, :70]).sum(),
+    "divergence": lambda x, w, t: linear_divergence(
+        x, w, 2 * x, w, target=t, reduction="none"
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_not_written_is_no_nan(name: str, dtype: Any) -> None:
+    """jax_debug_nans raises for NaNs in arrays of floats alone. Kept state has rows that Forward
+    does not write."""
+    x, w, _, t = problem((4, 80), 1000, 16, dtype)
+    t = jnp.where(jnp.arange(80) < 75, t, -100)
+
+    def loss(x: Any, w: Any) -> Any:
+        return LOSSES[name](x, w, t)
+
+    expected = jax.grad(loss, (0, 1))(x, w)
+    with jax.debug_nans(True):
+        _, pull = jax.vjp(loss, x, w)
+        kept = [leaf for leaf in jax.tree.leaves(pull) if 8 in leaf.shape or 64 in leaf.shape]
+        assert {str(leaf.dtype) for leaf in kept} == {"uint32", f"uint{8 * w.itemsize}"}
+        for grads in (pull(jnp.float32(1)), jax.jit(jax.grad(loss, (0, 1)))(x, w)):
+            assert all(np.array_equal(ours, of) for ours, of in zip(grads, expected))
+    # Kept state that was made under the check can be used without it.
+    assert all(np.array_equal(ours, of) for ours, of in zip(pull(jnp.float32(1)), expected))
 
 
 def test_transforms() -> None:

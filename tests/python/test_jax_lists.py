@@ -190,7 +190,7 @@ def test_the_bits_of_pytorch(platform: str, dtype: Any, columns: int, lists: boo
         )["logits_at"]
 
     made, grads = pulled(logits, g, *primals)
-    alone = torch.ops.logitless.logits_at(*leaves, None, *index, 0.9, 3.0, 0.7, None, None)
+    alone = torch.ops.logitless.logits_at(*leaves, None, *index, 0.9, 3.0, 0.7, None, None, 7)
     assert torch.equal(to_torch(made), alone)
     for mine, of in zip(grads, torch.autograd.grad(alone, leaves, to_torch(g))):
         assert torch.equal(to_torch(mine), of)
@@ -279,6 +279,53 @@ def test_what_is_not_asked_of_is_not_read(over: Any, jitted: bool) -> None:
     assert np.isfinite(made[:5]).all() and made[5] == -INFINITY
     assert np.isfinite(of_x).all() and np.isfinite(of_w).all()
     assert not of_x[np.array([1, 3, 4])].any() and (over == "vocab" or not of_w[20].any())
+
+
+@OVER
+@pytest.mark.parametrize("lists", [False, True])
+@JITTED
+def test_a_token_without_an_upstream_gradient_is_not_read(
+    over: Any, lists: bool, jitted: bool
+) -> None:
+    x, w, b, ids, offsets, g = given((9,), 4, lists=lists)
+    token = np.repeat(np.arange(9), 4).reshape(9, 4)
+    if lists:
+        token = np.repeat(np.arange(9), np.diff(np.asarray(offsets)))
+    clipped = np.arange(9) % 3 == 1
+    g = jnp.where(clipped[token] & (ids != -1), 0, g)
+
+    def step(x: Any, w: Any, b: Any) -> Any:
+        return pulled(
+            lambda *a: linear_logprobs_at(
+                *a[:2], ids, linear_bias=a[2], over=over, offsets=offsets
+            ), g, x, w, b,
+        )  # fmt: skip
+
+    run = jax.jit(step) if jitted else step
+    _, expected = run(x, w, b)
+    for value in (NAN, INFINITY):
+        made, grads = run(jnp.where(clipped[:, None], value, x), w, b)
+        assert np.isnan(made).any()
+        assert not grads[0][clipped].any()
+        assert all(np.array_equal(ours, of) for ours, of in zip(grads, expected))
+
+
+@OVER
+@pytest.mark.parametrize("lists", [False, True])
+def test_tokens_without_ids_make_no_nan(over: Any, lists: bool) -> None:
+    x, w, _, _ = problem((3,), 37, 16)
+    ids, offsets = jnp.array([[0, 1], [-1, -1], [4, -1]]), None
+    if lists:
+        ids, offsets = ids.flatten(), jnp.array([0, 2, 4, 6])
+
+    def total(x: Any, w: Any) -> Any:
+        made = linear_logprobs_at(x, w, ids, over=over, offsets=offsets)
+        return jnp.where(ids == -1, 0, made).sum()
+
+    with jax.debug_nans(True):
+        assert np.isfinite(total(x, w))
+        of_x, of_w = jax.grad(total, (0, 1))(x, w)
+    assert of_x[0].any() and of_w.any() and not of_x[1].any()
 
 
 @OVER
@@ -520,7 +567,8 @@ def test_offsets_that_nobody_looks_at() -> None:
         for token, (s, e) in enumerate(lists):
             assert (of_tokens[s:e] == token).all()
         assert np.isfinite(of_tokens).all()
-        apart = _lists.log_softmax(values.at[: held[0]].set(NAN).at[held[-1] :].set(NAN), ends)
+        outside = values.at[: held[0]].set(NAN).at[held[-1] :].set(NAN)
+        apart = _lists.log_softmax(outside, ends, jnp.zeros(7, bool))
         assert np.isfinite(apart[held[0] : held[-1]]).all()  # ids outside of all lists are not read
         assert _lists.any_of(values > 3, ends).tolist() == [
             bool((values[s:e] > 3).any()) for s, e in lists
@@ -963,8 +1011,9 @@ _ends_of = _lists.ends_of
 
 
 def _with_their_own_sum(kept: Any, upstream: Any) -> Any:
-    made, _ = kept
-    return upstream - jnp.exp(made) * upstream.sum(), None
+    made, _, absent = kept
+    upstream = jnp.where(absent, 0, upstream)
+    return upstream - jnp.exp(made) * upstream.sum(), None, None
 
 
 def test_a_known_bug_makes_a_check_fail() -> None:

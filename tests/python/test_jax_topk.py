@@ -147,6 +147,8 @@ def test_bad_arguments() -> None:
         linear_topk(x, w, 2.5)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"^return_statistics is 'rank'; allowed: 'lse', "):
         linear_topk(x, w, 2, return_statistics="rank")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"^temperature is a str; allowed: a Python number$"):
+        linear_topk(x, w, 2, temperature="2")
     with pytest.raises(ValueError, match=r"^linear_weight has shape \(300,\)"):
         linear_topk(x, w[:, 0], 2)
     assert linear_topk(x, w, 256)[1].shape == (2, 5, 256)

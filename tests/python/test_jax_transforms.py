@@ -200,6 +200,33 @@ def test_scan_and_checkpoint() -> None:
     near(scanned(linear_cross_entropy)(w), scanned(plain)(w))
 
 
+CALLS = {
+    "logitless_loss": linear_cross_entropy,
+    "logitless_linear": jax.grad(linear_cross_entropy),
+    "logitless": lambda x, w, t: softmax(x),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_jit(name: str) -> None:
+    x, w, t = batch()
+    expected = CALLS[name](x, w, t)
+    with jax.disable_jit():
+        near(CALLS[name](x, w, t), expected)
+        near(jax.jit(CALLS[name])(x, w, t), expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_jaxs_check_names_what_makes_a_nan(name: str) -> None:
+    x, w, t = batch()
+    x = x.at[0, 0].set(jnp.inf)
+    message = rf"^invalid value \(nan\) encountered in {name}(\n|$)"
+    with jax.debug_nans(True):
+        for call in (CALLS[name], jax.jit(CALLS[name])):
+            with pytest.raises(FloatingPointError, match=message):
+                call(x, w, t)
+
+
 @pytest.mark.slow
 def test_shard_map_over_tokens(platform: str) -> None:  # noqa: F811
     devices = gpus() if platform == "cuda" else jax.devices("cpu")

@@ -225,6 +225,13 @@ def test_what_does_not_go_with_it() -> None:
             linear_divergence(x, w, **teacher, **more)
     with pytest.raises(ValueError, match=r"^teacher_vocab_ids is given without a teacher"):
         linear_divergence(x, w[:13], teacher_vocab_ids=ids)
+    for head, shape in ((w[0, 0], r"\(\)"), (w[:, 0], r"\(41,\)")):
+        for name, heads in (("teacher_weight", (w[:13], x, head)), ("linear_weight", (head, x, w))):
+            with pytest.raises(ValueError, match=rf"^{name} has shape {shape}; allowed: \[V, D\]$"):
+                linear_divergence(x, *heads, teacher_vocab_ids=ids)
+    whole = jnp.ones(w.shape, jnp.int32)
+    with pytest.raises(TypeError, match=r"^linear_weight is int32; allowed: float32, float16"):
+        linear_cross_entropy(x, whole, t, vocab_ids=ids)
 
 
 def _unordered(self: Any, name: str, ids: Any, *rest: Any) -> None:

@@ -108,6 +108,20 @@ def test_modules_copy_and_pickle(how: str) -> None:
     pickle.loads(pickle.dumps(LinearCrossEntropyLoss(torch.rand(17))))
 
 
+def test_one_statistic_may_be_named_by_a_text() -> None:
+    x, w, _, t = problem((5,), 17, 8)
+    head = LinearCrossEntropyHead(8, 17, return_statistics="lse")
+    with torch.no_grad():
+        head.weight.copy_(w)
+    _, expected = linear_cross_entropy(x, w, t, return_statistics="lse")
+    for _, statistics in (
+        CrossEntropyLoss(return_statistics="lse")(x @ w.T, t),
+        LinearCrossEntropyLoss(return_statistics="lse")(x, w, t), head(x, t),
+    ):  # fmt: skip
+        torch.testing.assert_close(statistics.lse, expected.lse)
+        assert statistics.entropy is None
+
+
 def test_a_tied_embedding_gets_both_gradients() -> None:
     embedding = torch.nn.Embedding(17, 8)
     head = LinearCrossEntropyHead(8, 17)

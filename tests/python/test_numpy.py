@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 
 import logitless.numpy as ln
 import logitless.torch as lt
+from logitless import _abi
 from test_linear import F16, F32, OPTIONS, problem
 from test_vocab_ids import VOCAB, list_of, targets_of
 
@@ -123,6 +126,54 @@ def test_layouts(layout: str) -> None:
     assert ln.linear_cross_entropy(x, w, t) == expected
 
 
+def _swapped(array: Any) -> Any:
+    return array.astype(array.dtype.newbyteorder(">"))
+
+
+_GRADIENTS: dict[str, Callable[[Any, Any, Any, Any, Any, Any], Any]] = {
+    "linear_cross_entropy": lambda x, w, b, t, z, of: ln.linear_cross_entropy(
+        x, w, of(t), linear_bias=b, return_gradients=True
+    ),
+    "a list of rows": lambda x, w, b, t, z, of: ln.linear_cross_entropy(
+        x, w, of(t), linear_bias=b, vocab_ids=of(np.arange(9)), return_gradients=True
+    ),
+    "linear_divergence": lambda x, w, b, t, z, of: ln.linear_divergence(
+        x, w, x, of(w[::-1]), target=of(t), linear_bias=b, return_gradients=True
+    ),
+    "cross_entropy": lambda x, w, b, t, z, of: ln.cross_entropy(z, of(t), return_gradients=True),
+    "softmax": lambda x, w, b, t, z, of: (0, (ln.softmax(z),)),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("name", _GRADIENTS)
+def test_gradients_in_another_byte_order(name: str, dtype: Any) -> None:
+    x, w, b, t = numpy(*problem((8,), 9, 6, ignored=0, bias=True))
+    arrays = [array.astype(dtype) for array in (x, w, b)]
+    logits = (x @ w.T).astype(dtype)
+    loss, expected = _GRADIENTS[name](*arrays, t, logits, lambda array: array)
+    for swaps in ([True] * 3, [False, False, True]):
+        given = [_swapped(array) if swap else array for array, swap in zip(arrays, swaps)]
+        made, grads = _GRADIENTS[name](*given, t, _swapped(logits), _swapped)
+        assert made == loss
+        for ours, theirs in zip(grads, expected):
+            assert ours.dtype.isnative and np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("layout", ["swapped", "negative", "unaligned"])
+def test_a_result_that_cannot_be_written_is_an_error(layout: str) -> None:
+    z = np.ones((2, 9), np.float32)
+    result = np.zeros((2, 9), np.float32)
+    if layout == "swapped":
+        result = result.astype(">f4")
+    elif layout == "negative":
+        result = result[:, ::-1]
+    else:
+        result = np.zeros(result.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(2, 9)
+    with pytest.raises(RuntimeError, match=r"^probabilities is .* with strides"):
+        ln._run(_abi.SOFTMAX, {"logits": z}, {"probabilities": result}, None, None)
+
+
 def test_errors() -> None:
     x, w, _, t = numpy(*problem((8,), 9, 6, ignored=0))
     with pytest.raises(TypeError, match=r"input is float64; .*; use \.astype\(np\.float32\)"):
@@ -153,6 +204,16 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
     "ignore_index": ({"ignore_index": 7.0}, TypeError, "ignore_index is 7.0"),
     "ignore_index, shift": ({"ignore_index": 7.0, "shift": 1}, TypeError, "ignore_index is 7.0"),
     "ignore_index large": ({"ignore_index": 1 << 70, "shift": 1}, ValueError, "ignore_index"),
+    "normalizer huge": (
+        {"normalizer": 10**400},
+        ValueError,
+        r"^normalizer is an int beyond 1\.8e\+308; allowed: what a float holds$",
+    ),
+    "temperature an array": ({"temperature": np.ones(2)}, ValueError, "temperature has shape"),
+    "softcap an array": ({"softcap": np.array(2.0)}, TypeError, "softcap is a ndarray"),
+    "softcap complex": ({"softcap": np.complex64(2)}, TypeError, "softcap is a complex64"),
+    "a truth of NumPy": ({"logit_scale": np.bool_(True)}, TypeError, "logit_scale is a bool"),
+    "scalar below f32": ({"softcap": np.float64(1e-46)}, ValueError, "softcap is 1e-46; allowed"),
     "normalizer a truth": ({"normalizer": True}, TypeError, "normalizer is a bool"),
     "normalizer a text": ({"normalizer": "2"}, TypeError, "normalizer is a str"),
     "normalizer a vector": ({"normalizer": np.ones(2)}, ValueError, r"normalizer has shape \(2,\)"),
@@ -198,6 +259,41 @@ def test_a_wrong_option(name: str) -> None:
     x, w, _, t = numpy(*problem((8,), 9, 6, ignored=0))
     with pytest.raises(kind, match=message):
         ln.linear_cross_entropy(x, w, t, **options)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    x, w, _, t = numpy(*problem((2, 6), 9, 6, ignored=0))
+    of_loss = {"label_smoothing": 0, "z_loss": 2, "normalizer": 2, "memory": 1 << 20}
+    of_labels = {"ignore_index": 2, "shift": 2}
+    of_head = {"logit_scale": 2, "softcap": 2, "temperature": 2}
+    of_teacher = {"teacher_logit_scale": 2, "teacher_softcap": 2, "teacher_temperature": 2}
+    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (lambda **o: ln.linear_cross_entropy(x, w, t, **o), {**of_loss, **of_labels, **of_head}),
+        (
+            lambda **o: ln.linear_cross_entropy(x, w, t, vocab_ids=np.arange(9), **o),
+            {**of_loss, **of_labels, **of_head},
+        ),
+        (lambda **o: ln.linear_logprobs_at(x, w, t[..., None], **o)[0, 0, 0], of_head),
+        (lambda **o: ln.linear_logprobs_at(x, w, t[..., None] * [1, 0], over="ids", **o)[0, 0, 0],
+         of_head),
+        (lambda **o: ln.linear_topk(x, w, 2, **o)[0][0, 0, 0], of_head),
+        (
+            lambda **o: ln.linear_divergence(x, w, x, w[::-1], target=t, kind="jsd", **o),
+            {**of_labels, **of_head, **of_teacher, "beta": 1, "label_weight": 2, "normalizer": 2},
+        ),
+    ]  # fmt: skip
+    for call, options in calls:
+        for name, value in options.items():
+            expected = call(**{name: value})
+            assert call(**{name: np.int64(value)}) == expected, name
+            if name not in ("ignore_index", "shift"):
+                assert call(**{name: np.float32(value)}) == expected, name
+
+
+def test_a_large_integer_is_a_normalizer() -> None:
+    x, w, _, t = numpy(*problem((8,), 9, 6))
+    expected = ln.linear_cross_entropy(x, w, t, normalizer=2.0**70)
+    assert ln.linear_cross_entropy(x, w, t, normalizer=2**70) == expected > 0
 
 
 @pytest.mark.parametrize("name", ["input", "linear_weight", "target", "linear_bias"])
@@ -378,6 +474,57 @@ def test_a_masked_column_among_ids() -> None:
     assert np.isneginf(made[0, 0]) and made[0, 1] == 0 and np.isnan(made[1]).all()
 
 
+@pytest.mark.parametrize("over", ["vocab", "ids"])
+def test_logits_that_are_nan_warn_of_nothing(over: str) -> None:
+    x, w, _, _ = numpy(*problem((3,), 9, 6))
+    x[1], x[2] = np.nan, np.inf
+    ids = np.array([[0, 1], [2, 3], [4, -1]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = ln.linear_logprobs_at(x, w, ids, over=over)
+        flat = ln.linear_logprobs_at(x, w, ids.ravel(), offsets=np.arange(0, 7, 2), over=over)
+    assert np.isnan(made[1]).all() and np.array_equal(made.ravel(), flat, equal_nan=True)
+
+
+def test_an_array_without_dimensions() -> None:
+    x, w, _, _ = numpy(*problem((8,), 9, 6))
+    none: Any = np.float32(1)
+    of_rows = r"^input has shape \(\); allowed: \[\.\.\., D\]$"
+    ids = np.arange(9)
+    for call in (
+        lambda: ln.linear_cross_entropy(none, w, np.int64(1)),
+        lambda: ln.linear_cross_entropy(none, w, np.int64(1), vocab_ids=ids),
+        lambda: ln.linear_logprobs_at(none, w, ids),
+        lambda: ln.linear_logprobs_at(none, w, ids, offsets=np.array([0, 9])),
+        lambda: ln.linear_topk(none, w, 1),
+        lambda: ln.linear_divergence(none, w, x, w),
+    ):
+        with pytest.raises(ValueError, match=of_rows):
+            call()
+    with pytest.raises(ValueError, match=r"^logits has shape \(\); allowed: \[\.\.\., V\]$"):
+        ln.cross_entropy(none, np.int64(1))
+    with pytest.raises(ValueError, match=r"^axis is -1 for logits of shape \(\); allowed"):
+        ln.softmax(none)
+    with pytest.raises(ValueError, match=r"^teacher_weight has shape \(\); allowed: \[V, D\]$"):
+        ln.linear_divergence(x, w, x, none, teacher_vocab_ids=ids)
+    with pytest.raises(
+        ValueError, match=r"^teacher_logits has shape \(\); allowed: \[\.\.\., V\]$"
+    ):
+        ln.linear_divergence(x, w, teacher_logits=none, teacher_vocab_ids=ids)
+
+
+def test_a_wrong_temperature_of_the_teacher_is_its_own() -> None:
+    x, w, _, _ = numpy(*problem((8,), 9, 6))
+    for value, message in (
+        (np.ones(3), r"teacher_temperature has shape \(3,\); allowed: \(8,\) as target"),
+        (np.array([1] * 7 + [1e-46]), r"teacher_temperature\[7\] is 1e-46; allowed"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            ln.linear_divergence(x, w, x, w, teacher_temperature=value)
+        with pytest.raises(ValueError, match=f"^{message.removeprefix('teacher_')}"):
+            ln.linear_divergence(x, w, x, w, temperature=value)
+
+
 def test_over_and_offsets_that_are_none() -> None:
     x, w, _, _ = numpy(*problem((2, 2), 9, 6))
     ids = np.arange(6)
@@ -399,6 +546,11 @@ def test_over_and_offsets_that_are_none() -> None:
         ln.linear_logprobs_at(x, w, ids + 4, offsets=np.array([0, 1, 2, 2, 6]))
     none = ln.linear_logprobs_at(x, w, ids[:0], offsets=np.zeros(5, np.int64))
     assert none.shape == (0,)
+    for over in ("vocab", "ids"):
+        with pytest.raises(
+            ValueError, match=r"^ids has shape \(6,\); allowed beside no tokens: \(0,\)$"
+        ):
+            ln.linear_logprobs_at(x[:0], w, ids, offsets=np.zeros(1, np.int64), over=over)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.bool_])

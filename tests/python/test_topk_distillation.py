@@ -173,6 +173,26 @@ def test_nemo_rls_loss_is_the_same(kind: str, outside: bool) -> None:
         close(a, e)
 
 
+def test_nemo_rls_tokens_without_an_upstream_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the vocabulary is split, the softmax over the k tokens is of log-probabilities."""
+    log_p = torch.randn(2, 3, 4)
+    log_p[0, 1] = torch.nan
+    log_p.requires_grad_()
+    monkeypatch.setattr(nemo_rl, "linear_logprobs_at", lambda *_, **__: log_p)
+    ids = torch.arange(4).expand(2, 3, 4)
+    made = nemo_rl.get_distillation_topk_logprobs(
+        torch.ones(2, 3, 5), torch.ones(9, 5), torch.zeros(2, 3, 4), ids, False, False, 0, "a group"
+    )[0]
+    keep = ~made.isnan()
+    assert keep.all(-1).tolist() == [[True, False], [True, True]]
+    upstream = torch.randn(2, 2, 4) * keep
+    (grad,) = torch.autograd.grad(made, log_p, upstream)
+    theirs = log_p.detach().nan_to_num().requires_grad_()
+    of = torch.autograd.grad(theirs.log_softmax(-1)[:, :-1], theirs, upstream)[0]
+    close(grad, of.double())
+    assert not grad[0, 1].any()
+
+
 @pytest.mark.parametrize(("dtype", "sizes"), CASES, ids=str)
 def test_the_default_memory_is_enough(
     dtype: torch.dtype, sizes: tuple[int, int, int]

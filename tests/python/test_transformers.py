@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -153,6 +154,30 @@ def test_an_equal_second_patch_is_the_first(of_class: bool) -> None:
     first.unpatch()
     assert made(**batch).logits is not None
     assert not any("logitless" in key for key in (*vars(made), *vars(type(made))))
+
+
+@pytest.mark.parametrize("of_class", [False, True], ids=["model", "class"])
+def test_the_end_of_a_second_patch_leaves_the_first(of_class: bool) -> None:
+    model, batch = model_and_batch("llama")
+    patched = type(model) if of_class else model
+    with patch_transformers(patched) as first:
+        made = MODELS["llama"]().train() if of_class else model
+        with patch_transformers(patched) as second:
+            assert second is first is patched and made(**batch).logits is None
+        assert made(**batch).logits is None
+    assert made(**batch).logits is not None
+    patch_transformers(patched)
+    patch_transformers(patched).unpatch()
+    assert not any("logitless" in key for key in (*vars(made), *vars(type(made))))
+
+
+@pytest.mark.parametrize("items", [np.int64(20), np.float32(20)], ids=["int64", "float32"])
+def test_a_number_of_items_of_numpy(items: Any) -> None:
+    model, batch = model_and_batch("llama")
+    plain = model(**batch, num_items_in_batch=items).loss
+    with patch_transformers(model):
+        loss = model(**batch, num_items_in_batch=items).loss
+    torch.testing.assert_close(loss, plain, rtol=2e-6, atol=1e-6)
 
 
 def test_a_patch_says_what_it_is_of() -> None:

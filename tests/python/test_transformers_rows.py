@@ -97,6 +97,7 @@ CHANGES: dict[str, tuple[Callable[..., Tensor], dict[str, Any], int | None]] = {
     "masked, told": (masked(slice(50, V), -torch.inf), {"vocab_size": 50}, None),
     "masked by the least number, told":
         (masked(slice(50, V), torch.finfo(torch.float32).min), {"vocab_size": 50}, None),
+    "not masked, told": (lambda z, *_: z, {"vocab_size": 50}, 0),
     "masked in the middle": (masked(slice(10, 12), -torch.inf), {}, 0),
     "masked in the middle and behind":
         (masked([10, *range(50, V)], -torch.inf), {"vocab_size": 50}, 0),
@@ -195,6 +196,18 @@ def test_the_error_says_what_differs_and_the_way_out(name: str, said: str) -> No
     model = ToyForCausalLM(CHANGES[name][0])
     patch_transformers(model)
     with pytest.raises(NotImplementedError, match=f"^ToyForCausalLM changes its logits.*{said}"):
+        model(**batch())
+
+
+def test_padding_that_is_not_masked_is_said() -> None:
+    """With vocab_size= the loss leaves columns out that the model's own loss has."""
+    model = ToyForCausalLM(lambda z, *_: z)
+    patch_transformers(model, vocab_size=50)
+    said = (
+        r"^ToyForCausalLM keeps its logits from column 50 on \(\d.*\), and vocab_size is 50: .*; "
+        r"pass vocab_size=61 to patch_transformers .*, or mask these logits"
+    )
+    with pytest.raises(NotImplementedError, match=said):
         model(**batch())
 
 

@@ -124,12 +124,16 @@ def test_the_default_memory_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_logprobs": -1}, "num_logprobs is -1; allowed: 0 to 256, and at most V"),
+        ({"num_logprobs": -1}, "^num_logprobs is -1; allowed: 0 to 17, the least of V and 256$"),
         ({"num_logprobs": True}, "num_logprobs is True; allowed"),
-        ({"num_logprobs": 18}, r"num_logprobs is 18; allowed: 1 to 17"),
+        ({"num_logprobs": 18}, r"^num_logprobs is 18; allowed: 0 to 17, the least of V and 256$"),
+        ({"num_logprobs": 2.0}, r"^num_logprobs is 2\.0; allowed: 0 to 17"),
         ({"token_ids": torch.zeros(4, dtype=torch.int64)}, r"token_ids \(4,\); allowed: \[N, D\]"),
-        ({"token_ids": torch.full((5,), 17)}, r"token_ids\[0\] is 17; allowed: 0 to 16"),
+        ({"token_ids": torch.full((5,), 17)}, r"^token_ids\[0\] is 17; allowed: 0 to 16$"),
+        ({"token_ids": torch.ones(5, dtype=torch.bool)}, "^token_ids is bool; allowed: int32, int"),
         ({"weight": torch.zeros(17, 9)}, "^weight|^hidden_states"),
+        ({"weight": torch.zeros(())}, "^weight has"),
+        ({"weight": None}, "^weight is a NoneType"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], said: str) -> None:
@@ -146,11 +150,35 @@ def test_a_prompt_of_another_length_is_refused() -> None:
             vllm.prompt_logprobs(x, w, tokens, 2)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_prompt_logprobs": 18}, r"^num_prompt_logprobs is 18; allowed: 0 to 17, the least"),
+        ({"num_prompt_logprobs": -1}, r"^num_prompt_logprobs is -1; allowed: 0 to 17, the least"),
+        ({"prompt_token_ids": [1, 2, 17, 3]}, r"^prompt_token_ids\[2\] is 17; allowed: 0 to 16$"),
+        ({"prompt_token_ids": [1, -1, 2, 3]}, r"^prompt_token_ids\[1\] is -1; allowed: 0 to 16$"),
+        ({"prompt_token_ids": [1, 2, 3, 99]}, r"^prompt_token_ids\[3\] is 99; allowed: 0 to 16$"),
+        ({"prompt_token_ids": [1.0, 2, 3, 4]}, r"^prompt_token_ids is float32; allowed: int32"),
+        ({"weight": torch.zeros(17, 9)}, r"^weight has shape \[17, 9\]; allowed: \[V, 8\]$"),
+        ({"softcap": -1.0}, "^softcap is -1"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_has_its_names(change: dict[str, Any], said: str) -> None:
+    given = {
+        "hidden_states": torch.randn(4, 8), "weight": torch.randn(17, 8),
+        "prompt_token_ids": [1, 2, 3, 4], "num_prompt_logprobs": 2, **change,
+    }  # fmt: skip
+    for states in (given["hidden_states"], given["hidden_states"][:-1]):
+        with pytest.raises(LogitlessError, match=said):
+            vllm.prompt_logprobs(**{**given, "hidden_states": states})
+
+
 def test_what_is_no_token_is_refused() -> None:
     x, w = torch.randn(4, 6), torch.randn(50, 6)
     with pytest.raises(ValueError, match=r"is -100; allowed: 0 to 49"):
         vllm.gather_logprobs(x, w, 2, torch.tensor([1, -100, 3, 4]))
     with pytest.raises(TypeError, match=r"^token_ids is float32; allowed: int32, int64$"):
         vllm.gather_logprobs(x, w, 2, torch.tensor([1.9, 2.7, 3.0, 4.0]))
-    with pytest.raises(TypeError, match=r"^gather_logprobs\(\) got an unexpected keyword"):
-        vllm.gather_logprobs(x, w, 2, torch.arange(4), shift=True)  # type: ignore[call-arg]
+    for call in (vllm.gather_logprobs, vllm.prompt_logprobs):
+        with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) got an unexpected keyword"):
+            call(x, w, torch.arange(4), 2, shift=True)  # type: ignore[call-arg,operator]

@@ -69,6 +69,24 @@ def generalized_jsd(
     products are computed here in the wider dtype, which can represent every value of the other.
     `peak`: the bytes that the replaced function needs; `held`: bytes in use outside of this call,
     which are subtracted."""
+
+    def divergence(own: Head, others: Head, dtype: torch.dtype) -> Any:
+        copies = copied(dtype, student.weight, teacher.weight)
+        room = frugal_beside(memory, own.hidden, own.weight, peak, held + copies)
+        return linear_divergence(
+            own.hidden, own.weight, others.hidden, others.weight, kind="jsd",
+            linear_bias=bias_of(own), teacher_bias=bias_of(others), memory=room, **options,
+        )  # fmt: skip
+
+    return in_one_dtype(student, teacher, of, divergence)
+
+
+def in_one_dtype(
+    student: Head, teacher: Head, of: Literal["hidden", "weight"],
+    compute: Callable[[Head, Head, torch.dtype], Any],
+) -> Any:  # fmt: skip
+    """`compute` of both heads with the dtypes that generalized_jsd describes, and of the dtype of
+    the products."""
     check_heads(student, teacher)
     dtypes = getattr(student, of).dtype, getattr(teacher, of).dtype
     context: Any = contextlib.nullcontext()
@@ -80,15 +98,14 @@ def generalized_jsd(
             # autocast instead of a cast, so that an f32 weight's gradient is computed in f32
             context = torch.autocast(student.hidden.device.type, dtype)
     with context:
-        weights = (student.weight, teacher.weight)
         if _autocast_dtype(student.hidden) is None:
             student, teacher = student.to(dtypes[0], dtype), teacher.to(dtypes[1], dtype)
-        copies = sum(w.numel() * dtype.itemsize for w in weights if w.dtype is not dtype)
-        memory = frugal_beside(memory, student.hidden, student.weight, peak, held + copies)
-        return linear_divergence(
-            student.hidden, student.weight, teacher.hidden, teacher.weight, kind="jsd",
-            linear_bias=bias_of(student), teacher_bias=bias_of(teacher), memory=memory, **options,
-        )  # fmt: skip
+        return compute(student, teacher, dtype)
+
+
+def copied(dtype: torch.dtype, *weights: Tensor) -> int:
+    """The bytes of copies of these weights in this dtype."""
+    return sum(w.numel() * dtype.itemsize for w in weights if w.dtype is not dtype)
 
 
 def bias_of(head: Head) -> Any:

@@ -70,7 +70,7 @@ class _Report(NamedTuple):
     differing: float  # number of columns
     first: float  # of these columns
     made: float  # the model's value in this column
-    known: float  # the expected value in this column
+    known: float  # the expected value in this column, if it is no padding
     ratio: float  # model's values to expected ones, if the same everywhere; otherwise 0
     poisoned: float  # 1 if the model's loss is NaN and ours is not
     others: float  # number, from 1, of the loss's first other tensor that differs; 0: none
@@ -150,6 +150,9 @@ def _report_of(made: Tensor, rows: Tensor, transform: Transform) -> list[Tensor]
     at = first.clamp(max=columns - 1)[None]
     row = wrong.index_select(1, at)[:, 0].int().argmax()[None]
     picked = [t.index_select(1, at).index_select(0, row).sum() for t in (words, known)]
+    if behind.shape[1]:
+        most = behind.amax(0).index_select(0, (first - columns).clamp(min=0)[None]).sum()
+        picked[0] = torch.where(first < columns, picked[0], most)
     fits = small.isclose(known_small * ratio, rtol=2e-2, atol=1e-6).all()
     return [
         columns_wrong.sum(), first, *picked, torch.where(fits, ratio, 0.0)
@@ -189,9 +192,17 @@ def _check_shapes(made: Tensor, rows: Tensor, transform: Transform, who: str) ->
 _CHANGES = "changes its logits after the lm_head in a way that is not known here"
 
 
-def _raise(report: _Report, names: Sequence[str], total: int, who: str) -> None:
+def _raise(report: _Report, names: Sequence[str], total: int, columns: int, who: str) -> None:
+    """`total`: the number of columns that the model makes. Of these `columns` are tokens."""
     if report.others:
         raise other(names[int(report.others) - 1])
+    if report.differing and report.first >= columns:
+        raise not_supported(
+            f"{who} keeps its logits from column {int(report.first)} on ({report.made:g} in this "
+            f"one), and vocab_size is {columns}: further columns are padding, which the loss does "
+            f"not have; pass vocab_size={total} to patch_transformers (the default, unless the "
+            "configuration has another), or mask these logits in the model"
+        )
     if report.differing:
         what = (
             f"{int(report.differing)} of {total} columns differ, the first is column "
@@ -261,10 +272,11 @@ def _raise_late() -> None:
             if values[0]:
                 raise not_supported(f"in an earlier call {who} {_GRADIENT}")
             continue
-        report = _Report(*values[:-1].tolist())
+        *found_in, total, columns = values.tolist()
+        report = _Report(*found_in)
         if report.others or report.differing or report.poisoned:
             names = ("labels or num_items_in_batch",) * int(report.others or 1)
-            _raise(report, names, int(values[-1]), f"in an earlier call {who}")
+            _raise(report, names, int(total), int(columns), f"in an earlier call {who}")
 
 
 def _checked(
@@ -290,12 +302,13 @@ def _checked(
     numbers = [*_report_of(made[0], rows[0], transform), poisoned, which]
     report = torch.stack([number.to(made.device, torch.float32) for number in numbers])
     if _waits(made.device, key):
-        _raise(_Report(*report.tolist()), told, made.shape[2], who)
+        _raise(_Report(*report.tolist()), told, made.shape[2], columns, who)
         if key > 0 and all(a.numel() for a in given):  # an empty batch shows nothing
             _settled.add(key)
         return out.clone(), torch.ones_like(out)
     bad = (report[0] + report[5] + report[6]) > 0
-    _tell_later(torch.cat([report, report.new_full((1,), made.shape[2])]), who)
+    sizes = [report.new_full((1,), size) for size in (made.shape[2], columns)]
+    _tell_later(torch.cat([report, *sizes]), who)
     factor = torch.ones_like(out).masked_fill(bad.to(out.device), torch.nan)
     return out * factor, factor
 

@@ -13,7 +13,15 @@ from logitless._call import Reduction
 from logitless._errors import invalid, renames
 from logitless._statistics import StatisticName
 from logitless.integrations._arguments import only
-from logitless.integrations._divergence import Head, bias_of, check_heads, counted, generalized_jsd
+from logitless.integrations._divergence import (
+    Head,
+    bias_of,
+    check_heads,
+    copied,
+    counted,
+    generalized_jsd,
+    in_one_dtype,
+)
 from logitless.integrations._memory import Sizes, frugal, frugal_beside
 from logitless.torch import linear_cross_entropy
 from logitless.torch._checks import check_tensor
@@ -273,7 +281,10 @@ class LigerFusedLinearJSDFunction:
         only("accum_dtype", accum_dtype, None, torch.float32)  # sums are always f32
         only("jsd_impl", jsd_impl, None)  # Liger's other kernels
         only("jsd_mode", jsd_mode, None)
-        target = None if shift_labels is None else counted(shift_labels != ignore_index)
+        target = None
+        if shift_labels is not None:
+            check_tensor("target", shift_labels)
+            target = counted(shift_labels != ignore_index)
         loss: Tensor = generalized_jsd(
             Head(student_input, student_weight), Head(teacher_input, teacher_weight), "hidden",
             memory,
@@ -326,9 +337,11 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
     cross-entropy of the labels, without the temperature, plus weight_soft_loss times the mean
     divergence, with the temperature. It is computed in one pass if the temperature is 1, both
     weights are above 0 and the terms are not asked for, otherwise in one pass for each term. With
-    `return_soft_hard_loss` the terms are returned too, without gradients, as in Liger. `compiled`
-    concerns Liger's code and has no effect. `chunk_size` determines the bytes that Liger's loss
-    needs, which are the default of the additional argument `memory`."""
+    `return_soft_hard_loss` the terms are returned too, without gradients, as in Liger. If hidden
+    states and heads have several dtypes, the products of both terms are in that of the hidden
+    states, the wider one of both models. `compiled` concerns Liger's code and has no effect.
+    `chunk_size` determines the bytes that Liger's loss needs, which are the default of the
+    additional argument `memory`."""
 
     def __init__(
         self,
@@ -397,12 +410,7 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
             target = counted(true_labels != self.ignore_index)
             losses.append(self._divergence(student, teacher, held, target=target))
         if both or hard != 0:
-            memory = frugal_beside(self.memory, student_input, student_weight, self._peak, held)
-            of_labels: Tensor = linear_cross_entropy(
-                student_input, student_weight, true_labels, linear_bias=bias_of(student),
-                ignore_index=self.ignore_index, memory=memory,
-            )  # fmt: skip
-            losses.append(of_labels)
+            losses.append(self._of_labels(student, teacher, held, true_labels))
         if not both:
             return (hard or soft) * losses[0]
         loss = soft * losses[0] + hard * losses[1]
@@ -414,6 +422,22 @@ class LigerFusedLinearJSDLoss(torch.nn.Module):
             temperature=self.temperature, **options,
         )  # fmt: skip
         return loss
+
+    def _of_labels(self, student: Head, teacher: Head, held: int, labels: Tensor) -> Tensor:
+        """The cross-entropy of the student, whose product has the dtype that it has in the
+        divergence."""
+
+        def loss(own: Head, _: Head, dtype: torch.dtype) -> Tensor:
+            beside = held + copied(dtype, student.weight)
+            memory = frugal_beside(self.memory, own.hidden, own.weight, self._peak, beside)
+            made: Tensor = linear_cross_entropy(
+                own.hidden, own.weight, labels, linear_bias=bias_of(own),
+                ignore_index=self.ignore_index, memory=memory,
+            )  # fmt: skip
+            return made
+
+        made: Tensor = in_one_dtype(student, teacher, "hidden", loss)
+        return made
 
     def _check_teacher(self, student: Head, teacher: Head) -> None:
         """Raises the errors that the divergence would raise. Liger computes the divergence even if

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from logitless._errors import invalid, renames
@@ -59,15 +60,18 @@ def get_distillation_topk_logprobs(
     entropy = zero_outside_topk and calculate_entropy
     split = vocab_parallel_group is not None or hasattr(weight, "placements")
     alone = not zero_outside_topk and not split
+    ids = teacher_topk_indices.to(student_hidden_states.device)
     made: Any = linear_logprobs_at(
-        student_hidden_states, weight, teacher_topk_indices.to(student_hidden_states.device),
-        temperature=temperature, group=vocab_parallel_group, over="ids" if alone else "vocab",
+        student_hidden_states, weight, ids, temperature=temperature, group=vocab_parallel_group,
+        over="ids" if alone else "vocab",
         memory=frugal(memory, student_hidden_states, weight, _peak),
         return_statistics=("entropy",) if entropy else (),
     )  # fmt: skip
     student = made[0] if entropy else made
     if not zero_outside_topk and not alone:
-        student = student.log_softmax(-1)  # [B, S, k]
+        # Not torch's: a token without an upstream gradient would have one if its p are NaN.
+        ops: Any = torch.ops.logitless
+        student = ops.log_softmax_at(student, ids, None)  # [B, S, k]
     teacher = teacher_topk_logits.to(student.device, student.dtype).log_softmax(-1)  # [B, S, k]
     every = -made[1].entropy[:, :-1] if entropy else None  # [B, S - 1]
     return student[:, :-1], teacher[:, :-1], every

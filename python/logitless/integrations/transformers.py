@@ -8,6 +8,7 @@ this loss. Terms that the model adds to its loss are still added.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -794,8 +795,8 @@ def _check_around(model: Any, base: Any) -> None:
 
 class Patch:
     """A patched model, or a patched class of models. The patch lasts until `unpatch()` or the end
-    of a `with` block. `calls` counts the losses that the patch has computed, except in compiled
-    code."""
+    of a `with` block, except the block of a second patch, which changes nothing. `calls` counts the
+    losses that the patch has computed, except in compiled code."""
 
     def __init__(self, model: Any, **given: Any) -> None:
         self.model = model
@@ -803,6 +804,13 @@ class Patch:
         settings = None if isinstance(model, type) else _base_of(model).__dict__.get(_PATCH)
         self._settings: list[_Settings] = [] if settings is None else [settings]
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # the models of a patched class
+        self._ends = True  # whether the end of a `with` block unpatches
+
+    def _again(self) -> Patch:
+        """A second patch of what this one has patched."""
+        other = copy.copy(self)
+        other._ends = False
+        return other
 
     def __repr__(self) -> str:
         model = self.model
@@ -819,7 +827,8 @@ class Patch:
         return self.model
 
     def __exit__(self, *_: Any) -> None:
-        self.unpatch()
+        if self._ends:
+            self.unpatch()
 
     def unpatch(self) -> None:
         """Restores the model, or the class and its models. A second call has no effect."""
@@ -827,7 +836,8 @@ class Patch:
             _restore(self.model)
             return
         cls: Any = self.model
-        if cls.__dict__.get(_PATCH) is not self:
+        known = cls.__dict__.get(_PATCH)
+        if known is None or known._made is not self._made:
             return
         own = cls.__dict__[_OWN_INIT]
         delattr(cls, _PATCH)
@@ -931,7 +941,7 @@ def _patch_class(cls: type, options: dict[str, Any]) -> Patch:
     if (known := cls.__dict__.get(_PATCH)) is not None:
         way = "the result of the first has it"
         _check_alike(known.given, options, cls.__name__, way)
-        return known  # type: ignore[no-any-return]
+        return known._again()  # type: ignore[no-any-return]
     patch, own = Patch(cls, **options), cls.__init__  # type: ignore[misc]
 
     @functools.wraps(own)
@@ -1014,5 +1024,7 @@ def patch_transformers(
     _check_around(model, base)
     weight = getattr(_head_of(base), "weight", None)
     _check_options(options, len(weight) if isinstance(weight, Tensor) else None)
+    again = _PATCH in base.__dict__
     _patch_model(base, given)
-    return Patch(model)
+    patch = Patch(model)
+    return patch._again() if again else patch

@@ -13,6 +13,7 @@ from logitless._errors import renames, wrong_dtype, wrong_shape
 from logitless.integrations._divergence import Head, check_heads, counted, generalized_jsd
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_logprob
+from logitless.torch._checks import check_rows, check_tensor
 
 # Bytes of logits that Unsloth's function computes at a time.
 _TILE = 256 << 20
@@ -113,16 +114,20 @@ def fused_linear_jsd(
     student = Head(student_hidden, student_weight, student_bias)
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
     check_heads(student, teacher)
-    device = student_weight.device
-    keep = torch.ones(student_hidden.shape[:-1].numel(), dtype=torch.bool, device=device)
+    for name, hidden in (("input", student_hidden), ("teacher_input", teacher_hidden)):
+        check_rows(name, hidden, "[..., D]")
+    device, tokens = student_weight.device, student_hidden.shape[:-1]
+    keep = torch.ones(tokens.numel(), dtype=torch.bool, device=device)
     if mask is not None:
-        keep = keep & (mask.reshape(-1).to(device) != 0)
+        keep = keep & (_of_tokens("mask", mask, tokens).to(device) != 0)
     if labels is not None:
-        keep = keep & (labels.reshape(-1).to(device) != ignore_index)
+        keep = keep & (_of_tokens("labels", labels, tokens).to(device) != ignore_index)
     by = num_items_in_batch
     if by is not None:
-        by = torch.as_tensor(by, device=device).reshape(-1)[:1].reshape(())
-        by = by.masked_fill(by == 0, 1)
+        by = torch.as_tensor(by, device=device).reshape(-1)[:1]
+        if not by.numel():
+            raise wrong_shape("num_items_in_batch has shape (0,); allowed: one element")
+        by = by.reshape(()).masked_fill(by[0] == 0, 1)
     loss: Tensor = generalized_jsd(
         _flat(student), _flat(teacher), "weight", memory,
         lambda call: _jsd_peak(call, rows_per_chunk), beta=_number("beta", beta),
@@ -133,6 +138,18 @@ def fused_linear_jsd(
         teacher_softcap=_number("teacher_logit_softcapping", teacher_logit_softcapping or 0.0),
     )  # fmt: skip
     return loss
+
+
+def _of_tokens(name: str, value: Any, tokens: torch.Size) -> Tensor:
+    """[N], from a tensor that has an element for each token, in any shape."""
+    check_tensor(name, value)
+    if value.numel() != tokens.numel():
+        raise wrong_shape(
+            f"{name} has shape {tuple(value.shape)}; allowed: {tuple(tokens)}, the tokens of "
+            "student_hidden, or as many elements in another shape"
+        )
+    flat: Tensor = value.reshape(-1)
+    return flat
 
 
 def _number(name: str, value: Any) -> float:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from logitless import _abi
-from logitless._errors import invalid, renames, wrong_shape
+from logitless._call import is_flat
+from logitless._errors import invalid, places, renames, wrong_shape
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import Split, linear_logprob, linear_logprobs_at, linear_topk
+from logitless.torch._checks import check_rows, check_tensor
 
 # verl's kernel computes gradients of the logits for _COLUMNS columns at a time; its forward pass
 # computes three numbers per token and _SPLIT columns.
@@ -52,19 +54,23 @@ def linear_cross_entropy(
     `memory` is an additional argument, that of linear_logprob. Its default is the bytes that verl's
     kernel needs, unless default_memory sets another. Raises ValueError for another reduction.
     """
-    reduction = "none" if reduction is None else reduction.lower()
-    if reduction not in ("none", "sum", "mean"):
+    named = "none" if reduction is None else reduction
+    named = named.lower() if isinstance(named, str) else named
+    if named not in ("none", "sum", "mean"):
         raise invalid(f"reduction is {reduction!r}; allowed: 'none', 'sum', 'mean'")
+    check_rows("input", hidden, "[..., D]")
+    check_tensor("target", labels)
     split = None
     if dist_process_group is not None:
         split = Split(dist_process_group, reduce_input_grad=False)
-    logprobs, entropy = linear_logprob(
-        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1),
-        temperature=_flat(temperature, labels), entropy=True,
-        memory=frugal(memory, hidden, weight, _peak), group=split,
-    )  # fmt: skip
-    if reduction != "none":
-        logprobs = logprobs.sum() if reduction == "sum" else logprobs.mean()
+    with places(labels.shape):
+        logprobs, entropy = linear_logprob(
+            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1),
+            temperature=_flat(temperature, labels), entropy=True,
+            memory=frugal(memory, hidden, weight, _peak), group=split,
+        )  # fmt: skip
+    if named != "none":
+        logprobs = logprobs.sum() if named == "sum" else logprobs.mean()
     return logprobs, entropy
 
 
@@ -73,6 +79,7 @@ def _flat(temperature: float | Tensor | None, labels: Tensor) -> float | Tensor:
     if not isinstance(temperature, Tensor):
         return 1.0 if temperature is None else temperature
     if temperature.numel() != labels.numel():
+        is_flat(temperature.shape, labels.shape)  # raises for a shape that cannot be expanded
         temperature = temperature.expand(labels.shape)
     return temperature.reshape(-1)
 

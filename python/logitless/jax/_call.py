@@ -138,7 +138,18 @@ def kept_of(call: Call, input: Array, weight: Array) -> list[Tensor]:
     shape, rows_shape = _abi.kept_formula(tokens, vocab, code, bytes)
     if not shape[0]:
         return []
-    return [Tensor("kept", shape, dtype), Tensor("kept_rows", rows_shape, _F32)]
+    dtypes = [dtype, _F32]
+    if _debugs():
+        dtypes = [np.dtype(f"uint{8 * kept.itemsize}") for kept in dtypes]
+    return [Tensor("kept", shape, dtypes[0]), Tensor("kept_rows", rows_shape, dtypes[1])]
+
+
+def _debugs() -> bool:
+    """Whether JAX looks for NaNs or infinities in every array of floats. Only then is kept state
+    integers, because XLA copies it for the cast if it leaves the program that made it. (A function
+    that was traced before JAX was told to look keeps floats.)"""
+    config: Any = jax.config
+    return bool(config.jax_debug_nans or config.jax_debug_infs)
 
 
 def reads_logits(call: Call, cotangents: Sequence[Any]) -> bool:

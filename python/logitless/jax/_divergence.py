@@ -35,6 +35,7 @@ from logitless.jax._functions import (
     _shaped,
     _temperature,
     _token_weight,
+    check_head,
     listed_of,
 )
 from logitless.jax._loss import loss
@@ -218,11 +219,15 @@ def _listed(
     if vocab_ids is not None:
         listed = _listed_rows(vocab_ids, arrays, axis_name)
     else:
-        teacher = arrays.get("teacher_weight", arrays.get("teacher_logits"))
-        if teacher is None:
+        check_head(arrays["weight"])
+        if "teacher_weight" in arrays:
+            check_head(arrays["teacher_weight"], "teacher_weight")
+            vocab = arrays["teacher_weight"].shape[0]
+        elif "teacher_logits" in arrays:
+            vocab = arrays["teacher_logits"].shape[-1]
+        else:
             raise _vocabulary.no_teacher()
-        vocab = teacher.shape[0 if "teacher_weight" in arrays else -1] if teacher.ndim else 0
-        rows = arrays["weight"].shape[0] if arrays["weight"].ndim else 0
+        rows = arrays["weight"].shape[0]
         listed = listed_of("teacher_vocab_ids", teacher_vocab_ids, vocab, axis_name, rows)
     for name, axis in (("teacher_weight", 0), ("teacher_bias", 0), ("teacher_logits", -1)):
         if name in arrays:

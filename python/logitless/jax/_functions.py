@@ -221,6 +221,11 @@ def _check_rows(rows: Array, what: str) -> None:
         raise wrong_shape(f"{what} has shape (); allowed: [..., {'VD'[what == 'input']}]")
 
 
+def check_head(head: Array, name: str = "linear_weight") -> None:
+    if head.ndim != 2:
+        raise wrong_shape(f"{name} has shape {head.shape}; allowed: [V, D]")
+
+
 def _check_target(rows: Array, target: Array, what: str) -> None:
     _check_rows(rows, what)
     if jnp.issubdtype(target.dtype, jnp.floating):
@@ -376,6 +381,8 @@ def _loss(
     `top_ids`."""
     arrays = _arrays(rows)
     what = next(iter(arrays))
+    if "weight" in arrays and axis_name is None:
+        check_head(arrays["weight"])
     shift = _integer("shift", shift)
     listed = None
     if vocab_ids is not None:
@@ -427,10 +434,8 @@ def _loss(
 
 def _listed_rows(vocab_ids: Any, arrays: dict[str, Array], axis_name: Any) -> Listed:
     """Replaces the head's arrays in `arrays` by their listed rows, and returns the list."""
-    head = arrays["weight"]
-    if head.ndim != 2:
-        raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
-    listed = listed_of("vocab_ids", vocab_ids, head.shape[0], axis_name)
+    check_head(arrays["weight"])
+    listed = listed_of("vocab_ids", vocab_ids, arrays["weight"].shape[0], axis_name)
     for name in ("weight", "bias"):
         if name in arrays:
             arrays[name] = listed.of(argument(name), arrays[name])
@@ -731,13 +736,40 @@ def _among_ids(
     product of the whole vocabulary, because the call asks for nothing else."""
     target = jnp.zeros(rows["input"].shape[:-1], jnp.int32)
     logits = _loss(rows, target, ("logits_at",), ids=ids, offsets=offsets, **options)["logits_at"]
+    absent = ids == _ABSENT
     if offsets is None:
-        among = jax.nn.log_softmax(logits, axis=-1)
-    else:
-        among = _lists.log_softmax(logits, offsets)
-    # where() also stops the upstream gradient of absent ids.
-    made: Array = jnp.where(ids == _ABSENT, -jnp.inf, among)
+        return _log_softmax(logits, absent)
+    return _lists.log_softmax(logits, offsets, absent)
+
+
+@jax.custom_vjp
+def _log_softmax(logits: Array, absent: Array) -> Array:
+    """[..., K]: the log-softmax over each token's logits, in which those that are `absent` are
+    -inf. The gradient of a token is exactly 0 if its upstream gradient is, whatever its logits
+    are."""
+    made: Array = _log_softmax_forward(logits, absent)[0]
     return made
+
+
+@jax.jit
+def _log_softmax_forward(logits: Array, absent: Array) -> Any:
+    # 0 if all are absent, because -inf - (-inf) is NaN.
+    shifted = jnp.where(absent.all(-1, keepdims=True), 0, logits)
+    shifted = shifted - shifted.max(-1, keepdims=True)
+    exps = jnp.exp(shifted)
+    total = exps.sum(-1, keepdims=True)
+    return jnp.where(absent, -jnp.inf, shifted - jnp.log(total)), (exps, total, absent)
+
+
+@jax.jit
+def _log_softmax_backward(kept: Any, upstream: Array) -> Any:
+    exps, total, absent = kept
+    upstream = jnp.where(absent, 0, upstream)
+    grad = upstream - upstream.sum(-1, keepdims=True) / total * exps
+    return jnp.where((upstream != 0).any(-1, keepdims=True), grad, 0), None
+
+
+_log_softmax.defvjp(_log_softmax_forward, _log_softmax_backward)
 
 
 @overload
@@ -804,8 +836,7 @@ def linear_logprobs_at(
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
     _check_rows(hidden, "input")
-    if head.ndim != 2:
-        raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
+    check_head(head)
     rows: dict[str, Any] = {"input": hidden, "weight": head, "bias": linear_bias}
     listed = None
     if vocab_ids is not None:
@@ -877,8 +908,7 @@ def linear_topk(
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
     _check_rows(hidden, "input")
-    if head.ndim != 2:
-        raise wrong_shape(f"linear_weight has shape {head.shape}; allowed: [V, D]")
+    check_head(head)
     given: dict[str, Any] = {"input": hidden, "weight": head, "bias": linear_bias}
     rows = _arrays(given)
     listed = None
@@ -891,8 +921,9 @@ def linear_topk(
     if isinstance(k, bool) or not 1 <= count <= most:
         raise invalid(f"k is {k}; allowed: 1 to {most}, the least of V and {_abi.MOST_LISTED}")
     rows = {name: lax.stop_gradient(x) for name, x in rows.items()}
-    if not isinstance(temperature, (int, float)):
-        temperature = lax.stop_gradient(_opened(temperature))
+    temperature = _opened(temperature)
+    if isinstance(temperature, jax.Array):
+        temperature = lax.stop_gradient(temperature)
     asked = dict.fromkeys((*TOP, "row_reference", "row_log_sum", *names))
     made = _loss(
         rows, jnp.zeros(hidden.shape[:-1], jnp.int32), tuple(asked), reduction="none",

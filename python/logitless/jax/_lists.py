@@ -117,24 +117,30 @@ spread.defvjp(_spread_forward, _spread_backward)
 
 
 @jax.custom_vjp
-def log_softmax(logits: Array, offsets: Array) -> Array:
-    """[M]: the log-softmax over each token's logits."""
+def log_softmax(logits: Array, offsets: Array, absent: Array) -> Array:
+    """[M]: the log-softmax over each token's logits, in which those that are `absent` are -inf. The
+    gradient of a token is exactly 0 if its upstream gradient is, whatever its logits are."""
     places = logits.shape[0]
+    some = spread(any_of(~absent, offsets), offsets, places)
+    # 0 if all are absent, because -inf - (-inf) is NaN.
+    logits = jnp.where(absent & ~some, 0, logits)
     most = _folded(logits, offsets, jnp.maximum, -jnp.inf)
     shifted = logits - spread(most, offsets, places)
     of_tokens = jnp.log(sums(jnp.exp(shifted), offsets))
-    return shifted - spread(of_tokens, offsets, places)
+    return jnp.where(absent, -jnp.inf, shifted - spread(of_tokens, offsets, places))
 
 
-def _log_softmax_forward(logits: Array, offsets: Array) -> Any:
-    made = log_softmax(logits, offsets)
-    return made, (made, offsets)
+def _log_softmax_forward(logits: Array, offsets: Array, absent: Array) -> Any:
+    made = log_softmax(logits, offsets, absent)
+    return made, (made, offsets, absent)
 
 
 def _log_softmax_backward(kept: Any, upstream: Array) -> Any:
-    made, offsets = kept
+    made, offsets, absent = kept
+    upstream = jnp.where(absent, 0, upstream)
     total = spread(sums(upstream, offsets), offsets, made.shape[0])
-    return upstream - jnp.exp(made) * total, None
+    some = spread(any_of(upstream != 0, offsets), offsets, made.shape[0])
+    return jnp.where(some, upstream - jnp.exp(made) * total, 0), None, None
 
 
 log_softmax.defvjp(_log_softmax_forward, _log_softmax_backward)

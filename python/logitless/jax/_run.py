@@ -24,6 +24,7 @@ from logitless._errors import LogitlessRuntimeError, argument, not_supported, wr
 
 Array = jax.Array
 
+_F32 = np.dtype(np.float32)
 _TARGET = "logitless_xla_run"
 for _platform in ("cpu", "CUDA"):
     jax.ffi.register_ffi_target(
@@ -39,6 +40,9 @@ DTYPES = {
 # The core may write the result (second name) over the operand (first name); XLA copies the operand
 # beforehand if it is needed later.
 _IN_PLACE = (("logits", "grad_logits"), ("logits", "probabilities"))
+# What Forward does not write of kept state holds what was in the memory before, perhaps NaNs. Where
+# JAX looks for NaNs in all arrays of floats, kept state is unsigned integers outside of the custom
+# call (see kept_of).
 KEPT = ("kept", "kept_rows")
 BACKWARD_OF_KEPT = (_abi.LINEAR_CROSS_ENTROPY_BACKWARD, _abi.LINEAR_DIVERGENCE_BACKWARD)
 # This op overwrites kept state, which is therefore also a result of the custom call, though nobody
@@ -91,6 +95,17 @@ def _view(tensor: Tensor, device: tuple[int, int]) -> View:
     return View(name, code, *device, shape, strides)
 
 
+def _in_core(tensor: Tensor, input: Any) -> Tensor:
+    """The tensor with the dtype that it has in the core, in a call of this `input`."""
+    if tensor.name not in KEPT:
+        return tensor
+    return tensor._replace(dtype=_F32 if tensor.name == "kept_rows" else np.dtype(input.dtype))
+
+
+def _bitcast(x: Array, dtype: Any) -> Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
 @functools.lru_cache(maxsize=1024)
 def _plan(
     device: tuple[int, int], kind: int, tensors: tuple[Tensor, ...], options: AnyOptions | None,
@@ -137,12 +152,13 @@ def _planned(
     operands = tuple(
         Tensor(name, tuple(aval.shape), np.dtype(aval.dtype)) for name, aval in zip(names, avals)
     )
+    tensors = tuple(_in_core(tensor, operands[0]) for tensor in operands + results)
     threads = int(_abi.library.logitless_num_threads())
     made, refused = [], []
     for index in _devices(device_type):
         device = (device_type, index)
         try:
-            made.append(_plan(device, kind, operands + results, options, memory, threads))
+            made.append(_plan(device, kind, tensors, options, memory, threads))
         except LogitlessRuntimeError as error:  # an unsupported older device; others may do
             refused.append(error)
     if not made:
@@ -168,12 +184,20 @@ def run(
 
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+    def run_alone(*operands: Array) -> Any:
+        return primitive.bind(*operands, **dict(params))
+
+    run_alone.__name__ = run_alone.__qualname__ = primitive.name
+    # As JAX marks its own: if jax_debug_nans finds a NaN, the error names the primitive. Without
+    # the mark JAX would look for it inside, by evaluating the primitive again.
+    vars(run_alone)["_apply_primitive"] = True
+    return jax.jit(run_alone)
 
 
 def evaluate(primitive: Primitive, *operands: Array, **params: Any) -> Any:
     """Runs the primitive outside of jit, as a separate program that is compiled once."""
-    return _jitted(primitive, tuple(params.items()))(*operands)
+    with jax.disable_jit(False):  # or the primitive would be evaluated again
+        return _jitted(primitive, tuple(params.items()))(*operands)
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -263,6 +287,12 @@ def _custom_call(
     results: tuple[Tensor, ...], options: AnyOptions | None, memory: int | None,
 ) -> Sequence[Array]:  # fmt: skip
     workspace = _planned(device_type, operands, kind, names, results, options, memory)
+    dtypes = [result.dtype for result in results]
+    results = tuple(_in_core(result, operands[0]) for result in results)
+    operands = tuple(
+        _bitcast(x, _in_core(Tensor(name, x.shape, x.dtype), operands[0]).dtype)
+        for name, x in zip(names, operands)
+    )
     outputs = {result.name: i for i, result in enumerate(results)}
     aliases = {}
     for source, result in _IN_PLACE:
@@ -281,7 +311,7 @@ def _custom_call(
     types.append(jax.ShapeDtypeStruct((workspace.bytes + workspace.alignment,), np.uint8))
     more = {"only_chosen": np.int32(1)} if only_chosen(names) else {}
     call = jax.ffi.ffi_call(_TARGET, types, input_output_aliases=aliases)
-    return call(
+    made = call(
         *operands,
         device_type=np.int32(device_type),
         kind=np.int32(kind),
@@ -290,7 +320,8 @@ def _custom_call(
         alignment=np.int64(workspace.alignment),
         **more,
         **_attributes(options),
-    )[: len(results)]
+    )
+    return [_bitcast(x, dtype) for x, dtype in zip(made, dtypes)]
 
 
 for _platform, _device in (("cpu", _abi.CPU), ("cuda", _abi.CUDA)):

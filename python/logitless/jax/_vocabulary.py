@@ -14,7 +14,7 @@ import numpy as np
 
 from logitless import _vocabulary
 from logitless._arrays import places_in, sorted_list
-from logitless._errors import not_supported
+from logitless._errors import not_supported, wrong_dtype
 from logitless._vocabulary import ABSENT
 from logitless.jax._run import Array, explicit_sharding
 
@@ -65,6 +65,8 @@ class Listed:
             return None
         if tensor.ndim == 0 or tensor.shape[axis] != self.vocab:
             raise _vocabulary.wrong_extent(name, tensor.shape, self.vocab, axis < 0)
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise wrong_dtype(f"{name} is {tensor.dtype}; allowed: float32, float16, bfloat16")
         if explicit_sharding(tensor) is not None:
             raise not_supported(
                 f"{name} is sharded over a mesh of explicit axes; allowed beside {self.name}: an "

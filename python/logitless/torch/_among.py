@@ -104,7 +104,7 @@ def _logits_at(*args: Any) -> Tensor:
     logits = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
     every = (*given, columns(logits, offsets))
     options = _options(scale, softcap, temperature)
-    if memory is not None and needs:
+    if memory is not None and memory >= 0 and needs:  # a Room, which is negative, bounds less
         grads = _gradients(tensors[:3], given, needs, torch.device("meta"))
         _check_memory(memory, every, grads, options)
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD

@@ -109,7 +109,8 @@ class _Loss(Options, Generic[R]):
         self.logit_scale = logit_scale
         self.softcap = softcap
         self.hold_temperature("temperature", temperature)
-        self.return_statistics = tuple(return_statistics)
+        one = isinstance(return_statistics, str)
+        self.return_statistics = (return_statistics,) if one else tuple(return_statistics)
         self.empty_mean = empty_mean
 
     def _check_weight(self, weight: Any) -> None:

@@ -17,6 +17,7 @@ from logitless.torch._autograd import Call
 from logitless.torch._run import Constants, Upstream
 from logitless.torch._split import combine, shards, sums
 from logitless.torch._split.combine import EXTRA
+from logitless.torch._split.depends import depending
 from logitless.torch._split.shards import Given, Shard
 
 
@@ -111,14 +112,16 @@ _STATES = _run.ROW_STATE | _run.TARGET_LOGIT | _run.ARGMAX | _run.LOGITS_AT | _r
 
 def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, Keeping | None]:
     """The states [m, N] f32, argmax and top_ids [j, N], and what is kept, of a block's columns."""
-    kept_bytes = block.kept_bytes()
+    kept_bytes, exchanged = block.kept_bytes(), anchor
     if block.empty or block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
         anchor = None
     wanted = _run.ROW_STATE | _run.TARGET_LOGIT | block.wanted & _STATES
     states, indices, columns, rows = _made(block, wanted, kept_bytes, anchor)
     if block.empty:
-        empty = combine.empty_state(states, block.wanted)
+        empty = depending(combine.empty_state(states, block.wanted), states, exchanged)
         return empty, torch.full_like(indices, -1), None
+    if anchor is not exchanged:
+        states = depending(states, exchanged)
     nothing = isinstance(kept_bytes, int) and not kept_bytes
     return states, indices, None if nothing else (columns, rows)
 
@@ -168,7 +171,8 @@ def local_gradients(
             weights.append(weight)
             biases.append(bias)
         elif need_input:
-            part = rows.new_zeros(rows.shape, dtype=torch.float32)
+            none = rows.new_zeros(rows.shape, dtype=torch.float32)
+            part = depending(none, *inputs, *upstream)
         if need_input:
             sums.carry(parts, part)
     return parts, weights, biases

@@ -33,6 +33,7 @@ from logitless.torch._autograd import cast, first_order
 from logitless.torch._dispatch import compose
 from logitless.torch._divergence_run import BITS, OF_TENSORS, SLOPE, Inputs
 from logitless.torch._split import combine, exchange, ranks, rule, shards, sums
+from logitless.torch._split.depends import depending
 from logitless.torch._split.given import Split
 from logitless.torch._split.shards import Shard
 from logitless.torch._split.sums import Tokens
@@ -106,6 +107,17 @@ def of_columns(inputs: Inputs, shard: Shard) -> _Own:
 _OF_TOKENS = ("target", "token_weight", "temperature", "teacher_temperature")
 
 
+def _dtypes_of(inputs: Inputs, shard: Shard) -> dict[str, torch.dtype | None]:
+    """The dtypes of the tensors that _gathered gathers; and whether there is a target, which the
+    states depend on."""
+    names: tuple[str, ...] = () if shard.sequence_dim is None else ("teacher_input",)
+    if shard.local_tokens:
+        names = (*names, *_OF_TOKENS)
+    given = {name: getattr(inputs, name) for name in names}
+    made = {name: None if t is None else t.dtype for name, t in given.items()}
+    return {"target": None if inputs.target is None else torch.int64, **made}
+
+
 def _gathered(inputs: Inputs, asked: Asked, shard: Shard) -> Inputs:
     """The inputs of all tokens, from each rank's own. A teacher's logits are of all tokens
     already."""
@@ -125,15 +137,6 @@ def _gathered(inputs: Inputs, asked: Asked, shard: Shard) -> Inputs:
     return _run.replaced(inputs, **made)
 
 
-def _facts_of_tokens(inputs: Inputs, shard: Shard) -> tuple[int, int]:
-    if shard.sequence_dim is None:
-        return 0, 0
-    teacher = inputs.teacher_input
-    names = ("teacher_input", *(_OF_TOKENS if shard.local_tokens else ()))
-    given = sum(1 << i for i, name in enumerate(names) if getattr(inputs, name) is not None)
-    return 0 if teacher is None else teacher.shape[-1], given
-
-
 def _arguments(own: _Own, asked: Asked, shard: Shard) -> tuple[Any, ...]:
     options = _run.replaced(asked.options, vocab_start=own.start, vocab_total=shard.total)
     return ops.arguments(own.inputs, options, asked.memory, asked.dtype, asked.wanted)
@@ -145,7 +148,8 @@ def _own_states(shard: Shard, given: Inputs, own: _Own, asked: Asked) -> Tensor:
     states: Tensor = torch.ops.logitless.divergence_states(*_arguments(own, asked, shard))
     if own.empty:
         names = run.rows_of_states(given.target is not None, asked.wanted)
-        states = torch.stack([torch.full_like(s, _NONE.get(n, 0.0)) for n, s in zip(names, states)])
+        none = [torch.full_like(s, _NONE.get(n, 0.0)) for n, s in zip(names, states)]
+        states = depending(torch.stack(none), states)
     return states.unsqueeze(0)
 
 
@@ -157,7 +161,7 @@ _NONE = dict.fromkeys(
 def _own_sums(shard: Shard, own: _Own, asked: Asked, states: Tensor) -> Tensor:
     """This rank's sums [1, k, N]; zeros without columns."""
     made: Tensor = torch.ops.logitless.divergence_sums(*_arguments(own, asked, shard), states)
-    return (torch.zeros_like(made) if own.empty else made).unsqueeze(0)
+    return (depending(torch.zeros_like(made), made) if own.empty else made).unsqueeze(0)
 
 
 class _Whole(NamedTuple):
@@ -239,8 +243,11 @@ class ShardedDivergence(Function):
         facts: Sequence[int] = ()
         if shards.waits(input):
             rows, _ = shards.columns(shard, weight, None)
-            gathered = _facts_of_tokens(inputs, shard)
-            facts = exchange.facts_of(shard, input, rows, asked.wanted, gathered)
+            teacher = 0 if inputs.teacher_input is None else inputs.teacher_input.shape[-1]
+            facts = exchange.facts_of(
+                shard, input, asked.dtype, rows, asked.wanted, _dtypes_of(inputs, shard),
+                teacher=teacher,
+            )  # fmt: skip
         if shard.sequence_dim is not None:
             exchange.together(shard, input, facts, lambda: None)  # sizes depend on these
             inputs, facts = _gathered(inputs, asked, shard), ()
@@ -287,8 +294,8 @@ class ShardedDivergence(Function):
             grad_loss, given, asked = _of_all(grad_loss, given, asked, shard, ctx.shape[:-1])
         own = of_columns(given, shard)
         made = exchange.together(
-            shard, inputs.input, (), _own_gradients, shard, own, asked._replace(wanted=wanted),
-            grad_loss, states, slope_mean,
+            shard, inputs.input, (), _own_gradients, shard, given, own,
+            asked._replace(wanted=wanted), grad_loss, states, slope_mean,
         )  # fmt: skip
         grads: list[Tensor | None] = [
             g if need else None for g, need in zip(made, ctx.needs_input_grad)
@@ -320,15 +327,16 @@ def _of_all(
 
 
 def _own_gradients(
-    shard: Shard, own: _Own, asked: Asked, grad_loss: Tensor, states: Tensor,
+    shard: Shard, given: Inputs, own: _Own, asked: Asked, grad_loss: Tensor, states: Tensor,
     slope_mean: Tensor | None,
 ) -> Sequence[Tensor]:  # fmt: skip
+    """The gradients of input, weight and bias; zeros of a rank without columns."""
     backward: Any = torch.ops.logitless.divergence_shard_backward
     made: Sequence[Tensor] = backward(*_arguments(own, asked, shard), grad_loss, states, slope_mean)
     if not own.empty:
         return made
-    part, weight, bias = made
-    return torch.zeros_like(part), weight[:0], bias[:0]
+    like = (made[0], given.weight, made[2] if given.bias is None else given.bias)
+    return [depending(torch.zeros_like(t), g) for t, g in zip(like, made)]
 
 
 def divergence(

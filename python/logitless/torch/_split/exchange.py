@@ -5,7 +5,7 @@ functional ones, which torch.compile traces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,28 +15,59 @@ from logitless._errors import LogitlessError, invalid
 from logitless.torch._split import ranks, shards, sums
 from logitless.torch._split.shards import Shard
 
+# The tensors of tokens that may be gathered.
+_OF_TOKENS = (
+    "teacher_input", "ids", "target", "token_weight", "temperature", "teacher_temperature",
+)  # fmt: skip
+_DTYPES = (
+    None, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def _code(dtype: torch.dtype | None) -> int:
+    return _DTYPES.index(dtype) if dtype in _DTYPES else -1
+
 
 def facts_of(
-    shard: Shard, input: Tensor, weight: Tensor, wanted: int, gathered: tuple[int, int] = (0, 0),
-    columns: int = 0,
+    shard: Shard, input: Tensor, products: torch.dtype | None, weight: Tensor, wanted: int,
+    gathered: Mapping[str, torch.dtype | None], columns: int = 0, teacher: int = 0,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The numbers that must fit together, or be the same, on all ranks. `gathered`: the teacher's
-    hidden size, and which tensors of tokens besides the input are gathered, as bits. `columns`: the
-    number of chosen columns of each token."""
-    stop = shard.start + weight.shape[0]
+    """The numbers that must fit together, or be the same, on all ranks. `products`: autocast's
+    dtype, or None. `gathered`: the dtypes of the tensors of tokens that all ranks must give, or
+    none. `columns`: the number of chosen columns of each token. `teacher`: the teacher's hidden
+    size."""
+    stop, dim = shard.start + weight.shape[0], shard.sequence_dim
     tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
-    own = (shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted)
-    return *own, shard.keeps, shard.of_input, shard.of_any, *gathered, columns
+    outer = 0 if dim is None else input.shape[:dim].numel()
+    return (
+        shard.start, stop, shard.total, shard.blocks, dim is not None, shard.local_tokens,
+        shard.reduce_input_grad, shard.ordered, tokens, hidden, outer, _code(input.dtype),
+        _code(products), wanted, shard.keeps, shard.of_input, shard.of_any, teacher, columns,
+        *(_code(gathered.get(name)) for name in _OF_TOKENS),
+    )  # fmt: skip
 
 
+_TOKENS = "the number of the input's tokens"
+_OF_DTYPES = (
+    "input's dtype",
+    "the products' dtype (None: the input's)",
+    *(f"{name}'s dtype (None: no tensor)" for name in _OF_TOKENS),
+)
 _SAME = (
-    "Split.total", "the number of the input's tokens", "its hidden size", "Split.blocks",
-    "what is asked for, in bits,", "whether state is kept for Backward",
+    "Split.total", "Split.blocks", "whether Split.sequence_dim is given", "Split.local_tokens",
+    "Split.reduce_input_grad", "whether Split.reduce_dtype is 'float32'", _TOKENS,
+    "its hidden size", "the product of the input's dimensions before sequence_dim",
+    *_OF_DTYPES[:2], "what is asked for, in bits,", "whether state is kept for Backward",
     "whether the input has a gradient", "whether anything has a gradient",
-    "the teacher's hidden size",
-    "which tensors of tokens are given, in bits,", "the number of ids of a token",
+    "the teacher's hidden size", "the number of ids of a token", *_OF_DTYPES[2:],
 )  # fmt: skip
 _NO_FACTS = (0,) * (2 + len(_SAME))
+
+
+def _dtype_of(code: int) -> str:
+    dtype = _DTYPES[code] if code >= 0 else "another"
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
@@ -44,9 +75,10 @@ def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
     for name, values in zip(_SAME, zip(*(own[2:] for own in facts))):
         if len(set(values)) > 1:
             pad = ""
-            if shard.own and name == _SAME[1]:
+            if shard.own and name == _TOKENS:
                 pad = " (pad with tokens of ignore_index, which cost no work)"
-            raise invalid(f"{name} is {list(values)} on the ranks; allowed: the same on all{pad}")
+            found = ", ".join(map(_dtype_of if name in _OF_DTYPES else str, values))
+            raise invalid(f"{name} is [{found}] on the ranks; allowed: the same on all{pad}")
     shards.check_split(shard, [(start, stop) for start, stop, *_ in facts])
 
 
@@ -90,10 +122,10 @@ def _first(shard: Shard, error: Exception | None) -> Exception:
     return first
 
 
-def tell(error: LogitlessError, input: Tensor, shard: Shard) -> None:
+def tell(error: Exception, input: Tensor, shard: Shard) -> None:
     """Called by a rank with a wrong argument: raises the first such error on every rank. The ranks
     with correct arguments wait for this rank at their first exchange."""
-    if error.status == "target_out_of_range" and shard.gathered() is not None:
+    if getattr(error, "status", "") == "target_out_of_range" and shard.gathered() is not None:
         error.args = (f"{error} (on rank {shard.rank})",)  # whose target it is
     if shard.size == 1 or not shards.waits(input):
         return

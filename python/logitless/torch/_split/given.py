@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from logitless._errors import invalid
+import torch
+
+from logitless._errors import invalid, wrong_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,20 @@ def split_of_old(group: Any, old: Mapping[str, Any], function: str, stacklevel: 
         stacklevel=stacklevel,
     )
     return Split(group, **fields)
+
+
+def of_integers(split: Split) -> Split:
+    """The Split with integers as Python's; refuses what is none."""
+    made: dict[str, Any] = {}
+    for name in ("start", "total", "sequence_dim"):
+        value = getattr(split, name)
+        if value is None or isinstance(value, (int, torch.SymInt)):
+            continue
+        try:
+            made[name] = operator.index(value)
+        except TypeError:
+            raise wrong_dtype(f"Split.{name} is {value!r}; allowed: None, or an int") from None
+    return dataclasses.replace(split, **made) if made else split
 
 
 def check_group(split: Split) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless._errors import invalid, not_supported, wrong_shape
-from logitless.torch._split.given import Split
+from logitless.torch._split.given import Split, of_integers
 
 
 class Arguments(NamedTuple):
@@ -185,7 +185,8 @@ def _rows(
 
 def local(given: Arguments, labels: str = "target") -> Arguments:
     """The same call on local tensors. `labels`: the caller's name of the target."""
-    input, weight, bias, split = given.input, given.linear_weight, given.linear_bias, given.split
+    input, weight, bias = given.input, given.linear_weight, given.linear_bias
+    split = of_integers(given.split)
     group, start, total, sequence_dim = split.group, split.start, split.total, split.sequence_dim
     if is_placed(weight):
         over = split_dim(weight)

@@ -166,7 +166,7 @@ def before_list(name: str, ids: Tensor, shard: Any) -> None:
     _compare({**same, f"{name}'s values": digest(ids)}, None, shard)
 
 
-def instead_of_forward(error: LogitlessError, shard: Any) -> None:
+def instead_of_forward(error: Exception, shard: Any) -> None:
     """Informs ranks that wait in a forward that this rank's arguments are wrong."""
     _compare({"the call": f"refused ({error})"}, None, shard)
 

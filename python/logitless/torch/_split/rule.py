@@ -32,14 +32,16 @@ from torch.autograd import Function
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless._errors import LogitlessError, argument, not_supported, wrong_device
+from logitless._errors import argument, not_supported, wrong_device
 from logitless._statistics import names_where
 from logitless.torch import _autograd, _kept, _ops, _run
 from logitless.torch._autograd import Call, asked_of, cast, cast_bias, first_order, taken
 from logitless.torch._device import allows_tf32
 from logitless.torch._dispatch import compose
+from logitless.torch._route import refuse_layouts
 from logitless.torch._run import Constants
 from logitless.torch._split import blocks, combine, exchange, overlapped, ranks, shards, sums
+from logitless.torch._split.depends import depending
 from logitless.torch._split.shards import Shard
 from logitless.torch._split.sums import Tokens
 
@@ -84,11 +86,16 @@ class ShardedLoss(Function):
         if call.dtype is not None:
             x, w, b = cast(x, call.dtype), cast(w, call.dtype), cast_bias(b, call.dtype)
         constants, options, wanted = call.release(), call.options, call.wanted
+        if options.label_smoothing > 0:
+            wanted |= _run.WEIGHTED
         dim, shape = shard.sequence_dim, constants.target.shape
         counted = constants
         facts: Sequence[int] = ()
         if shards.waits(x):
-            facts = exchange.facts_of(shard, x, w, wanted, columns=_columns(constants))
+            facts = exchange.facts_of(
+                shard, input, call.dtype, w, wanted, _dtypes_of(constants, shard),
+                _columns(constants),
+            )  # fmt: skip
         if dim is not None:
             # The sizes of what is gathered depend on these facts.
             exchange.together(shard, x, facts, lambda: None)
@@ -99,8 +106,6 @@ class ShardedLoss(Function):
                 shape = constants.target.shape
         rows = x.reshape(-1, x.shape[-1])  # [N, D]
         constants = _flat(constants)
-        if options.label_smoothing > 0:
-            wanted |= _run.WEIGHTED
         if shard.of_any:
             wanted |= _followed_by(ctx.needs_input_grad, (x, w, b), (weight, bias), shard)
             wanted |= _run.OF_ENTROPY if call.of_entropy else 0
@@ -130,7 +135,7 @@ class ShardedLoss(Function):
         outputs = [
             t
             if t is None or t.dim() == 0
-            else _as_result(t.view(*shape, *t.shape[1:]), shard, local_tokens)
+            else _as_result(t.view((*shape, *t.shape[1:])), shard, local_tokens)
             for t in found
         ]
         if local_tokens:
@@ -178,8 +183,6 @@ class ShardedLoss(Function):
         w, b = shards.columns(shard, cast(weight, call.dtype), cast_bias(bias, call.dtype))
         if rows is None:
             rows = cast(input, call.dtype).reshape(-1, input.shape[-1])
-        grad_weight = weight.new_zeros(0, weight.shape[1]) if needs[1] else None
-        grad_bias = None if bias is None or not needs[2] else bias.new_zeros(0)
         made = _followed_by(needs, (rows, w, b), (weight, bias), shard)
         state = taken(ctx.unused)
         serves = state == _tf32(rows) and _autograd.of_columns(upstream)
@@ -197,10 +200,9 @@ class ShardedLoss(Function):
                 grad_input = exchange.reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
         if state is not None:
             ctx.unused.append(state)
-        if weights:
-            grad_weight = _mean(_joined(weights), shard) if needs[1] else None
-            grad_bias = None if grad_bias is None else _mean(_joined(biases), shard)
-        return grad_input, _padded(grad_weight, weight), _padded(grad_bias, bias)
+        of_others = (rows, w, b, *constants, *given)
+        grad_weight = _of_rows(weights, weight, needs[1], of_others, shard)
+        return grad_input, grad_weight, _of_rows(biases, bias, needs[2], of_others, shard)
 
 
 def _followed_by(
@@ -214,8 +216,18 @@ def _followed_by(
     return _run.followed_by((torch.float32 if needs[0] else None, *made), tensors)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def _of_rows(
+    parts: Sequence[Tensor], like: Tensor | None, needed: bool, inputs: Sequence[Tensor | None],
+    shard: Shard,
+) -> Tensor | None:  # fmt: skip
+    """The gradient of weight or bias from those of its blocks. Zeros on a rank without columns,
+    where other ranks use the `inputs`."""
+    if like is None or not needed:
+        return None
+    if not parts:
+        return depending(torch.zeros_like(like), *inputs)
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return _padded(_mean(whole, shard), like)
 
 
 def _made_dtype(grad: Tensor | None, shard: Shard) -> torch.dtype | None:
@@ -262,6 +274,15 @@ def _gathered(constants: Constants, shard: Shard, dim: int) -> Constants:
         temperature,
         ids,
     )
+
+
+def _dtypes_of(constants: Constants, shard: Shard) -> dict[str, torch.dtype | None]:
+    """The dtypes of the constants that _gathered gathers."""
+    if shard.sequence_dim is None or not shard.local_tokens:
+        return {}
+    names = ("target", "token_weight", "temperature", "ids")
+    given = {name: getattr(constants, name) for name in names}
+    return {name: None if t is None else t.dtype for name, t in given.items()}
 
 
 def _columns(constants: Constants) -> int:
@@ -327,7 +348,11 @@ def refuse(call: Call) -> None:
 def check_devices(input: Tensor, given: Any) -> None:
     """Checks the devices of a NamedTuple's tensors. The core's Forward cannot check that of
     the token weights, because only Combine gets them."""
-    for name, tensor in zip(given._fields, given):
+    _check_places(input, given._fields, given)
+
+
+def _check_places(input: Tensor, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    for name, tensor in zip(names, tensors):
         if tensor is not None and tensor.device != input.device:
             raise wrong_device(
                 f"{argument(name)} is on {tensor.device}; allowed: {input.device}, where the input "
@@ -352,24 +377,35 @@ def _keeps(input: Tensor, call: Call, shard: Shard) -> bool:
     return _kept.serves(call.dtype or input.dtype, input.device.type, call.options)
 
 
-def loss(
-    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
-) -> tuple[Tensor | None, ...]:
-    """The outputs in the order of _run.OUTPUTS."""
-    try:
-        refuse(call)
-        check_devices(input, call.constants)
-    except LogitlessError as error:
-        exchange.tell(error, input, shard)
-        raise
-    call.options = _run.replaced(call.options, vocab_start=shard.start, vocab_total=shard.total)
+def _checked(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard) -> Shard:
+    """The shard with what Forward needs to know of Backward. Raises for whatever this rank alone
+    can know to be wrong."""
+    refuse(call)
+    tensors = (input, weight, bias, *call.constants)
+    refuse_layouts(tensors)
+    # The dispatcher takes meta's kernels if one tensor is on meta: results that nobody writes.
+    _check_places(input, tuple(_run.INPUTS), tensors)
+    if not torch.compiler.is_compiling():
+        _abi.check_options(call.options)
     with_grad = torch.is_grad_enabled()
     shard = _run.replaced(
         shard,
         of_input=with_grad and input.requires_grad,
         of_any=with_grad and any(t is not None and t.requires_grad for t in (input, weight, bias)),
     )
-    shard = _run.replaced(shard, keeps=_keeps(input, call, shard))
+    return _run.replaced(shard, keeps=_keeps(input, call, shard))
+
+
+def loss(
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
+) -> tuple[Tensor | None, ...]:
+    """The outputs in the order of _run.OUTPUTS."""
+    try:
+        shard = _checked(input, weight, bias, call, shard)
+    except Exception as error:
+        exchange.tell(error, input, shard)
+        raise
+    call.options = _run.replaced(call.options, vocab_start=shard.start, vocab_total=shard.total)
     if ranks.ON and shard.size > 1:
         ranks.before_forward(input, weight, bias, call, shard)
     if torch.compiler.is_compiling():
@@ -386,7 +422,9 @@ def own_loss(
     shape."""
     shape, count = call.constants.target.shape, call.constants.target.numel()
     call.constants = _flat(call.constants)
-    outputs = loss(input.reshape(count, input.shape[-1]), weight, bias, call, shard)
+    if input.layout is torch.strided:  # others are refused on every rank
+        input = input.reshape(count, input.shape[-1])
+    outputs = loss(input, weight, bias, call, shard)
     return [t if t is None or t.dim() == 0 else t.view(shape) for t in outputs]
 
 

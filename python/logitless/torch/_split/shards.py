@@ -12,7 +12,7 @@ from torch import Tensor
 from logitless._errors import invalid, wrong_device, wrong_shape
 from logitless.torch._checks import check_target
 from logitless.torch._split import ranks
-from logitless.torch._split.given import Split, check_group
+from logitless.torch._split.given import Split, check_group, of_integers
 
 
 class Shard(NamedTuple):
@@ -119,6 +119,7 @@ def shard_of(split: Split, input: Tensor, weight: Tensor) -> Shard:
     """The shard, with the caller's group and Split checked."""
     import torch.distributed as dist
 
+    split = of_integers(split)
     group, sequence_dim = split.group, split.sequence_dim
     if group is None:
         check_group(split)
@@ -168,8 +169,8 @@ def shard_of(split: Split, input: Tensor, weight: Tensor) -> Shard:
             )
         sequence_dim %= input.dim()
     return Shard(
-        name, rank, size, start, total, sequence_dim, split.local_tokens, split.reduce_input_grad,
-        split.reduce_dtype == "float32", blocks,
+        name, rank, size, start, total, sequence_dim, bool(split.local_tokens),
+        bool(split.reduce_input_grad), split.reduce_dtype == "float32", blocks,
     )  # fmt: skip
 
 
