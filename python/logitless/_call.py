@@ -123,6 +123,9 @@ def is_flat(temperature: Sequence[int], target: Sequence[int]) -> bool:
 
 def shift_of(value: Any) -> int:
     """The argument `shift` as an int; a float is refused, not truncated."""
+    # A compiler's symbol is an int here and stays one. NumPy's truths are no Python ints.
+    if isinstance(value, int) or getattr(getattr(value, "dtype", None), "kind", "") == "b":
+        return int(value)
     try:
         return operator.index(value)
     except TypeError:

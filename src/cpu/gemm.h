@@ -82,6 +82,7 @@ enum class Onto {
   nothing,  // overwrites it
   chain,    // continues its chains: C has the first part of the same product
   sum,      // adds a product of its own. A chain along many tiles would lose their small terms.
+            // AMX continues the chain: its products are of bf16, which rounds more.
 };
 // For whole panels. k counts padded elements; strides between panels are in bytes.
 struct Product {

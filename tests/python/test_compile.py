@@ -314,6 +314,25 @@ def test_what_is_wrong_with_meta_and_fake_tensors_is_said(
     assert str(caught.value) == str(real.value)
 
 
+def test_every_shift_in_one_graph() -> None:
+    """The first is compiled as a number, all others as a symbol."""
+    x, w, _, t = problem((2, 12), 19, 8)
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=count, fullgraph=True)
+    def compiled(x: Tensor, shift: int) -> Tensor:
+        return linear_cross_entropy(x, w, t, shift=shift)
+
+    for shift in range(1, 11):
+        made = compiled(x, shift)
+        assert torch.equal(made, linear_cross_entropy(x, w, t, shift=shift))
+    assert len(graphs) == 2
+
+
 @pytest.mark.parametrize("name", ["linear_weight", "linear_bias", "target", "token_weight"])
 def test_a_tensor_beside_one_on_meta_is_named(name: str) -> None:
     """torch itself would not notice, and the result would be on meta."""

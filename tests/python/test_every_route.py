@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -139,6 +140,12 @@ SHIFTED = pytest.mark.parametrize("name", ["loss", "logprob", "divergence", "los
 def test_a_shift_is_an_integer(name: str, shift: Any) -> None:
     with pytest.raises(TypeError, match=r"^shift is a .*; allowed: a bool or an int$"):
         CALLS[name](*_head(), shift=shift)
+
+
+@SHIFTED
+@pytest.mark.parametrize("shift", [1, True, np.int64(1), np.True_])
+def test_a_shift_may_be_numpys_number(name: str, shift: Any) -> None:
+    assert torch.equal(CALLS[name](*_head(), shift=shift), CALLS[name](*_head(), shift=1))
 
 
 @EVERY

@@ -484,3 +484,15 @@ def test_memory_that_suffices_in_forward_suffices_in_backward(
         forward = int(re.search(r">= (\d+)", str(raised.value)).group(1))  # type: ignore[union-attr]
         assert forward <= least
         call(forward)
+
+
+def test_what_belongs_to_no_list_is_nan_over_the_ids(device: str) -> None:
+    """Where nobody reads wrong offsets, the core makes such logits NaN."""
+    log_softmax: Any = torch.ops.logitless.log_softmax_at
+    logits = torch.tensor([1.0, 2.0, NAN], device=device)
+    ids, offsets = torch.tensor([1, 2, 3], device=device), torch.tensor([0, 2, 2], device=device)
+    assert log_softmax(logits, ids, offsets).isnan().tolist() == [False, False, True]
+    logits = torch.tensor([NAN, -INFINITY, 2.0], device=device)
+    ids, offsets = torch.tensor([1, -1, 3], device=device), torch.tensor([1, 2, 3], device=device)
+    made = log_softmax(logits, ids, offsets)
+    assert bool(made[0].isnan()) and bool(made[1].isneginf()) and not made[2]

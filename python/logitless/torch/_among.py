@@ -59,7 +59,9 @@ def _log_softmax_at(logits: Tensor, ids: Tensor, offsets: Tensor | None) -> Tens
         made = logits.log_softmax(-1)
     else:
         token = _lists.token_of(offsets, ids.shape[0])
-        logits = logits.where(_lists.any_of(~absent, offsets)[token], 0.0)
+        some = _lists.any_of(~absent, offsets)[token]
+        # Only absent ids: if offsets are wrong, an id that belongs to no list stays NaN.
+        logits = logits.masked_fill(absent & ~some, 0.0)
         made = _lists.log_softmax(logits, offsets)
     return made.masked_fill(absent, -float("inf"))
 

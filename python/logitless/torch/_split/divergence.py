@@ -336,7 +336,10 @@ def _own_gradients(
     if not own.empty:
         return made
     like = (made[0], given.weight, made[2] if given.bias is None else given.bias)
-    return [depending(torch.zeros_like(t), g) for t, g in zip(like, made)]
+    return [
+        depending(torch.zeros_like(t), g) if asked.wanted & bit else g
+        for t, g, bit in zip(like, made, OF_TENSORS)
+    ]
 
 
 def divergence(
