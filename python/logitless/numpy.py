@@ -267,12 +267,7 @@ def _normalizer(value: Any) -> float:
     if value is None:
         return 0.0
     if isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise invalid(
-                "normalizer is an int beyond 1.8e+308; allowed: what a float holds"
-            ) from None
+        return _abi.float_of("normalizer", value)
     array = np.asarray(value)
     if array.dtype.kind not in "iuf":
         raise wrong_dtype(

@@ -200,10 +200,7 @@ def _number(name: str, value: Any) -> float:
     real = isinstance(value, (int, float, np.integer, np.floating))
     if isinstance(value, bool) or not real:
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a Python number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise invalid(f"{name} is an int beyond 1.8e+308; allowed: what a float holds") from None
+    return _abi.float_of(name, value)
 
 
 def _integer(name: str, value: Any) -> int:

@@ -43,7 +43,7 @@ from logitless.torch._functions import (
     _temperature,
     _token_weight,
 )
-from logitless.torch._route import dispatches, refuse_layouts
+from logitless.torch._route import dispatches, refuse, refuse_layouts
 from logitless.torch._run import replaced
 from logitless.torch._vocabulary import Heads
 from logitless.torch._zero import held
@@ -169,9 +169,7 @@ def linear_divergence(
         if target is not None:
             _check_target(input, target, shard, shift)
         if vocab_ids is not None or teacher_vocab_ids is not None:
-            given = (input, linear_weight, linear_bias)
-            dispatches(*given)  # for its errors: transforms, sharded tensors
-            refuse_layouts(given)
+            refuse((input, linear_weight, linear_bias))
             teacher_weight = held("teacher_weight", teacher_weight)
             teacher_bias = held("teacher_bias", teacher_bias)
             heads, shard = _vocabulary.of_divergence(

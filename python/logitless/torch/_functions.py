@@ -49,7 +49,7 @@ from logitless.torch._checks import (
     check_target,
     check_tensor,
 )
-from logitless.torch._route import dispatches, refuse_layouts
+from logitless.torch._route import dispatches, refuse, refuse_layouts
 from logitless.torch._run import Constants
 from logitless.torch._split.given import Split, split_of_old, unexpected
 from logitless.torch._zero import held
@@ -445,9 +445,7 @@ def linear_outputs(
                 raise not_supported(
                     'grad_accumulation is "main_grad"; allowed with vocab_ids: None'
                 )
-            heads = (input, linear_weight, linear_bias)
-            dispatches(*heads)  # for its errors: transforms, sharded tensors
-            refuse_layouts(heads)
+            refuse((input, linear_weight, linear_bias))
             vocabulary, shard = _vocabulary.listed(vocab_ids, linear_weight, shard)
             if anything:  # any listed class
                 target = vocabulary.ordered[0].expand(target.shape)
@@ -746,8 +744,7 @@ def _among_ids(
     bound = _memory.default() if memory is None else parse_memory(memory)
     given = (input, linear_weight, linear_bias, temperatures, ids, offsets)
     check_meta(_among.TENSORS, given)
-    dispatches(*given)  # for its errors: transforms, sharded tensors
-    refuse_layouts(given, _among.TENSORS)
+    refuse(given, _among.TENSORS)
     if not torch.compiler.is_compiling():
         _abi.check_options(options)
     try:

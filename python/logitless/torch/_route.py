@@ -46,6 +46,13 @@ def dispatches(*tensors: Tensor | None) -> bool:
     return False
 
 
+def refuse(tensors: Sequence[Tensor | None], names: Sequence[str] = tuple(_run.INPUTS)) -> None:
+    """Raises for tensors that cannot be served in any way: those of transforms, sharded ones, and
+    other layouts."""
+    dispatches(*tensors)
+    refuse_layouts(tensors, names)
+
+
 def refuse_layouts(
     tensors: Sequence[Tensor | None], names: Sequence[str] = tuple(_run.INPUTS)
 ) -> None:
