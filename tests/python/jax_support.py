@@ -41,6 +41,12 @@ def platform(request: pytest.FixtureRequest) -> Any:
         yield request.param
 
 
+def host_mesh(sizes: tuple[int, ...], names: tuple[str, ...], kind: str = "Explicit") -> Any:
+    """A mesh of the CPU's devices: by default JAX takes a GPU's, where it has one."""
+    kinds = (getattr(jax.sharding.AxisType, kind),) * len(sizes)
+    return jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices("cpu"))
+
+
 def to_jax(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None

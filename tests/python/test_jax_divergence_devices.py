@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jax_support import platform, same, to_jax  # noqa: F401
+from jax_support import host_mesh, platform, same, to_jax  # noqa: F401
 from logitless.jax import _partition, linear_divergence
 from test_divergence import BACKWARD, BOTH, FORWARD, KINDS, STATISTICS, Heads, expected, heads
 from test_jax_devices import mesh_of
@@ -424,8 +424,7 @@ def test_shard_map_over_tokens() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_mesh_of_explicit_axes(reduction: str, shift: bool) -> None:
     h = heads(shape=SHAPE, vocab=VOCAB)
-    kind = jax.sharding.AxisType.Explicit
-    mesh = jax.make_mesh((2, 2), ("dp", "sp"), axis_types=(kind, kind))
+    mesh = host_mesh((2, 2), ("dp", "sp"))
     put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
     x, w, y, v, b, c, t = map(to_jax, h)
     temperature = as_jax(torch.rand(SHAPE) + 0.5)
@@ -454,7 +453,7 @@ def test_a_gradient_has_its_own_sharding_on_explicit_axes(
     """A gradient is sharded as its array, whatever the other arrays are. `of`: the axes of the
     student's input and weight, and of the teacher's input."""
     h = heads(shape=SHAPE, vocab=VOCAB)
-    mesh = jax.make_mesh((2, 2), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = host_mesh((2, 2), ("dp", "sp"))
     put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
     x, w, y, v, b, c, t = map(to_jax, h)
     step = step_of(1.0, reduction=reduction, target=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import reference
-from jax_support import leaves, platform, problem, products, same, to_torch  # noqa: F401
+from jax_support import host_mesh, leaves, platform, problem, products, same, to_torch  # noqa: F401
 from logitless.jax import (
     _parallel,
     _partition,
@@ -519,7 +519,7 @@ def test_an_axis_of_both_tokens_and_weight() -> None:
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")
 def test_a_mesh_of_explicit_axes() -> None:
     x, w, b, t = arrays()
-    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = host_mesh((2, 4), ("dp", "tp"))
     put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
     for options in ({"shift": True}, {"reduction": "none"}):
         step = jax.jit(step_of(**options))
@@ -549,7 +549,7 @@ def test_a_gradient_has_its_own_sharding_on_explicit_axes(
 ) -> None:
     """A gradient is sharded as its array, whatever the shardings of the other arrays."""
     given = arrays()
-    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = host_mesh((2, 2), ("dp", "tp"))
     step = step_of(reduction=reduction)
     value, grads = step(*given)
     exact = (to_torch(value).double(), [to_torch(g).double() for g in grads])
@@ -590,8 +590,7 @@ def test_what_belongs_to_a_label_moves_along_a_split_sequence(
     name: str, types: str, spec: Any
 ) -> None:
     x, w, b, t = arrays(shape=(BATCH, 8))
-    kind = getattr(jax.sharding.AxisType, types)
-    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))
+    mesh = host_mesh((2, 2), ("dp", "tp"), types)
     put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
     options = {"shift": True, **OF_TOKENS[name]}
     axes = {(BATCH, 8): spec, (BATCH, 1): spec[:1], (8,): spec[1:], (BATCH * 8,): ("dp",)}
@@ -613,8 +612,7 @@ def test_what_belongs_to_a_label_moves_along_a_split_sequence(
 def test_a_shift_of_short_sequences_on_explicit_axes(length: int) -> None:
     """Targets are an argument of the program, then constants in it."""
     x, w, b, t = arrays(shape=(BATCH, length))
-    kind = jax.sharding.AxisType.Explicit
-    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))
+    mesh = host_mesh((2, 2), ("dp", "tp"))
     put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
     value, grads = step_of(shift=True)(x, w, b, t)
     exact = (to_torch(value).double(), [to_torch(g).double() for g in grads])
@@ -632,8 +630,7 @@ def test_a_shift_of_short_sequences_on_explicit_axes(length: int) -> None:
 def test_given_logits_on_a_mesh_of_explicit_axes(jitted: bool) -> None:
     """The gradient is sharded as the logits are."""
     x, w, _, t = arrays()
-    kind = jax.sharding.AxisType.Explicit
-    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))
+    mesh = host_mesh((2, 2), ("dp", "tp"))
     put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
 
     def loss(z: Any, t: Any, c: Any) -> Any:
