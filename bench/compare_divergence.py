@@ -15,10 +15,10 @@ absent or fails is left out, with one line that says so. `--near SIZE` takes a t
 is the student's with noise of that relative size.
 
 One process; all take turns in bursts, in an order that is reversed every round; medians of
-`--rounds`. Random data of `--dtype`; f32 products are without TF32. MiB: the allocator's
-peak beyond the inputs and their gradients. The last column is the relative error of grad_input
-against f32 logits. Needs a GPU; `--pairs 64x32x300x16` tries it anywhere, and its figures mean
-nothing."""
+`--rounds`. Random data of `--dtype`; f32 products are without TF32. MiB: the allocator's peak
+beyond the inputs and their gradients. The last column is the relative error of grad_input against
+f32 logits; in f16 the loss is multiplied by 65536. Needs a GPU; `--pairs 64x32x300x16` tries it
+anywhere, and its figures mean nothing."""
 
 from __future__ import annotations
 
@@ -187,13 +187,16 @@ class Contenders:
     def __init__(self, pair: Pair, kind: str) -> None:
         self.pair, self.device = pair, pair.input.device.type
         self.value, self.exact = pair.exact(kind)
+        # In f16 a mean's gradients would be 0 without the factor that trainers use.
+        scale = 65536.0 if pair.input.dtype is torch.float16 else 1.0
+        self.scale = torch.tensor(scale, device=self.device)
         self.calls: dict[str, Callable[[], None]] = {"four cuBLAS products": pair.products}
         self.facts: dict[str, str] = {}
 
     def add(self, name: str, call: Call) -> None:
         def train() -> None:
             self.pair.input.grad = self.pair.weight.grad = None
-            call().backward()
+            call().backward(self.scale)
 
         try:
             for _ in range(2):
@@ -201,7 +204,7 @@ class Contenders:
             mib = peak(self.pair, train) if self.device == "cuda" else 0.0
             value, grad = call().item(), self.pair.input.grad
             assert grad is not None
-            error = ((grad.float() - self.exact).norm() / self.exact.norm()).item()
+            error = ((grad.float() / self.scale - self.exact).norm() / self.exact.norm()).item()
         except Exception as reason:  # packages raise many types, also when out of memory
             left_out(name, reason)
         else:

@@ -9,7 +9,8 @@ Starts one process a rank. All contenders take turns in bursts between barriers,
 orders; a sample is the slowest rank's, by its own clock; medians of `--rounds`.
 bf16, random data, the weight split evenly. Efficiency: the time of one GPU with the whole weight,
 on all P ranks at the same time, divided by P times that of the split. "split, collectives" is the
-same with LOGITLESS_PEER_MEMORY=0. "exchange" is the collectives and sums of one call alone,
+same with LOGITLESS_PEER_MEMORY=0. `--divergence KIND` measures linear_divergence instead, of a
+teacher with a head of the same shape. "exchange" is the collectives and sums of one call alone,
 "exchange, peer memory" what replaces those of backward. MiB: the allocator's peak on a rank beyond
 the inputs, with the gradients. `--megatron FOLDER` says where megatron-core is, `--cce FOLDER`
 where cut_cross_entropy with its vocab_parallel is; without them and where a contender fails there
@@ -20,6 +21,7 @@ figures mean nothing."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -35,7 +37,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from timing import in_turns, nothing
 
-from logitless.torch import Split, linear_cross_entropy
+from logitless.torch import Split, linear_cross_entropy, linear_divergence
 from logitless.torch._split import exchange, peers, shards
 
 MIB = 1 << 20
@@ -60,23 +62,22 @@ class Head:
         for tensor in (self.input, self.shard, self.whole):
             tensor.grad = None
 
+    def loss(self, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        return linear_cross_entropy(self.input, weight, self.target, **options)
+
     def one(self) -> None:
-        linear_cross_entropy(self.input, self.whole, self.target).backward()
+        self.loss(self.whole).backward()
 
     def blocks(self) -> None:
-        linear_cross_entropy(self.input, self.whole, self.target, group=Split(blocks=8)).backward()
+        self.loss(self.whole, group=Split(blocks=8)).backward()
 
     def split(self, **options: Any) -> None:
-        linear_cross_entropy(
-            self.input, self.shard, self.target, group=Split(dist.group.WORLD, **options)
-        ).backward()
+        self.loss(self.shard, group=Split(dist.group.WORLD, **options)).backward()
 
     def split_by_collectives(self) -> None:
         before = os.environ.get("LOGITLESS_PEER_MEMORY", "1")
         os.environ["LOGITLESS_PEER_MEMORY"] = "0"  # read at the group's first call
-        linear_cross_entropy(
-            self.input, self.shard, self.target, group=Split(self.collectives)
-        ).backward()
+        self.loss(self.shard, group=Split(self.collectives)).backward()
         os.environ["LOGITLESS_PEER_MEMORY"] = before
 
     def loss_parallel(self) -> None:
@@ -128,6 +129,24 @@ class Head:
         found.send()
         found.add()
         found.result()
+
+
+class Pair(Head):
+    """The head of a student, beside that of a teacher of the same shape."""
+
+    def __init__(self, tokens: int, hidden: int, vocab: int, device: str, kind: str) -> None:
+        super().__init__(tokens, hidden, vocab, device)
+        self.kind = kind
+        self.teacher_input = self.input.detach() + torch.randn_like(self.input)
+        self.teacher = self.whole.detach().roll(1, 0)
+        stop = self.start + self.shard.shape[0]
+        self.teacher_shard = self.teacher[self.start : stop].clone()
+
+    def loss(self, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        teacher = self.teacher if weight is self.whole else self.teacher_shard
+        return linear_divergence(
+            self.input, weight, self.teacher_input, teacher, kind=self.kind, **options
+        )
 
 
 class Captured:
@@ -235,9 +254,11 @@ def contenders(head: Head, args: argparse.Namespace) -> dict[str, Callable[[], N
         "exchange, peer memory": head.exchange_by_peers,
         "torch loss_parallel": head.loss_parallel,
     }
-    if args.megatron:
+    if args.divergence:
+        found = dict(itertools.islice(found.items(), 3))
+    elif args.megatron:
         found["Megatron-Core, vocab-parallel"] = head.megatron
-    if args.cce:
+    if args.cce and not args.divergence:
         found["CCE, vocab-parallel, gradients of 16 bits filtered"] = partial(head.cce, False)
         found["CCE, vocab-parallel, exact"] = partial(head.cce, True)
     return {n: c for n, c in found.items() if not args.only or n in args.only}
@@ -281,7 +302,8 @@ def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
         host_times(Head(64, 64, 1024, device), args.rounds, device)
     for shape in args.shapes.split(","):
         tokens, hidden, vocab = map(int, shape.split("x"))
-        head = Head(tokens, hidden, vocab, device)
+        sizes = tokens, hidden, vocab, device
+        head = Pair(*sizes, args.divergence) if args.divergence else Head(*sizes)
         calls = {
             n: c for n, c in contenders(head, args).items() if usable(n, c, head.fresh, device)
         }
@@ -323,6 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--shapes", default="8192x4096x128256,8192x2048x151936,2048x4096x128256")
+    parser.add_argument("--divergence", default="", metavar="KIND")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))

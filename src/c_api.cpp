@@ -223,13 +223,13 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
   const bool consumes = call->kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
   if (consumes || call->kind == LOGITLESS_LINEAR_DIVERGENCE_BACKWARD) {
     call->kept_key = c.kept_key;
-    c.kept_key = 0;
+    call->grad_input_first = c.grad_input_first != 0;
+    c.kept_key = 0, c.grad_input_first = 0;
   }
   if (consumes) {
     call->consume_kept = c.consume_kept != 0;
     call->only_chosen = c.only_chosen != 0;
-    call->grad_input_first = c.grad_input_first != 0;
-    c.consume_kept = c.only_chosen = c.grad_input_first = 0;
+    c.consume_kept = c.only_chosen = 0;
   }
   for (const TensorField& field : tensor_fields(c.kind)) {
     const logitless_tensor*& tensor = tensor_of(c, field);

@@ -285,7 +285,8 @@ struct LinearDivergenceBackward {
   LossOptions options{};
   DivergenceOptions divergence{};
   LossWeights weights{};
-  TensorView fault{};  // [1] i32; FaultBits are or-ed into it
+  TensorView fault{};             // [1] i32; FaultBits are or-ed into it
+  bool grad_input_first = false;  // a plan can run in parts, the first of which writes grad_input
 };
 
 // Loss and gradients in one pass, for an upstream gradient that is known before the loss.

@@ -102,9 +102,7 @@ struct CudaBackend final : Backend {
     }
     return status.ok() ? stream.status() : status;
   }
-  bool divides(const Call& call) const override {
-    return call.linear && !call.diverges && !call.only_chosen;
-  }
+  bool divides(const Call& call) const override { return call.linear && !call.only_chosen; }
   Status describe(char* text, size_t bytes) const override {
     const cuda::DeviceInfo* device;
     Status status = cuda::find_first_device(&device);

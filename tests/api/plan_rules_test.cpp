@@ -195,7 +195,7 @@ TEST(PlanRules, TheNormalizerMayChange) {
   EXPECT_EQ(head.loss, -1);
 }
 
-// A part other than 0 needs an op with grad_input_first, which only a linear Backward has.
+// A part other than 0 needs an op with grad_input_first, which only a Backward of a head has.
 TEST(PlanRules, PartsAreThoseOfABackwardWithGradInputFirst) {
   Head head;
   alignas(64) std::array<float, n * d> grad_input{};

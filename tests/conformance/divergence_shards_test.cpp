@@ -188,8 +188,10 @@ class Ranks {
     int64_t first = 0;
     for (const int64_t count : sizes_) {
       const std::string name = "Backward at " + std::to_string(first);
-      const Fields fields = run(shard_of(whole, first, count), name);
+      const Backward shard = shard_of(whole, first, count);
+      const Fields fields = run(shard, name);
       if (!result_.ok()) return;
+      expect_parts(device_, shard, p_.pool, plan_, fields, name);
       result_.merge(compare_columns(want, fields, vocab_, first, count), name + " of the whole");
       const Field& part = fields.at("grad_input");
       if (first == 0) sum = part, magnitude.resize(part.value.size());

@@ -380,6 +380,26 @@ TEST_P(Divergences, OfATokenDoNotDependOnItsBatch) {
   }
 }
 
+TEST_P(Divergences, BackwardsRunInParts) {
+  if (std::string("reference") == device_.name()) return;  // which has no plans
+  for (const DivergenceKind kind : {DivergenceKind::forward_kl, DivergenceKind::jsd}) {
+    for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+      Case c = plain({70, 24, 2421}, kind);
+      c.ignored = 0.2, c.inactive = 0.3;
+      c.bias = c.token_weight = c.grad_loss = true;
+      const RunPlan plan{.memory = memory};
+      const Problem<Backward> p = build<Backward>(c);
+      expect_parts(device_, p.op, p.pool, plan, execute(device_, p.op, p.pool, plan).fields,
+                   name_of(kind));
+      KeptDivergence k(device_, c);
+      k.take(execute(device_, k.forward, k.p.pool, plan));
+      const Backward kept = k.without_teacher();
+      expect_parts(device_, kept, k.p.pool, plan, execute(device_, kept, k.p.pool, plan).fields,
+                   name_of(kind) + ", kept");
+    }
+  }
+}
+
 TEST_P(Divergences, KeptStateServesAnyBackward) {
   if (std::string("reference") == device_.name()) return;  // which keeps no state
   for (const DivergenceKind kind : kDivergenceKinds) {

@@ -233,12 +233,29 @@ TEST(DivergenceRecorded, MakesTheProductsOfAShard) {
   for (const DivergenceKind kind : {DivergenceKind::forward_kl, DivergenceKind::jsd}) {
     Back given = divergence_op<Back>(s, {.kind = kind});
     make_shard(&given);
-    // Four products, of all columns at once or repeated for groups of columns.
-    EXPECT_EQ(products_of(&machine, given) % 4, 0);
     const DeviceInfo* info = nullptr;
     ASSERT_TRUE(find_device(0, &info).ok());
-    const DivergencePlan least = smallest_plan(make_divergence(Call(given)), *info);
+    const DivergenceCall call = make_divergence(Call(given));
+    const DivergencePlan least = smallest_plan(call, *info);
     ASSERT_EQ(least.way, DivergenceWay::columns);
+    const DivergencePlan quick = recommended_plan(call, least.bytes, *info);
+    ASSERT_EQ(quick.way, DivergenceWay::columns);
+    ASSERT_GE(s.vocab % quick.columns, 4096);  // so grad_weight's last product is two
+    EXPECT_EQ(products_of(&machine, given), 4 * divide_up(s.vocab, quick.columns) + 1);
+    given.grad_input_first = true;
+    Plan plan;
+    ASSERT_TRUE(plan.create(given, kExecution).ok());
+    std::vector<int> of_parts;
+    for (const int part : {1, 2, 3}) {
+      Products products;
+      machine.listener = &products;
+      EXPECT_TRUE(plan.run(Addresses(given), {kMemory, quick.bytes}, nullptr, 0, part).ok());
+      machine.listener = nullptr;
+      of_parts.push_back(products.count);
+    }
+    const int first = static_cast<int>(4 * divide_up(s.vocab, quick.columns)) - 1;
+    EXPECT_EQ(of_parts, (std::vector{first, 1, 1}));
+    given.grad_input_first = false;
     EXPECT_EQ(products_of(&machine, given, 0), 4 * divide_up(s.vocab, least.columns));
   }
 }

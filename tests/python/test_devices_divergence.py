@@ -682,8 +682,8 @@ _gradients, _arguments = of_ranks._own_gradients, of_ranks._arguments
 
 
 def _without_a_mean(shard: Any, *rest: Any) -> Any:
-    *others, mean = rest
-    return _gradients(shard, *others, torch.zeros_like(mean))
+    *others, mean = rest[:6]
+    return _gradients(shard, *others, torch.zeros_like(mean), *rest[6:])
 
 
 def _at_the_start(own: Any, asked: Any, shard: Any) -> Any:

@@ -2,11 +2,12 @@
 """The exchange of grad_input's parts over memory that all ranks can read: the bits of the group's
 collectives, for any number of tokens and any dimension that is split, call after call. On the CPU
 a shared file stands for the GPUs' memory, and ranks are late in turn. On GPUs
-(LOGITLESS_TEST_RANKS=nccl) linear_cross_entropy itself is called."""
+(LOGITLESS_TEST_RANKS=nccl) the public functions are called."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import tempfile
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ranks
-from logitless.torch import Split, linear_cross_entropy, linear_logprob
+from logitless.torch import Split, linear_cross_entropy, linear_divergence, linear_logprob
 from logitless.torch._split import exchange, overlapped, peers, sums
 from logitless.torch._split.shards import Shard
 from ranks import Rank
@@ -348,12 +349,12 @@ def whole_calls(me: Rank) -> Results:
         used = Used()
         with used.watching():
             for sizes in SMALL:
-                for kind in KINDS:
-                    head = Head(me, kind, F32, sizes)
+                for kind, of in itertools.product(KINDS, OPS):
+                    head = Head(me, kind, F32, sizes, of)
                     want = head.call(without)
                     same(head.call(with_peers), want)
                     same(head.call(with_peers), want)
-        count = len(SMALL) * len(KINDS)
+        count = len(SMALL) * len(KINDS) * len(OPS)
         assert (used.peers, used.collectives) == (2 * count, count)
         ((of, _),) = [(o, 0) for o in peers._memories[with_peers].values()]
         assert of.memory is not None and of.memory.room.has(peers.Room(4 * 203 * 32, 0))
@@ -444,15 +445,16 @@ def test_whole_calls(groups: dict[int, ranks.Group], size: int, name: str) -> No
 
 _CPU = torch.device("cpu")
 
-# On GPUs: linear_cross_entropy, whose exchange is by the GPUs' own memory.
+# On GPUs: losses and divergences, whose exchange is by the GPUs' own memory.
 
 
 class Head:
-    """A rank's columns of a head, its input and targets; `kind` is one of KINDS."""
+    """A rank's columns of a head (`kind`: one of KINDS) for one `of` OPS, its input and targets."""
 
     def __init__(
-        self, me: Rank, kind: str, dtype: torch.dtype, sizes: tuple[int, int, int]
-    ) -> None:
+        self, me: Rank, kind: str, dtype: torch.dtype, sizes: tuple[int, int, int],
+        of: str = "loss",
+    ) -> None:  # fmt: skip
         tokens, hidden, vocab = sizes
         g = ranks.generator(1)
         whole = (torch.randn(vocab, hidden, generator=g) / hidden**0.5).to(dtype)
@@ -462,6 +464,7 @@ class Head:
             cuts = [0] * me.size + [vocab]
         start, stop = cuts[me.rank], cuts[me.rank + 1]
         self.weight = whole[start:stop].contiguous()
+        self.teacher = whole.roll(1, 0)[start:stop].contiguous() if of == "divergence" else None
         self.split: dict[str, Any] = {"start": start, "total": vocab}
         self.options: dict[str, Any] = {}
         shape: tuple[int, ...] = (tokens,)
@@ -482,12 +485,19 @@ class Head:
         if dim is not None:
             self.input = self.input.chunk(me.size, dim)[me.rank].contiguous()
 
+    def loss(self, x: Tensor, w: Tensor, group: Any) -> Tensor:
+        split = Split(group, **self.split)
+        if self.teacher is None:
+            return linear_cross_entropy(x, w, self.target, group=split, **self.options)
+        return linear_divergence(
+            x, w, x.detach() * 0.5, self.teacher, kind="reverse_kl", target=self.target,
+            label_weight=0.5, group=split, **self.options,
+        )  # fmt: skip
+
     def call(self, group: Any) -> list[Tensor]:
         x = self.input.detach().requires_grad_()
         w = self.weight.detach().requires_grad_(not self.frozen)
-        loss = linear_cross_entropy(
-            x, w, self.target, group=Split(group, **self.split), **self.options
-        )
+        loss = self.loss(x, w, group)
         loss.backward()
         return [t for t in (loss.detach(), x.grad, w.grad) if t is not None]
 
@@ -496,6 +506,7 @@ KINDS = (
     "plain", "first dimension", "second dimension", "memory", "one rank has all", "ignored",
     "frozen",
 )  # fmt: skip
+OPS = ("loss", "divergence")
 SMALL = ((16, 64, 302), (1, 128, 115), (203, 32, 99), (100, 40, 300), (3, 8, 5))
 SIZES = ((64, 64, 1024), (1, 128, 515), (1023, 256, 4099), (2048, 1024, 32064), (3, 8, 5))
 
@@ -546,8 +557,8 @@ def gpu_calls(me: Rank, dtype: torch.dtype) -> Results:
     count = 0
     with used.watching():
         for sizes in SIZES:
-            for kind in KINDS:
-                head = Head(me, kind, dtype, sizes)
+            for kind, of in itertools.product(KINDS, OPS):
+                head = Head(me, kind, dtype, sizes, of)
                 want = head.call(without)
                 for _ in range(3):
                     same(head.call(with_peers), want)
@@ -557,16 +568,22 @@ def gpu_calls(me: Rank, dtype: torch.dtype) -> Results:
 
 
 def gpu_graph(me: Rank) -> Results:
+    for of in OPS:
+        _graph(me, of)
+    return {}
+
+
+def _graph(me: Rank, of: str) -> None:
     """200 replays of a graph with other inputs, eager calls of the same group between them, and a
     call of more tokens, which needs larger memory while the graph still uses the old one."""
     with_peers, without = new_group(True), new_group(False)
-    head = Head(me, "plain", BF16, (2048, 512, 8192))
+    head = Head(me, "plain", BF16, (2048, 512, 8192), of)
     x = head.input.requires_grad_()
     w = head.weight.requires_grad_()
 
     def step() -> Tensor:
         x.grad = w.grad = None
-        loss = linear_cross_entropy(x, w, head.target, group=Split(with_peers, **head.split))
+        loss = head.loss(x, w, with_peers)
         loss.backward()
         return loss
 
@@ -591,9 +608,8 @@ def gpu_graph(me: Rank) -> Results:
             same([t.detach() for t in made if t is not None], head.call(without))
             same(head.call(with_peers), head.call(without))
         if i == 100:
-            larger = Head(me, "plain", BF16, (4096, 512, 8192))
+            larger = Head(me, "plain", BF16, (4096, 512, 8192), of)
             same(larger.call(with_peers), larger.call(without))
-    return {}
 
 
 def gpu_capture_first(me: Rank) -> Results:
@@ -634,6 +650,18 @@ def gpu_compiled(me: Rank) -> Results:
     want = call(without, False)
     same(call(with_peers, False), want)
     same(call(with_peers, True), want)
+
+    def divergence(x: Tensor, w: Tensor) -> Tensor:
+        return head.loss(x, w, with_peers)
+
+    head, used = Head(me, "plain", BF16, (256, 128, 2048), "divergence"), Used()
+    _, *want = head.call(without)
+    x, w = head.input.detach().requires_grad_(), head.weight.detach().requires_grad_()
+    compiled: Any = torch.compile(divergence, fullgraph=True)
+    with used.watching():
+        compiled(x, w).backward()
+    same([t for t in (x.grad, w.grad) if t is not None], want)
+    assert (used.peers, used.collectives) == (1, 0)
     return {}
 
 
@@ -680,23 +708,24 @@ def gpu_streams(me: Rank) -> Results:
 
 def gpu_compiled_first(me: Rank) -> Results:
     """A group whose first call is compiled for CUDA graphs has no memory yet."""
-    group, without = new_group(True), new_group(False)
-    head = Head(me, "plain", BF16, (256, 128, 2048))
-    want = head.call(without)
-    split = Split(group, **head.split)
+    without = new_group(False)
+    for of in OPS:
+        group = new_group(True)
+        head = Head(me, "plain", BF16, (256, 128, 2048), of)
+        want = head.call(without)
 
-    def loss(x: Tensor, w: Tensor) -> Tensor:
-        return linear_cross_entropy(x, w, head.target, group=split)
+        def loss(x: Tensor, w: Tensor, head: Head = head, group: Any = group) -> Tensor:
+            return head.loss(x, w, group)
 
-    compiled: Any = torch.compile(loss, mode="reduce-overhead", fullgraph=True)
-    used = Used()
-    with used.watching():
-        for _ in range(4):
-            x, w = head.input.detach().requires_grad_(), head.weight.detach().requires_grad_()
-            torch.compiler.cudagraph_mark_step_begin()
-            compiled(x, w).backward()
-            same([t for t in (x.grad, w.grad) if t is not None], want[1:])
-    assert used.peers == 0
+        compiled: Any = torch.compile(loss, mode="reduce-overhead", fullgraph=True)
+        used = Used()
+        with used.watching():
+            for _ in range(4):
+                x, w = head.input.detach().requires_grad_(), head.weight.detach().requires_grad_()
+                torch.compiler.cudagraph_mark_step_begin()
+                compiled(x, w).backward()
+                same([t for t in (x.grad, w.grad) if t is not None], want[1:])
+        assert used.peers == 0
     return {}
 
 

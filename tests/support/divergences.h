@@ -51,4 +51,24 @@ struct KeptDivergence {
   }
 };
 
+// A Backward that runs in parts has the bits of the `whole` one: grad_input after the first part,
+// everything after the third.
+inline void expect_parts(const TestDevice& device, LinearDivergenceBackward op, const Pool& pool,
+                         RunPlan plan, const Fields& whole, const std::string& name) {
+  op.grad_input_first = true;
+  plan.by = By::parts;
+  for (const int parts : {1, 3}) {
+    plan.parts = parts;
+    const Outcome got = execute(device, op, pool, plan);
+    ASSERT_TRUE(got.status.ok()) << got.status.message();
+    EXPECT_TRUE(got.violations.empty()) << name;
+    Fields written = got.fields, wanted = whole;
+    if (parts == 1) {
+      std::erase_if(written, [](const auto& f) { return f.first != "grad_input"; });
+      std::erase_if(wanted, [](const auto& f) { return f.first != "grad_input"; });
+    }
+    EXPECT_EQ(differing_bits(wanted, written), "") << name << ", " << parts << " parts";
+  }
+}
+
 }  // namespace logitless::conformance

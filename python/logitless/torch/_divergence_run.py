@@ -91,7 +91,7 @@ def gradients_of(wanted: int, of: Sequence[Tensor | None]) -> Dtypes:
 
 def _launch(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Divergence,
-    memory: int | None, kept: Kept | None = None,
+    memory: int | None, kept: Kept | None = None, between: _device.Between = (),
 ) -> None:  # fmt: skip
     """Calls _run.launch. The key of its plans includes only the first tensors, so those after them
     are described in `asked`."""
@@ -101,7 +101,7 @@ def _launch(
     ]
     state = None if kept is None else kept.state
     _run.launch(
-        kind, names, tensors, options, memory, (tuple(asked), state), None, False, None, kept
+        kind, names, tensors, options, memory, (tuple(asked), state), kept=kept, between=between
     )
 
 
@@ -241,17 +241,22 @@ def sums(
 
 def shard_backward(
     inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int,
-    grad_loss: Tensor, whole: Tensor, slope_mean: Tensor | None,
+    grad_loss: Tensor, whole: Tensor, slope_mean: Tensor | None, part: Tensor | None = None,
+    between: _device.Between = (),
 ) -> list[Tensor | None]:  # fmt: skip
-    """The part of grad_input [N, D] from the shard's columns, and the gradients of its rows."""
+    """The part of grad_input [N, D] from the shard's columns, and the gradients of its rows. If
+    `part` [N, D] f32 is given, the former is written there; `between`: see _run.launch."""
     given = inputs.in_dtype(dtype).flat()
-    grads = _made(given, gradients_of_shard(wanted, inputs))
+    first, *dtypes = gradients_of_shard(wanted, inputs)
+    grads = _made(given, (None if part is not None else first, *dtypes))
+    if part is not None:
+        grads[0] = part
     upstream = grad_loss.resolve_neg()
     if options.reduction == _abi.REDUCTION_NONE:
         upstream = upstream.reshape(-1)
     names = (*Inputs._fields, "grad_loss", *_GRADIENTS, "kept", "kept_rows", *_STATES, "slope_mean")
     tensors = (*given, upstream, *grads, None, None, *whole, slope_mean)
-    _launch(_abi.LINEAR_DIVERGENCE_BACKWARD, names, tensors, options, memory)
+    _launch(_abi.LINEAR_DIVERGENCE_BACKWARD, names, tensors, options, memory, between=between)
     return grads
 
 

@@ -17,7 +17,15 @@ class DivergenceRun {
                 const DivergenceMemory& memory, const DeviceInfo& device, Stream* stream)
       : call_(call), p_(plan), m_(memory), device_(device), stream_(stream) {}
 
-  void run() {
+  // Runs a part of the call, or with 0 all of it: docs/semantics.md, "Parts".
+  void run(int part) {
+    if (part <= 1) through_grad_input();
+    if (part == 1 || !call_.gradients() || tokens() == 0) return;
+    later_gradients(part);
+  }
+
+ private:
+  void through_grad_input() {
     prepare_tokens(call_.student.in, m_.tokens, call_.others, stream_);
     if (tokens() == 0) return without_tokens();
     if (m_.teacher_maps != nullptr) {
@@ -30,10 +38,8 @@ class DivergenceRun {
       from_logits();
     }
     write_loss(call_.student.in, m_.tokens, m_.losses, call_.loss, stream_);
-    write_weight_sums();
   }
 
- private:
   const LinearShape& shape() const { return call_.student.shape; }
   int64_t tokens() const { return shape().tokens; }
   int64_t vocab() const { return shape().vocab; }
@@ -237,6 +243,10 @@ class DivergenceRun {
     const int64_t columns = p_.way == DivergenceWay::columns ? p_.stored : vocab();
     return {m_.dz, panel_pitch(columns), 0, columns, false};
   }
+  Panel kept_panel(int64_t first, int64_t columns) const {
+    char* const data = call_.kept.as<char>() + first * element();
+    return {data, panel_pitch(vocab()), first, columns, false};
+  }
   Panel block_panel(int64_t first) const {
     const int64_t columns = std::min(p_.columns, vocab() - first);
     return {m_.block_dz, panel_pitch(p_.columns), first, columns, false};
@@ -271,37 +281,84 @@ class DivergenceRun {
       gather_scaled(s.input, m_.student.m.factors, whole_rows(tokens()),
                     m_.student.plan.hidden_pitch, m_.student.m.input, stream_);
     }
-    const int64_t pitch = panel_pitch(vocab());
-    if (!call_.scales_panel()) {
-      return gradients(all(), {call_.kept.as<char>(), pitch, 0, vocab(), false}, false, true);
-    }
+    if (!call_.scales_panel()) return gradients(all(), kept_panel(0, vocab()), false, true);
     for (int64_t first = 0; first < vocab(); first += p_.columns) {
       const int64_t columns = std::min(p_.columns, vocab() - first);
-      const Panel kept{call_.kept.as<char>() + first * element(), pitch, first, columns, false};
-      scale_panel(shape().dtype, kept, m_.scales, tokens(), whole_rows(tokens()),
-                  block_panel(first), stream_);
+      scale_panel(shape().dtype, kept_panel(first, columns), m_.scales, tokens(),
+                  whole_rows(tokens()), block_panel(first), stream_);
       gradients(all(), block_panel(first), false, first + columns >= vocab());
     }
   }
 
-  // Computes the gradients of a panel. `adds`: added to those of earlier chunks. `last`: the panel
-  // has the last columns, so grad_input is written from its sums.
+  // Computes the gradients of a panel, but grad_weight and grad_bias of the last one: see
+  // later_gradients. `adds`: added to those of earlier chunks. `last`: the panel has the last
+  // columns, so grad_input is written from its sums.
   void gradients(const Chunk& chunk, const Panel& dz, bool adds, bool last) {
-    const bool factors = m_.student.m.factors != nullptr;
+    const bool ends = last && chunk.first + chunk.rows >= tokens();
     with_head(call_.student, m_.ready, chunk, [&](const LinearWork& work) {
-      const HeadProducts products(work);
-      if (shape().grad_weight) products.grad_weight(dz, work.m.input, adds);
-      if (shape().grad_bias) add_to_bias(work, dz, factors, !adds);
+      if (!ends) {
+        grad_weight(work, dz, adds);
+        grad_bias(work, dz, adds);
+      }
       if (!shape().grad_input) return;
       float* const sums = work.m.grad_input_sum;
-      products.grad_input(dz, 0, chunk.rows, sums, dz.first > 0);
-      if (last) write_grad_input(work, sums, 0, chunk.rows, factors, true);
+      HeadProducts(work).grad_input(dz, 0, chunk.rows, sums, dz.first > 0);
+      if (last) write_grad_input(work, sums, 0, chunk.rows, has_factors(), true);
     });
+  }
+  void grad_weight(const LinearWork& work, const Panel& dz, bool adds) const {
+    if (shape().grad_weight) HeadProducts(work).grad_weight(dz, work.m.input, adds);
+  }
+  void grad_bias(const LinearWork& work, const Panel& dz, bool adds) const {
+    if (shape().grad_bias) add_to_bias(work, dz, has_factors(), !adds);
+  }
+  bool has_factors() const { return m_.student.m.factors != nullptr; }
+
+  // The panel with the last columns of the last tokens, whose dz is still there.
+  struct LastPanel {
+    Chunk chunk;
+    Panel dz;
+    bool adds = false;
+  };
+  LastPanel last_panel() const {
+    const auto last_of = [](int64_t count, int64_t each) { return (count - 1) / each * each; };
+    switch (p_.way) {
+      case DivergenceWay::chunks: {
+        const int64_t first = last_of(tokens(), p_.chunk);
+        return {chunk_of(first, tokens() - first), rows_panel(), first > 0};
+      }
+      case DivergenceWay::columns:
+        return {all(), block_panel(p_.stored + last_of(vocab() - p_.stored, p_.columns))};
+      case DivergenceWay::from_kept:
+        if (!call_.scales_panel()) return {all(), kept_panel(0, vocab())};
+        return {all(), block_panel(last_of(vocab(), p_.columns))};
+      default:
+        return {all(), rows_panel()};
+    }
+  }
+
+  // What follows grad_input: grad_weight of the last panel, then the rest. A shard's wide panel is
+  // divided in halves, so that the caller's work after parts 1 and 2 runs beside a product each.
+  void later_gradients(int part) {
+    const auto [chunk, dz, adds] = last_panel();
+    const auto in_part = [&](int of) { return part == 0 || part == of; };
+    int64_t half = dz.columns;
+    if (call_.shard.given && half >= 4096) half = round_up(half / 2, 512);
+    with_head(call_.student, m_.ready, chunk, [&](const LinearWork& work) {
+      Panel first = dz, second = dz;
+      first.columns = std::min(half, dz.columns);
+      second.data += first.columns * element();
+      second.first += first.columns, second.columns -= first.columns;
+      if (in_part(2)) grad_weight(work, first, adds);
+      if (!in_part(3)) return;
+      if (second.columns > 0) grad_weight(work, second, adds);
+      grad_bias(work, dz, adds);
+    });
+    if (in_part(3)) write_weight_sums();
   }
 
   void write_weight_sums() {
     const LinearShape& s = shape();
-    if (!call_.gradients()) return;
     with_head(call_.student, m_.ready, all(), [&](const LinearWork& work) {
       const int64_t tail = tail_rows(s);
       if (sums_grad_weight(s, work.plan)) {
@@ -327,7 +384,7 @@ Status run_divergence(const Call& call, const DivergencePlan& plan, const Worksp
   const DivergenceMemory memory =
       place_divergence(made, plan, static_cast<char*>(workspace.data) + workspace.byte_offset);
   DivergenceRun run(made, plan, memory, device, stream);
-  stream->prepare_and_run([&] { run.run(); });
+  stream->prepare_and_run([&] { run.run(call.part); });
   return {};
 }
 

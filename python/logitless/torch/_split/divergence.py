@@ -30,9 +30,10 @@ from logitless.torch import _divergence_ops as ops
 from logitless.torch import _divergence_run as run
 from logitless.torch import _run
 from logitless.torch._autograd import cast, first_order
-from logitless.torch._dispatch import compose
+from logitless.torch._device import Between
+from logitless.torch._dispatch import compose, define
 from logitless.torch._divergence_run import BITS, OF_TENSORS, SLOPE, Inputs
-from logitless.torch._split import combine, exchange, ranks, rule, shards, sums
+from logitless.torch._split import combine, exchange, overlapped, ranks, rule, shards, sums
 from logitless.torch._split.depends import depending
 from logitless.torch._split.given import Split
 from logitless.torch._split.shards import Shard
@@ -292,18 +293,18 @@ class ShardedDivergence(Function):
         given, grad_loss = inputs.flat(), upstream[0]
         if shard.local_tokens and grad_loss is not None:
             grad_loss, given, asked = _of_all(grad_loss, given, asked, shard, ctx.shape[:-1])
-        own = of_columns(given, shard)
-        made = exchange.together(
-            shard, inputs.input, (), _own_gradients, shard, given, own,
-            asked._replace(wanted=wanted), grad_loss, states, slope_mean,
-        )  # fmt: skip
-        grads: list[Tensor | None] = [
-            g if need else None for g, need in zip(made, ctx.needs_input_grad)
-        ]
-        part, grad_weight, grad_bias = grads
+        own, needs = of_columns(given, shard), ctx.needs_input_grad
+        of: Any = (given, own, asked._replace(wanted=wanted), grad_loss, states, slope_mean)
         grad_input = None
-        if part is not None:
-            grad_input = exchange.reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
+        if overlapped.serves(shard, given.input, needs[0]):
+            of = (*of, overlapped.where(shard, ctx.shape, ctx.dtype))
+            made = _own_gradients(shard, *of)
+            grad_input = made[0].view(ctx.shape)
+        else:
+            made = exchange.together(shard, inputs.input, (), _own_gradients, shard, *of)
+            if needs[0]:
+                grad_input = exchange.reduce_grad_input(made[0], shard, ctx.shape, ctx.dtype)
+        grad_weight, grad_bias = (g if need else None for g, need in zip(made[1:], needs[1:]))
         return (
             grad_input, rule._padded(grad_weight, inputs.weight),
             rule._padded(grad_bias, inputs.bias),
@@ -328,18 +329,57 @@ def _of_all(
 
 def _own_gradients(
     shard: Shard, given: Inputs, own: _Own, asked: Asked, grad_loss: Tensor, states: Tensor,
-    slope_mean: Tensor | None,
+    slope_mean: Tensor | None, where: tuple[Any, ...] = (),
 ) -> Sequence[Tensor]:  # fmt: skip
-    """The gradients of input, weight and bias; zeros of a rank without columns."""
-    backward: Any = torch.ops.logitless.divergence_shard_backward
-    made: Sequence[Tensor] = backward(*_arguments(own, asked, shard), grad_loss, states, slope_mean)
+    """The gradients of input, weight and bias; zeros of a rank without columns. With `where`, that
+    of the input is added over the ranks."""
+    call = (*_arguments(own, asked, shard), grad_loss, states, slope_mean)
+    logitless: Any = torch.ops.logitless
+    made: Sequence[Tensor] = (
+        logitless.divergence_backward_over_ranks(*call, own.empty, *where)
+        if where
+        else logitless.divergence_shard_backward(*call)
+    )
     if not own.empty:
         return made
     like = (made[0], given.weight, made[2] if given.bias is None else given.bias)
-    return [
+    zeros = [
         depending(torch.zeros_like(t), g) if asked.wanted & bit else g
         for t, g, bit in zip(like, made, OF_TENSORS)
     ]
+    return (made[0], *zeros[1:]) if where else zeros
+
+
+def _over_ranks(*args: Any) -> tuple[Tensor, ...]:
+    *call, empty = args[: -overlapped.BEHIND]
+    inputs, options, memory, dtype, wanted = ops._split(call)
+    grad_loss, states, slope_mean = call[ops._WANTED + 1 :]
+
+    def own(part: Tensor | None, between: Between) -> tuple[Tensor, ...]:
+        if not empty:
+            made = run.shard_backward(
+                inputs, options, memory, dtype, wanted, grad_loss, states, slope_mean, part, between
+            )
+            return ops._filled(made, inputs.input)
+        first, *others = ops._shard_backward_fake(*call)
+        return overlapped.without_columns(first if part is None else part, between), *others
+
+    return overlapped.exchanged(inputs.input, args[-overlapped.BEHIND :], own)
+
+
+def _over_ranks_fake(*args: Any) -> tuple[Tensor, ...]:
+    *call, _ = args[: -overlapped.BEHIND]
+    _, *others = ops._shard_backward_fake(*call)
+    return overlapped.result_like(args[0], args[-overlapped.BEHIND :]), *others
+
+
+# The gradients of a shard, as divergence_shard_backward has them, with that of the input added over
+# the ranks while that of the weight is made (overlapped.py).
+define(
+    f"divergence_backward_over_ranks({ops._CALL}, Tensor grad_loss, Tensor states, "
+    f"Tensor? slope_mean, bool empty, {overlapped.GROUP}) -> ({ops._GRADS})",
+    _over_ranks, _over_ranks_fake,
+)  # fmt: skip
 
 
 def divergence(
