@@ -87,7 +87,8 @@ Fields Call::fields() const {
     const std::string_view name = field.name;
     Access access = field.access;
     if (accumulate && (name == "grad_weight" || name == "grad_bias")) access = Access::read_write;
-    if (sums_of_shard() && (name.ends_with("row_reference") || name.ends_with("row_log_sum"))) {
+    if (sums_of_shard() && (name.ends_with("row_reference") || name.ends_with("row_log_sum") ||
+                            name.starts_with("kept"))) {
       access = Access::read;
     }
     made.field[made.count++] = {field.name, access, &tensor_at(*this, field)};

@@ -29,8 +29,9 @@ class Hash {
 Kept kept_in(const Call& call, uint64_t bytes) {
   Kept kept;
   const int64_t tokens = call.tokens(), vocab = call.vocab(), rows = kept_rows_of(tokens);
-  const int64_t whole = divide_up(vocab, kept_block);
-  const bool keeps = tokens > 0 && !(call.diverges && call.shard());
+  const int64_t whole = kept_blocks(call);
+  const bool serves = keeps_logits(call) || !(call.diverges && call.shard());
+  const bool keeps = tokens > 0 && serves;
   if (keeps) {
     const auto of_rows = static_cast<uint64_t>(tokens * kept_row_width) * sizeof(float);
     const auto of_block = static_cast<uint64_t>(rows * kept_block * size_of(call.input.dtype));
@@ -66,6 +67,7 @@ uint64_t kept_key(const Call& call, int64_t columns) {
   for (const float x : {o.label_smoothing, o.z_loss, o.logit_scale, o.softcap, o.temperature}) {
     hash.add(x);
   }
+  if (keeps_logits(call)) hash.add(static_cast<uint64_t>(kept_blocks(call)));
   if (call.diverges) {
     const DivergenceOptions& d = call.divergence;
     hash.add(static_cast<uint64_t>(d.kind) + 1);

@@ -3,7 +3,8 @@
 //   kept       [blocks, rows, 64]  blocks of 64 columns of the vocabulary, from its first; rows is
 //                                  the number of tokens rounded up to a multiple of 64
 //   kept_rows  [N, 8]              each token's state
-// Each backend has its own layout of the bytes of `kept`.
+// Each backend has its own layout of the bytes of `kept`. A divergence's shard on CUDA keeps f32
+// logits of both heads (of the student, if the teacher's are given), so it has more blocks.
 #pragma once
 
 #include "src/call.h"
@@ -37,6 +38,15 @@ static_assert(sizeof(KeptRow) == kept_row_width * sizeof(float));
 inline constexpr float kept_tolerance = 1e-3f;
 
 inline int64_t kept_rows_of(int64_t tokens) { return round_up(tokens, kept_block); }
+inline bool keeps_logits(const Call& call) {
+  return call.diverges && call.shard() && call.execution.device.type == DeviceType::cuda;
+}
+// The number of blocks if the whole vocabulary is kept.
+inline int64_t kept_blocks(const Call& call) {
+  const int64_t heads = call.teacher_logits ? 1 : 2;
+  const int64_t words = keeps_logits(call) ? heads * 4 / size_of(call.input.dtype) : 1;
+  return divide_up(call.vocab(), kept_block) * words;
+}
 // Returns how many columns the op's `kept` has room for; 0 without `kept`.
 inline int64_t kept_columns(const Call& call) {
   if (!call.kept || call.tokens() <= 0) return 0;

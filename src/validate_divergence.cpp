@@ -119,7 +119,7 @@ Status check_sums(const Call& call) {
   if (!status.ok()) return status;
   for (const char* name :
        {"loss", "entropy", "teacher_entropy", "logprob", "target_logit", "kept"}) {
-    if (!call[name]) continue;
+    if (!call[name] || (call.kept && call.shard() && name == std::string_view("kept"))) continue;
     return error(StatusCode::invalid_argument, "%s is given beside %s; allowed: acceptance", name,
                  sum);
   }
@@ -137,9 +137,9 @@ Status check_states_of_backward(const Call& call) {
     return error(StatusCode::invalid_argument,
                  "slope_mean is given without row_reference; allowed: beside the states");
   }
-  if (call.kept) {
+  if (call.kept && !call.shard()) {
     return error(StatusCode::invalid_argument, "kept is given beside %s; allowed: one of them",
-                 call.shard() ? "vocab_total" : given);
+                 given);
   }
   const Status status = check_all_states(call, given);
   if (!status.ok()) return status;
@@ -149,6 +149,16 @@ Status check_states_of_backward(const Call& call) {
                  "slope_mean is missing; row_reference needs it beside every kind but forward_kl");
   }
   return {};
+}
+
+// What a shard keeps are logits, which the calls after its states read.
+Status check_kept_of_shard(const Call& call) {
+  if (!call.kept) return {};
+  if (call.execution.device.type != DeviceType::cuda) {
+    return error(StatusCode::not_supported,
+                 "kept is given on a shard of the vocabulary; allowed on CUDA alone");
+  }
+  return check_all_states(call, "kept on a shard");
 }
 
 }  // namespace
@@ -168,13 +178,12 @@ Status check_divergence_shard(const Call& call) {
         "acceptance is given on a shard of the vocabulary without divergence_sum; allowed: "
         "beside it, as a sum");
   }
-  for (const char* name : {"logprob", "kept"}) {
-    if (!call.forward || !call[name]) continue;
+  if (call.forward && call.logprob) {
     return error(StatusCode::invalid_argument,
-                 "%s is given on a shard of the vocabulary; %s allows: the whole vocabulary", name,
+                 "logprob is given on a shard of the vocabulary; %s allows: the whole vocabulary",
                  call.op_name());
   }
-  return {};
+  return check_kept_of_shard(call);
 }
 
 }  // namespace logitless

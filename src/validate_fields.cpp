@@ -131,7 +131,7 @@ bool overlaps_itself(const TensorView& v) {
 
 // kept has blocks of 64 columns: all of the vocabulary, or whole groups of them.
 Status check_kept_shape(const Call& call, const TensorView& view) {
-  const int64_t rows = kept_rows_of(call.tokens()), all = divide_up(call.vocab(), kept_block);
+  const int64_t rows = kept_rows_of(call.tokens()), all = kept_blocks(call);
   const int64_t blocks = rows > 0 ? view.shape[0] / rows : 0;
   const bool part = !call.diverges && blocks > 0 && blocks < all && blocks % kept_group == 0;
   const bool whole = blocks == all || part;

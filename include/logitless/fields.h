@@ -191,7 +191,8 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   if constexpr (ShardDivergenceOp<T>) for_each_tensor_of_shard(op, c, f);
   if constexpr (AnchoredOp<T>) f("anchor", read, op.anchor, c.anchor);
   if constexpr (KeepingOp<T>) {
-    const Access kept = ForwardOp<T> ? write : Access::read_write;  // Backward may overwrite
+    Access kept = ForwardOp<T> ? write : Access::read_write;  // Backward may overwrite
+    if constexpr (SummingOp<T>) kept = op.sums() ? Access::read : write;
     f("kept", kept, op.kept, c.kept);
     f("kept_rows", kept, op.kept_rows, c.kept_rows);
   }

@@ -575,6 +575,14 @@ inline const Reject kDivergenceRejects[] = {
        return true;
      }),
      invalid_argument, "kept is given beside"},
+    {"kept on a shard of another backend than CUDA", diverging([](Subject& s) {
+       if (!s.has("kept") || s.of_sums.empty() || s.by_the_rules_alone()) return false;
+       const TensorView kept = s["kept"], rows = s["kept_rows"];
+       s.make_shard();
+       s["kept"] = kept, s["kept_rows"] = rows;
+       return true;
+     }),
+     not_supported, "kept is given on a shard"},
     {"Backward with some of the states", diverging([](Subject& s) {
        if (s.forward() || !s.make_sums()) return false;
        s.drop({"teacher_row_log_sum"});

@@ -29,8 +29,15 @@ void set(const TensorView& view, const std::function<double(int64_t, double)>& v
 // Simulates the ranks of a group, each with one shard, in one call.
 class Ranks {
  public:
-  Ranks(const TestDevice& device, Problem<Both>& p, const Sizes& sizes, const RunPlan& plan)
-      : device_(device), p_(p), sizes_(sizes), plan_(plan), vocab_(p.op.weight.shape[0]) {
+  // `keeps`: each shard's Forward keeps its logits for the calls after it, where it can.
+  Ranks(const TestDevice& device, Problem<Both>& p, const Sizes& sizes, const RunPlan& plan,
+        bool keeps = false)
+      : device_(device),
+        p_(p),
+        sizes_(sizes),
+        plan_(plan),
+        keeps_(keeps),
+        vocab_(p.op.weight.shape[0]) {
     for (TensorView* view :
          {&states_.row_reference, &states_.row_log_sum, &states_.teacher_row_reference,
           &states_.teacher_row_log_sum, &target_logit_, &divergence_sum_, &slope_sum_}) {
@@ -69,6 +76,9 @@ class Ranks {
   template <class Op>
   Fields run(const Op& op, const std::string& name) {
     const Outcome outcome = execute(device_, op, p_.pool, plan_);
+    for (const auto& [field, view] : {std::pair("kept", op.kept), {"kept_rows", op.kept_rows}}) {
+      if (view && outcome.kept.contains(field)) write_bits(view, outcome.kept.at(field));
+    }
     reference::Result want = expected(device_, op, p_.model);
     accept_no_probability(outcome.fields, &want);
     result_.merge(compare(want, outcome), name);
@@ -90,10 +100,34 @@ class Ranks {
                  .divergence = shard.divergence,
                  .weights = shard.weights};
       ask(&op);
+      if (keeps_) keep(first, &op);
       shards.push_back(run(op, "Forward at " + std::to_string(first)));
       first += count;
     }
     return shards;
+  }
+
+  // What the shard at column `first` keeps: written by the Forward of its states.
+  struct KeptShard {
+    Kept size;
+    TensorView kept, rows;
+  };
+  void keep(int64_t first, Forward* op) {
+    if (!kept_.contains(first)) {
+      KeptShard& made = kept_[first];
+      Forward asked = *op;
+      place(asked, device_.tensors());
+      const Status status = kept_size(asked, device_.execution(), UINT64_MAX, &made.size);
+      EXPECT_TRUE(status.ok()) << status.message();
+      const Kept& k = made.size;
+      made.kept = p_.pool.reserve(p_.op.input.dtype, {k.shape[0], k.shape[1]});
+      made.rows = p_.pool.reserve(DType::f32, {k.rows_shape[0], k.rows_shape[1]});
+    }
+    op->kept = kept_[first].kept, op->kept_rows = kept_[first].rows;
+  }
+  void give_kept(int64_t first, Backward* op) {
+    const KeptShard& made = kept_.at(first);
+    op->kept = made.kept, op->kept_rows = made.rows, op->kept_key = made.size.key;
   }
 
   // Combines the shards' states of one head, the student ("") or the teacher ("teacher_").
@@ -188,7 +222,8 @@ class Ranks {
     int64_t first = 0;
     for (const int64_t count : sizes_) {
       const std::string name = "Backward at " + std::to_string(first);
-      const Backward shard = shard_of(whole, first, count);
+      Backward shard = shard_of(whole, first, count);
+      if (keeps_) give_kept(first, &shard);
       const Fields fields = run(shard, name);
       if (!result_.ok()) return;
       expect_parts(device_, shard, p_.pool, plan_, fields, name);
@@ -214,7 +249,9 @@ class Ranks {
   Problem<Both>& p_;
   const Sizes sizes_;
   const RunPlan plan_;
+  const bool keeps_;
   int64_t vocab_;
+  std::map<int64_t, KeptShard> kept_;
   DivergenceStates states_;
   TensorView target_logit_, divergence_sum_, slope_sum_;
   Fields student_, teacher_, sum_;
@@ -233,9 +270,14 @@ class DivergenceShards : public ConformanceTest {
   }
   void expect_shards(Problem<Both> p, const Sizes& sizes, const std::string& what) const {
     if (!is_served()) return;
+    const bool can_keep = std::string("cuda") == device_.name() && sizes.size() > 1;
     for (const Memory memory : {Memory::minimum, Memory::recommended}) {
-      const Comparison result = Ranks(device_, p, sizes, {.memory = memory}).judge();
-      EXPECT_TRUE(result.ok()) << what << ", " << sizes.size() << " shards\n" << result.report;
+      for (const bool keeps : {false, true}) {
+        if (keeps && !can_keep) continue;
+        const Comparison result = Ranks(device_, p, sizes, {.memory = memory}, keeps).judge();
+        EXPECT_TRUE(result.ok()) << what << ", " << sizes.size() << " shards"
+                                 << (keeps ? " that keep\n" : "\n") << result.report;
+      }
     }
   }
 };
@@ -288,6 +330,44 @@ TEST_P(DivergenceShards, OfLogitsAndWithoutATarget) {
     c.teacher_logits = c.no_target = true;
     c.logprob = false;
     expect_shards(build<Both>(c), {7, 100, 24}, name_of(kind));
+  }
+}
+
+// Kept rows that no Forward of a shard wrote give NaN, and set the fault word.
+TEST_P(DivergenceShards, KeptRowsOfNoForwardGiveNaN) {
+  if (std::string("cuda") != device_.name()) return;
+  const Case c = plain({19, 33, 131}, DivergenceKind::reverse_kl);
+  for (const double garbage : {0.0, 21.0}) {
+    Problem<Both> p = build<Both>(c);
+    const Both shard = shard_of(p.op, 20, 60);
+    const auto of_tokens = [&] { return p.pool.add(DType::f32, {19}, std::vector<double>(19, 1)); };
+    const DivergenceStates states{of_tokens(), of_tokens(), of_tokens(), of_tokens()};
+    Forward forward{.input = shard.input,
+                    .weight = shard.weight,
+                    .teacher = shard.teacher,
+                    .states = states,
+                    .options = shard.options,
+                    .divergence = shard.divergence};
+    place(forward, device_.tensors());
+    Kept size;
+    ASSERT_TRUE(kept_size(forward, device_.execution(), UINT64_MAX, &size).ok());
+    const std::vector<double> rows(static_cast<size_t>(19 * size.rows_shape[1]), garbage);
+    const Backward op{.input = shard.input,
+                      .weight = shard.weight,
+                      .teacher = shard.teacher,
+                      .kept = p.pool.reserve(dtype_, {size.shape[0], size.shape[1]}),
+                      .kept_rows = p.pool.add(DType::f32, {19, size.rows_shape[1]}, rows),
+                      .kept_key = size.key,
+                      .states = states,
+                      .slope_mean = of_tokens(),
+                      .grad_input = shard.grad_input,
+                      .options = shard.options,
+                      .divergence = shard.divergence,
+                      .fault = p.pool.add(DType::i32, {1}, {0})};
+    const Outcome got = execute(device_, op, p.pool);
+    ASSERT_TRUE(got.status.ok()) << got.status.message();
+    EXPECT_EQ(got.fault, 2) << garbage;
+    for (const double x : got.fields.at("grad_input").value) ASSERT_TRUE(std::isnan(x));
   }
 }
 

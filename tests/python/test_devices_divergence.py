@@ -130,6 +130,26 @@ def every_option(me: Rank) -> Results:
 
 
 @case
+def what_is_kept(me: Rank) -> Results:
+    """On GPUs the logits of a rank's columns, unless `memory` is given."""
+    results: dict[str, Tensor] = {}
+    of_run, sizes = of_ranks.run, []
+
+    def kept_logits_like(*args: Any) -> tuple[Tensor, Tensor]:
+        made: tuple[Tensor, Tensor] = like(*args)
+        sizes.append(made[0].numel())
+        return made
+
+    like = of_run.kept_logits_like
+    for memory in (None, "64MiB"):
+        with mock.patch.object(of_run, "kept_logits_like", kept_logits_like):
+            made = agree(me, heads(), kind="reverse_kl", memory=memory)
+        results |= {f"{memory} {n}": v for n, v in made.items()}
+        assert len(sizes) == 1 and bool(sizes.pop()) == (memory is None and ranks.BACKEND == "nccl")
+    return results
+
+
+@case
 def sixteen_bits(me: Rank) -> Results:
     results: dict[str, Tensor] = {}
     for dtype in (F16, BF16):

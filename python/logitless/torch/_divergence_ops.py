@@ -122,18 +122,19 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     return _ops._fake_grads(inputs[:3], _run.gradients_of(wanted, inputs[:3]))
 
 
-def _states(*args: Any) -> Tensor:
+def _states(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _run.states(*_split(args))
 
 
-def _states_fake(*args: Any) -> Tensor:
-    inputs, *_, wanted = _split(args)
+def _states_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, _, _, dtype, wanted = _split(args)
     rows = len(_run.rows_of_states(inputs.target is not None, wanted))
-    return inputs.input.new_empty((rows, inputs.tokens()), dtype=torch.float32)
+    states = inputs.input.new_empty((rows, inputs.tokens()), dtype=torch.float32)
+    return states, *_run.kept_logits_like(inputs, dtype, wanted)
 
 
 def _sums(*args: Any) -> Tensor:
-    return _run.sums(*_split(args), args[-1])
+    return _run.sums(*_split(args), *args[_WANTED + 1 :])
 
 
 def _sums_fake(*args: Any) -> Tensor:
@@ -245,13 +246,17 @@ define(
     f"-> ({_GRADS})",
     _backward, _backward_fake, rule=once_only,
 )  # fmt: skip
-# For a shard of the vocabulary: its own states [k, N], its sums [k, N], and its gradients; that of
-# the input is a part, in f32.
-define(f"divergence_states({_CALL}) -> Tensor", _states, _states_fake)
-define(f"divergence_sums({_CALL}, Tensor states) -> Tensor", _sums, _sums_fake)
+# For a shard of the vocabulary: its own states [k, N] and what is kept of the logits, its sums
+# [k, N], and its gradients; that of the input is a part, in f32.
+_KEPT = "Tensor? kept, Tensor? kept_rows"
+OF_SHARD = f"{_CALL}, Tensor grad_loss, Tensor states, Tensor? slope_mean, {_KEPT}"
 define(
-    f"divergence_shard_backward({_CALL}, Tensor grad_loss, Tensor states, Tensor? slope_mean) "
-    f"-> ({_GRADS})",
+    f"divergence_states({_CALL}) -> (Tensor states, Tensor kept, Tensor kept_rows)",
+    _states, _states_fake,
+)  # fmt: skip
+define(f"divergence_sums({_CALL}, Tensor states, {_KEPT}) -> Tensor", _sums, _sums_fake)
+define(
+    f"divergence_shard_backward({OF_SHARD}) -> ({_GRADS})",
     _shard_backward, _shard_backward_fake,
 )  # fmt: skip
 

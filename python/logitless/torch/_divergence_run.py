@@ -22,9 +22,9 @@ from logitless.torch._device import DEVICES, DTYPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
 
 # What a call may be asked for, as bits: the outputs in their order; which gradients may follow;
-# that they are computed with the loss; that Forward keeps dz; that no graph is traced, so that
-# waiting gradients belong to the call alone; and (SLOPE) for a shard, the sum from which the mean
-# that dz subtracts is made.
+# that they are computed with the loss; that Forward keeps dz, or of a shard the logits; that no
+# graph is traced, so that waiting gradients belong to the call alone; and (SLOPE) for a shard, the
+# sum from which the mean that dz subtracts is made.
 OUTPUTS = ("loss", *STATISTICS)
 BITS = {name: 1 << place for place, name in enumerate(OUTPUTS)}
 OF_INPUT, OF_WEIGHT, OF_BIAS, FUSED, KEEP, PLAIN, SLOPE = (
@@ -207,11 +207,40 @@ def _of_shard(
     _launch(_abi.LINEAR_DIVERGENCE_FORWARD, _FORWARD, tensors, options, memory)
 
 
+def kept_logits_like(
+    inputs: Inputs, dtype: torch.dtype | None, wanted: int
+) -> tuple[Tensor, Tensor]:
+    """`kept` and `kept_rows`, uninitialized, for what a shard's Forward keeps if `wanted` says so:
+    the f32 logits of both heads, or of the student if the teacher's are given, with N and V rounded
+    up to multiples of 64. The sizes may be symbolic."""
+    like, of = inputs.input, dtype or inputs.input.dtype
+    if not wanted & KEEP:
+        return like.new_empty(0), like.new_empty(0, dtype=torch.float32)
+    heads = 1 if inputs.teacher_logits is not None else 2
+    tokens, vocab = inputs.tokens(), inputs.weight.shape[0]
+    rows, blocks = -(-tokens // 64) * 64, -(-vocab // 64) * (heads * 4 // of.itemsize)
+    return (
+        like.new_empty(rows * blocks, 64, dtype=of),
+        like.new_empty(tokens, 8, dtype=torch.float32),
+    )
+
+
+KeptLogits = tuple[Tensor | None, Tensor | None]
+
+
+def _of_kept(kept: KeptLogits) -> dict[str, Tensor]:
+    columns, rows = kept
+    if columns is None or rows is None or not columns.numel():
+        return {}
+    return {"kept": columns, "kept_rows": rows}
+
+
 def states(
     inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int
-) -> Tensor:
-    """The states [k, N] f32 of a shard's own columns; rows_of_states() names the rows. A `memory`
-    that is too small for the Backward which may follow raises here."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The states [k, N] f32 of a shard's own columns; rows_of_states() names the rows. And what is
+    kept of the logits. A `memory` that is too small for the Backward which may follow raises
+    here."""
     given = inputs.in_dtype(dtype).flat()
     if memory is not None and memory >= 0 and any(gradients_of(wanted, inputs[:3])):
         dtypes = gradients_of_shard(wanted, inputs)
@@ -222,30 +251,34 @@ def states(
             raise _abi.too_small(memory, least, recommended)
     names = rows_of_states(given.target is not None, wanted)
     rows = given.input.new_empty((len(names), given.tokens()), dtype=torch.float32)
-    _of_shard(given, options, memory, dict(zip(names, rows)))
-    return rows
+    kept = kept_logits_like(given, None, wanted)
+    _of_shard(given, options, memory, {**dict(zip(names, rows)), **_of_kept(kept)})
+    return rows, *kept
 
 
 def sums(
     inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int,
-    whole: Tensor,
+    whole: Tensor, *kept: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The sums [k, N] f32 over a shard's columns; rows_of_sums() names the rows. `whole` [4, N]:
-    the whole vocabulary's states."""
+    the whole vocabulary's states. `kept`: what states() kept, or None twice."""
     given = inputs.in_dtype(dtype).flat()
     names = rows_of_sums(wanted)
     rows = given.input.new_empty((len(names), given.tokens()), dtype=torch.float32)
-    _of_shard(given, options, memory, {**dict(zip(_STATES, whole)), **dict(zip(names, rows))})
+    columns, of_rows = kept
+    made = {**dict(zip(_STATES, whole)), **dict(zip(names, rows)), **_of_kept((columns, of_rows))}
+    _of_shard(given, options, memory, made)
     return rows
 
 
 def shard_backward(
     inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int,
-    grad_loss: Tensor, whole: Tensor, slope_mean: Tensor | None, part: Tensor | None = None,
-    between: _device.Between = (),
+    grad_loss: Tensor, whole: Tensor, slope_mean: Tensor | None, kept: Tensor | None,
+    kept_rows: Tensor | None, part: Tensor | None = None, between: _device.Between = (),
 ) -> list[Tensor | None]:  # fmt: skip
-    """The part of grad_input [N, D] from the shard's columns, and the gradients of its rows. If
-    `part` [N, D] f32 is given, the former is written there; `between`: see _run.launch."""
+    """The part of grad_input [N, D] from the shard's columns, and the gradients of its rows. `kept`
+    and `kept_rows`: of states(). If `part` [N, D] f32 is given, grad_input's part is written there;
+    `between`: see _run.launch."""
     given = inputs.in_dtype(dtype).flat()
     first, *dtypes = gradients_of_shard(wanted, inputs)
     grads = _made(given, (None if part is not None else first, *dtypes))
@@ -255,8 +288,16 @@ def shard_backward(
     if options.reduction == _abi.REDUCTION_NONE:
         upstream = upstream.reshape(-1)
     names = (*Inputs._fields, "grad_loss", *_GRADIENTS, "kept", "kept_rows", *_STATES, "slope_mean")
-    tensors = (*given, upstream, *grads, None, None, *whole, slope_mean)
-    _launch(_abi.LINEAR_DIVERGENCE_BACKWARD, names, tensors, options, memory, between=between)
+    of = _of_kept((kept, kept_rows))
+    state = None
+    if kept is not None and kept_rows is not None and of:
+        state = Kept(
+            kept, kept_rows, State(_key_of_shard(_views(given), _with_tf32(options, given.input)))
+        )
+    tensors = (
+        *given, upstream, *grads, of.get("kept"), of.get("kept_rows"), *whole, slope_mean,
+    )  # fmt: skip
+    _launch(_abi.LINEAR_DIVERGENCE_BACKWARD, names, tensors, options, memory, state, between)
     return grads
 
 
@@ -297,6 +338,14 @@ def backward(
         names, tensors = (*names, "kept", "kept_rows"), (*tensors, *kept)
     _launch(_abi.LINEAR_DIVERGENCE_BACKWARD, names, tensors, options, memory, state)
     return _shaped(grads, inputs.input)
+
+
+@functools.lru_cache(_device.MOST_SHAPES)
+def _key_of_shard(views: tuple[View, ...], options: Divergence) -> int:
+    """The key of the logits that a shard's Forward of these inputs keeps."""
+    device = (views[0].device_type, views[0].device_index)
+    of_divergence: Any = options
+    return _abi.kept_size(views, of_divergence, device, 1 << 62).key
 
 
 def _with_tf32(options: Divergence, input: Tensor) -> Divergence:

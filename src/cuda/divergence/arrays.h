@@ -8,7 +8,8 @@
 
 namespace logitless::cuda {
 
-// A head's raw logits for a chunk of tokens: computed in the workspace, or given by the caller.
+// A head's raw logits for a chunk of tokens: computed in the workspace or in `kept`, or given by
+// the caller.
 struct HeadLogits {
   const float* made = nullptr;  // [rows, pitch], pitch a multiple of 16 bytes; null: `given`
   int64_t pitch = 0;
@@ -67,6 +68,9 @@ struct DivergenceRows {
   DivergenceState* states = nullptr;  // [N]  compacted, if known or kept; else null
   bool has_states = false;            // all fields but `mean` are known
   DivergencePanel dz{};
+  // [N] compacted: each token's row of a shard's kept logits, -1 if there is none. Null: the logits
+  // are in the chunk's order.
+  const int32_t* logit_rows = nullptr;
 };
 
 }  // namespace logitless::cuda

@@ -4,6 +4,7 @@
 #include "src/cuda/divergence/plan.h"
 #include "src/cuda/linear/tiled/engine.h"
 #include "src/cuda/runtime/blas.h"
+#include "src/kept.h"
 #include "src/row/divergence.h"
 #include "src/row/map.h"
 
@@ -88,12 +89,14 @@ void add_kept(const Call& call, DivergenceCall* made) {
   const bool is_half = call.input.dtype == DType::f16;
   made->kept = call.kept;
   made->kept_rows = call.kept_rows;
-  made->keeps = call.kept && call.forward;
-  made->from_kept = call.kept && !call.forward;
+  made->keeps_logits = call.kept && keeps_logits(call) && !call.state_given();
+  made->reads_logits = call.kept && keeps_logits(call) && call.state_given();
+  made->keeps = call.kept && call.forward && !keeps_logits(call);
+  made->from_kept = call.kept && !call.forward && !keeps_logits(call);
   // In f16, reverse_kl divides each kept row by its own factor, because its dz has no bound.
   const bool divides = is_half && effective_kind(call.divergence) == DivergenceKind::reverse_kl;
   made->alike = !in.per_row_upstream && !in.token_weight && !in.makes_maps && !divides;
-  if (call.kept && is_half) made->lift = lift_of(call.divergence);
+  if (call.kept && is_half && !keeps_logits(call)) made->lift = lift_of(call.divergence);
   if (!is_half) return;
   if (made->from_kept) {
     in.beyond = 8191;  // 1 + this is gradient_scale's limit, so row factors are at most 1
@@ -119,10 +122,11 @@ DivergenceCall make_divergence(const Call& call) {
   made.teacher_in.options.temperature = call.divergence.teacher_temperature;
   made.teacher_in.temperature = call.teacher_temperature;
   const bool needs_teacher = !made.from_kept;
+  const bool multiplies = needs_teacher && !made.reads_logits;
   made.teacher_in.makes_maps = needs_teacher && call.teacher_temperature;
   made.teacher =
       head_of(made.teacher_in, call.teacher_options(), call.teacher_input,
-              needs_teacher ? TensorView(call.teacher_weight) : TensorView{}, call.teacher_bias);
+              multiplies ? TensorView(call.teacher_weight) : TensorView{}, call.teacher_bias);
   if (made.makes_teacher()) {
     copy_both_or_none(&made);
     made.may_store = may_store(made.student, call.options, call.weight) &&

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward from dz that Forward kept by token. Each row has a factor: 0 if the token has no
 // gradient, NaN if its dz was not kept. In f16, if factors differ, dz is copied times as much of
-// the factor as f16's range allows.
+// the factor as f16's range allows. And where a shard keeps which token's logits.
 #include "src/cuda/divergence/kernels.h"
+#include "src/cuda/linear/chunk.cuh"
 #include "src/cuda/linear/linear.cuh"
 #include "src/kept.h"
 #include "src/row/gradient.h"
@@ -116,7 +117,48 @@ __global__ void __launch_bounds__(threads)
   *reinterpret_cast<Pack<T>*>(reinterpret_cast<T*>(to.data) + row * to.pitch + j) = x;
 }
 
+// KeptRow::layout of a shard's logits; KeptRow::rest holds the bits of the row's number.
+constexpr float kept_logits = 22;
+
+__global__ void __launch_bounds__(threads)
+    note_rows_kernel(const __grid_constant__ Chunk all, KeptRow* kept_rows, float columns) {
+  const int k = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x);
+  if (k >= all.rows || !is_valid(all, k)) return;
+  kept_rows[all.tokens.row[k]] = {.reference = 0,
+                                  .log_sum = 0,
+                                  .target_logit = 0,
+                                  .rest = __int_as_float(k),
+                                  .overwritten = 0,
+                                  .layout = kept_logits,
+                                  .columns = columns,
+                                  .unused = 0};
+}
+
+__global__ void __launch_bounds__(threads)
+    find_rows_kernel(const __grid_constant__ TokenInput in, const __grid_constant__ Chunk all,
+                     const KeptRow* kept_rows, float columns, int32_t* logit_rows) {
+  const int k = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x);
+  if (k >= all.rows || !is_valid(all, k)) return;
+  const KeptRow row = kept_rows[all.tokens.row[k]];
+  const int from = __float_as_int(row.rest);
+  const bool is_kept = row.layout == kept_logits && row.columns == columns;
+  const bool is_ours = is_kept && from >= 0 && from < all.rows;
+  if (!is_ours && present(in.fault)) atomicOr(address<int>(in.fault), 2);
+  logit_rows[k] = is_ours ? from : -1;
+}
+
 }  // namespace
+
+void note_logit_rows(const Chunk& all, KeptRow* kept_rows, int64_t vocab, Stream* stream) {
+  stream->launch("note_logit_rows", note_rows_kernel, blocks_for(all.rows, threads), threads, all,
+                 kept_rows, static_cast<float>(vocab));
+}
+
+void find_logit_rows(const TokenInput& in, const Chunk& all, const KeptRow* kept_rows,
+                     int64_t vocab, int32_t* logit_rows, Stream* stream) {
+  stream->launch("find_logit_rows", find_rows_kernel, blocks_for(all.rows, threads), threads, in,
+                 all, kept_rows, static_cast<float>(vocab), logit_rows);
+}
 
 void kept_factors(const KeptFactors& arguments, Stream* stream) {
   stream->launch("kept_factors", factors_kernel, blocks_for(arguments.tokens.total, threads),

@@ -4,6 +4,7 @@
 
 #include "src/cuda/divergence/arrays.h"
 #include "src/cuda/linear/linear.h"
+#include "src/kept.h"
 
 namespace logitless::cuda {
 
@@ -20,6 +21,13 @@ void divergence_given_states(const DivergenceRows& rows, Stream* stream);
 // some_columns.cu: dz of some columns, with known states.
 void divergence_block(const DivergenceRows& rows, DivergenceKind kind, int64_t launched,
                       Stream* stream);
+
+// A shard's Forward keeps the logits in its own order of the tokens, and notes each token's row in
+// kept_rows [N].
+void note_logit_rows(const Chunk& all, KeptRow* kept_rows, int64_t vocab, Stream* stream);
+// Finds the rows of a later call's tokens, -1 where none was noted; the fault word is then set.
+void find_logit_rows(const TokenInput& in, const Chunk& all, const KeptRow* kept_rows,
+                     int64_t vocab, int32_t* logit_rows, Stream* stream);
 
 // The factors of a Backward from kept dz, by token.
 struct KeptFactors {

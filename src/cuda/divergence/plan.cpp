@@ -37,7 +37,9 @@ int64_t input_rows(const DivergenceCall& call, const DivergencePlan& p) {
 // Elements of a head's logits, for whole rows.
 int64_t row_logits(const DivergenceCall& call, const DivergencePlan& p) {
   const bool known = p.way == DivergenceWay::columns && call.shard.given;
-  if (p.way == DivergenceWay::from_kept || known) return 0;
+  if (p.way == DivergenceWay::from_kept || known || call.keeps_logits || call.reads_logits) {
+    return 0;
+  }
   // If dz overwrites the logits, a product reads rows after the last token too.
   const int64_t tokens = call.student.shape.tokens;
   const int64_t rows = p.way == DivergenceWay::none ? std::min(p.chunk, tokens) : p.chunk;
@@ -142,7 +144,7 @@ DivergenceHead place_stages(const DivergenceCall& call, const DivergencePlan& p,
   const LinearShape& s = call.student.shape;
   Arena& arena = *to;
   DivergenceMemory& m = *memory;
-  const bool in_place = s.dtype == DType::f32;  // dz overwrites the logits
+  const bool in_place = s.dtype == DType::f32 && !call.reads_logits;  // dz overwrites the logits
   const auto take_dz = [&](int64_t elements) {
     return elements > 0 ? arena.take<char>(elements * size_of(s.dtype)) : nullptr;
   };
@@ -162,7 +164,8 @@ DivergenceHead place_stages(const DivergenceCall& call, const DivergencePlan& p,
   }
   if (p.way == DivergenceWay::columns) {
     arena.back_to(start);
-    m.block = place_logits(call, whole_rows(s.tokens) * p.columns, &arena);
+    const int64_t block = call.reads_logits ? 0 : whole_rows(s.tokens) * p.columns;
+    m.block = place_logits(call, block, &arena);
   }
   if (in_place && p.way == DivergenceWay::columns) {
     m.block_dz = reinterpret_cast<char*>(m.block.student);
@@ -198,6 +201,7 @@ DivergenceMemory place_divergence(const DivergenceCall& call, const DivergencePl
   if (p.way == DivergenceWay::columns || p.sum_columns > 0) {
     m.states = arena.take<DivergenceState>(s.tokens);
   }
+  if (call.reads_logits) m.logit_rows = arena.take<int32_t>(s.tokens);
   char* const library = arena.take<char>(matrix_library_bytes);
   place_head(call.student, input_rows(call, p), &arena, &m.student);
   if (call.makes_teacher()) {
@@ -263,12 +267,13 @@ class DivergencePrice {
   double dz() const { return static_cast<double>(size_of(s_.dtype)); }
   // Bytes of both heads' logits that a pass reads.
   double read() const {
-    return call_.makes_teacher() ? 8
-                                 : 4.0 + static_cast<double>(size_of(call_.teacher_logits.dtype));
+    return call_.teacher_logits ? 4.0 + static_cast<double>(size_of(call_.teacher_logits.dtype))
+                                : 8.0;
   }
   // Computing both heads' logits. Half of the time to write them and to read the weight is not
   // hidden by arithmetic.
   double logits(int64_t rows, int64_t columns) const {
+    if (call_.reads_logits) return 0;
     const bool stores = p_.sum_columns > 0;
     const double rounds = stores ? rounds_of(rows, columns) : 1;
     const auto head = [&](const LinearShape& s) {
@@ -338,7 +343,7 @@ void each_plan(const DivergenceCall& call, const DeviceInfo& device, F&& conside
   const int64_t stored = call.may_store ? engine_for(device).columns_of_sums() : 0;
   const auto use = [&](DivergencePlan p) {
     p.columns = std::min(p.columns, panel_pitch(s.vocab - p.stored));
-    if (is_worth_storing(p.chunk, s.vocab)) p.sum_columns = stored;
+    if (is_worth_storing(p.chunk, s.vocab) && !call.reads_logits) p.sum_columns = stored;
     consider(finished(call, p, speed));
   };
   if (call.from_kept) {

@@ -23,6 +23,8 @@ struct DivergenceCall {
   TensorView kept, kept_rows;
   bool keeps = false;      // dz goes to `kept`
   bool from_kept = false;  // dz is read from `kept`
+  // A shard's Forward writes both heads' logits to `kept`, or a later call reads them there.
+  bool keeps_logits = false, reads_logits = false;
   bool alike = false;      // all tokens with a gradient share one factor
   float lift = 1;          // kept dz is stored times this
   bool may_store = false;  // an engine can store both heads' logits
@@ -67,13 +69,14 @@ struct DivergenceMemory {
   float* losses = nullptr;            // [N]  by token
   DivergenceState* states = nullptr;  // [N]  compacted
   DivergenceHead student, teacher;
-  DivergenceHead ready;         // the student, with the gradient products' input
-  Partials sums, teacher_sums;  // of stored logits
-  LogitsOfHeads logits;         // a chunk's whole rows
-  LogitsOfHeads block;          // some columns of all tokens; overlaps `logits`
-  char* dz = nullptr;           // [rows, panel_pitch]  of whole rows; may overwrite logits
-  char* block_dz = nullptr;     // [N, panel_pitch]  of some columns; may overwrite logits
-  float* scales = nullptr;      // [N]
+  DivergenceHead ready;           // the student, with the gradient products' input
+  Partials sums, teacher_sums;    // of stored logits
+  LogitsOfHeads logits;           // a chunk's whole rows
+  LogitsOfHeads block;            // some columns of all tokens; overlaps `logits`
+  char* dz = nullptr;             // [rows, panel_pitch]  of whole rows; may overwrite logits
+  char* block_dz = nullptr;       // [N, panel_pitch]  of some columns; may overwrite logits
+  float* scales = nullptr;        // [N]
+  int32_t* logit_rows = nullptr;  // [N]  compacted, of kept logits
   uint64_t bytes = 0;
 };
 // Places the arrays of a plan. Without a workspace it only counts their bytes.

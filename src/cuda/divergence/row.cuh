@@ -17,6 +17,11 @@ namespace logitless::cuda {
 // How both heads' logits become z. `none` and `scale` are only for computed logits.
 enum class HeadMaps { none, scale, any };
 
+// The row of computed logits that belongs to a chunk's row.
+__device__ inline int row_of_logits(const DivergenceRows& a, int row) {
+  return a.logit_rows == nullptr ? row : max(a.logit_rows[a.chunk.first + row], 0);
+}
+
 // A row of one head: its raw logits, computed or given, and their map to z.
 template <HeadMaps kMaps>
 struct HeadRow {
@@ -92,7 +97,9 @@ struct RowPair {
   RowShare share;
 
   __device__ RowPair(const DivergenceRows& a, int row, int64_t token, RowShare share)
-      : student(a, a.student, row, token), teacher(a, a.teacher, row, token), share(share) {}
+      : student(a, a.student, row_of_logits(a, row), token),
+        teacher(a, a.teacher, row_of_logits(a, row), token),
+        share(share) {}
 
   // Calls use(j, z, z') for this thread's columns before `end`: in ascending order or, if kBack,
   // descending, because the pass before left the last columns in the cache.
@@ -162,8 +169,11 @@ __device__ inline TwoHeads two_heads(const DivergenceState& s, float z, float t)
           probability(exp2_fast((t - s.teacher_reference) * log2e), s.teacher_inverse),
           (z - t) - s.apart};
 }
-__device__ inline DivergenceState given_state(const DivergenceOfShard& shard, int64_t i) {
+// The given state of a chunk's k-th token.
+__device__ inline DivergenceState given_state(const DivergenceRows& a, int64_t k) {
+  const DivergenceOfShard& shard = a.shard;
   const DivergenceStates& given = shard.states;
+  const int64_t i = a.chunk.tokens.row[k];
   DivergenceState s{.reference = load(given.row_reference, i),
                     .log_sum = load(given.row_log_sum, i),
                     .teacher_reference = load(given.teacher_row_reference, i),
@@ -173,6 +183,7 @@ __device__ inline DivergenceState given_state(const DivergenceOfShard& shard, in
   s.teacher_inverse = expf(-s.teacher_log_sum);
   const float mean = present(shard.slope_mean) ? load(shard.slope_mean, i) : 0.0f;
   s.mean = isfinite(mean) ? mean : nan_value();
+  if (a.logit_rows != nullptr && a.logit_rows[k] < 0) s.apart = nan_value();
   return s;
 }
 // log p of a logit, at most 0: two products may round the logit above lse.

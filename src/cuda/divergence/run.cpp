@@ -7,6 +7,7 @@
 #include "src/cuda/divergence/plan.h"
 #include "src/cuda/linear/engines.h"
 #include "src/cuda/linear/portable/products.h"
+#include "src/kept.h"
 
 namespace logitless::cuda {
 namespace {
@@ -32,6 +33,11 @@ class DivergenceRun {
       screen_tokens(call_.teacher_in, m_.teacher.m.tokens, stream_);
     }
     copy_weights();
+    KeptRow* const kept_rows = call_.kept_rows.as<KeptRow>();
+    if (call_.keeps_logits) note_logit_rows(all(), kept_rows, vocab(), stream_);
+    if (call_.reads_logits) {
+      find_logit_rows(call_.student.in, all(), kept_rows, vocab(), m_.logit_rows, stream_);
+    }
     if (p_.way == DivergenceWay::from_kept) {
       gradients_of_kept();
     } else {
@@ -104,7 +110,7 @@ class DivergenceRun {
     for (int64_t first = 0; first < tokens(); first += p_.chunk) {
       const Chunk chunk = chunk_of(first, std::min(p_.chunk, tokens() - first));
       if (!gathers_all()) {
-        with_student(chunk, gather);
+        if (!call_.reads_logits || p_.way == DivergenceWay::chunks) with_student(chunk, gather);
         with_teacher(chunk, gather);
       } else if (call_.shard.given) {
         break;
@@ -120,7 +126,7 @@ class DivergenceRun {
     }
     if (p_.way != DivergenceWay::columns) return;
     if (call_.shard.given) {
-      divergence_given_states(rows_call(all(), all_columns()), stream_);
+      divergence_given_states(rows_call(all(), all_columns(0)), stream_);
     }
     if (p_.stored > 0) gradients(all(), rows_panel(), false, false);
     gradients_by_columns();
@@ -132,12 +138,25 @@ class DivergenceRun {
     LogitsOfHeads to;
     int64_t pitch() const { return panel_pitch(most); }
   };
-  Columns all_columns() const { return {0, vocab(), vocab(), m_.logits}; }
+  // All columns of the rows from `row` on.
+  Columns all_columns(int64_t row) const {
+    const bool kept = call_.keeps_logits || call_.reads_logits;
+    return {0, vocab(), vocab(), kept ? kept_logits(call_.reads_logits ? 0 : row, 0) : m_.logits};
+  }
   Columns columns_from(int64_t first) const {
-    return {first, std::min(p_.columns, vocab() - first), p_.columns, m_.block};
+    const int64_t columns = std::min(p_.columns, vocab() - first);
+    if (call_.reads_logits) return {first, columns, vocab(), kept_logits(0, first)};
+    return {first, columns, p_.columns, m_.block};
+  }
+  // The teacher's logits follow the student's.
+  LogitsOfHeads kept_logits(int64_t row, int64_t first) const {
+    const int64_t pitch = panel_pitch(vocab()), all = kept_rows_of(tokens()) * pitch;
+    float* const student = call_.kept.as<float>() + row * pitch + first;
+    return {student, call_.teacher_logits ? nullptr : student + all};
   }
 
   void logits(const Chunk& chunk, const Columns& c) {
+    if (call_.reads_logits) return;
     if (p_.sum_columns > 0) return store(chunk, c, false);
     const int64_t most_rows = std::min(p_.chunk, tokens());
     HeadProducts::Logits block{.rows = chunk.rows,
@@ -199,17 +218,19 @@ class DivergenceRun {
     rows.has_target = static_cast<bool>(s.in.target);
     rows.states = m_.states;
     rows.shard = call_.shard;
+    rows.logit_rows = m_.logit_rows;
     return rows;
   }
 
   // Writes the outputs of a chunk's tokens, and the states or dz for its gradients.
   void rows_of(const Chunk& chunk) {
+    const Columns columns = all_columns(chunk.first);
     if (makes_states()) {
-      store(chunk, all_columns(), true);
+      store(chunk, columns, true);
     } else {
-      logits(chunk, all_columns());
+      logits(chunk, columns);
     }
-    DivergenceRows rows = rows_call(chunk, all_columns());
+    DivergenceRows rows = rows_call(chunk, columns);
     const DivergenceStatistics& out = call_.statistics;
     rows.has_outputs = call_.loss || out.entropy || out.teacher_entropy || out.acceptance ||
                        out.logprob || call_.hands_states_on();

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(threads, 8)
     return;
   }
   const int64_t i = a.chunk.tokens.row[k];
-  const HeadRow<kMaps> student(a, a.student, row, i), teacher(a, a.teacher, row, i);
+  const int from = row_of_logits(a, row);
+  const HeadRow<kMaps> student(a, a.student, from, i), teacher(a, a.teacher, from, i);
   const DivergenceState state = a.states[k];
   float z[4], t[4];
   student.map_four(student.raw(j), j, z);

@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(pair_threads, kMaps == HeadMaps::any ? 2 : 4)
   }
   if (share.blocks > 1) cluster_wait();
   __syncthreads();  // before dz_of_row and target_logit are read
-  DivergenceState state = a.shard.given  ? given_state(a.shard, a.chunk.tokens.row[k])
+  DivergenceState state = a.shard.given  ? given_state(a, k)
                           : a.has_states ? a.states[k]
                                          : state_of(pair, a.columns, &exchange.states);
   DzRow dz = with_state(dz_of_row, state);
@@ -346,7 +346,7 @@ __global__ void given_states_kernel(const __grid_constant__ DivergenceRows a) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= a.chunk.rows || !is_valid(a.chunk, static_cast<int>(row))) return;
   const int64_t k = a.chunk.first + row;
-  a.states[k] = given_state(a.shard, a.chunk.tokens.row[k]);
+  a.states[k] = given_state(a, k);
 }
 
 }  // namespace

@@ -11,7 +11,8 @@ sent to the tokens' owners.
                dz subtracts: its grad_weight is done, its grad_input is a part, exchanged as rule.py
                has it
 
-States, sums and gradients each compute the logits of both heads anew.
+On CUDA, without `memory`, the first Forward keeps the rank's logits of both heads in f32 until
+Backward, 8 N V / P bytes. Else states, sums and gradients each compute them anew.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from logitless._abi import Divergence, Options
 from logitless._errors import not_supported
 from logitless.torch import _divergence_ops as ops
 from logitless.torch import _divergence_run as run
-from logitless.torch import _run
+from logitless.torch import _ops, _run
 from logitless.torch._autograd import cast, first_order
 from logitless.torch._device import Between
 from logitless.torch._dispatch import compose, define
@@ -140,18 +141,27 @@ def _gathered(inputs: Inputs, asked: Asked, shard: Shard) -> Inputs:
 
 def _arguments(own: _Own, asked: Asked, shard: Shard) -> tuple[Any, ...]:
     options = _run.replaced(asked.options, vocab_start=own.start, vocab_total=shard.total)
-    return ops.arguments(own.inputs, options, asked.memory, asked.dtype, asked.wanted)
+    wanted = asked.wanted
+    if own.empty or own.inputs.weight.shape[0] == shard.total:
+        wanted &= ~run.KEEP
+    return ops.arguments(own.inputs, options, asked.memory, asked.dtype, wanted)
 
 
-def _own_states(shard: Shard, given: Inputs, own: _Own, asked: Asked) -> Tensor:
-    """This rank's states [1, k, N]; without columns, those of an empty shard."""
+Kept = tuple[Tensor | None, Tensor | None]
+
+
+def _own_states(shard: Shard, given: Inputs, own: _Own, asked: Asked) -> tuple[Tensor, Kept]:
+    """This rank's states [1, k, N], and what is kept of its logits; without columns, the states of
+    an empty shard."""
     shards.check_rows(shard, own.inputs.weight, (given.weight, given.bias))
-    states: Tensor = torch.ops.logitless.divergence_states(*_arguments(own, asked, shard))
+    arguments = _arguments(own, asked, shard)
+    states, *kept = torch.ops.logitless.divergence_states(*arguments)
     if own.empty:
         names = run.rows_of_states(given.target is not None, asked.wanted)
         none = [torch.full_like(s, _NONE.get(n, 0.0)) for n, s in zip(names, states)]
         states = depending(torch.stack(none), states)
-    return states.unsqueeze(0)
+    keeps = arguments[ops._WANTED] & run.KEEP
+    return states.unsqueeze(0), (kept[0], kept[1]) if keeps else (None, None)
 
 
 _NONE = dict.fromkeys(
@@ -159,9 +169,11 @@ _NONE = dict.fromkeys(
 )  # of a shard without columns
 
 
-def _own_sums(shard: Shard, own: _Own, asked: Asked, states: Tensor) -> Tensor:
+def _own_sums(shard: Shard, own: _Own, asked: Asked, states: Tensor, kept: Kept) -> Tensor:
     """This rank's sums [1, k, N]; zeros without columns."""
-    made: Tensor = torch.ops.logitless.divergence_sums(*_arguments(own, asked, shard), states)
+    made: Tensor = torch.ops.logitless.divergence_sums(
+        *_arguments(own, asked, shard), states, *kept
+    )
     return (depending(torch.zeros_like(made), made) if own.empty else made).unsqueeze(0)
 
 
@@ -254,11 +266,13 @@ class ShardedDivergence(Function):
             inputs, facts = _gathered(inputs, asked, shard), ()
         given = inputs.flat()
         own = of_columns(given, shard)
-        states = exchange.together(shard, input, facts, _own_states, shard, given, own, asked)
+        states, kept = exchange.together(shard, input, facts, _own_states, shard, given, own, asked)
         tokens, of_tokens = _tokens(given, asked)
         has_target = given.target is not None
         whole = _folded(exchange.all_gather(states, shard), tokens, shard, of_tokens, has_target)
-        parts = exchange.together(shard, input, (), _own_sums, shard, own, asked, whole.states)
+        parts = exchange.together(
+            shard, input, (), _own_sums, shard, own, asked, whole.states, kept
+        )
         total = sums.ordered_sum(exchange.all_gather(parts, shard))  # [k, N]
         made = dict(zip(run.rows_of_sums(asked.wanted), total))
         found = {**whole.found, **made}
@@ -272,7 +286,7 @@ class ShardedDivergence(Function):
         of_loss: Any = of_tokens.options
         if of_loss.reduction != _abi.REDUCTION_NONE:
             outputs[0] = sums.reduced(outputs[0].reshape(-1), tokens, of_loss).clone()
-        ctx.save_for_backward(*inputs, whole.states, made.get("slope_sum"))
+        ctx.save_for_backward(*inputs, whole.states, made.get("slope_sum"), *kept)
         ctx.mark_non_differentiable(*outputs[1:])
         return tuple(outputs)
 
@@ -287,14 +301,23 @@ class ShardedDivergence(Function):
         asked, shard = ctx.asked, ctx.shard
         if ranks.ON and shard.size > 1:
             ranks.before_backward(upstream[:1], ctx.needs_input_grad[0], ctx.saved_tensors, shard)
-        *saved, states, slope_mean = ctx.saved_tensors
+        *saved, states, slope_mean, columns, rows = ctx.saved_tensors
         inputs = Inputs(*saved)
         wanted = sum(bit for bit, need in zip(OF_TENSORS, ctx.needs_input_grad) if need)
         given, grad_loss = inputs.flat(), upstream[0]
         if shard.local_tokens and grad_loss is not None:
             grad_loss, given, asked = _of_all(grad_loss, given, asked, shard, ctx.shape[:-1])
         own, needs = of_columns(given, shard), ctx.needs_input_grad
-        of: Any = (given, own, asked._replace(wanted=wanted), grad_loss, states, slope_mean)
+        of: Any = (
+            given,
+            own,
+            asked._replace(wanted=wanted),
+            grad_loss,
+            states,
+            slope_mean,
+            columns,
+            rows,
+        )
         grad_input = None
         if overlapped.serves(shard, given.input, needs[0]):
             of = (*of, overlapped.where(shard, ctx.shape, ctx.dtype))
@@ -329,11 +352,12 @@ def _of_all(
 
 def _own_gradients(
     shard: Shard, given: Inputs, own: _Own, asked: Asked, grad_loss: Tensor, states: Tensor,
-    slope_mean: Tensor | None, where: tuple[Any, ...] = (),
+    slope_mean: Tensor | None, kept: Tensor | None, kept_rows: Tensor | None,
+    where: tuple[Any, ...] = (),
 ) -> Sequence[Tensor]:  # fmt: skip
     """The gradients of input, weight and bias; zeros of a rank without columns. With `where`, that
     of the input is added over the ranks."""
-    call = (*_arguments(own, asked, shard), grad_loss, states, slope_mean)
+    call = (*_arguments(own, asked, shard), grad_loss, states, slope_mean, kept, kept_rows)
     logitless: Any = torch.ops.logitless
     made: Sequence[Tensor] = (
         logitless.divergence_backward_over_ranks(*call, own.empty, *where)
@@ -352,13 +376,14 @@ def _own_gradients(
 
 def _over_ranks(*args: Any) -> tuple[Tensor, ...]:
     *call, empty = args[: -overlapped.BEHIND]
+    backward: Any = run.shard_backward
     inputs, options, memory, dtype, wanted = ops._split(call)
-    grad_loss, states, slope_mean = call[ops._WANTED + 1 :]
+    given = call[ops._WANTED + 1 :]
 
     def own(part: Tensor | None, between: Between) -> tuple[Tensor, ...]:
         if not empty:
-            made = run.shard_backward(
-                inputs, options, memory, dtype, wanted, grad_loss, states, slope_mean, part, between
+            made = backward(
+                inputs, options, memory, dtype, wanted, *given, part=part, between=between
             )
             return ops._filled(made, inputs.input)
         first, *others = ops._shard_backward_fake(*call)
@@ -376,10 +401,14 @@ def _over_ranks_fake(*args: Any) -> tuple[Tensor, ...]:
 # The gradients of a shard, as divergence_shard_backward has them, with that of the input added over
 # the ranks while that of the weight is made (overlapped.py).
 define(
-    f"divergence_backward_over_ranks({ops._CALL}, Tensor grad_loss, Tensor states, "
-    f"Tensor? slope_mean, bool empty, {overlapped.GROUP}) -> ({ops._GRADS})",
+    f"divergence_backward_over_ranks({ops.OF_SHARD}, bool empty, {overlapped.GROUP}) "
+    f"-> ({ops._GRADS})",
     _over_ranks, _over_ranks_fake,
 )  # fmt: skip
+
+
+def _keeps_on(input: Tensor) -> bool:
+    return input.is_cuda
 
 
 def divergence(
@@ -395,6 +424,9 @@ def divergence(
     if any(needed):
         bits |= sum(bit for bit, need in zip(OF_TENSORS, needed) if need)
         bits |= SLOPE if subtracts_mean(options) else 0
+    # With all logits kept, a rank computes them once, not three times.
+    if memory is None and shard.size > 1 and _keeps_on(inputs.input) and not _ops.hooked():
+        bits |= run.KEEP
     shard = _run.replaced(shard, of_input=needed[0], of_any=any(needed))
     asked = Asked(options, memory, dtype, bits)
     if ranks.ON and shard.size > 1:
