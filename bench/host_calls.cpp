@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Measures the host time of a linear op on CUDA: microseconds of planning, checks and launches on a
 // simulated H100 (tests/cuda/recorded.h), the least of many.
-//   logitless_host_calls        a thread's first call, then the same call again
+//   logitless_host_calls        a thread's first call, then the same call again, and by a plan
 //   logitless_host_calls OLD    the same, compared with OLD, an older build of this program
 #include <algorithm>
 #include <chrono>
@@ -97,10 +97,14 @@ void measure(const char* kind, const Head& head, Times* times) {
     const Workspace scratch{memory, recommended ? size.recommended : size.minimum};
     const auto sizes = [&] { return workspace(op, execution, &size); };
     const auto runs = [&] { return run(op, scratch, execution); };
+    Plan plan;
+    expect_ok(plan.create(op, execution, scratch.bytes));
+    const auto plans = [&] { return plan.run(Addresses(op), scratch); };
     for (int i = 0; i < kThreads; ++i) {
       std::thread([&] {
         times->time(name + "1 run alone", 1, runs);
         times->time(name + "4 run again", kAgain, runs);
+        times->time(name + "5 run of a plan", kAgain, plans);
       }).join();
       std::thread([&] {
         times->time(name + "2 workspace", 1, sizes);

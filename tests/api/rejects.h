@@ -575,14 +575,6 @@ inline const Reject kDivergenceRejects[] = {
        return true;
      }),
      invalid_argument, "kept is given beside"},
-    {"kept on a shard of another backend than CUDA", diverging([](Subject& s) {
-       if (!s.has("kept") || s.of_sums.empty() || s.by_the_rules_alone()) return false;
-       const TensorView kept = s["kept"], rows = s["kept_rows"];
-       s.make_shard();
-       s["kept"] = kept, s["kept_rows"] = rows;
-       return true;
-     }),
-     not_supported, "kept is given on a shard"},
     {"Backward with some of the states", diverging([](Subject& s) {
        if (s.forward() || !s.make_sums()) return false;
        s.drop({"teacher_row_log_sum"});
@@ -615,14 +607,14 @@ inline const Reject kDivergenceRejects[] = {
      "logprob is given"},
     {"an acceptance of a shard without sums", on_divergences_shard("acceptance"), invalid_argument,
      "acceptance is given"},
-    {"kept of a shard's divergence", diverging([](Subject& s) {
-       if (!s.has("kept")) return false;
+    {"kept of a shard's divergence elsewhere than on CUDA", diverging([](Subject& s) {
+       if (!s.has("kept") || s.by_the_rules_alone()) return false;
        const TensorView kept = s["kept"], rows = s["kept_rows"];
        s.make_shard();
        s["kept"] = kept, s["kept_rows"] = rows;
        return true;
      }),
-     invalid_argument, "kept is given"},
+     not_supported, "kept is given on a shard"},
     {"teacher_input alone", missing({"teacher_weight"}), invalid_argument, "teacher_weight"},
     {"teacher_weight alone", missing({"teacher_input"}), invalid_argument, "teacher_input"},
     {"no teacher", diverging([](Subject& s) {

@@ -335,6 +335,9 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
     s->set_apart(&s->of_sums,
                  {"row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum"});
   }
+  for (auto& [name, access] : s->access) {  // Forward reads what it keeps beside its sums
+    if (name.starts_with("kept") && access == Access::read) access = Access::write;
+  }
   s->set_apart(&s->of_choice, {"ids", "logits_at", "grad_logits_at"});
   s->set_apart(&s->of_lists, {"shard_top_logits", "shard_top_ids", "top_logits", "top_ids"});
   if (s->has("id_offsets")) std::swap(s->id_offsets, (*s)["id_offsets"]);
