@@ -67,7 +67,11 @@ uint64_t kept_key(const Call& call, int64_t columns) {
   for (const float x : {o.label_smoothing, o.z_loss, o.logit_scale, o.softcap, o.temperature}) {
     hash.add(x);
   }
-  if (keeps_logits(call)) hash.add(static_cast<uint64_t>(kept_blocks(call)));
+  if (keeps_logits(call)) {  // raw logits, which later calls map again
+    hash.add(static_cast<uint64_t>(kept_blocks(call)));
+    hash.add(uint64_t{static_cast<bool>(call.teacher_bias)});
+    hash.add(uint64_t{static_cast<bool>(call.teacher_temperature)});
+  }
   if (call.diverges) {
     const DivergenceOptions& d = call.divergence;
     hash.add(static_cast<uint64_t>(d.kind) + 1);

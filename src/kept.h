@@ -26,10 +26,11 @@ struct KeptRow {
   float reference;     // m; like log_sum, of the shard alone
   float log_sum;       // log sum_j exp(z_j - m)
   float target_logit;  // z_t, or the anchor that E is relative to
-  float rest;          // 1 - p_t, on WebGPU 0; of a divergence, what divided its row of `kept`
-  float overwritten;   // not 0: the row's E is too coarse, or Backward overwrote it
-  float layout;        // identifies the layout of `kept`
-  float columns;       // the number of columns kept
+  // 1 - p_t, on WebGPU 0; of a divergence, what divided its row of `kept`, or of its shard the row
+  float rest;
+  float overwritten;  // not 0: the row's E is too coarse, or Backward overwrote it
+  float layout;       // identifies the layout of `kept`
+  float columns;      // the number of columns kept
   float unused;
 };
 static_assert(sizeof(KeptRow) == kept_row_width * sizeof(float));

@@ -153,12 +153,17 @@ Status check_states_of_backward(const Call& call) {
 
 // What a shard keeps are logits, which the calls after its states read.
 Status check_kept_of_shard(const Call& call) {
-  if (!call.kept) return {};
+  if (!call.kept || !call.shard()) return {};
   if (call.execution.device.type != DeviceType::cuda) {
     return error(StatusCode::not_supported,
                  "kept is given on a shard of the vocabulary; allowed on CUDA alone");
   }
-  return check_all_states(call, "kept on a shard");
+  for (const char* name : kStates) {
+    if (call[name]) continue;
+    return error(StatusCode::invalid_argument,
+                 "%s is missing; kept on a shard needs the states of both heads", name);
+  }
+  return {};
 }
 
 }  // namespace
@@ -166,6 +171,8 @@ Status check_kept_of_shard(const Call& call) {
 // The rows' states and sums, which Forward and Backward exchange between shards.
 Status check_divergence_states(const Call& call) {
   if (!call.diverges) return {};
+  const Status status = check_kept_of_shard(call);
+  if (!status.ok()) return status;
   if (!call.forward) return check_states_of_backward(call);
   return call.sums_of_shard() ? check_sums(call) : Status();
 }
@@ -183,7 +190,7 @@ Status check_divergence_shard(const Call& call) {
                  "logprob is given on a shard of the vocabulary; %s allows: the whole vocabulary",
                  call.op_name());
   }
-  return check_kept_of_shard(call);
+  return {};
 }
 
 }  // namespace logitless

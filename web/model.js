@@ -62,11 +62,15 @@ export class Model {
       this.target = kept(logitless.empty([TOKENS], 'i32'));
       this.outputs = {loss: zeros(), gradInput: zeros(TOKENS, HIDDEN), gradWeight: zeros(vocab, HIDDEN), gradBias: zeros(vocab)};
       this.sums = [zeros(vocab, HIDDEN), zeros(vocab)];
+      this.#makeUpdates(logitless.device, vocab);
     } catch (error) {
       this.destroy();
       throw error;
     }
-    const {device} = logitless;
+  }
+
+  // Adagrad's steps of weight and bias.
+  #makeUpdates(device, vocab) {
     this.adagrad = device.createComputePipeline({
       layout: 'auto', compute: {module: device.createShaderModule({code: ADAGRAD}), constants: {rate: RATE}},
     });

@@ -280,7 +280,8 @@ LOGITLESS_API int32_t logitless_workspace(const logitless_op* op,
                                           const logitless_execution* execution,
                                           logitless_workspace_size* size, logitless_status* status);
 /* Finds what a linear Forward keeps for Backward in `bytes` (UINT64_MAX: no limit) and the
- * shapes of its tensors, by a formula of the op's kind, shape and dtype, the same on every device.
+ * shapes of its tensors, by a formula of the op's kind, shape and dtype, which for a shard of a
+ * divergence depends on the device too.
  * `op` is the Forward; its data pointers may be NULL, `kept` and `kept_rows` absent. Returns the
  * code; on an error `kept` is unchanged. */
 LOGITLESS_API int32_t logitless_kept_size(const logitless_op* op,

@@ -251,7 +251,8 @@ struct LinearDivergenceForward {
   Teacher teacher{};
   TensorView target{};          // [N]  i32 or i64; optional
   TensorView loss{};            // [N] where the reduction is none, else []
-  TensorView kept{};            // [blocks * rows, 64]  for Backward, sized by kept_size()
+  TensorView kept{};            // [blocks * rows, 64]  for Backward, sized by kept_size(); an input
+                                // beside the sums of a shard
   TensorView kept_rows{};       // [N, 8] f32; with `kept`
   DivergenceStates states{};    // inputs if one of the sums below is given, else outputs
   TensorView target_logit{};    // [N] f32; -inf where another shard has it

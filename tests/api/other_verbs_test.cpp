@@ -230,6 +230,38 @@ TEST(KeptSize, IsAFormulaOfShapeAndDtype) {
   }
 }
 
+// On CUDA a divergence's shard keeps f32 logits: of both heads, or of the student beside given
+// ones.
+TEST(KeptSize, OfAShardsLogits) {
+  const Device cuda{DeviceType::cuda, 0};
+  const auto on_cuda = [&](TensorView view) {
+    view.device = cuda;
+    return view;
+  };
+  LinearDivergenceForward op{.options = {.vocab_start = 100, .vocab_total = 400}};
+  op.input = op.teacher.input = on_cuda(matrix_view(nullptr, DType::bf16, 70, 4));
+  op.weight = op.teacher.weight = on_cuda(matrix_view(nullptr, DType::bf16, 131, 4));
+  const auto size_of_op = [&](uint64_t bytes = UINT64_MAX) {
+    Kept kept;
+    const Status status = kept_size(op, {.device = cuda}, bytes, &kept);
+    EXPECT_TRUE(status.ok()) << status.message();
+    return kept;
+  };
+  const Kept both = size_of_op();
+  EXPECT_EQ(both.columns, 131);
+  EXPECT_EQ(both.shape[0], 128 * 3 * 4);
+  EXPECT_EQ(both.bytes, 70u * 32 + 2 * 128 * 192 * 4);
+  EXPECT_EQ(size_of_op(both.bytes - 1).columns, 0);
+  op.teacher.bias = on_cuda(vector_view(nullptr, DType::f32, 131));
+  EXPECT_NE(size_of_op().key, both.key);
+  op.teacher.bias = {};
+  op.teacher.temperature = on_cuda(vector_view(nullptr, DType::f32, 70));
+  EXPECT_NE(size_of_op().key, both.key);
+  op.teacher = {};
+  op.teacher.logits = on_cuda(matrix_view(nullptr, DType::f32, 70, 131));
+  EXPECT_EQ(size_of_op().bytes, 70u * 32 + 128 * 192 * 4);
+}
+
 TEST(KeptSize, TellsCallsApartByTheirKey) {
   const auto key_of = [](const LinearCrossEntropyForward& op) {
     Kept kept;

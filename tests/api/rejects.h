@@ -615,6 +615,16 @@ inline const Reject kDivergenceRejects[] = {
        return true;
      }),
      not_supported, "kept is given on a shard"},
+    {"kept logits of a shard without a state", diverging([](Subject& s) {
+       if (!s.forward() || !s.has("kept") || !s.by_the_rules_alone()) return false;
+       const TensorView kept = s["kept"], rows = s["kept_rows"];
+       s.make_shard();
+       s["kept"] = kept, s["kept_rows"] = rows;
+       s["kept"].shape[0] *= 2;  // f32 logits of both heads
+       s.drop({"teacher_row_log_sum"});
+       return true;
+     }),
+     invalid_argument, "teacher_row_log_sum is missing; kept on a shard"},
     {"teacher_input alone", missing({"teacher_weight"}), invalid_argument, "teacher_weight"},
     {"teacher_weight alone", missing({"teacher_input"}), invalid_argument, "teacher_input"},
     {"no teacher", diverging([](Subject& s) {

@@ -215,7 +215,7 @@ def kept_logits_like(
     up to multiples of 64. The sizes may be symbolic."""
     like, of = inputs.input, dtype or inputs.input.dtype
     if not wanted & KEEP:
-        return like.new_empty(0), like.new_empty(0, dtype=torch.float32)
+        return like.new_empty(0, dtype=of), like.new_empty(0, dtype=torch.float32)
     heads = 1 if inputs.teacher_logits is not None else 2
     tokens, vocab = inputs.tokens(), inputs.weight.shape[0]
     rows, blocks = -(-tokens // 64) * 64, -(-vocab // 64) * (heads * 4 // of.itemsize)

@@ -116,6 +116,9 @@ DivergenceCall make_divergence(const Call& call) {
   if (call.gradients) add_gradients(call, &made.student);
   add_kept(call, &made);
 
+  // Without gradients, kept logits leave no product that reads the weight.
+  if (made.reads_logits && !call.gradients) made.student.shape.copies_weight = false;
+
   made.teacher_in = made.student.in;
   made.teacher_in.options.logit_scale = call.divergence.teacher_logit_scale;
   made.teacher_in.options.softcap = call.divergence.teacher_softcap;

@@ -11,8 +11,9 @@ sent to the tokens' owners.
                dz subtracts: its grad_weight is done, its grad_input is a part, exchanged as rule.py
                has it
 
-On CUDA, without `memory`, the first Forward keeps the rank's logits of both heads in f32 until
-Backward, 8 N V / P bytes. Else states, sums and gradients each compute them anew.
+On CUDA, without `memory` and hooks on saved tensors, the first Forward keeps the rank's logits of
+both heads in f32 until Backward, 8 N V / P bytes. Else states, sums and gradients each compute them
+anew.
 """
 
 from __future__ import annotations
@@ -424,9 +425,9 @@ def divergence(
     if any(needed):
         bits |= sum(bit for bit, need in zip(OF_TENSORS, needed) if need)
         bits |= SLOPE if subtracts_mean(options) else 0
-    # With all logits kept, a rank computes them once, not three times.
-    if memory is None and shard.size > 1 and _keeps_on(inputs.input) and not _ops.hooked():
-        bits |= run.KEEP
+        # With all logits kept, a rank computes them once, not three times.
+        if memory is None and shard.size > 1 and _keeps_on(inputs.input) and not _ops.hooked():
+            bits |= run.KEEP
     shard = _run.replaced(shard, of_input=needed[0], of_any=any(needed))
     asked = Asked(options, memory, dtype, bits)
     if ranks.ON and shard.size > 1:

@@ -28,6 +28,7 @@ from logitless._errors import (
     invalid,
 )
 from logitless.torch import _run
+from logitless.torch._divergence_run import KEEP
 
 _VARIABLE = "LOGITLESS_CHECK_RANKS"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -132,7 +133,7 @@ def before_divergence(inputs: Any, asked: Any, shard: Any) -> None:
         if name not in ("vocab_start", "vocab_total", "allow_tf32"):
             same[name] = repr(_REDUCTIONS[value] if name == "reduction" else value)
     same |= {
-        "the outputs, in bits": str(asked.wanted),
+        "the outputs, in bits": str(asked.wanted & ~KEEP),
         "the dtype of autocast": "None" if asked.dtype is None else str(asked.dtype)[6:],
         "sequence_dim": repr(shard.sequence_dim),
         "local_tokens": repr(shard.local_tokens),
