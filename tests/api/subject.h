@@ -80,6 +80,12 @@ struct Subject {
       if (has(name)) (*this)[name] = {};
     }
   }
+  // Only beside the sums of a shard, which are set apart, Forward reads what is kept.
+  void writes_kept() {
+    for (auto& [name, of] : access) {
+      if (name.starts_with("kept") && of == Access::read) of = Access::write;
+    }
+  }
   // Turns the op into the shard [4, 4 + V) of a vocabulary of 16, without the fields that a shard
   // may not have; returns false where the op has no shards.
   bool make_shard() {
@@ -335,9 +341,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
     s->set_apart(&s->of_sums,
                  {"row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum"});
   }
-  for (auto& [name, access] : s->access) {  // Forward reads what it keeps beside its sums
-    if (name.starts_with("kept") && access == Access::read) access = Access::write;
-  }
+  s->writes_kept();
   s->set_apart(&s->of_choice, {"ids", "logits_at", "grad_logits_at"});
   s->set_apart(&s->of_lists, {"shard_top_logits", "shard_top_ids", "top_logits", "top_ids"});
   if (s->has("id_offsets")) std::swap(s->id_offsets, (*s)["id_offsets"]);
