@@ -80,12 +80,6 @@ struct Subject {
       if (has(name)) (*this)[name] = {};
     }
   }
-  // Only beside the sums of a shard, which are set apart, Forward reads what is kept.
-  void writes_kept() {
-    for (auto& [name, of] : access) {
-      if (name.starts_with("kept") && of == Access::read) of = Access::write;
-    }
-  }
   // Turns the op into the shard [4, 4 + V) of a vocabulary of 16, without the fields that a shard
   // may not have; returns false where the op has no shards.
   bool make_shard() {
@@ -302,6 +296,12 @@ void ask_the_rules_alone(Subject* s, Op& op) {
   };
 }
 
+// Forward reads what is kept only beside the sums of a shard, which are set apart.
+template <class Op>
+Access apart_from_sums(const std::string& field, Access access) {
+  return ForwardOp<Op> && field.starts_with("kept") ? Access::write : access;
+}
+
 // `device` is cpu or reference, or cuda for the rules alone. `op` must outlive the subject.
 template <class Op>
 std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
@@ -329,7 +329,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
                     view = subject_view(name);
                     if (device == DeviceType::cuda) view.device.type = device;
                     s->views[name] = &view;
-                    s->access[name] = access;
+                    s->access[name] = apart_from_sums<Op>(field, access);
                     const size_t room = field == "kept" ? 64 * 64 * 4 : Memory::room;
                     s->memory[name] = std::make_unique<Memory>(room);
                     view.data = s->memory[name]->data();
@@ -341,7 +341,6 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
     s->set_apart(&s->of_sums,
                  {"row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum"});
   }
-  s->writes_kept();
   s->set_apart(&s->of_choice, {"ids", "logits_at", "grad_logits_at"});
   s->set_apart(&s->of_lists, {"shard_top_logits", "shard_top_ids", "top_logits", "top_ids"});
   if (s->has("id_offsets")) std::swap(s->id_offsets, (*s)["id_offsets"]);
