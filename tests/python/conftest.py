@@ -87,9 +87,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     kinds: list[int] = []
     real = _run.launch
 
-    def spy(kind: int, *rest: object) -> object:
+    def spy(kind: int, *rest: object, **options: object) -> object:
         kinds.append(kind)
-        return real(kind, *rest)  # type: ignore[arg-type]
+        return real(kind, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(_run, "launch", spy)
     yield kinds
