@@ -225,14 +225,10 @@ def kept_logits_like(
     )
 
 
-KeptLogits = tuple[Tensor | None, Tensor | None]
-
-
-def _of_kept(kept: KeptLogits) -> dict[str, Tensor]:
-    columns, rows = kept
-    if columns is None or rows is None or not columns.numel():
+def _of_kept(kept: Tensor | None, kept_rows: Tensor | None) -> dict[str, Tensor]:
+    if kept is None or kept_rows is None or not kept.numel():
         return {}
-    return {"kept": columns, "kept_rows": rows}
+    return {"kept": kept, "kept_rows": kept_rows}
 
 
 def states(
@@ -252,21 +248,20 @@ def states(
     names = rows_of_states(given.target is not None, wanted)
     rows = given.input.new_empty((len(names), given.tokens()), dtype=torch.float32)
     kept = kept_logits_like(given, None, wanted)
-    _of_shard(given, options, memory, {**dict(zip(names, rows)), **_of_kept(kept)})
+    _of_shard(given, options, memory, {**dict(zip(names, rows)), **_of_kept(*kept)})
     return rows, *kept
 
 
 def sums(
     inputs: Inputs, options: Divergence, memory: int | None, dtype: torch.dtype | None, wanted: int,
-    whole: Tensor, *kept: Tensor | None,
+    whole: Tensor, kept: Tensor | None, kept_rows: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The sums [k, N] f32 over a shard's columns; rows_of_sums() names the rows. `whole` [4, N]:
-    the whole vocabulary's states. `kept`: what states() kept, or None twice."""
+    the whole vocabulary's states. `kept` and `kept_rows`: of states()."""
     given = inputs.in_dtype(dtype).flat()
     names = rows_of_sums(wanted)
     rows = given.input.new_empty((len(names), given.tokens()), dtype=torch.float32)
-    columns, of_rows = kept
-    made = {**dict(zip(_STATES, whole)), **dict(zip(names, rows)), **_of_kept((columns, of_rows))}
+    made = {**dict(zip(_STATES, whole)), **dict(zip(names, rows)), **_of_kept(kept, kept_rows)}
     _of_shard(given, options, memory, made)
     return rows
 
@@ -288,7 +283,7 @@ def shard_backward(
     if options.reduction == _abi.REDUCTION_NONE:
         upstream = upstream.reshape(-1)
     names = (*Inputs._fields, "grad_loss", *_GRADIENTS, "kept", "kept_rows", *_STATES, "slope_mean")
-    of = _of_kept((kept, kept_rows))
+    of = _of_kept(kept, kept_rows)
     state = None
     if kept is not None and kept_rows is not None and of:
         state = Kept(

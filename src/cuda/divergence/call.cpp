@@ -89,14 +89,15 @@ void add_kept(const Call& call, DivergenceCall* made) {
   const bool is_half = call.input.dtype == DType::f16;
   made->kept = call.kept;
   made->kept_rows = call.kept_rows;
-  made->keeps_logits = call.kept && keeps_logits(call) && !call.state_given();
-  made->reads_logits = call.kept && keeps_logits(call) && call.state_given();
-  made->keeps = call.kept && call.forward && !keeps_logits(call);
-  made->from_kept = call.kept && !call.forward && !keeps_logits(call);
+  const bool logits = call.kept && keeps_logits(call), dz = call.kept && !logits;
+  made->keeps_logits = logits && !call.state_given();
+  made->reads_logits = logits && call.state_given();
+  made->keeps = dz && call.forward;
+  made->from_kept = dz && !call.forward;
   // In f16, reverse_kl divides each kept row by its own factor, because its dz has no bound.
   const bool divides = is_half && effective_kind(call.divergence) == DivergenceKind::reverse_kl;
   made->alike = !in.per_row_upstream && !in.token_weight && !in.makes_maps && !divides;
-  if (call.kept && is_half && !keeps_logits(call)) made->lift = lift_of(call.divergence);
+  if (dz && is_half) made->lift = lift_of(call.divergence);
   if (!is_half) return;
   if (made->from_kept) {
     in.beyond = 8191;  // 1 + this is gradient_scale's limit, so row factors are at most 1
