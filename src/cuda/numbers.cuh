@@ -60,6 +60,15 @@ __device__ inline void unpack(uint32_t bits, float* x) {
     x[1] = pair.y;
   }
 }
+// 16 bytes of elements as f32.
+template <class T>
+__device__ inline void unpack(const uint4& bits, float (&x)[Pack<T>::width]) {
+  constexpr int each = Pack<T>::width / 4;
+  unpack<T>(bits.x, x);
+  unpack<T>(bits.y, x + each);
+  unpack<T>(bits.z, x + 2 * each);
+  unpack<T>(bits.w, x + 3 * each);
+}
 template <class T>
 __device__ inline uint32_t pack(float x, float y) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

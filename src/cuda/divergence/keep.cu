@@ -88,10 +88,12 @@ __global__ void __launch_bounds__(threads)
   const float v = exists ? factors[row].scale : 0.0f;
   const RowReader<T> reader(input, v == 0 ? 0 : row, v == 0 ? 0 : input.shape[1]);
   for (int64_t j = threadIdx.x % 32 * width; j < pitch; j += 32 * width) {
-    Pack<T> x = v == 0 ? Pack<T>{} : reader(j);
+    float x[width] = {};
+    if (v != 0) unpack<T>(reader(j), x);
+    Pack<T> scaled;
 #pragma unroll
-    for (int n = 0; n < width; ++n) x.x[n] = from_f32<T>(v == 0 ? 0.0f : v * to_f32(x.x[n]));
-    *reinterpret_cast<Pack<T>*>(to + row * pitch + j) = x;
+    for (int n = 0; n < width; ++n) scaled.x[n] = from_f32<T>(v == 0 ? 0.0f : v * x[n]);
+    *reinterpret_cast<Pack<T>*>(to + row * pitch + j) = scaled;
   }
 }
 

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(threads) fill_kernel(TensorView logits, int64_
 
 // A block handles some of a token's columns; its warps compute one logit each in turn.
 template <class T>
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(threads, 4)
     logits_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Tokens tokens,
                   const __grid_constant__ IdLists lists) {
   const int64_t i = blockIdx.x, all = lists.count[i];
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(threads)
 constexpr int no_column = INT_MIN;
 __device__ int unmarked(int column) { return column < 0 ? ~column : column; }
 template <class T>
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(threads, 4)
     merge_kernel(const __grid_constant__ LinearCall call, const __grid_constant__ Tokens tokens,
                  const __grid_constant__ IdLists lists, ChosenGradients to) {
   const int64_t i = blockIdx.x;

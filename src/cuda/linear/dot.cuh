@@ -9,19 +9,23 @@
 namespace logitless::cuda {
 
 template <class T>
-__device__ void add_products(const Pack<T>& x, const Pack<T>& w, float* sum) {
+__device__ void add_products(const uint4& x, const uint4& w, float* sum) {
+  float a[Pack<T>::width], b[Pack<T>::width];
+  unpack<T>(x, a);
+  unpack<T>(w, b);
 #pragma unroll
-  for (int n = 0; n < Pack<T>::width; ++n) *sum = fmaf(to_f32(x.x[n]), to_f32(w.x[n]), *sum);
+  for (int n = 0; n < Pack<T>::width; ++n) *sum = fmaf(a[n], b[n], *sum);
 }
 
-// A lane's part of x . w, 16 bytes at a time. Copies x unless `to` is null.
+// A lane's part of x . w, 16 bytes at a time. Copies x unless `to` is null. Packs are loaded as
+// their bits: an array of 16-bit elements would take a register for each.
 template <class T>
-__device__ float dot_packs(const Pack<T>* x, const Pack<T>* w, int packs, Pack<T>* to, int lane) {
+__device__ float dot_packs(const uint4* x, const uint4* w, int packs, uint4* to, int lane) {
   // Several loads come before the first store, because the compiler moves no load past a store.
   constexpr int many = 4;
   float sum = 0;
   for (int j = lane; j < packs; j += many * 32) {
-    Pack<T> a[many], b[many];
+    uint4 a[many], b[many];
 #pragma unroll
     for (int i = 0; i < many; ++i) {
       if (j + i * 32 < packs) a[i] = x[j + i * 32], b[i] = w[j + i * 32];
@@ -30,7 +34,7 @@ __device__ float dot_packs(const Pack<T>* x, const Pack<T>* w, int packs, Pack<T
     for (int i = 0; i < many; ++i) {
       if (j + i * 32 >= packs) break;
       if (to != nullptr) to[j + i * 32] = a[i];
-      add_products(a[i], b[i], &sum);
+      add_products<T>(a[i], b[i], &sum);
     }
   }
   return sum;
@@ -42,9 +46,9 @@ __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int6
   float sum = 0;
 #pragma unroll 1
   for (int64_t j = lane * Pack<T>::width; j < pitch; j += 32 * Pack<T>::width) {
-    const Pack<T> a = x(j);
-    if (to != nullptr) *reinterpret_cast<Pack<T>*>(to + j) = a;
-    add_products(a, w(j), &sum);
+    const uint4 a = x(j);
+    if (to != nullptr) *reinterpret_cast<uint4*>(to + j) = a;
+    add_products<T>(a, w(j), &sum);
   }
   return sum;
 }
@@ -59,8 +63,8 @@ __device__ float logit_of(const TensorView& inputs, const TensorView& weights,
   const RowReader<T> input(inputs, i, hidden), weight(weights, column, hidden);
   float sum;
   if (input.aligned && weight.aligned && hidden % width == 0) {
-    sum = dot_packs<T>(reinterpret_cast<const Pack<T>*>(input.data),
-                       reinterpret_cast<const Pack<T>*>(weight.data),
+    sum = dot_packs<T>(reinterpret_cast<const uint4*>(input.data),
+                       reinterpret_cast<const uint4*>(weight.data),
                        static_cast<int>(hidden / width), nullptr, lane);
   } else {
     sum = dot_elements<T>(input, weight, hidden, nullptr, lane);

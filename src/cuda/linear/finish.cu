@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(256)
   float sum[width] = {};
   for (int64_t j = slab * vocab_slab_rows + warp; j < end && d < pitch; j += many * warps) {
     float c[many];
-    Pack<T> w[many];
+    uint4 w[many];
 #pragma unroll
     for (int i = 0; i < many; ++i) {
       const int64_t row = min(j + i * warps, end - 1);
@@ -53,8 +53,10 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int i = 0; i < many; ++i) {
       if (c[i] == 0) continue;
+      float x[width];
+      unpack<T>(w[i], x);
 #pragma unroll
-      for (int n = 0; n < width; ++n) sum[n] = fmaf(c[i], to_f32(w[i].x[n]), sum[n]);
+      for (int n = 0; n < width; ++n) sum[n] = fmaf(c[i], x[n], sum[n]);
     }
   }
 #pragma unroll

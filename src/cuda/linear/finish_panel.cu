@@ -20,7 +20,7 @@ constexpr unsigned blocks_a_multiprocessor = 2;
 template <class E>
 struct Operands {
   static constexpr int packs = 8, step = packs * Pack<E>::width;
-  Pack<E> input[edge][packs + 1], weight[edge][packs + 1];
+  uint4 input[edge][packs + 1], weight[edge][packs + 1];
 };
 constexpr int half = edge / 2, logits_pitch = edge + 8;
 template <class E>
@@ -107,16 +107,17 @@ struct Logits<float> {
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
 #pragma unroll 1
     for (int k = 0; k < Operands<float>::packs; ++k) {
-      Pack<float> a[8];
+      float a[8][4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) a[i] = o.input[row + 16 * i][k];
+      for (int i = 0; i < 8; ++i) unpack<float>(o.input[row + 16 * i][k], a[i]);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const Pack<float> b = o.weight[column + 16 * j][k];
+        float b[4];
+        unpack<float>(o.weight[column + 16 * j][k], b);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
 #pragma unroll
-          for (int n = 0; n < 4; ++n) sum[i][j] = fmaf(a[i].x[n], b.x[n], sum[i][j]);
+          for (int n = 0; n < 4; ++n) sum[i][j] = fmaf(a[i][n], b[n], sum[i][j]);
         }
       }
     }

@@ -64,7 +64,7 @@ __device__ void gather_row(const GatherArguments& a, T* to) {
     // finish_rows loads this element before it knows whether the row counts.
     if (lane == 0 && k < a.chunk.rows) a.target_logit[k] = 0;
     for (int64_t j = lane * width; to != nullptr && j < a.pitch; j += 32 * width) {
-      *reinterpret_cast<Pack<T>*>(to + j) = Pack<T>{};
+      *reinterpret_cast<uint4*>(to + j) = {};
     }
     if (!a.clears || k >= a.chunk.rows) return;
     with_dtype_on_device(a.grad_input.dtype, [&](auto element) {
@@ -79,9 +79,9 @@ __device__ void gather_row(const GatherArguments& a, T* to) {
   if (target < 0 && to == nullptr) {
     sum = 0;  // the target is another shard's, and there is nothing to copy
   } else if (input.aligned && weight.aligned && hidden % width == 0) {
-    sum = dot_packs(reinterpret_cast<const Pack<T>*>(input.data),
-                    reinterpret_cast<const Pack<T>*>(weight.data), static_cast<int>(hidden / width),
-                    reinterpret_cast<Pack<T>*>(to), lane);
+    sum = dot_packs<T>(reinterpret_cast<const uint4*>(input.data),
+                       reinterpret_cast<const uint4*>(weight.data),
+                       static_cast<int>(hidden / width), reinterpret_cast<uint4*>(to), lane);
   } else {
     sum = dot_elements(input, weight, a.pitch, to, lane);
   }
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(threads)
   const bool exists = first + row < from.shape[0];
   const RowReader<T> reader(from, exists ? first + row : 0, exists ? from.shape[1] : 0);
   for (int64_t j = lane * Pack<T>::width; j < pitch; j += 32 * Pack<T>::width) {
-    *reinterpret_cast<Pack<T>*>(to + row * pitch + j) = reader(j);
+    *reinterpret_cast<uint4*>(to + row * pitch + j) = reader(j);
   }
 }
 

@@ -51,16 +51,16 @@ struct RowReader {
         stride(view.stride[1]),
         count(columns),
         aligned((stride == 1 || columns == 1) && reinterpret_cast<uintptr_t>(data) % 16 == 0) {}
-  __device__ Pack<T> operator()(int64_t j) const {
+  __device__ uint4 operator()(int64_t j) const {
     if (aligned && j + Pack<T>::width <= count) {
-      return *reinterpret_cast<const Pack<T>*>(data + j);
+      return *reinterpret_cast<const uint4*>(data + j);
     }
     Pack<T> pack;
 #pragma unroll
     for (int n = 0; n < Pack<T>::width; ++n) {
       pack.x[n] = j + n < count ? data[(j + n) * stride] : from_f32<T>(0.0f);
     }
-    return pack;
+    return reinterpret_cast<const uint4&>(pack);
   }
 };
 

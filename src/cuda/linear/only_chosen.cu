@@ -19,7 +19,9 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int threads = 256, warps = threads / 32;
-constexpr int many = 8;  // rows loaded at a time
+constexpr int many = 4;  // rows loaded at a time
+// Enough on a multiprocessor to hide the latency of memory.
+constexpr int blocks_resident = 4;
 // An id that all of 8192 tokens choose makes 16 pieces; each piece may need a row of sums.
 constexpr int piece_places = 512;
 // Columns whose places a block of grad_weight's kernel reads together.
@@ -101,25 +103,48 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// Adds factor_n times row_n of a matrix, for `count` rows in shared memory in order, to a thread's
-// columns of a sum; negative rows are skipped.
+// A matrix of which each thread reads some columns of many rows.
 template <class T>
-__device__ void add_rows(const TensorView& matrix, const int* row, const float* factor, int count,
-                         int64_t d, float (&sum)[Pack<T>::width]) {
-  const int64_t hidden = matrix.shape[1];
+struct GatheredRows {
+  const TensorView& matrix;
+  int64_t d;
+  bool whole;  // every row's pack at d is 16 aligned bytes
+
+  __device__ GatheredRows(const TensorView& of, int64_t first_column)
+      : matrix(of), d(first_column) {
+    constexpr int width = Pack<T>::width;
+    whole = d + width <= of.shape[1] && (of.stride[1] == 1 || of.shape[1] == 1) &&
+            (of.stride[0] % width == 0 || of.shape[0] == 1) &&
+            reinterpret_cast<uintptr_t>(address<const T>(of, 0, d)) % 16 == 0;
+  }
+  __device__ uint4 operator[](int row) const {
+    if (whole) return *reinterpret_cast<const uint4*>(address<const T>(matrix, row, d));
+    return RowReader<T>(matrix, row, matrix.shape[1])(d);
+  }
+};
+
+template <class T>
+__device__ void add_scaled(float factor, const uint4& bits, float (&sum)[Pack<T>::width]) {
+  float x[Pack<T>::width];
+  unpack<T>(bits, x);
+#pragma unroll
+  for (int e = 0; e < Pack<T>::width; ++e) sum[e] = fmaf(factor, x[e], sum[e]);
+}
+
+// Adds factor_n times row_n, for `count` rows in shared memory in order, to a thread's columns of a
+// sum; negative rows are skipped.
+template <class T>
+__device__ void add_rows(const GatheredRows<T>& rows, const int* row, const float* factor,
+                         int count, float (&sum)[Pack<T>::width]) {
   for (int n = 0; n < count; n += many) {
-    Pack<T> x[many];
+    uint4 x[many];
 #pragma unroll
     for (int u = 0; u < many; ++u) {
-      if (n + u < count && row[n + u] >= 0) x[u] = RowReader<T>(matrix, row[n + u], hidden)(d);
+      if (n + u < count && row[n + u] >= 0) x[u] = rows[row[n + u]];
     }
 #pragma unroll
     for (int u = 0; u < many; ++u) {
-      if (n + u >= count || row[n + u] < 0) continue;
-#pragma unroll
-      for (int e = 0; e < Pack<T>::width; ++e) {
-        sum[e] = fmaf(factor[n + u], to_f32(x[u].x[e]), sum[e]);
-      }
+      if (n + u < count && row[n + u] >= 0) add_scaled<T>(factor[n + u], x[u], sum);
     }
   }
 }
@@ -159,7 +184,7 @@ __device__ void write_row(const TensorView& to, int64_t row, int64_t d, float (&
 
 // A block computes a slice of a token's row of grad_input.
 template <class T>
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(threads, blocks_resident)
     input_kernel(const __grid_constant__ OnlyChosen c, const int32_t* columns) {
   __shared__ int row[threads];
   __shared__ float factor[threads];
@@ -176,7 +201,7 @@ __global__ void __launch_bounds__(threads)
     }
     __syncthreads();
     const int here = static_cast<int>(min(int64_t{threads}, count - base));
-    if (d < c.weight.shape[1]) add_rows<T>(c.weight, row, factor, here, d, sum);
+    if (d < c.weight.shape[1]) add_rows<T>({c.weight, d}, row, factor, here, sum);
   }
   write_row(c.grad_input, i, d, sum, false);
 }
@@ -198,38 +223,28 @@ __global__ void __launch_bounds__(threads)
   begin[j] = first;
 }
 
+// Sorted places that a block has read into shared memory, up to `threads` at a time.
 struct PlacesRead {
   int row[threads];
   float factor[threads];
 };
 struct PlacesHeld {
   int base = 0, count = 0;
-};
 
-// Sums sorted places [begin, end) for a thread's columns. The block reads up to `threads` places
-// before `last` at a time; those from `end` on serve the following columns.
-template <class T>
-__device__ void sum_places(const OnlyChosen& c, const int32_t* place, int begin, int end, int last,
-                           int64_t d, PlacesRead* read, PlacesHeld* held,
-                           float (&sum)[Pack<T>::width]) {
-  for (int p = begin; p < end;) {
-    if (p >= held->base + held->count) {
-      *held = {p, min(threads, last - p)};
-      __syncthreads();
-      if (static_cast<int>(threadIdx.x) < held->count) {
-        const int from = place[p + threadIdx.x];
-        read->row[threadIdx.x] = c.row[from];
-        read->factor[threadIdx.x] = c.factor[from];
-      }
-      __syncthreads();
+  // Reads the places from p on, and before `last`, unless p is there.
+  __device__ void need(int p, int last, const OnlyChosen& c, const int32_t* place,
+                       PlacesRead* read) {
+    if (p < base + count) return;
+    base = p, count = min(threads, last - p);
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < count) {
+      const int from = place[p + threadIdx.x];
+      read->row[threadIdx.x] = c.row[from];
+      read->factor[threadIdx.x] = c.factor[from];
     }
-    const int at = p - held->base, count = min(end - p, held->count - at);
-    if (d < c.input.shape[1]) {
-      add_rows<T>(c.input, read->row + at, read->factor + at, count, d, sum);
-    }
-    p += count;
+    __syncthreads();
   }
-}
+};
 
 // The sorted places form bins of piece_places. In each bin at most one long column starts, and at
 // most one continues: their pieces there are 2 bin and 2 bin + 1.
@@ -261,15 +276,19 @@ __global__ void __launch_bounds__(threads)
   const int end = piece.first + piece.count;
   PlacesHeld held;
   float sum[width] = {};
-  sum_places<T>(c, place, piece.first, end, end, d, &read, &held, sum);
+  for (int p = piece.first; p < end; p += held.count) {
+    held.need(p, end, c, place, &read);
+    if (d < c.pitch) add_rows<T>({c.input, d}, read.row, read.factor, held.count, sum);
+  }
   if (d >= c.pitch) return;
 #pragma unroll
   for (int e = 0; e < width; ++e) c.pieces[blockIdx.x * c.pitch + d + e] = sum[e];
 }
 
-// A block computes a slice of some rows of grad_weight, whose places are consecutive.
+// A block computes a slice of some rows of grad_weight, whose places are consecutive. It loads
+// `many` places at a time, of whichever columns.
 template <class T>
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(threads, blocks_resident)
     weight_kernel(const __grid_constant__ OnlyChosen c, const int32_t* place) {
   __shared__ PlacesRead read;
   __shared__ int begin_of[columns_of_block + 1];
@@ -281,21 +300,47 @@ __global__ void __launch_bounds__(threads)
     begin_of[threadIdx.x] = c.begin[first_column + threadIdx.x];
   }
   __syncthreads();
+  const GatheredRows<T> rows(c.input, d);
   PlacesHeld held;
-  for (int j = 0; j < columns; ++j) {
-    const int begin = begin_of[j], end = begin_of[j + 1];
-    if (begin == end && c.accumulate) continue;
-    float sum[width] = {};
-    if (end - begin <= piece_places) {
-      sum_places<T>(c, place, begin, end, begin_of[columns], d, &read, &held, sum);
-    } else if (d < c.pitch) {
-      for (int first = begin; first < end; first += piece_places) {
-        const int64_t n = 2 * int64_t{first / piece_places} + (first > begin);
-#pragma unroll
-        for (int e = 0; e < width; ++e) sum[e] += c.pieces[n * c.pitch + d + e];
-      }
+  float sum[width] = {};
+  int j = 0;
+  const auto finish_column = [&] {
+    if (begin_of[j] != begin_of[j + 1] || !c.accumulate) {
+      write_row(c.grad_weight, first_column + j, d, sum, c.accumulate);
     }
-    write_row(c.grad_weight, first_column + j, d, sum, c.accumulate);
+#pragma unroll
+    for (float& x : sum) x = 0;
+    ++j;
+  };
+  const auto is_long = [&](int n) { return begin_of[n + 1] - begin_of[n] > piece_places; };
+  while (j < columns) {
+    int last = j;
+    while (last < columns && !is_long(last)) ++last;
+    const int end = begin_of[last];
+    for (int p = begin_of[j]; p < end;) {
+      held.need(p, begin_of[columns], c, place, &read);
+      const int at = p - held.base, count = min(many, min(end - p, held.count - at));
+      uint4 x[many];
+#pragma unroll
+      for (int u = 0; u < many; ++u) {
+        if (u < count && d < c.pitch) x[u] = rows[read.row[at + u]];
+      }
+#pragma unroll
+      for (int u = 0; u < many; ++u) {
+        if (u >= count) break;
+        while (p + u >= begin_of[j + 1]) finish_column();
+        add_scaled<T>(read.factor[at + u], x[u], sum);
+      }
+      p += count;
+    }
+    while (j < last) finish_column();
+    if (j == columns) break;
+    for (int p = begin_of[j]; p < begin_of[j + 1] && d < c.pitch; p += piece_places) {
+      const int64_t n = 2 * int64_t{p / piece_places} + (p > begin_of[j]);
+#pragma unroll
+      for (int e = 0; e < width; ++e) sum[e] += c.pieces[n * c.pitch + d + e];
+    }
+    finish_column();
   }
 }
 
