@@ -209,7 +209,7 @@ std::vector<Place> places_of(const DivergenceCall& call, const DivergencePlan& p
   const bool by_chunk = p.way == DivergenceWay::none || p.way == DivergenceWay::chunks;
   const auto tokens = static_cast<uint64_t>(s.tokens);
   const auto all = static_cast<uint64_t>(whole_rows(s.tokens));
-  const uint64_t rows = by_chunk ? p.chunk : all, pitch = m.student.plan.hidden_pitch;
+  const uint64_t rows = by_chunk ? p.chunk : all, pitch = s.hidden_pitch();
   const uint64_t chunk = p.way == DivergenceWay::none ? std::min(p.chunk, s.tokens) : p.chunk;
   const uint64_t width = by_columns || call.scales_panel() ? p.columns : panel_pitch(s.vocab);
   const bool blocks = by_columns && gradients;

@@ -36,7 +36,6 @@ class Toy final : public Engine {
                  const std::function<void(const LinearPlan&)>& consider) const override {
     consider({.token_chunk = s.tokens,
               .chunks = 1,
-              .hidden_pitch = s.hidden,
               .bytes = static_cast<uint64_t>(s.tokens) * sizeof(float)});
   }
   void place(Lifetime, const LinearShape&, const LinearPlan&, Arena*,

@@ -37,7 +37,7 @@ void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   }
   if (scaled >= 0) {
     EXPECT_GE(scaled, kept * row);
-    EXPECT_LE(scaled + p.panel_rows * p.hidden_pitch * 2, s.vocab * row);
+    EXPECT_LE(scaled + p.panel_rows * s.hidden_pitch() * 2, s.vocab * row);
   }
   for (PanelPlace at; at.end() < kept;) {
     const int64_t done = at.end();
@@ -78,7 +78,8 @@ void count_lent(const LinearShape& s, const LinearPlan& p, Lent* lent) {
     EXPECT_EQ(tiled::lent_offset(s, p, at) % 128, 0);
     lent->panels += at.columns;
   }
-  EXPECT_LE(p.lent_sum_rows * p.hidden_pitch * 4, s.kernels.lends_grad_weight ? s.vocab * row : 0);
+  EXPECT_LE(p.lent_sum_rows * s.hidden_pitch() * 4,
+            s.kernels.lends_grad_weight ? s.vocab * row : 0);
   lent->sums += p.lent_sum_rows;
 }
 TEST(CudaPanels, WhatIsLentIsFree) {
@@ -112,7 +113,6 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
           LinearPlan p{
               .token_chunk = round_up(tokens, 8), .chunks = 1, .panel_rows = round_up(tokens, 64)};
           tiled::TiledPart& own = tiled::tiled_part(p) = {.tile = &sm90::tile};
-          p.hidden_pitch = hidden;
           for (const int64_t stored : {0, 192, 384, 3840}) {
             if (stored >= vocab) continue;
             p.stored_columns = stored;

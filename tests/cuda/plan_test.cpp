@@ -108,8 +108,8 @@ void expect_covered(const Planned& planned) {
   const bool own = is_tiled(engine);
   EXPECT_GE(p.token_chunk * p.chunks, s.tokens);
   EXPECT_LE(p.block_rows, p.token_chunk);
-  EXPECT_GE(p.hidden_pitch, s.hidden);
-  EXPECT_EQ(p.hidden_pitch * size_of(s.dtype) % 16, 0);
+  EXPECT_GE(s.hidden_pitch(), s.hidden);
+  EXPECT_EQ(s.hidden_pitch() * size_of(s.dtype) % 16, 0);
   if (!s.gradients()) return;
   EXPECT_TRUE(p.stored_columns == s.vocab || p.remade_columns > 0);
   // A panel starts and ends at a segment of the partial sums, or at the end of the vocabulary.

@@ -119,7 +119,7 @@ void add_plan(const cuda::Engine& engine, const cuda::LinearShape& s, const cuda
   facts->add("wsum", sums_grad_weight(s, p));
   facts->add("isum", sums_grad_input(s, p));
   facts->add("rowsums", p.sum_rows);
-  facts->add("pitch", p.hidden_pitch, s.hidden);
+  facts->add("pitch", s.hidden_pitch(), s.hidden);
   facts->add("segments", p.segments);
   facts->add("rows", s.weight_rows);
   if (&engine != cuda::engines().back()) {

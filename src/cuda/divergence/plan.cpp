@@ -89,7 +89,7 @@ void place_sums(const DivergenceCall& call, const DivergencePlan& p, Arena* aren
 // Places the memory that a gather of `rows` rows writes.
 void place_input(const LinearShape& s, int64_t rows, Arena* arena, DivergenceHead* head) {
   if (!s.kernels.reads_input) {
-    head->m.input = arena->take<char>(rows * head->plan.hidden_pitch * size_of(s.dtype));
+    head->m.input = arena->take<char>(rows * s.hidden_pitch() * size_of(s.dtype));
   }
   head->m.target_logit = arena->take<float>(rows);
   if (s.maps) head->m.slope = arena->take<float>(rows);
@@ -97,8 +97,7 @@ void place_input(const LinearShape& s, int64_t rows, Arena* arena, DivergenceHea
 
 void place_head(const LinearCall& call, int64_t rows, Arena* arena, DivergenceHead* head) {
   const LinearShape& s = call.shape;
-  head->plan.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
-  const int64_t row = head->plan.hidden_pitch * size_of(s.dtype);
+  const int64_t row = s.hidden_pitch() * size_of(s.dtype);
   if (s.copies_weight) head->m.weight = arena->take<char>(s.vocab * row);
   place_input(s, rows, arena, head);
   head->m.rows_finished = arena->take<int32_t>(1);
@@ -108,7 +107,7 @@ void place_gradients(const DivergenceCall& call, const DivergencePlan& p, int64_
                      Arena* arena, DivergenceMemory* m) {
   const LinearShape& s = call.student.shape;
   DivergenceHead& head = m->student;
-  const int64_t pitch = head.plan.hidden_pitch;
+  const int64_t pitch = s.hidden_pitch();
   const bool by_chunk = p.way == DivergenceWay::chunks;
   const int64_t rows = by_chunk ? p.chunk : s.tokens;
   head.plan.token_chunk = rows;
@@ -158,7 +157,7 @@ DivergenceHead place_stages(const DivergenceCall& call, const DivergencePlan& p,
     arena.back_to(start);
     place_input(s, whole_rows(s.tokens), &arena, &gathered);
     if (s.grad_input) {
-      m.student.m.grad_input_sum = arena.take<float>(s.tokens * m.student.plan.hidden_pitch);
+      m.student.m.grad_input_sum = arena.take<float>(s.tokens * s.hidden_pitch());
     }
     arena.at_least(end);
   }

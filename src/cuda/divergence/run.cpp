@@ -299,8 +299,8 @@ class DivergenceRun {
                   .alike = call_.alike},
                  stream_);
     if (s.grad_weight) {
-      gather_scaled(s.input, m_.student.m.factors, whole_rows(tokens()),
-                    m_.student.plan.hidden_pitch, m_.student.m.input, stream_);
+      gather_scaled(s.input, m_.student.m.factors, whole_rows(tokens()), s.shape.hidden_pitch(),
+                    m_.student.m.input, stream_);
     }
     if (!call_.scales_panel()) return gradients(all(), kept_panel(0, vocab()), false, true);
     for (int64_t first = 0; first < vocab(); first += p_.columns) {

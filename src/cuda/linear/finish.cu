@@ -177,15 +177,15 @@ void class_row(const LinearWork& work) {
   const int64_t count =
       call.shape.kernels.others == Origin::again_dz ? kept_columns(plan) : call.shape.vocab;
   const unsigned slabs = blocks_for(count, vocab_slab_rows);
-  const unsigned columns = blocks_for(plan.hidden_pitch, 256);
+  const unsigned columns = blocks_for(call.shape.hidden_pitch(), 256);
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
     stream->launch("class_slabs", class_slabs<T>,
-                   two_axes(slabs, divide_up(plan.hidden_pitch, 32 * Pack<T>::width)), 256, call,
-                   count, plan.hidden_pitch, m.slabs);
+                   two_axes(slabs, divide_up(call.shape.hidden_pitch(), 32 * Pack<T>::width)), 256,
+                   call, count, call.shape.hidden_pitch(), m.slabs);
   });
   stream->launch("class_row", class_sum, columns, 256, m.slabs, static_cast<int>(slabs),
-                 plan.hidden_pitch, m.class_row, m.tokens.scalars);
+                 call.shape.hidden_pitch(), m.class_row, m.tokens.scalars);
 }
 
 void write_grad_input(const LinearWork& work, const float* sums, int64_t row, int64_t rows,
@@ -195,8 +195,8 @@ void write_grad_input(const LinearWork& work, const float* sums, int64_t row, in
   const float* class_sum = scaled ? m.class_row : nullptr;
   with_dtype(call.grad_input.dtype, [&](auto element) {
     stream->launch("write_grad_input", grad_input_kernel<decltype(element)>,
-                   static_cast<unsigned>(rows), 256, chunk, factors, sums, plan.hidden_pitch, row,
-                   class_sum, clears, call.grad_input);
+                   static_cast<unsigned>(rows), 256, chunk, factors, sums,
+                   call.shape.hidden_pitch(), row, class_sum, clears, call.grad_input);
   });
 }
 
@@ -224,14 +224,14 @@ void write_grad_weight(const LinearWork& work, const float* sums, int64_t row, i
   const auto& [call, plan, m, device, stream, chunk] = work;
   with_dtype(call.grad_weight.dtype, [&](auto element) {
     stream->launch("write_grad_weight", grad_weight_kernel<decltype(element)>,
-                   static_cast<unsigned>(rows), 256, m.tokens.scalars, sums, plan.hidden_pitch, row,
-                   call.accumulate, call.grad_weight);
+                   static_cast<unsigned>(rows), 256, m.tokens.scalars, sums,
+                   call.shape.hidden_pitch(), row, call.accumulate, call.grad_weight);
   });
 }
 
 void write_lent_sums(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  const int64_t pitch = plan.hidden_pitch;
+  const int64_t pitch = call.shape.hidden_pitch();
   const auto write = [&](int64_t first, int64_t rows) {
     const float* sums = call.grad_weight.as<const float>() + first * pitch;
     if (first == 0) {  // the rows to write overlap the first sums

@@ -120,7 +120,7 @@ void copy(const LinearWork& work, const char* name, int64_t first, int64_t rows,
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
     stream->launch(name, copy_rows<T>, blocks_for(rows, threads / 32), threads, call.weight, first,
-                   rows, plan.hidden_pitch, reinterpret_cast<T*>(to));
+                   rows, call.shape.hidden_pitch(), reinterpret_cast<T*>(to));
   });
 }
 
@@ -161,7 +161,7 @@ void gather_input(const LinearWork& work, bool clears, bool beside) {
                                   .anchor = call.anchor,
                                   .map = call.map,
                                   .chunk = chunk,
-                                  .pitch = plan.hidden_pitch,
+                                  .pitch = call.shape.hidden_pitch(),
                                   .rows = rows,
                                   .clears = clears,
                                   .beside = beside,

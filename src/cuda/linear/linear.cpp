@@ -42,7 +42,7 @@ Partials place_partials(Arena* arena, const LinearShape& s, const LinearPlan& p)
 
 LinearMemory place_in(Arena* arena, const Engine& engine, const LinearShape& s,
                       const LinearPlan& p) {
-  const int64_t element = size_of(s.dtype), pitch = p.hidden_pitch, row = pitch * element;
+  const int64_t element = size_of(s.dtype), pitch = s.hidden_pitch(), row = pitch * element;
   const int64_t chunk = p.token_chunk, rows = p.panel_rows;
   const bool remakes_dz = s.kernels.others == Origin::again_dz;
   LinearMemory m;
@@ -127,11 +127,10 @@ Status check_linear_extents(std::initializer_list<int64_t> extents) {
   return {};
 }
 
-Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                    int64_t column) {
+Operand weight_rows(const LinearCall& call, const LinearMemory& m, int64_t column) {
   if (call.shape.copies_weight) {
-    return {m.weight + column * plan.hidden_pitch * size_of(call.shape.dtype), plan.hidden_pitch,
-            1};
+    return {m.weight + column * call.shape.hidden_pitch() * size_of(call.shape.dtype),
+            call.shape.hidden_pitch(), 1};
   }
   const TensorView& w = call.weight;
   // cuBLASLt checks the stride even of a single row or column, so it is set to a valid one.

@@ -108,7 +108,7 @@ struct LinearWork {
 inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
 // The number of rows of grad_weight's f32 sums that fit in the memory of a chunk's E.
 inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
-  return p.panel_rows * stored_pitch(p.stored_columns) * size_of(s.dtype) / (4 * p.hidden_pitch);
+  return p.panel_rows * stored_pitch(p.stored_columns) * size_of(s.dtype) / (4 * s.hidden_pitch());
 }
 // Calls use(first, rows) for the pieces in which lent sums are rounded to rows of grad_weight in
 // the same memory. The first piece is moved to E's memory before; each later one may be as large
@@ -162,8 +162,7 @@ void column_terms(const LinearWork& work, int64_t padding);
 Status check_linear_extents(std::initializer_list<int64_t> extents);
 
 // The weight from row `column` on, as an operand of a product.
-Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                    int64_t column);
+Operand weight_rows(const LinearCall& call, const LinearMemory& m, int64_t column);
 
 // rows.cu: from the partial sums, or the state given to Backward, computes the outputs of the
 // chunk's tokens, after the last chunk the reduced loss, the gradients' factors (`with_factors`: of

@@ -36,7 +36,7 @@ void settle(const LinearShape& s, LinearPlan* p) {
   if (s.grad_input && !sums_grad_input(s, *p) && !s.kernels.direct_grad_input) {
     // On the CUDA cores a product of half as many rows would idle a tenth of the multiprocessors.
     const int64_t sums = p->block_rows * p->block_columns * (s.on_cuda_cores ? 2 : 1);
-    p->sum_rows = std::clamp<int64_t>(sums / p->hidden_pitch / 128 * 128,
+    p->sum_rows = std::clamp<int64_t>(sums / s.hidden_pitch() / 128 * 128,
                                       std::min<int64_t>(p->token_chunk, 128), p->token_chunk);
   }
 }

@@ -91,6 +91,8 @@ struct LinearShape {
   int64_t kept_columns = 0;
   Kernels kernels{};
   bool can_keep() const { return is_kept(kernels.kept); }
+  // D rounded up to 16 bytes, the pitch of rows in the workspace.
+  int64_t hidden_pitch() const { return round_up(hidden, 16 / size_of(dtype)); }
   int64_t rows_of_weight() const { return weight_rows > 0 ? weight_rows : vocab; }
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
   bool operator==(const LinearShape&) const = default;
@@ -141,7 +143,6 @@ struct LinearPlan {
   // the call asks for grad_input first; 0: there is one product.
   int64_t first_columns = 0;
   int64_t lent_sum_rows = 0;  // rows of grad_weight's f32 sums in its own memory
-  int64_t hidden_pitch = 0;   // D rounded up to 16 bytes, a row's pitch
   int64_t segments = 0;       // partial sums of a row
   bool copies_input = true;   // compacts the input; with reads_input if not all tokens count
   int64_t panel_rows = 0;     // rows of a panel in memory, with padding
@@ -196,7 +197,7 @@ inline bool sums_grad_input(const LinearShape& s, const LinearPlan& p) {
 // not worth the launch that clears this memory.
 inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
   return s.kernels.lends_grad_input && p.chunks == 1 && !p.input_first && !s.input_first &&
-         p.token_chunk * p.hidden_pitch * size_of(s.dtype) > 1 << 20;
+         p.token_chunk * s.hidden_pitch() * size_of(s.dtype) > 1 << 20;
 }
 
 // Columns per partial sum of a block of logits.

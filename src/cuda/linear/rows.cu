@@ -487,7 +487,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
                         .input = own_rows ? call.input.as<char>() : m.input,
                         .input_stride = own_rows ? call.input.stride[0] : 0,
                         .scaled = scales ? m.scaled : nullptr,
-                        .pitch = plan.hidden_pitch,
+                        .pitch = call.shape.hidden_pitch(),
                         .behind = scales ? static_cast<int32_t>(plan.extra_rows) : 0};
   LaunchShape shape{.threads = threads, .early = call.launches_early};
   with_plain(plain, call, [&](const auto& arguments, auto is_plain) {

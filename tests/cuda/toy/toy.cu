@@ -20,11 +20,11 @@ struct Rows {
   __device__ const E* row(int64_t i) const { return data + i * pitch; }
 };
 Rows weight_of(const LinearWork& work) {
-  const Operand rows = weight_rows(work.call, work.plan, work.m, 0);
+  const Operand rows = weight_rows(work.call, work.m, 0);
   return {reinterpret_cast<const E*>(rows.data), rows.row_stride};
 }
 Rows input_of(const LinearWork& work) {
-  return {reinterpret_cast<const E*>(work.m.input), work.plan.hidden_pitch};
+  return {reinterpret_cast<const E*>(work.m.input), work.call.shape.hidden_pitch()};
 }
 
 __device__ float dot(const E* a, const E* b, int64_t count) {
@@ -211,7 +211,7 @@ void ToyEngine::input_sums(const LinearWork& work, const tiled::Kept& kept, cons
                          kept.behind,
                          weight_of(work),
                          call.shape.hidden,
-                         plan.hidden_pitch,
+                         call.shape.hidden_pitch(),
                          rows.first,
                          of_e ? m.factors : nullptr,
                          sums,
@@ -233,9 +233,9 @@ void ToyEngine::grad_weight(const LinearWork& work, const Panel& panel, const ch
   const int64_t columns = std::min(panel.columns, call.shape.rows_of_weight());
   const WeightArguments a{chunk,
                           panel,
-                          {reinterpret_cast<const E*>(rows), plan.hidden_pitch},
+                          {reinterpret_cast<const E*>(rows), call.shape.hidden_pitch()},
                           call.shape.hidden,
-                          plan.hidden_pitch,
+                          call.shape.hidden_pitch(),
                           plan.lent_sum_rows,
                           !sums   ? nullptr
                           : lends ? call.grad_weight.as<float>()

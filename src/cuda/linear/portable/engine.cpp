@@ -43,7 +43,7 @@ void PortableEngine::place(Lifetime lifetime, const LinearShape& s, const Linear
   m->library = arena->take<char>(matrix_library_bytes);
   m->logits = arena->take<float>(p.block_rows * p.block_columns);
   if (scales_apart(s, p)) {
-    m->scaled = arena->take<char>(p.panel_rows * p.hidden_pitch * size_of(s.dtype));
+    m->scaled = arena->take<char>(p.panel_rows * s.hidden_pitch() * size_of(s.dtype));
   }
   place_bias_slabs(s, p, std::max(p.stored_columns, p.remade_columns), arena, m);
 }

@@ -25,7 +25,7 @@ constexpr int64_t most_block = int64_t{128} << 20, least_block = int64_t{1} << 2
 bool has_room_for_parts(const LinearShape& s, const LinearPlan& p, int64_t rows) {
   const bool whole = p.stored_columns == s.vocab || s.kernels.kept == Origin::dz_in_panels;
   return s.kept_columns == s.vocab && whole && lends_block(s, p) &&
-         rows * p.hidden_pitch <= p.block_rows * p.block_columns;
+         rows * s.hidden_pitch() <= p.block_rows * p.block_columns;
 }
 
 // The time of the product that computes the logits of `rows` tokens and `columns` columns, and of
@@ -65,7 +65,6 @@ LinearPlan chunked(const LinearShape& s, int64_t most) {
   p.token_chunk = round_up(divide_up(tokens, divide_up(tokens, most)), 8);
   p.chunks = divide_up(tokens, p.token_chunk);
   add_rows(extra_rows, &p);
-  p.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
   p.segments = divide_up(s.vocab, segment_columns);
   return p;
 }

@@ -6,7 +6,7 @@
 namespace logitless::cuda {
 
 int64_t HeadProducts::depth() const {
-  return work_.call.shape.copies_weight ? work_.plan.hidden_pitch : work_.call.shape.hidden;
+  return work_.call.shape.copies_weight ? work_.call.shape.hidden_pitch() : work_.call.shape.hidden;
 }
 
 void HeadProducts::multiply(Product* p, const float* alpha, bool add) const {
@@ -17,8 +17,8 @@ void HeadProducts::multiply(Product* p, const float* alpha, bool add) const {
 }
 
 void HeadProducts::logits(const Logits& block) const {
-  const Operand weight = weight_rows(work_.call, work_.plan, work_.m, block.column);
-  const int64_t pitch = work_.plan.hidden_pitch, element = size_of(work_.call.shape.dtype);
+  const Operand weight = weight_rows(work_.call, work_.m, block.column);
+  const int64_t pitch = work_.call.shape.hidden_pitch(), element = size_of(work_.call.shape.dtype);
   Product p;
   p.in = work_.call.shape.dtype;
   p.rows = block.rows;
@@ -36,7 +36,7 @@ void HeadProducts::logits(const Logits& block) const {
     // another product, and some columns are computed twice.
     Product last = p;
     last.columns = 8;
-    last.b.data = weight_rows(work_.call, work_.plan, work_.m, block.column + p.columns - 8).data;
+    last.b.data = weight_rows(work_.call, work_.m, block.column + p.columns - 8).data;
     last.c = block.to + p.columns - 8;
     multiply(&last, one(), false);
     p.columns -= tail;
@@ -56,9 +56,9 @@ void HeadProducts::grad_input(const Panel& panel, int64_t row, int64_t rows, flo
   p.columns = depth();
   p.depth = panel.columns - tail;
   p.a = {panel.data + row * panel.pitch * element, panel.pitch, 1};
-  p.b = weight_rows(work_.call, work_.plan, work_.m, panel.first);
+  p.b = weight_rows(work_.call, work_.m, panel.first);
   p.c = sums;
-  p.c_stride = work_.plan.hidden_pitch;
+  p.c_stride = work_.call.shape.hidden_pitch();
   if (lends_block(work_.call.shape, work_.plan)) {
     p.parts = work_.m.logits;
     p.parts_bytes = block_bytes(work_.plan);
@@ -70,8 +70,8 @@ void HeadProducts::grad_input(const Panel& panel, int64_t row, int64_t rows, flo
   if (tail == 0) return;
   p.parts_bytes = 0;
   p.a.data = panel.data + (row * panel.pitch + p.depth) * element;
-  p.b = {work_.m.weight_tail, work_.plan.hidden_pitch, 1};
-  p.columns = work_.plan.hidden_pitch;
+  p.b = {work_.m.weight_tail, work_.call.shape.hidden_pitch(), 1};
+  p.columns = work_.call.shape.hidden_pitch();
   p.depth = 8;
   multiply(&p, one(), add);
 }
@@ -80,7 +80,7 @@ void HeadProducts::grad_input(const Panel& panel, int64_t row, int64_t rows, flo
 // rows: tensor cores read whole 16 bytes. On the CUDA cores such 8 rows would take 2 % of the call.
 void HeadProducts::grad_weight(const Panel& panel, const char* factor_rows, bool adds) const {
   const int64_t tail = work_.call.shape.on_cuda_cores ? 0 : panel.columns % 8;
-  const int64_t pitch = work_.plan.hidden_pitch;
+  const int64_t pitch = work_.call.shape.hidden_pitch();
   Product p;
   p.in = work_.call.shape.dtype;
   p.rows = panel.columns - tail;

@@ -55,8 +55,8 @@ class HopperEngine final : public tiled::TiledEngine {
 // Whether this build has code of sm_90a (cmake/cuda.cmake); without it these kernels are empty.
 bool has_code();
 // The distance between rows of the weight; any value for a single row.
-inline int64_t weight_stride(const LinearCall& call, const LinearPlan& plan) {
-  if (call.shape.copies_weight) return plan.hidden_pitch;
+inline int64_t weight_stride(const LinearCall& call) {
+  if (call.shape.copies_weight) return call.shape.hidden_pitch();
   return call.shape.vocab == 1 ? call.shape.hidden : call.weight.stride[0];
 }
 

@@ -45,8 +45,8 @@ CUtensorMap own_map(const InputRows& own, DType dtype, int64_t first, int64_t ro
 }
 CUtensorMap compacted_map(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  return make_map(m.input, call.shape.dtype, chunk.rows, plan.hidden_pitch, plan.hidden_pitch,
-                  copied_rows(call.shape, plan), stream);
+  return make_map(m.input, call.shape.dtype, chunk.rows, call.shape.hidden_pitch(),
+                  call.shape.hidden_pitch(), copied_rows(call.shape, plan), stream);
 }
 
 Operands make_operands(const LinearWork& work) {

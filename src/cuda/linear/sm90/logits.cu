@@ -9,9 +9,9 @@ namespace logitless::cuda::sm90 {
 void HopperEngine::store_logits(const LinearWork& work, const StoredLogits& to) const {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const LinearShape& s = call.shape;
-  const char* input = m.input + to.row * plan.hidden_pitch * size_of(s.dtype);
+  const char* input = m.input + to.row * s.hidden_pitch() * size_of(s.dtype);
   const CUtensorMap input_map =
-      make_map(input, s.dtype, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, tile_rows, stream);
+      make_map(input, s.dtype, chunk.rows, s.hidden_pitch(), s.hidden_pitch(), tile_rows, stream);
   const int32_t depth_tiles = static_cast<int32_t>(divide_up(s.hidden, int64_t{tile_depth}));
   const Arguments arguments{
       .chunk = chunk,

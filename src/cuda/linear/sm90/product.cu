@@ -121,7 +121,7 @@ Prepared input_product(const LinearWork& work, const Kept& kept, DType out, Prod
   const char* weight = s.copies_weight
                            ? m.weight
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
-  const int64_t stride = weight_stride(call, plan);
+  const int64_t stride = weight_stride(call);
   const auto map = [&](const Panel& panel) {
     const int64_t blocks = (panel.columns + 63) / 64;
     return make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, tiled::rows_of_tile(plan),
@@ -144,10 +144,10 @@ Prepared input_product(const LinearWork& work, const Kept& kept, DType out, Prod
   return p;
 }
 
-// Directs the product's output to f32 rows from `sums` on, at the plan's pitch, without scaling.
-void write_sums(float* sums, const LinearPlan& plan, ProductArguments* a) {
+// Directs the product's output to f32 rows from `sums` on, at the input's pitch, without scaling.
+void write_sums(float* sums, const LinearShape& shape, ProductArguments* a) {
   a->out = sums;
-  a->stride = a->columns = static_cast<int32_t>(plan.hidden_pitch);
+  a->stride = a->columns = static_cast<int32_t>(shape.hidden_pitch());
   a->wide = true;
 }
 // Directs the product's output to the caller's gradient from row `first` on.
@@ -182,11 +182,11 @@ Prepared weight_product(const LinearWork& work, const Panel& panel, const char* 
   const TensorView& out = call.grad_weight;
   const bool sums = sums_grad_weight(call.shape, plan);
   if (plan.lent_sum_rows > 0) {
-    write_sums(out.as<float>(), plan, &a);
+    write_sums(out.as<float>(), call.shape, &a);
     a.rest = m.grad_weight_sum;
     a.split = static_cast<int32_t>(plan.lent_sum_rows);
   } else if (sums) {
-    write_sums(m.grad_weight_sum + panel.first * plan.hidden_pitch, plan, &a);
+    write_sums(m.grad_weight_sum + panel.first * call.shape.hidden_pitch(), call.shape, &a);
   } else {
     write_gradient(out, panel.first, &a);
   }
@@ -199,7 +199,8 @@ Prepared weight_product(const LinearWork& work, const Panel& panel, const char* 
   Prepared p{.out = sums ? DType::f32 : out.dtype};
   p.operands.left = make_panel_map(panel.data, call.shape.dtype, panel.pitch, panel.pitch,
                                    (panel.columns + 63) / 64, tile_depth, tile_rows / 64, stream);
-  p.operands.right = right_map(work, rows, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, &a);
+  p.operands.right =
+      right_map(work, rows, chunk.rows, call.shape.hidden_pitch(), call.shape.hidden_pitch(), &a);
   p.a = a;
   return p;
 }
@@ -211,7 +212,7 @@ void HopperEngine::input_sums(const LinearWork& work, const Kept& kept, const Ra
   const auto& [call, plan, m, device, stream, chunk] = work;
   ProductArguments a{};
   a.chunk = chunk;
-  write_sums(sums, plan, &a);
+  write_sums(sums, call.shape, &a);
   a.first_row = static_cast<int32_t>(rows.first);
   a.rows = static_cast<int32_t>(rows.count);
   a.add = add;

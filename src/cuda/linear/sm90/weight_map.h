@@ -10,12 +10,11 @@ namespace logitless::cuda::sm90 {
 inline CUtensorMap weight_map(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const LinearShape& s = call.shape;
-  const int64_t hidden = s.copies_weight ? plan.hidden_pitch : s.hidden;
+  const int64_t hidden = s.copies_weight ? s.hidden_pitch() : s.hidden;
   const void* weight = s.copies_weight
                            ? m.weight
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
-  return make_map(weight, s.dtype, s.vocab, hidden, weight_stride(call, plan), tile_columns / 2,
-                  stream);
+  return make_map(weight, s.dtype, s.vocab, hidden, weight_stride(call), tile_columns / 2, stream);
 }
 
 }  // namespace logitless::cuda::sm90

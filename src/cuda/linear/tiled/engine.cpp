@@ -102,7 +102,7 @@ void TiledEngine::place(Lifetime lifetime, const LinearShape& s, const LinearPla
   take(s.bias, &m->bias_row, s.vocab + tile_.columns);
   take(s.class_weights, &m->class_weights, s.vocab + tile_.columns);
   take(scales_apart(s, p) && own.lent_scaled < 0, &m->scaled,
-       p.panel_rows * p.hidden_pitch * size_of(s.dtype));
+       p.panel_rows * s.hidden_pitch() * size_of(s.dtype));
   place_bias_slabs(s, p, std::min(bias_columns, round_up(s.vocab, 64)), arena, m);
 }
 

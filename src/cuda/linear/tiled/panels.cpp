@@ -17,7 +17,7 @@ int64_t column_bytes(const LinearShape& s, const LinearPlan& p) {
   return p.panel_rows * size_of(s.dtype);
 }
 int64_t scaled_bytes(const LinearShape& s, const LinearPlan& p) {
-  return p.panel_rows * p.hidden_pitch * size_of(s.dtype);
+  return p.panel_rows * s.hidden_pitch() * size_of(s.dtype);
 }
 // Only with a single chunk is a row written once and its memory free until then.
 bool lends_weight(const LinearShape& s, const LinearPlan& p) {

@@ -147,7 +147,6 @@ class Plans {
     p.token_chunk =
         std::min(round_up(even, most >= tile_.rows ? tile_.rows : 8), round_up(tokens, 8));
     p.chunks = divide_up(tokens, p.token_chunk);
-    p.hidden_pitch = round_up(s_.hidden, 16 / size_of(s_.dtype));
     p.panel_rows = round_up(p.token_chunk, tile_.depth);
     place_sums(&p);
     return p;
@@ -297,7 +296,6 @@ LinearPlan two_passes(const TiledEngine& engine, const LinearShape& s, const Dev
   p.kind = PlanKind::two_passes;
   p.token_chunk = first.token_chunk;
   p.chunks = first.chunks;
-  p.hidden_pitch = first.hidden_pitch;
   p.first_rows = first_rows;
   p.bytes = state + most;
   p.seconds = first.seconds + second.seconds;
