@@ -304,7 +304,6 @@ LogitMap map_of(const LogitMap& map, const Temperatures& given, int64_t row) {
   }
   LogitMap own = map;
   own.temperature = temperature;
-  own.inv_temperature = 1 / temperature;
   return own;
 }
 

@@ -14,15 +14,12 @@ namespace logitless {
 struct LogitMap {
   float scale = 1;
   float softcap = 0;  // 0: none
-  float inv_softcap = 0;
   float temperature = 1;
-  float inv_temperature = 1;
   bool identity() const { return scale == 1 && softcap == 0 && temperature == 1; }
 };
 
 inline LogitMap logit_map(const LossOptions& o) {
-  return {o.logit_scale, o.softcap, o.softcap > 0 ? 1 / o.softcap : 0, o.temperature,
-          1 / o.temperature};
+  return {o.logit_scale, o.softcap, o.temperature};
 }
 
 inline MapFactors map_factors(const LogitMap& map) {

@@ -178,7 +178,7 @@ TEST(Tokens, ABadTemperatureIsNanAndAFault) {
   EXPECT_EQ(fault, 8);  // an ignored token's temperature is not read
   const LogitMap number = logit_map(op.options);
   EXPECT_EQ(map_of(number, p.tokens, 0).temperature, 2);
-  EXPECT_EQ(map_of(number, p.tokens, 2).inv_temperature, 2);
+  EXPECT_EQ(map_of(number, p.tokens, 2).temperature, .5f);
   for (const float bad : {0.f, -0.f, -1.f, kInf, kNan, 1e-39f}) {
     temperatures[2] = bad;
     fault = 8;
