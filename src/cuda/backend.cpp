@@ -36,7 +36,6 @@ Status on_stream(const Execution& execution, F&& enqueue) {
 }
 
 const char* invariant_ops(const cuda::DeviceInfo& device) {
-  if (cuda::linear_ops_are_batch_invariant(device)) return "every op";
   return cuda::half_linear_ops_are_batch_invariant(device)
              ? "all but divergences, and linear ops in f32 or of a weight whose rows are strided "
                "or unaligned"

@@ -9,9 +9,8 @@
 namespace logitless::cuda {
 
 // In ops on given logits a token's loss and statistics never depend on its batch. In linear ops
-// they do if cuBLASLt computes the logits, as it does for f32 on every device.
-inline bool linear_ops_are_batch_invariant(const DeviceInfo&) { return false; }
-// For linear ops with 16-bit inputs, whose logits an engine's own kernel may compute.
+// they do if cuBLASLt computes the logits, as it does for f32 on every device. Returns whether
+// they do not in linear ops with 16-bit inputs, whose logits an engine's own kernel may compute.
 inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
   return engine_for(device).is_batch_invariant();
 }

@@ -198,8 +198,7 @@ class CudaDevice final : public TestDevice {
     const cuda::DeviceInfo* info;
     if (!is_linear(c.op)) return true;
     if (!cuda::find_device(index_, &info).ok()) return false;
-    return cuda::linear_ops_are_batch_invariant(*info) ||
-           (is_served(c) && cuda::half_linear_ops_are_batch_invariant(*info));
+    return is_served(c) && cuda::half_linear_ops_are_batch_invariant(*info);
   }
 
  private:
