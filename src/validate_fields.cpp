@@ -20,22 +20,25 @@ enum DTypes : uint32_t {  // one bit each
 };
 
 enum class Shape {
+  // Of rank 1.
+  token,        // [N]
+  vocab,        // [V]
+  vocab_total,  // [V], or [vocab_total] on a shard
+  reduced,      // [N] if the reduction is none, else [] or [1]
+  scalar,       // [] or [1]
+  one,          // [1]
+  token_ends,   // [N + 1]
+  // Of rank 1 with id_offsets, else 2.
+  token_chosen,  // [N, K], or [M] with id_offsets
+  // Of rank 2.
   token_vocab,           // [N, V]
   token_hidden,          // [N, D]
   vocab_hidden,          // [V, D]
-  token,                 // [N]
-  vocab,                 // [V]
-  vocab_total,           // [V], or [vocab_total] on a shard
-  reduced,               // [N] if the reduction is none, else [] or [1]
-  scalar,                // [] or [1]
-  one,                   // [1]
   kept,                  // [blocks * rows, 64], rows = N rounded up to 64
   kept_rows,             // [N, 8]
   shard_token,           // [P, N]
   teacher_hidden,        // [N, Dt]
   vocab_teacher_hidden,  // [V, Dt]
-  token_chosen,          // [N, K], or [M] with id_offsets
-  token_ends,            // [N + 1]
   token_listed,          // [N, k]
   shard_listed,          // [P, N k]
 };
@@ -169,10 +172,35 @@ Status wrong_teacher_vocab(const TensorView& weight, int64_t vocab) {
                its > own ? own : its);
 }
 
-// Returns the sizes that a matrix of this shape has in the call.
-std::array<int64_t, 2> sizes_of_matrix(const Call& call, Shape shape) {
+int32_t rank_of(const Call& call, Shape shape) {
+  if (shape == Shape::token_chosen) return call.lists() ? 1 : 2;
+  return shape < Shape::token_chosen ? 1 : 2;
+}
+
+bool may_be_scalar(const Call& call, Shape shape) {
+  return shape == Shape::scalar ||
+         (shape == Shape::reduced && call.options.reduction != Reduction::none);
+}
+
+// Returns the sizes that a vector (its first) or a matrix of this shape has in the call.
+std::array<int64_t, 2> sizes_of(const Call& call, Shape shape) {
   const int64_t n = call.tokens(), v = call.vocab();
   switch (shape) {
+    case Shape::token:
+      return {n};
+    case Shape::vocab:
+      return {v};
+    case Shape::vocab_total:
+      return {call.vocab_total()};
+    case Shape::reduced:
+      return {may_be_scalar(call, shape) ? 1 : n};
+    case Shape::scalar:
+    case Shape::one:
+      return {1};
+    case Shape::token_ends:
+      return {n + 1};
+    case Shape::token_chosen:
+      return {call.lists() ? call.all_chosen() : n, call.chosen()};
     case Shape::token_vocab:
       return {n, v};
     case Shape::token_hidden:
@@ -191,9 +219,10 @@ std::array<int64_t, 2> sizes_of_matrix(const Call& call, Shape shape) {
       return {n, call.listed()};
     case Shape::shard_listed:
       return {call.shards(), n * call.listed()};
-    default:
-      return {};
+    case Shape::kept:
+      break;  // check_kept_shape
   }
+  return {};
 }
 
 }  // namespace
@@ -229,36 +258,8 @@ Status check_devices(const Call& call) {
 
 Status check_ranks(const Call& call) {
   return for_each_given(call, [&](const Field& field, const TensorView& v) -> Status {
-    int32_t least = 1, most = 1;
-    switch (rule_of(field).shape) {
-      case Shape::token_vocab:
-      case Shape::token_hidden:
-      case Shape::vocab_hidden:
-      case Shape::kept:
-      case Shape::kept_rows:
-      case Shape::shard_token:
-      case Shape::teacher_hidden:
-      case Shape::vocab_teacher_hidden:
-      case Shape::token_listed:
-      case Shape::shard_listed:
-        least = most = 2;
-        break;
-      case Shape::token_chosen:
-        least = most = call.lists() ? 1 : 2;
-        break;
-      case Shape::reduced:
-        least = call.options.reduction == Reduction::none ? 1 : 0;
-        break;
-      case Shape::scalar:
-        least = 0;
-        break;
-      case Shape::token:
-      case Shape::vocab:
-      case Shape::vocab_total:
-      case Shape::one:
-      case Shape::token_ends:
-        break;
-    }
+    const Shape shape = rule_of(field).shape;
+    const int32_t most = rank_of(call, shape), least = may_be_scalar(call, shape) ? 0 : most;
     if (v.rank >= least && v.rank <= most) return {};
     return error(StatusCode::wrong_shape, "%s has rank %d; allowed: %s%d", field.name.data(),
                  v.rank, least < most ? "0 or " : "", most);
@@ -284,46 +285,20 @@ Status check_nonnegative(const Call& call) {
 // The sizes of a call come from input and weight, from logits, or in Combine from target and the
 // first of the shards' tensors.
 Status check_shapes(const Call& call) {
-  const int64_t n = call.tokens(), v = call.vocab();
   return for_each_given(call, [&](const Field& field, const TensorView& view) -> Status {
-    int32_t rank = 1;
-    int64_t first = 1, second = 0;
-    Shape shape = rule_of(field).shape;
-    if (shape == Shape::reduced && call.options.reduction == Reduction::none) shape = Shape::token;
-    switch (shape) {
-      case Shape::token:
-        first = n;
-        break;
-      case Shape::vocab:
-        first = v;
-        break;
-      case Shape::vocab_total:
-        first = call.vocab_total();
-        break;
-      case Shape::reduced:
-      case Shape::scalar:
-      case Shape::one:
-        if (view.rank == 0) return {};
-        break;
-      case Shape::kept:
-        return check_kept_shape(call, view);
-      case Shape::token_chosen:
-        rank = view.rank, first = call.lists() ? call.all_chosen() : n, second = call.chosen();
-        break;
-      case Shape::token_ends:
-        first = n + 1;
-        break;
-      default:
-        if (field.name == "teacher_weight" && view.shape[0] != v) {
-          return wrong_teacher_vocab(view, v);
-        }
-        rank = 2, first = sizes_of_matrix(call, shape)[0], second = sizes_of_matrix(call, shape)[1];
+    const Shape shape = rule_of(field).shape;
+    if (shape == Shape::kept) return check_kept_shape(call, view);
+    if (view.rank == 0) return {};  // check_ranks allows it
+    if (field.name == "teacher_weight" && view.shape[0] != call.vocab()) {
+      return wrong_teacher_vocab(view, call.vocab());
     }
+    const int32_t rank = rank_of(call, shape);
+    const auto [first, second] = sizes_of(call, shape);
     if (view.shape[0] == first && (rank == 1 || view.shape[1] == second)) return {};
     if (field.name == "weight") return wrong_width(view, call.hidden());
     return error(StatusCode::wrong_shape, "%s has shape %s; allowed: %s%s", field.name.data(),
                  shape_text(view).text, shape_text(rank, first, second).text,
-                 shape == Shape::reduced || shape == Shape::scalar ? " or []" : "");
+                 may_be_scalar(call, shape) ? " or []" : "");
   });
 }
 
