@@ -35,31 +35,12 @@ std::span<const TensorField> fields_of_op() {
 }  // namespace
 
 std::span<const TensorField> tensor_fields(int32_t kind) {
-  switch (kind) {
-    case LOGITLESS_SOFTMAX:
-      return fields_of_op<Softmax>();
-    case LOGITLESS_CROSS_ENTROPY_FORWARD:
-      return fields_of_op<CrossEntropyForward>();
-    case LOGITLESS_CROSS_ENTROPY_BACKWARD:
-      return fields_of_op<CrossEntropyBackward>();
-    case LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD:
-      return fields_of_op<CrossEntropyForwardBackward>();
-    case LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD:
-      return fields_of_op<LinearCrossEntropyForward>();
-    case LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD:
-      return fields_of_op<LinearCrossEntropyBackward>();
-    case LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD:
-      return fields_of_op<LinearCrossEntropyForwardBackward>();
-    case LOGITLESS_COMBINE:
-      return fields_of_op<Combine>();
-    case LOGITLESS_LINEAR_DIVERGENCE_FORWARD:
-      return fields_of_op<LinearDivergenceForward>();
-    case LOGITLESS_LINEAR_DIVERGENCE_BACKWARD:
-      return fields_of_op<LinearDivergenceBackward>();
-    case LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD:
-      return fields_of_op<LinearDivergenceForwardBackward>();
-  }
-  return {};
+  static const auto table = [] {
+    std::array<std::span<const TensorField>, kinds> made{};
+    for_each_op([&]<class Op>(const Op&, int32_t of) { made[of] = fields_of_op<Op>(); });
+    return made;
+  }();
+  return kind >= 0 && kind < kinds ? table[kind] : std::span<const TensorField>{};
 }
 
 Call::Call(int32_t of_kind, const Execution& on) : kind(of_kind), execution(on) {

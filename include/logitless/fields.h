@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one listing of every op's tensors: for_each_tensor(op, c, f) calls f(name, access, op.field,
-// c.field) for each. The C++ layer, the C entry points, the validation and the tests all walk it.
+// The listings of the ops and of every tensor of an op: for_each_tensor(op, c, f) calls f(name,
+// access, op.field, c.field) for each. The C++ layer, the C entry points, the validation and the
+// tests all walk them.
 #pragma once
 
 #include <type_traits>
@@ -11,35 +12,30 @@ namespace logitless {
 
 enum class Access { read, write, read_write };
 
+// The one listing of the ops: calls f(op, kind) for each.
+template <class F>
+constexpr void for_each_op(F&& f) {
+  f(Softmax{}, LOGITLESS_SOFTMAX);
+  f(CrossEntropyForward{}, LOGITLESS_CROSS_ENTROPY_FORWARD);
+  f(CrossEntropyBackward{}, LOGITLESS_CROSS_ENTROPY_BACKWARD);
+  f(CrossEntropyForwardBackward{}, LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD);
+  f(LinearCrossEntropyForward{}, LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD);
+  f(LinearCrossEntropyBackward{}, LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD);
+  f(LinearCrossEntropyForwardBackward{}, LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD);
+  f(Combine{}, LOGITLESS_COMBINE);
+  f(LinearDivergenceForward{}, LOGITLESS_LINEAR_DIVERGENCE_FORWARD);
+  f(LinearDivergenceBackward{}, LOGITLESS_LINEAR_DIVERGENCE_BACKWARD);
+  f(LinearDivergenceForwardBackward{}, LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD);
+}
+
 template <class Op>
-inline constexpr int32_t kind_of = -1;
-template <>
-inline constexpr int32_t kind_of<Softmax> = LOGITLESS_SOFTMAX;
-template <>
-inline constexpr int32_t kind_of<CrossEntropyForward> = LOGITLESS_CROSS_ENTROPY_FORWARD;
-template <>
-inline constexpr int32_t kind_of<CrossEntropyBackward> = LOGITLESS_CROSS_ENTROPY_BACKWARD;
-template <>
-inline constexpr int32_t kind_of<CrossEntropyForwardBackward> =
-    LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD;
-template <>
-inline constexpr int32_t kind_of<LinearCrossEntropyForward> =
-    LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD;
-template <>
-inline constexpr int32_t kind_of<LinearCrossEntropyBackward> =
-    LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
-template <>
-inline constexpr int32_t kind_of<LinearCrossEntropyForwardBackward> =
-    LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
-template <>
-inline constexpr int32_t kind_of<Combine> = LOGITLESS_COMBINE;
-template <>
-inline constexpr int32_t kind_of<LinearDivergenceForward> = LOGITLESS_LINEAR_DIVERGENCE_FORWARD;
-template <>
-inline constexpr int32_t kind_of<LinearDivergenceBackward> = LOGITLESS_LINEAR_DIVERGENCE_BACKWARD;
-template <>
-inline constexpr int32_t kind_of<LinearDivergenceForwardBackward> =
-    LOGITLESS_LINEAR_DIVERGENCE_FORWARD_BACKWARD;
+inline constexpr int32_t kind_of = [] {
+  int32_t found = -1;
+  for_each_op([&]<class T>(const T&, int32_t kind) {
+    if (std::is_same_v<T, Op>) found = kind;
+  });
+  return found;
+}();
 
 // What an op has, detected from its members.
 template <class Op>

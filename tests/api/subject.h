@@ -368,20 +368,9 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
 // Calls f(subject) with an unbroken call of this kind of op.
 template <class F>
 void with_subject(int32_t kind, DeviceType device, F&& f) {
-  const auto use = [&](auto op) {
-    if (kind_of<decltype(op)> == kind) f(*make_subject(op, device));
-  };
-  use(Softmax{});
-  use(CrossEntropyForward{});
-  use(CrossEntropyBackward{});
-  use(CrossEntropyForwardBackward{});
-  use(LinearCrossEntropyForward{});
-  use(LinearCrossEntropyBackward{});
-  use(LinearCrossEntropyForwardBackward{});
-  use(Combine{});
-  use(LinearDivergenceForward{});
-  use(LinearDivergenceBackward{});
-  use(LinearDivergenceForwardBackward{});
+  for_each_op([&](auto op, int32_t of) {
+    if (of == kind) f(*make_subject(op, device));
+  });
 }
 
 // Calls f for each op on the CPU and on the reference.

@@ -203,27 +203,11 @@ void for_each_paper_call(PaperCall c, F&& f) {
   }
 }
 
-template <class F>
-void for_each_op_type(F&& f) {
-  f(Softmax{});
-  f(CrossEntropyForward{});
-  f(CrossEntropyBackward{});
-  f(CrossEntropyForwardBackward{});
-  f(LinearCrossEntropyForward{});
-  f(LinearCrossEntropyBackward{});
-  f(LinearCrossEntropyForwardBackward{});
-  f(Combine{});
-  f(LinearDivergenceForward{});
-  f(LinearDivergenceBackward{});
-  f(LinearDivergenceForwardBackward{});
-}
-
 // Returns the pipelines of products of every tile size, of rows read once and of rows in slots,
 // with workspaces that lead to every plan.
 inline std::set<std::string> every_pipeline(const Limits& limits) {
   std::set<std::string> all;
-  for_each_op_type([&](auto typed) {
-    using Op = decltype(typed);
+  for_each_op([&]<class Op>(const Op&, int32_t) {
     for (const PaperCall shape :
          {PaperCall{3, 8, 40}, PaperCall{40, 256, 9000}, PaperCall{100, 96, 9000},
           PaperCall{256, 256, 2048}, PaperCall{140, 40, 16900}}) {

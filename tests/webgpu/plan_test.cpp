@@ -237,8 +237,7 @@ TEST(WebGpuPlan, EveryDispatchKeepsToTheRules) {
   small.storage_binding_bytes = 1 << 17;
   small.buffer_bytes = 1 << 23;
   uint64_t calls = 0;
-  for_each_op_type([&](auto typed) {
-    using Op = decltype(typed);
+  for_each_op([&]<class Op>(const Op&, int32_t) {
     for (const PaperCall shape : {PaperCall{3, 8, 40}, PaperCall{130, 13, 5003}}) {
       for_each_paper_call<Op>(shape, [&](const PaperCall& c) {
         for (const Limits& limits : {Limits{}, small}) {
