@@ -11,8 +11,7 @@
 #include <memory>
 
 #include "cli/bench_case.h"
-#include "cli/bench_cuda.h"
-#include "cli/bench_webgpu.h"
+#include "cli/bench_gpu.h"
 #include "cli/chart.h"
 #include "cli/commands.h"
 #include "cli/first_call.h"

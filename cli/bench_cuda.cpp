@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cli/bench_cuda.h"
+// Measurements on CUDA, timed by the device's own clock.
+#include "cli/bench_gpu.h"
 
 #include <fmt/core.h>
 

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 
 #include "cli/op_shape.h"
 
@@ -47,5 +48,9 @@ class GpuBench {
 };
 
 uint64_t bytes_of(const TensorView& view);
+
+// Each throws Failure with the reason if its backend is unavailable.
+std::unique_ptr<GpuBench> make_cuda_bench();
+std::unique_ptr<GpuBench> make_webgpu_bench();
 
 }  // namespace logitless::cli

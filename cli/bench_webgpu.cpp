@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cli/bench_webgpu.h"
+// Measurements on WebGPU, timed from the call until the queue is empty.
+#include "cli/bench_gpu.h"
 
 #include "cli/commands.h"
 #include "cli/text.h"
