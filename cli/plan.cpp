@@ -12,8 +12,7 @@
 
 #include "cli/commands.h"
 #include "cli/op_shape.h"
-#include "cli/plan_cuda.h"
-#include "cli/plan_webgpu.h"
+#include "cli/plan_devices.h"
 #include "cli/text.h"
 #include "src/cpu/dispatch.h"
 

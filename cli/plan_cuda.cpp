@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cli/plan_cuda.h"
+#include "cli/plan_devices.h"
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
