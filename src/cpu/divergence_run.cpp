@@ -27,13 +27,6 @@ DivergenceTerms terms_of(const DivergenceOptions& o) {
   return {effective_kind(o), o.beta, 1 - o.beta, o.label_weight};
 }
 
-// A token's outputs other than its loss; all 0 where it does not count.
-struct DivergenceOutputs {
-  float entropy = 0, teacher_entropy = 0, acceptance = 0, logprob = 0;
-  float divergence_sum = 0, slope_sum = 0, target_logit = 0;
-  float row_reference = 0, row_log_sum = 0, teacher_row_reference = 0, teacher_row_log_sum = 0;
-};
-
 class DivergenceRun : public LinearProducts {
  public:
   DivergenceRun(const Call& call, const LinearShape& shape, const LinearPlan& plan, char* memory)
@@ -98,7 +91,9 @@ class DivergenceRun : public LinearProducts {
   void begin_rows();
   void sum_columns();
   void finish_row(int64_t n) const;
-  void put_outputs(int64_t i, const DivergenceOutputs& of_token) const;
+  // Writes a token's outputs other than its loss: all 0 for {}, {}, {}.
+  void put_outputs(int64_t i, const RowState& own, const RowState& teachers,
+                   const DivergenceSums& row) const;
   void write_statistics(int64_t n, const DivergenceSums& row) const;
   void keep_gradients() const;
   void kept_row_of(int64_t tile, int64_t n, float* row) const;
@@ -216,42 +211,32 @@ void DivergenceRun::finish_row(int64_t n) const {
   }
 }
 
-void DivergenceRun::put_outputs(int64_t i, const DivergenceOutputs& of_token) const {
+void DivergenceRun::put_outputs(int64_t i, const RowState& own, const RowState& teachers,
+                                const DivergenceSums& row) const {
   const auto put = [&](const TensorView& view, float value) {
     if (view) write_f32(view, i, value);
   };
-  put(call_.entropy, of_token.entropy);
-  put(call_.teacher_entropy, of_token.teacher_entropy);
-  put(call_.acceptance, of_token.acceptance);
-  put(call_.logprob, of_token.logprob);
-  put(call_.divergence_sum, of_token.divergence_sum);
-  put(call_.slope_sum, of_token.slope_sum);
-  put(call_.target_logit, of_token.target_logit);
+  put(call_.entropy, own.entropy);
+  put(call_.teacher_entropy, teachers.entropy);
+  put(call_.acceptance, row.acceptance);
+  put(call_.logprob, own.logprob());
+  put(call_.divergence_sum, row.value);
+  put(call_.slope_sum, row.mean);
+  put(call_.target_logit, own.target_logit);
   if (call_.state_given()) return;  // the states are inputs
-  put(call_.row_reference, of_token.row_reference);
-  put(call_.row_log_sum, of_token.row_log_sum);
-  put(call_.teacher_row_reference, of_token.teacher_row_reference);
-  put(call_.teacher_row_log_sum, of_token.teacher_row_log_sum);
+  put(call_.row_reference, own.reference);
+  put(call_.row_log_sum, own.log_sum);
+  put(call_.teacher_row_reference, teachers.reference);
+  put(call_.teacher_row_log_sum, teachers.log_sum);
 }
 
 void DivergenceRun::write_statistics(int64_t n, const DivergenceSums& row) const {
-  const int64_t k = first_ + n, i = tokens_->row[k];
+  const int64_t k = first_ + n;
   const RowState& state = states(student)[n];
   float loss = row.value;
   if (terms_.label_weight != 0) loss -= terms_.label_weight * state.logprob();
   losses()[k] = tokens_->token_weight[k] * loss;
-  const RowState& of_teacher = states(teacher)[n];
-  put_outputs(i, {.entropy = state.entropy,
-                  .teacher_entropy = of_teacher.entropy,
-                  .acceptance = row.acceptance,
-                  .logprob = state.logprob(),
-                  .divergence_sum = row.value,
-                  .slope_sum = row.mean,
-                  .target_logit = state.target_logit,
-                  .row_reference = state.reference,
-                  .row_log_sum = state.log_sum,
-                  .teacher_row_reference = of_teacher.reference,
-                  .teacher_row_log_sum = of_teacher.log_sum});
+  put_outputs(tokens_->row[k], state, states(teacher)[n], row);
   if (!call_.kept) return;
   // |dz| is at most 2 (D + 2) for reverse_kl, and less than 4 for the other kinds; the label's term
   // adds its weight.
@@ -336,7 +321,7 @@ void DivergenceRun::run_chunk(const Tokens& tokens, int64_t first, int64_t count
 
 void DivergenceRun::write_loss(const Tokens& tokens) const {
   write_losses(tokens, losses(), call_.loss, call_.options);
-  for_each_other(tokens, [&](int64_t i) { put_outputs(i, {}); });
+  for_each_other(tokens, [&](int64_t i) { put_outputs(i, {}, {}, {}); });
 }
 
 void DivergenceRun::check_kept(const Tokens& tokens) const {
