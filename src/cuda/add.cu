@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The parts of grad_input of a group's ranks, added in the ranks' order. The vectors may begin at
 // any element: only if all are aligned, a thread takes four at a time.
-#include "src/cuda/add.h"
-
 #include "src/backend.h"
+#include "src/cuda/ops.h"
 #include "src/cuda/views.cuh"
 
 namespace logitless::cuda {

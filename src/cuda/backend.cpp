@@ -4,14 +4,12 @@
 
 #include <cstdio>
 
-#include "src/cuda/add.h"
 #include "src/cuda/divergence/divergence.h"
 #include "src/cuda/linear/engines.h"
 #include "src/cuda/linear/linear_cross_entropy.h"
 #include "src/cuda/linear/search.h"
 #include "src/cuda/ops.h"
 #include "src/cuda/promises.h"
-#include "src/cuda/scale.h"
 
 namespace logitless {
 namespace {

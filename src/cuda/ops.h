@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The families of ops on CUDA except divergences, and warmup. The caller has found the device; for
-// run_* and warmup the device is also current.
+// run_*, scale, add and warmup the device is also current.
 #pragma once
+
+#include <span>
 
 #include "src/call.h"
 #include "src/cuda/runtime/runtime.h"
@@ -26,6 +28,13 @@ Status linear_workspace(const Call&, const DeviceInfo&, uint64_t given, Workspac
 // linear/only_chosen.cu
 Status only_chosen_workspace(const Call&, WorkspaceSize*);
 Status run_only_chosen(const Call&, const Workspace&, const DeviceInfo&, Stream*);
+
+// scale.cu: multiplies each of up to most_scaled values [n] by factor [], in place.
+void scale(std::span<const TensorView> values, const TensorView& factor, const DeviceInfo&,
+           Stream*);
+
+// add.cu: sum [n] = parts[0] + parts[1] + ..., up to most_added f32 vectors, in this order.
+void add(std::span<const TensorView> parts, const TensorView& sum, const DeviceInfo&, Stream*);
 
 // Loads the kernels and cuBLASLt on this device, as c.h says of logitless_warmup.
 Status warmup(const DeviceInfo&);

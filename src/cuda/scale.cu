@@ -2,9 +2,8 @@
 // values *= factor in place, 16 bytes per thread and step, and the ends separately. Every thread
 // reads the factor first and returns if it is 1, so that the common case costs one launch and no
 // memory traffic.
-#include "src/cuda/scale.h"
-
 #include "src/backend.h"
+#include "src/cuda/ops.h"
 #include "src/cuda/views.cuh"
 
 namespace logitless::cuda {
