@@ -24,23 +24,11 @@ void Run::begin_chosen(const Chunk& chunk) {
     gather(call_.grad_logits_at, part, dense(Role::chosen, 0, problem_.chosen), problem_.chosen,
            false);
   }
-  TokenParams token = token_params(chunk);
-  const Binding target = targets(chunk, &token);
-  const Binding fault = fault_of(&token);
-  const ChosenParams p{.tokens = token.tokens,
-                       .base = token.base,
-                       .stride = token.stride,
-                       .wide = token.wide,
-                       .ignore_low = token.ignore_low,
-                       .ignore_high = token.ignore_high,
-                       .vocab_total = token.vocab_total,
-                       .vocab_start = token.vocab_start,
-                       .vocab = token.vocab,
-                       .flags = token.flags,
-                       .nan = token.nan,
-                       .fault = token.fault,
-                       .chosen = u32(problem_.chosen),
-                       .id_words = u32(words)};
+  TokenParams p = token_params(chunk);
+  p.chosen = u32(problem_.chosen);
+  p.id_words = u32(words);
+  const Binding target = targets(chunk, &p);
+  const Binding fault = fault_of(&p);
   recorder_.dispatch("chosen_ids", "begin", {}, p,
                      {target, role(Role::ids), role(Role::chosen), role(Role::rows), fault},
                      u32(chunk.tokens));

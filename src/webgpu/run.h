@@ -36,11 +36,11 @@ enum Flag : uint32_t {
   kHasGradChosen = 131072
 };
 
-// tokens.wgsl has the same struct.
+// common/chunk.wgsl has the same struct.
 struct TokenParams {
   uint32_t tokens = 0, base = 0, stride = 0, wide = 0, ignore_low = 0, ignore_high = 0,
            vocab_total = 0, vocab_start = 0, vocab = 0, flags = 0, nan = 0, fault = 0, sums = 0,
-           word = 0, kind = 0, row_words = 0;
+           word = 0, kind = 0, row_words = 0, chosen = 0, id_words = 0;
 };
 
 // common/window.wgsl has the same struct.
@@ -53,13 +53,6 @@ struct RowParams {
   float teacher_slope = 1, teacher_cap_in = 0, teacher_cap_in_low = 0, teacher_cap_out = 0,
         teacher_cap_out_low = 0, beta = 0, rest = 1, label_weight = 0;
   uint32_t zero = 0, chosen = 0, id_words = 0, depth = 0, weight_first = 0, weight_stride = 0;
-};
-
-// chosen_ids.wgsl has the same struct.
-struct ChosenParams {
-  uint32_t tokens = 0, base = 0, stride = 0, wide = 0, ignore_low = 0, ignore_high = 0,
-           vocab_total = 0, vocab_start = 0, vocab = 0, flags = 0, nan = 0, fault = 0, chosen = 0,
-           id_words = 0;
 };
 
 // plain.wgsl has the same struct.

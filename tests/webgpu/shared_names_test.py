@@ -14,9 +14,8 @@ SOURCE = Path(__file__).resolve().parents[2] / "src/webgpu"
 TYPES = {"uint32_t": "u32", "int32_t": "i32", "float": "f32"}
 UNIFORMS = {
     "run.h": {
-        "TokenParams": "tokens",
+        "TokenParams": "common/chunk",
         "RowParams": "common/window",
-        "ChosenParams": "chosen_ids",
         "PlainParams": "plain",
         "SumParams": "sum",
         "ProductParams": "common/product",

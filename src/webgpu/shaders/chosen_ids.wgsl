@@ -2,27 +2,8 @@
 // Each workgroup turns a token's ids into columns of the views, or none for an id without a column
 // here. Forward's logits are initialized to the result of such an id: -inf, or NaN if it is an
 // error. Backward adds up the gradients of equal columns, in their order, at the first of them.
-// Uses common: numbers, token, target.
+// Uses common: numbers, token, target, chunk.
 
-struct Params {
-  tokens: u32,
-  base: u32,    // offset of the targets, in words
-  stride: u32,  // in words
-  wide: u32,    // 1: a target is two words
-  ignore_low: u32,
-  ignore_high: u32,
-  vocab_total: u32,
-  vocab_start: u32,
-  vocab: u32,  // V of the views
-  flags: u32,
-  nan: u32,
-  fault: u32,     // index of the fault's word
-  chosen: u32,    // ids per token, up to 64
-  id_words: u32,  // words per id: 1 or 2
-}
-
-@group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read> targets: array<u32>;
 @group(0) @binding(2) var<storage, read_write> ids: array<u32>;     // [tokens, chosen, id_words]
 @group(0) @binding(3) var<storage, read_write> chosen: array<f32>;  // [tokens, chosen]
 @group(0) @binding(4) var<storage, read_write> rows: array<State>;  // [tokens]

@@ -4,31 +4,8 @@
 //   each   the same, a thread per token, if the block is the caller's matrix; lists every token
 //   count  a workgroup sums c_t over those of 1024 tokens that count    -> sums
 //   emit   writes a word of every row, or a value computed from it, to a strided output
-// Uses common: numbers, token, target.
+// Uses common: numbers, token, target, chunk.
 
-struct Params {
-  tokens: u32,
-  base: u32,    // of the targets or of emit's output, in words
-  stride: u32,  // in words
-  wide: u32,    // 1: a target is two words
-  ignore_low: u32,
-  ignore_high: u32,
-  vocab_total: u32,
-  vocab_start: u32,
-  vocab: u32,  // columns of the views
-  flags: u32,
-  nan: u32,
-  fault: u32,  // index of the fault's word
-  sums: u32,   // index of the first sum to write
-  word: u32,   // the row's word that emit reads
-  // What emit writes: 0 the word, 1 lse, 2 logprob, 3 an index of 32 bits, 4 an index of 64 bits, 5
-  // the negated word.
-  kind: u32,
-  row_words: u32,  // of a State or an Extra
-}
-
-@group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read> targets: array<u32>;
 @group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;  // [vocab_total]
 @group(0) @binding(3) var<storage, read> inputs: array<Given>;      // [tokens]
 @group(0) @binding(4) var<storage, read_write> rows: array<State>;  // [tokens]
