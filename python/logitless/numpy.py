@@ -91,6 +91,9 @@ class Gradients(NamedTuple):
         raise AttributeError("bias is no field of Gradients; allowed: linear_bias, its name now")
 
 
+_OF_GRADIENTS = ("input", "weight", "bias")  # the fields of Gradients by the core's names
+
+
 def _view(name: str, array: Array) -> tuple[View, Array]:
     """A view that the core can read, and the array that it describes: a copy if the byte order is
     foreign, the memory is not aligned, or a stride is negative or no multiple of the element
@@ -201,64 +204,84 @@ def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
 
 
 class _Call:
-    """One loss: the flattened inputs and the options."""
+    """One call: the arrays by the core's names, flattened, and the options."""
 
-    def __init__(self, rows: Array, target: Array, what: str, options: dict[str, Any]) -> None:
-        rows = _array(what, rows)
-        target = _target(target, rows, what)
-        self.shape = target.shape
-        constants = {name: options.pop(name) for name in ("token_weight", "weight")}
-        normalizer, names = options.pop("normalizer"), options.pop("return_statistics")
-        self.shift = shift = _integer("shift", options.pop("shift", 0))
-        self.options = _numbers(options_of(**options))
-        if shift:
-            check_shift(shift, target.shape)
-            target = _shifted(target, shift, self.options.ignore_index)
-        self.rows = rows.reshape(target.size, rows.shape[-1])  # [N, D]
-        self.target = target.reshape(-1)  # [N]
-        self.names = _statistics.names_of(names)
-        number = _normalizer(normalizer)
-        temperatures = None
-        if isinstance(self.options.temperature, np.ndarray):
-            temperatures = _temperature(self.options.temperature, self.shape, shift)
-            self.options = self.options._replace(temperature=1.0)
-        self.options = self.options._replace(normalizer=number)
-        self.constants: dict[str, Array | None] = {"target": self.target}
-        if constants["token_weight"] is not None:
-            weight = _token_weight(constants["token_weight"], self.shape, shift)
-            self.constants["token_weight"] = weight
-        if constants["weight"] is not None:
-            self.constants["vocab_weight"] = as_f32("weight", constants["weight"])
-        if normalizer is not None and number == 0:
-            self.constants["normalizer"] = np.zeros((), np.float32)
-        self.constants["temperature"] = temperatures
-
-    def run(
-        self, kind: int, given: dict[str, Array | None], made: dict[str, Array | None],
-        memory: int | None, most: int = 0,
+    def __init__(
+        self, what: str, rows: Array, heads: dict[str, Array | None], target: Array | None,
+        shift: int, options: AnyOptions, names: Sequence[str], normalizer: Any, token_weight: Any,
     ) -> None:  # fmt: skip
-        """Runs the op. Errors about a target give its index in the caller's array."""
+        """`rows` [..., D] are the array `what`. `heads` are flattened; the other arrays are not."""
+        self.whole, self.shape, self.shift, self.names = rows.shape, rows.shape[:-1], shift, names
+        tokens = math.prod(self.shape)
+        self.arrays: dict[str, Array | None] = {
+            what: rows.reshape(tokens, rows.shape[-1]), **heads
+        }  # fmt: skip
+        if target is not None:
+            if shift:
+                check_shift(shift, target.shape)
+                target = _shifted(target, shift, options.ignore_index)
+            self.arrays["target"] = target.reshape(-1)
+        changed: dict[str, Any] = {"normalizer": _normalizer(normalizer)}
+        if normalizer is not None and changed["normalizer"] == 0:
+            self.arrays["normalizer"] = np.zeros((), np.float32)
+        both = {"temperature": _temperature, "teacher_temperature": _teacher_temperature}
+        for name, moved in both.items():
+            value = getattr(options, name, None)
+            if isinstance(value, np.ndarray):
+                self.arrays[name] = moved(value, self.shape, shift)
+                changed[name] = 1.0
+        if token_weight is not None:
+            self.arrays["token_weight"] = _token_weight(token_weight, self.shape, shift)
+        self.options: AnyOptions = options._replace(**changed)
+
+    def evaluate(
+        self, kinds: tuple[int, int], of: Sequence[str], gradients: bool, statistics: Any,
+        memory: Any = None, most: int = 0,
+    ) -> tuple[Any, list[Any]]:  # fmt: skip
+        """Runs the first of two ops, or with `gradients` the second, and returns the function's
+        result and the gradients of the arrays `of`, the first of which are the rows. Errors about
+        a target give its index in the caller's array."""
+        none = self.options.reduction == _abi.REDUCTION_NONE
+        if gradients and none:
+            raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
+        tokens = math.prod(self.shape)
+        made: dict[str, Any] = {"loss": np.empty(tokens if none else (), np.float32)}
+        made |= {name: np.empty(tokens, _dtype_of(name)) for name in self.names}
+        grads: dict[str, Any] = {}
+        for name in of if gradients else ():
+            array = self.arrays.get(name)
+            grads[f"grad_{name}"] = None if array is None else _empty(array.shape, array)
+        memory = _memory(memory)
         try:
-            _run(kind, given | self.constants, made, self.options, memory, most)
+            _run(kinds[gradients], self.arrays, made | grads, self.options, memory, most)
         except LogitlessError as error:
             error.args = (with_cast(placed(str(error), self.shape, self.shift)),)
             raise
+        result = made["loss"].reshape(self.shape) if none else made["loss"][()]
+        if self.names:
+            shaped = {name: made[name].reshape(self.shape) for name in self.names}
+            result = (result, statistics(**shaped))
+        if gradients:
+            grads[f"grad_{of[0]}"] = grads[f"grad_{of[0]}"].reshape(self.whole)
+        return result, list(grads.values())
 
-    def outputs(self) -> dict[str, Array | None]:
-        tokens = self.target.size
-        none = self.options.reduction == _abi.REDUCTION_NONE
-        made: dict[str, Array | None] = {"loss": np.empty(tokens if none else (), np.float32)}
-        for name in self.names:
-            made[name] = np.empty(tokens, _dtype_of(name))
-        return made
 
-    def result(self, made: dict[str, Any]) -> Any:
-        none = self.options.reduction == _abi.REDUCTION_NONE
-        loss = made["loss"].reshape(self.shape) if none else made["loss"][()]
-        if not self.names:
-            return loss
-        kept = {name: made[name].reshape(self.shape) for name in self.names}
-        return loss, _statistics.Statistics(**kept)
+def _loss(
+    what: str, rows: Any, heads: dict[str, Array | None], target: Any, *, weight: Any,
+    token_weight: Any, normalizer: Any, return_statistics: Any, shift: Any = 0, **options: Any,
+) -> _Call:  # fmt: skip
+    rows = _array(what, rows)
+    target, shift = _target(target, rows, what), _integer("shift", shift)
+    converted, names = _numbers(options_of(**options)), _statistics.names_of(return_statistics)
+    if weight is not None:
+        heads = {**heads, "vocab_weight": as_f32("weight", weight)}
+    return _Call(what, rows, heads, target, shift, converted, names, normalizer, token_weight)
+
+
+def _most(tokens: int, weight: Array, heads: int = 1) -> int:
+    """The most memory that a call of so many heads can use."""
+    vocab, hidden = weight.shape
+    return int(4 * (heads * tokens * vocab + tokens * hidden + vocab * hidden))
 
 
 def _normalizer(value: Any) -> float:
@@ -382,31 +405,15 @@ def _linear(
     input: Array, linear_weight: Array, target: Array, linear_bias: Array | None, memory: Any,
     gradients: bool, options: dict[str, Any],
 ) -> Any:  # fmt: skip
-    call = _Call(input, target, "input", options)
     weight = _weight(linear_weight)
     bias = None if linear_bias is None else _array("linear_bias", linear_bias)
-    made = call.outputs()
-    arrays: dict[str, Array | None] = {"input": call.rows, "weight": weight, "bias": bias}
-    grads: dict[str, Array | None] = {}
-    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    if gradients:
-        if call.options.reduction == _abi.REDUCTION_NONE:
-            raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
-        kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
-        grads = {
-            "grad_input": _empty(call.rows.shape, call.rows),
-            "grad_weight": _empty(weight.shape, weight),
-            "grad_bias": None if bias is None else _empty(bias.shape, bias),
-        }
-    (tokens, hidden), vocab = call.rows.shape, weight.shape[0]
-    most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
-    call.run(kind, arrays, made | grads, _memory(memory), most)
-    result = call.result(made)
-    if not gradients:
-        return result
-    grad_input: Any = grads["grad_input"]
-    rest: Any = (grads["grad_weight"], grads["grad_bias"])
-    return result, Gradients(grad_input.reshape(np.shape(input)), *rest)
+    call = _loss("input", input, {"weight": weight, "bias": bias}, target, **options)
+    kinds = (_abi.LINEAR_CROSS_ENTROPY_FORWARD, _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD)
+    most = _most(math.prod(call.shape), weight)
+    result, grads = call.evaluate(
+        kinds, _OF_GRADIENTS, gradients, _statistics.Statistics, memory, most
+    )
+    return (result, Gradients(*grads)) if gradients else result
 
 
 @overload
@@ -627,7 +634,7 @@ def _state_of(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Runs a Forward with the further inputs `more` and results `made`, and returns row_reference
     and row_log_sum [N]. Without `states` these two are not computed and hold arbitrary values."""
-    tokens, hidden, vocab = math.prod(rows.shape[:-1]), rows.shape[-1], weight.shape[0]
+    tokens, hidden = math.prod(rows.shape[:-1]), rows.shape[-1]
     reference, log_sum = np.empty(tokens, np.float32), np.empty(tokens, np.float32)
     arrays: dict[str, Array | None] = {
         "input": rows.reshape(tokens, hidden), "weight": weight,
@@ -638,7 +645,7 @@ def _state_of(
     if isinstance(options.temperature, np.ndarray):
         arrays["temperature"] = _temperature(options.temperature, rows.shape[:-1], 0)
         options = options._replace(temperature=1.0)
-    most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
+    most = _most(tokens, weight)
     _run(_abi.LINEAR_CROSS_ENTROPY_FORWARD, arrays, made, options, _memory(memory), most)
     return reference, log_sum
 
@@ -685,13 +692,13 @@ def linear_topk(
         listed = _Listed("vocab_ids", vocab_ids, len(weight))
         weight = listed.of("linear_weight", weight)
         linear_bias = listed.of("linear_bias", linear_bias)
-    names = _statistics.names_of(return_statistics, _TARGETLESS)
+    names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     _check_rows(rows, "input")
     count, most = _integer("k", k), min(weight.shape[0], _abi.MOST_LISTED)
     if isinstance(k, bool) or not 1 <= count <= most:
         raise invalid(f"k is {k}; allowed: 1 to {most}, the least of V and {_abi.MOST_LISTED}")
     shape = rows.shape[:-1]
-    tokens = int(np.prod(shape))
+    tokens = math.prod(shape)
     logits, ids = np.empty((tokens, count), np.float32), np.empty((tokens, count), np.int64)
     made: dict[str, Array] = {name: np.empty(tokens, _dtype_of(name)) for name in names}
     options = _of_head(logit_scale, softcap, temperature)
@@ -714,83 +721,8 @@ def linear_topk(
     return logprobs, ids, _statistics.Statistics(**kept)
 
 
-# The statistics that a call without targets can return.
-_TARGETLESS = {
-    name: statistic for name, statistic in _statistics.STATISTICS.items() if not statistic.of_target
-}
-
-
 def _dtype_of(name: str) -> type:
-    return np.int64 if _statistics.STATISTICS[name].indexes else np.float32
-
-
-class _Divergence:
-    """One divergence: the inputs by the core's names, flattened, and the options."""
-
-    def __init__(
-        self, input: Any, linear_weight: Any, target: Any, shift: Any, normalizer: Any,
-        token_weight: Any, options: _abi.Divergence, heads: dict[str, Any],
-    ) -> None:  # fmt: skip
-        rows, weight = _array("input", input), _weight(linear_weight)
-        _check_rows(rows, "input")
-        self.shape, self.shift = rows.shape[:-1], _integer("shift", shift)
-        _divergence.check_shift_has_target(self.shift, target)
-        tokens = int(np.prod(self.shape))
-        self.arrays: dict[str, Array | None] = {
-            "input": rows.reshape(tokens, rows.shape[-1]), "weight": weight,
-        }  # fmt: skip
-        for name, value in heads.items():
-            if value is not None:
-                self.arrays[name] = self._of_head(name, _array(argument(name), value))
-        if target is not None:
-            target = _target(target, rows, "input")
-            if self.shift:
-                check_shift(self.shift, target.shape)
-                target = _shifted(target, self.shift, options.ignore_index)
-            self.arrays["target"] = target.reshape(-1)
-        if token_weight is not None:
-            self.arrays["token_weight"] = _token_weight(token_weight, self.shape, self.shift)
-        changed: dict[str, Any] = {"normalizer": _normalizer(normalizer)}
-        both = {"temperature": _temperature, "teacher_temperature": _teacher_temperature}
-        for name, moved in both.items():
-            value = getattr(options, name)
-            if isinstance(value, np.ndarray):
-                self.arrays[name] = moved(value, self.shape, self.shift)
-                changed[name] = 1.0
-        if normalizer is not None and changed["normalizer"] == 0:
-            self.arrays["normalizer"] = np.zeros((), np.float32)
-        self.options = options._replace(**changed)
-
-    def _of_head(self, name: str, value: Array) -> Array:
-        if name not in ("teacher_input", "teacher_logits"):
-            return value
-        _divergence.check_teachers_rows(name, value.shape, self.shape)
-        return value.reshape(int(np.prod(self.shape)), value.shape[-1])
-
-    def outputs(self, names: Sequence[str]) -> dict[str, Array]:
-        none = self.options.reduction == _abi.REDUCTION_NONE
-        tokens = int(np.prod(self.shape))
-        made: dict[str, Array] = {"loss": np.empty(tokens if none else (), np.float32)}
-        return made | {name: np.empty(tokens, np.float32) for name in names}
-
-    def gradients(self) -> dict[str, Array | None]:
-        if self.options.reduction == _abi.REDUCTION_NONE:
-            raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
-        of = (self.arrays.get(name) for name in ("input", "weight", "bias"))
-        names = ("grad_input", "grad_weight", "grad_bias")
-        return {n: None if a is None else _empty(a.shape, a) for n, a in zip(names, of)}
-
-    def run(self, kind: int, made: dict[str, Array | None], memory: int | None) -> None:
-        """Runs the op. Errors about a target give its index in the caller's array."""
-        rows, weight = self.arrays["input"], self.arrays["weight"]
-        assert rows is not None and weight is not None
-        (tokens, hidden), vocab = rows.shape, weight.shape[0]
-        most = 4 * (2 * tokens * vocab + tokens * hidden + vocab * hidden)
-        try:
-            _run(kind, self.arrays, made, self.options, memory, most)
-        except LogitlessError as error:
-            error.args = (with_cast(placed(str(error), self.shape, self.shift)),)
-            raise
+    return np.int64 if name in _statistics.names_where("indexes") else np.float32
 
 
 @overload
@@ -845,8 +777,8 @@ def linear_divergence(
         linear_bias = listed.of("linear_bias", linear_bias)
     elif teacher_vocab_ids is not None:
         vocab = _teachers_vocab(teacher_weight, teacher_logits)
-        rows = len(_weight(linear_weight))
-        paired = _Listed("teacher_vocab_ids", teacher_vocab_ids, vocab, rows)
+        students = len(_weight(linear_weight))
+        paired = _Listed("teacher_vocab_ids", teacher_vocab_ids, vocab, students)
     of_both = listed or paired
     if of_both is not None:
         teacher_weight = of_both.of("teacher_weight", teacher_weight)
@@ -862,29 +794,33 @@ def linear_divergence(
         teacher_logit_scale, teacher_softcap, teacher_temperature, empty_mean,
     )  # fmt: skip
     options = _numbers(options)
-    heads = {
-        "bias": linear_bias, "teacher_input": teacher_input, "teacher_weight": teacher_weight,
-        "teacher_bias": teacher_bias, "teacher_logits": teacher_logits,
+    rows, weight = _array("input", input), _weight(linear_weight)
+    _check_rows(rows, "input")
+    shift = _integer("shift", shift)
+    _divergence.check_shift_has_target(shift, target)
+    tokens = math.prod(rows.shape[:-1])
+    heads: dict[str, Any] = {
+        "weight": weight, "bias": linear_bias, "teacher_input": teacher_input,
+        "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
+        "teacher_logits": teacher_logits,
     }  # fmt: skip
-    call = _Divergence(
-        input, linear_weight, target, shift, normalizer, token_weight, options, heads
-    )
-    made = call.outputs(names)
-    grads = call.gradients() if return_gradients else {}
-    op = _abi.LINEAR_DIVERGENCE_FORWARD
-    if return_gradients:
-        op = _abi.LINEAR_DIVERGENCE_FORWARD_BACKWARD
-    call.run(op, {**made, **grads}, _memory(memory))
-    none = call.options.reduction == _abi.REDUCTION_NONE
-    result: Any = made["loss"].reshape(call.shape) if none else made["loss"][()]
-    if names:
-        shaped = {name: made[name].reshape(call.shape) for name in names}
-        result = (result, _divergence.DivergenceStatistics(**shaped))
+    for name, value in heads.items():
+        if value is None:
+            continue
+        value = _array(argument(name), value)
+        if name in ("teacher_input", "teacher_logits"):
+            _divergence.check_teachers_rows(name, value.shape, rows.shape[:-1])
+            value = value.reshape(tokens, value.shape[-1])
+        heads[name] = value
+    if target is not None:
+        target = _target(target, rows, "input")
+    call = _Call("input", rows, heads, target, shift, options, names, normalizer, token_weight)
+    kinds = (_abi.LINEAR_DIVERGENCE_FORWARD, _abi.LINEAR_DIVERGENCE_FORWARD_BACKWARD)
+    kept, most = _divergence.DivergenceStatistics, _most(tokens, weight, heads=2)
+    result, grads = call.evaluate(kinds, _OF_GRADIENTS, return_gradients, kept, memory, most)
     if not return_gradients:
         return result
-    grad_input: Any = grads["grad_input"]
-    rest: Any = (grads["grad_weight"], grads["grad_bias"])
-    every = Gradients(grad_input.reshape(np.shape(input)), *rest)
+    every = Gradients(*grads)
     return result, every if listed is None else listed.gradients(every)
 
 
@@ -939,18 +875,10 @@ def cross_entropy(
         "softcap": softcap, "temperature": temperature, "token_weight": token_weight,
         "normalizer": normalizer, "return_statistics": return_statistics, "empty_mean": empty_mean,
     }  # fmt: skip
-    call = _Call(logits, target, "logits", options)
-    made = call.outputs()
-    arrays: dict[str, Array | None] = {"logits": call.rows}
-    kind, grad = _abi.CROSS_ENTROPY_FORWARD, None
-    if return_gradients:
-        if call.options.reduction == _abi.REDUCTION_NONE:
-            raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
-        kind = _abi.CROSS_ENTROPY_FORWARD_BACKWARD
-        grad = _empty(call.rows.shape, call.rows)
-    call.run(kind, arrays, made | {"grad_logits": grad}, None)
-    result = call.result(made)
-    return result if grad is None else (result, grad.reshape(np.shape(logits)))
+    call = _loss("logits", logits, {}, target, **options)
+    kinds = (_abi.CROSS_ENTROPY_FORWARD, _abi.CROSS_ENTROPY_FORWARD_BACKWARD)
+    result, grads = call.evaluate(kinds, ("logits",), return_gradients, _statistics.Statistics)
+    return (result, grads[0]) if return_gradients else result
 
 
 def softmax(logits: Array, axis: int = -1) -> Array:
