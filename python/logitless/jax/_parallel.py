@@ -95,15 +95,25 @@ def size_of(axis_name: Any) -> int:
     return _size_of(_axes_of(axis_name))
 
 
-def _shard_of(axes: tuple[str, ...], operands: dict[str, Array], upstream: Any) -> Shard:
-    """The shard, checked against JAX's types if they are tracked."""
+def shard_of(
+    operands: dict[str, Array], axis_name: Any, upstream: Any,
+    split: Sequence[str] = ("weight", "bias"),
+) -> Shard:  # fmt: skip
+    """The shard, checked against JAX's types if they are tracked. `split`: the operands that are
+    split over the axes."""
+    axes = _axes_of(axis_name)
+    if operands["weight"].ndim != 2:
+        raise wrong_shape(
+            f"linear_weight has shape {operands['weight'].shape}; allowed: [V/P, D], split over "
+            "axis_name"
+        )
     if upstream not in (None, _WHOLE, _PARTS):
         raise invalid(f"upstream is {upstream!r}; allowed: None, {_WHOLE!r}, {_PARTS!r}")
     size = _size_of(axes)
     found = varying(lax.axis_index(axes))  # empty unless check_vma; lacks axes of one device
     if not found:
         return Shard(axes, size, False, upstream, upstream == _PARTS)
-    for name in ("weight", "bias"):
+    for name in split:
         if name in operands and not found <= varying(operands[name]):
             raise invalid(
                 f"{argument(name)} is the same on all devices of the mesh axes {sorted(found)}; "
@@ -115,7 +125,7 @@ def _shard_of(axes: tuple[str, ...], operands: dict[str, Array], upstream: Any) 
             f"input varies over the mesh axes {sorted(of_input)} of {sorted(found)}; allowed: all "
             "of axis_name, or none"
         )
-    for name in sorted(set(operands) - set(_PRIMALS)):
+    for name in sorted(set(operands) - {"input", *split}):
         if varying(operands[name]) & found:
             raise invalid(
                 f"{argument(name)} varies over the mesh axes {sorted(found)}; allowed: the same on "
@@ -286,14 +296,21 @@ def exchanged(shard: Shard, made: dict[str, Array], wanted: list[Tensor]) -> dic
     return made
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+class Rule(NamedTuple):
+    """What differs between the ops: two functions like `forward` and `own_gradients` here."""
+
+    forward: Callable[..., tuple[dict[str, Array], dict[str, Array]]]
+    own_gradients: Callable[..., dict[str, Array]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _differentiable(
-    call: Call, shard: Shard, primals: dict[str, Array], rest: dict[str, Array]
+    rule: Rule, call: Call, shard: Shard, primals: dict[str, Array], rest: dict[str, Array]
 ) -> dict[str, Array]:
-    return forward(call, shard, primals | rest)[0]
+    return rule.forward(call, shard, primals | rest)[0]
 
 
-def refuse_to_differentiate(shard: Shard, rest: Any) -> None:
+def _refuse_to_differentiate(shard: Shard, rest: Any) -> None:
     """Refuses gradients of constants, and all gradients if it is unknown whether upstream gradients
     are whole or parts."""
     for name, p in rest.items():
@@ -312,18 +329,18 @@ def refuse_to_differentiate(shard: Shard, rest: Any) -> None:
         )
 
 
-def _forward_rule(call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
-    refuse_to_differentiate(shard, rest)
+def _forward_rule(rule: Rule, call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
+    _refuse_to_differentiate(shard, rest)
     wanted = {name: None for name, p in primals.items() if p.perturbed}  # its keys are static
     operands = jax.tree.map(lambda p: p.value, primals | rest)
-    outputs, kept = forward(call, shard, operands, keeps=True)
+    outputs, kept = rule.forward(call, shard, operands, keeps=True)
     return outputs, (operands, kept, wanted)
 
 
-def _backward_rule(call: Call, shard: Shard, residuals: Any, cotangents: Any) -> Any:
+def _backward_rule(rule: Rule, call: Call, shard: Shard, residuals: Any, cotangents: Any) -> Any:
     operands, kept, wanted = residuals
     of_outputs = [cotangents[name] for name in call.outputs]
-    asked, upstream = asked_of(call, of_outputs, operands["target"].shape)
+    asked, upstream = asked_of(call, of_outputs, operands["input"].shape[:1])
     if shard.upstream == _PARTS:
         upstream = {name: lax.psum(x, shard.axes) for name, x in upstream.items()}
     if "grad_entropy" not in upstream:
@@ -335,7 +352,7 @@ def _backward_rule(call: Call, shard: Shard, residuals: Any, cotangents: Any) ->
         for name in wanted
     ]
     given = {name: operands[name] for name in asked.names}
-    own = own_gradients(asked, shard, given | kept | upstream, results)
+    own = rule.own_gradients(asked, shard, given | kept | upstream, results)
     made = exchanged(shard, own, results)
     return {name: made.get(f"grad_{name}") for name in _PRIMALS if name in operands}, None
 
@@ -360,34 +377,25 @@ def _refuse(call: Call, operands: dict[str, Array], total: int) -> None:
 
 def loss(call: Call, operands: dict[str, Array], axis_name: Any, upstream: Any) -> dict[str, Array]:
     """The outputs by name, for a weight [V/P, D] and a bias [V/P]."""
-    axes = _axes_of(axis_name)
-    if operands["weight"].ndim != 2:
-        raise wrong_shape(
-            f"linear_weight has shape {operands['weight'].shape}; allowed: [V/P, D], split over "
-            "axis_name"
-        )
-    shard = _shard_of(axes, operands, upstream)
+    shard = shard_of(operands, axis_name, upstream)
     total = shard.size * operands["weight"].shape[0]
     _refuse(call, operands, total)
-    return applied(_differentiable, forward, call.of_shards(total), shard, operands, axes)
+    return applied(Rule(forward, own_gradients), call.of_shards(total), shard, operands)
 
 
-def applied(
-    differentiable: Callable[..., dict[str, Array]], forward: Callable[..., Any], call: Call,
-    shard: Shard, operands: dict[str, Array], axes: Sequence[str],
-) -> dict[str, Array]:  # fmt: skip
-    """The outputs of a call whose vocabulary is split over the axes."""
+def applied(rule: Rule, call: Call, shard: Shard, operands: dict[str, Array]) -> dict[str, Array]:
+    """The outputs of a call whose vocabulary is split over the shard's axes."""
     # From here on all operands vary over the same other axes. If one did not vary over them before,
     # JAX itself sums its gradients.
-    others = _union(map(varying, operands.values())) - set(axes)
+    others = _union(map(varying, operands.values())) - set(shard.axes)
     alike = {name: pvary(x, others) for name, x in operands.items()}
     primals = {name: alike.pop(name) for name in _PRIMALS if name in alike}
     try:
-        made: dict[str, Array] = differentiable(call, shard, primals, alike)
+        made: dict[str, Array] = _differentiable(rule, call, shard, primals, alike)
     except LogitlessError:
         raise
     except NotImplementedError:  # jax.shard_map outside of jit, where nothing is differentiated
-        made = forward(call, shard, primals | alike)[0]
+        made = rule.forward(call, shard, primals | alike)[0]
     return made
 
 

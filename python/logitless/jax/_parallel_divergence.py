@@ -13,25 +13,21 @@ Targets are rotated and upstream gradients treated as in _parallel.py.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from logitless import _abi, _divergence
 from logitless._abi import Divergence, Options
-from logitless._errors import argument, invalid, wrong_shape
 from logitless.jax import _parallel, _shards
-from logitless.jax._call import Call, asked_of
+from logitless.jax._call import Call
 from logitless.jax._parallel import Shard, _gather, _rotated, _run
-from logitless.jax._run import Array, Tensor, varying
+from logitless.jax._run import Array, Tensor
 
 _F32 = np.dtype(np.float32)
 _STATES = ("row_reference", "row_log_sum", "teacher_row_reference", "teacher_row_log_sum")
 _SPLIT = ("weight", "bias", "teacher_weight", "teacher_bias", "teacher_logits")
-_PRIMALS = _parallel._PRIMALS
 
 
 def _options(call: Call) -> Divergence:
@@ -122,13 +118,13 @@ def _losses(call: Call, operands: dict[str, Array], found: dict[str, Array]) -> 
 
 
 def forward(
-    call: Call, shard: Shard, operands: dict[str, Array], gradients: bool = False
+    call: Call, shard: Shard, operands: dict[str, Array], keeps: bool = False
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """The outputs, and what Backward needs besides the operands."""
     own, options = _own(call, shard, operands)
     found = _folded(call, shard, operands, own, options)
     names = ["divergence_sum"]
-    if gradients and _subtracts_mean(_options(call)):
+    if keeps and _subtracts_mean(_options(call)):
         names.append("slope_sum")
     names += [name for name in ("acceptance",) if name in call.outputs]
     shape = found["row_reference"].shape
@@ -142,65 +138,19 @@ def forward(
     return {name: found[name] for name in call.outputs}, kept
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(
-    call: Call, shard: Shard, primals: dict[str, Array], rest: dict[str, Array]
+def own_gradients(
+    call: Call, shard: Shard, operands: dict[str, Array], wanted: list[Tensor]
 ) -> dict[str, Array]:
-    return forward(call, shard, primals | rest)[0]
-
-
-def _forward_rule(call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
-    _parallel.refuse_to_differentiate(shard, rest)
-    wanted = {name: None for name, p in primals.items() if p.perturbed}  # its keys are static
-    operands = jax.tree.map(lambda p: p.value, primals | rest)
-    outputs, kept = forward(call, shard, operands, gradients=True)
-    return outputs, (operands, kept, wanted)
-
-
-def _backward_rule(call: Call, shard: Shard, residuals: Any, cotangents: Any) -> Any:
-    operands, kept, wanted = residuals
-    of_outputs = [cotangents[name] for name in call.outputs]
-    tokens = operands["input"].shape[:1]
-    asked, upstream = asked_of(call, of_outputs, tokens)
-    if shard.upstream == _parallel._PARTS:
-        upstream = {name: jax.lax.psum(x, shard.axes) for name, x in upstream.items()}
-    results = [
-        Tensor(f"grad_{name}", operands[name].shape, np.dtype(operands[name].dtype))
-        for name in wanted
-    ]
-    parts = [t._replace(dtype=_F32) if t.name == "grad_input" else t for t in results]
-    own, options = _own(asked, shard, {name: operands[name] for name in asked.names})
-    made = _run(_abi.LINEAR_DIVERGENCE_BACKWARD, own | kept | upstream, parts, options, call.memory)
-    made = _parallel.exchanged(shard, made, results)
-    return {name: made.get(f"grad_{name}") for name in _PRIMALS if name in operands}, None
-
-
-_differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-
-
-def _check_split(shard: Shard, operands: dict[str, Array]) -> None:
-    """Checks that both heads' arrays are split over the axes, as far as JAX's types show it."""
-    axes = varying(jax.lax.axis_index(shard.axes)) if shard.checked else frozenset[str]()
-    for name in _SPLIT:
-        if name in operands and not axes <= varying(operands[name]):
-            raise invalid(
-                f"{argument(name)} is the same on all devices of the mesh axes {sorted(axes)}; "
-                "allowed: one that is split over axis_name"
-            )
+    """The gradients `wanted` of this device's columns; that of the input is a part, in f32."""
+    parts = [t._replace(dtype=_F32) if t.name == "grad_input" else t for t in wanted]
+    own, options = _own(call, shard, operands)
+    return _run(_abi.LINEAR_DIVERGENCE_BACKWARD, own, parts, options, call.memory)
 
 
 def divergence(
     call: Call, operands: dict[str, Array], axis_name: Any, upstream: Any
 ) -> dict[str, Array]:
     """The outputs by name, for tokens [N] and heads whose rows are split."""
-    axes = _parallel._axes_of(axis_name)
-    if operands["weight"].ndim != 2:
-        raise wrong_shape(
-            f"linear_weight has shape {operands['weight'].shape}; allowed: [V/P, D], split over "
-            "axis_name"
-        )
-    whole = {n: x for n, x in operands.items() if n in _PRIMALS or n not in _SPLIT}
-    shard = _parallel._shard_of(axes, whole, upstream)
-    _check_split(shard, operands)
+    shard = _parallel.shard_of(operands, axis_name, upstream, _SPLIT)
     call = call.of_shards(shard.size * operands["weight"].shape[0])
-    return _parallel.applied(_differentiable, forward, call, shard, operands, axes)
+    return _parallel.applied(_parallel.Rule(forward, own_gradients), call, shard, operands)
