@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, T
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless._errors import invalid, wrong_dtype, wrong_shape
+from logitless._errors import LogitlessError, invalid, not_supported, wrong_dtype, wrong_shape
 
 Reduction: TypeAlias = Literal["none", "sum", "mean"]
 EmptyMean: TypeAlias = Literal["zero", "nan"]
@@ -142,4 +142,50 @@ def check_shift(shift: int, shape: Sequence[int]) -> None:
         raise invalid(
             f"shift is {shift} of targets {tuple(shape)}; allowed: False, True, or 0 to "
             f"{max(tokens - 1, 1)}, which leaves a target"
+        )
+
+
+def check_rows(rows: Any, what: str) -> None:
+    if not rows.ndim:
+        raise wrong_shape(f"{what} has shape (); allowed: [..., {'VD'[what == 'input']}]")
+
+
+def soft_target(dtype: object, shape: Sequence[int]) -> LogitlessError:
+    return not_supported(
+        f"target is {dtype} of shape {tuple(shape)}: soft targets and top-k log-probabilities are "
+        "not supported; allowed: class indices, int32 or int64"
+    )
+
+
+def wrong_target(shape: Sequence[int], rows: Sequence[int], what: str) -> LogitlessError:
+    """The error about a target of another shape than `rows` [..., D], called `what`, demand."""
+    return wrong_shape(
+        f"target has shape {tuple(shape)}; allowed: {tuple(rows[:-1])}, the shape of {what} "
+        "without its last dimension"
+    )
+
+
+def check_ids(shape: Sequence[int], rows: Sequence[int], what: str = "input") -> None:
+    """Checks the shape of ids [..., K] against that of `rows` [..., D], called `what`."""
+    alike = len(shape) > 0 and shape[:-1] == rows[:-1]
+    if not alike or not 1 <= shape[-1] <= _abi.MOST_CHOSEN:
+        tokens = "".join(f"{size}, " for size in rows[:-1])
+        raise wrong_shape(
+            f"ids has shape {tuple(shape)}; allowed: ({tokens}K), the shape of {what} with K from "
+            f"1 to {_abi.MOST_CHOSEN} in the place of its last dimension"
+        )
+
+
+def check_listed_ids(shape: Sequence[int], tokens: int) -> None:
+    """Checks the shape of ids [M] beside offsets."""
+    if len(shape) != 1:
+        raise wrong_shape(f"ids has shape {tuple(shape)}; allowed beside offsets: (M,)")
+    if tokens == 0 and shape[0] > 0:
+        raise wrong_shape(f"ids has shape {tuple(shape)}; allowed beside no tokens: (0,)")
+
+
+def check_offsets(shape: Sequence[int], tokens: int) -> None:
+    if tuple(shape) != (tokens + 1,):
+        raise wrong_shape(
+            f"offsets has shape {tuple(shape)}; allowed: ({tokens + 1},), N + 1 of the N tokens"
         )

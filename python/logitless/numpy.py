@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("logitless.numpy needs NumPy 1.24 or newer: pip install numpy") from error
 
-from logitless import _abi, _divergence, _statistics, _vocabulary
+from logitless import _abi, _call, _divergence, _statistics, _vocabulary
 from logitless._abi import AnyOptions, Plan, View, parse_memory
 from logitless._arrays import as_f32, check_unmasked, places_in, sorted_list, with_cast
 from logitless._call import (
@@ -32,7 +32,6 @@ from logitless._errors import (
     entropy_detached,
     error_of,
     invalid,
-    not_supported,
     placed,
     refuses,
     renames,
@@ -58,7 +57,6 @@ _O = TypeVar("_O", _abi.Options, _abi.Divergence)
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from logitless import _call
     from logitless._divergence import Kind
     from logitless._divergence import Names as DivergenceNames
     from logitless._statistics import RowStatisticName, StatisticName
@@ -163,11 +161,6 @@ def _memory(value: Any) -> int | None:
     return parse_memory(_number(value))
 
 
-def _check_rows(rows: Array, what: str) -> None:
-    if not rows.ndim:
-        raise wrong_shape(f"{what} has shape (); allowed: [..., {'VD'[what == 'input']}]")
-
-
 def _integer(name: str, value: Any) -> int:
     if not isinstance(value, (int, np.integer)):
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: an int")
@@ -177,22 +170,22 @@ def _integer(name: str, value: Any) -> int:
 def _target(value: Any, rows: Array, what: str) -> Array:
     """Class indices in the shape of `rows` [..., D] (`what` in messages) without the last
     dimension."""
-    _check_rows(rows, what)
+    _call.check_rows(rows, what)
     target = _array("target", value)
     if target.dtype.kind == "f":
-        raise not_supported(
-            f"target is {target.dtype}: soft targets and top-k log-probabilities are not "
-            "supported; allowed: class indices, int64 or int32"
-        )
-    if target.dtype.name not in ("int32", "int64"):
-        way = "; use .astype(np.int64)" if target.dtype.kind in "iu" else ""
-        raise wrong_dtype(f"target is {target.dtype}; allowed: int32, int64{way}")
+        raise _call.soft_target(target.dtype, target.shape)
+    target = _integers("target", target)
     if target.shape != rows.shape[:-1]:
-        raise wrong_shape(
-            f"target has shape {target.shape}; allowed: {rows.shape[:-1]}, the shape of {what} "
-            "without its last dimension"
-        )
+        raise _call.wrong_target(target.shape, rows.shape, what)
     return target
+
+
+def _integers(name: str, value: Any) -> Array:
+    array = _array(name, value)
+    if array.dtype.name not in ("int32", "int64"):
+        way = "; use .astype(np.int64)" if array.dtype.kind in "iu" else ""
+        raise wrong_dtype(f"{name} is {array.dtype}; allowed: int32, int64{way}")
+    return array
 
 
 def _token_weight(value: Any, shape: tuple[int, ...], shift: int) -> Array:
@@ -509,40 +502,6 @@ def linear_logprob(
     return (made.logprob, made.entropy) if entropy else made.logprob
 
 
-def _integers(name: str, value: Any) -> Array:
-    array = _array(name, value)
-    if array.dtype.name not in ("int32", "int64"):
-        way = "; use .astype(np.int64)" if array.dtype.kind in "iu" else ""
-        raise wrong_dtype(f"{name} is {array.dtype}; allowed: int32, int64{way}")
-    return array
-
-
-def _ids(value: Any, rows: Array) -> Array:
-    """The chosen columns [..., K] of each token, checked against the tokens of `rows` [..., D]."""
-    ids = _integers("ids", value)
-    most = _abi.MOST_CHOSEN
-    of_tokens = rows.ndim > 0 and ids.ndim == rows.ndim and ids.shape[:-1] == rows.shape[:-1]
-    if not of_tokens or not 1 <= ids.shape[-1] <= most:
-        tokens = "".join(f"{size}, " for size in rows.shape[:-1])
-        raise wrong_shape(
-            f"ids has shape {ids.shape}; allowed: ({tokens}K), the shape of input with K from 1 to "
-            f"{most} in the place of its last dimension"
-        )
-    return ids
-
-
-def _lists(ids: Any, offsets: Any, tokens: int) -> tuple[Array, Array]:
-    """The chosen columns [M] of all tokens, and where each token's begin [N + 1], checked."""
-    listed, ends = _integers("ids", ids), _integers("offsets", offsets)
-    if listed.ndim != 1:
-        raise wrong_shape(f"ids has shape {listed.shape}; allowed beside offsets: (M,)")
-    if not tokens and listed.size:
-        raise wrong_shape(f"ids has shape {listed.shape}; allowed beside no tokens: (0,)")
-    if ends.shape != (tokens + 1,):
-        raise wrong_shape(f"offsets has shape {ends.shape}; allowed: ({tokens + 1},), N + 1")
-    return listed, ends
-
-
 def _among_ids(logits: Array, token: Array, tokens: int) -> Array:
     """The log-softmax over each token's own logits. `logits` [P] are those of all tokens, and
     `token` [P] is the token of each."""
@@ -578,13 +537,16 @@ def linear_logprobs_at(
     if alone:
         _vocabulary.refuse_beside_ids(vocab_ids, ())
     rows = _array("input", input)
-    _check_rows(rows, "input")
+    _call.check_rows(rows, "input")
     tokens = math.prod(rows.shape[:-1])
     if offsets is None:
-        chosen, ends = _ids(ids, rows), None
+        chosen, ends = _integers("ids", ids), None
+        _call.check_ids(chosen.shape, rows.shape)
         places = np.arange(0, chosen.size + 1, chosen.shape[-1])
     else:
-        chosen, ends = _lists(ids, offsets, tokens)
+        chosen, ends = _integers("ids", ids), _integers("offsets", offsets)
+        _call.check_listed_ids(chosen.shape, tokens)
+        _call.check_offsets(ends.shape, tokens)
         places = ends
     weight = _weight(linear_weight)
     if vocab_ids is not None:
@@ -693,7 +655,7 @@ def linear_topk(
         weight = listed.of("linear_weight", weight)
         linear_bias = listed.of("linear_bias", linear_bias)
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
-    _check_rows(rows, "input")
+    _call.check_rows(rows, "input")
     count, most = _integer("k", k), min(weight.shape[0], _abi.MOST_LISTED)
     if isinstance(k, bool) or not 1 <= count <= most:
         raise invalid(f"k is {k}; allowed: 1 to {most}, the least of V and {_abi.MOST_LISTED}")
@@ -795,7 +757,7 @@ def linear_divergence(
     )  # fmt: skip
     options = _numbers(options)
     rows, weight = _array("input", input), _weight(linear_weight)
-    _check_rows(rows, "input")
+    _call.check_rows(rows, "input")
     shift = _integer("shift", shift)
     _divergence.check_shift_has_target(shift, target)
     tokens = math.prod(rows.shape[:-1])
@@ -832,7 +794,7 @@ def _teachers_vocab(weight: Any, logits: Any) -> int:
     if weight is not None:
         return int(_weight(weight, "teacher_weight").shape[0])
     columns = _array("teacher_logits", logits)
-    _check_rows(columns, "teacher_logits")
+    _call.check_rows(columns, "teacher_logits")
     return int(columns.shape[-1])
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import jax
 
-from logitless import _abi, _divergence, _vocabulary
+from logitless import _abi, _call, _divergence, _vocabulary
 from logitless._abi import Divergence, parse_memory
 from logitless._call import IGNORE_INDEX
 from logitless._divergence import (
@@ -25,7 +25,6 @@ from logitless.jax._call import Call
 from logitless.jax._functions import (
     _arrays,
     _casts_named,
-    _check_rows,
     _exact_products,
     _integer,
     _labels,
@@ -199,7 +198,7 @@ _ROWS = ("input", "teacher_input", "teacher_logits")
 def _heads(given: dict[str, Any]) -> dict[str, Array]:
     """The arrays of both heads, the teacher's without gradients."""
     arrays = _arrays(given)
-    _check_rows(arrays["input"], "input")
+    _call.check_rows(arrays["input"], "input")
     for name, x in arrays.items():
         if name in _ROWS:
             check_teachers_rows(name, x.shape, arrays["input"].shape[:-1])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from logitless import _abi, _statistics, _vocabulary
+from logitless import _abi, _call, _statistics, _vocabulary
 from logitless._abi import parse_memory
 from logitless._arrays import (
     as_f32,
@@ -56,7 +56,6 @@ Statistics: TypeAlias = _statistics.Statistics[Array]
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from logitless import _call
     from logitless._statistics import RowStatisticName, StatisticName
 
     Names: TypeAlias = StatisticName | Sequence[StatisticName]
@@ -213,31 +212,20 @@ def _outputs(names: Any) -> tuple[str, ...]:
     return ("loss", *_statistics.names_of(names))
 
 
-def _check_rows(rows: Array, what: str) -> None:
-    if not rows.ndim:
-        raise wrong_shape(f"{what} has shape (); allowed: [..., {'VD'[what == 'input']}]")
-
-
 def check_head(head: Array, name: str = "linear_weight") -> None:
     if head.ndim != 2:
         raise wrong_shape(f"{name} has shape {head.shape}; allowed: [V, D]")
 
 
 def _check_target(rows: Array, target: Array, what: str) -> None:
-    _check_rows(rows, what)
+    _call.check_rows(rows, what)
     if jnp.issubdtype(target.dtype, jnp.floating):
-        raise not_supported(
-            f"target is {target.dtype} of shape {target.shape}: soft targets and top-k "
-            "log-probabilities are not supported; allowed: class indices, int32 or int64"
-        )
+        raise _call.soft_target(target.dtype, target.shape)
     if target.dtype not in (jnp.int32, jnp.int64):
         way = "; use .astype(jnp.int32)" if jnp.issubdtype(target.dtype, jnp.integer) else ""
         raise wrong_dtype(f"target is {target.dtype}; allowed: int32, int64{way}")
     if target.shape != rows.shape[:-1]:
-        raise wrong_shape(
-            f"target has shape {target.shape}; allowed: {rows.shape[:-1]}, the shape of {what} "
-            "without its last dimension"
-        )
+        raise _call.wrong_target(target.shape, rows.shape, what)
 
 
 def _moved(values: Array, shift: int, rest: float) -> Array:
@@ -613,13 +601,8 @@ _as_offsets = renames({"target": "offsets"})(_as_target)
 def _ids(value: Any, input: Array, vocab: int, listed: Listed | None) -> Array:
     """The checked ids [..., K]. `vocab`: the number of classes."""
     ids = _as_ids(value)
-    tokens = input.shape[:-1]
-    if ids.ndim == 0 or ids.shape[:-1] != tokens or not 1 <= ids.shape[-1] <= _abi.MOST_CHOSEN:
-        raise wrong_shape(
-            f"ids has shape {ids.shape}; allowed: ({''.join(f'{n}, ' for n in tokens)}K), the "
-            f"shape of input with K, 1 to {_abi.MOST_CHOSEN}, in the place of its last dimension"
-        )
-    return _checked_ids(ids, _looked_at(value), vocab, listed, tokens)
+    _call.check_ids(ids.shape, input.shape)
+    return _checked_ids(ids, _looked_at(value), vocab, listed, input.shape[:-1])
 
 
 def _checked_ids(
@@ -646,19 +629,13 @@ def _listed_ids(
     ids: Any, offsets: Any, input: Array, vocab: int, listed: Listed | None
 ) -> tuple[Array, Array]:
     """The checked ids [M] and offsets [N + 1]."""
-    held, count = _as_ids(ids), math.prod(input.shape[:-1]) + 1
-    if held.ndim != 1:
-        raise wrong_shape(f"ids has shape {held.shape}; allowed beside offsets: (M,)")
-    if count == 1 and held.shape[0]:
-        raise wrong_shape(f"ids has shape {held.shape}; allowed beside no tokens: (0,)")
+    held, tokens = _as_ids(ids), math.prod(input.shape[:-1])
+    _call.check_listed_ids(held.shape, tokens)
     ends = _looked_at(offsets)
-    if ends is not None and ends.shape == (count,) and ends.dtype in (np.int32, np.int64):
+    if ends is not None and ends.shape == (tokens + 1,) and ends.dtype in (np.int32, np.int64):
         _check_offsets(ends, held.shape[0])  # before JAX cuts them to 32 bits
     held_offsets = _as_offsets(offsets)
-    if held_offsets.shape != (count,):
-        raise wrong_shape(
-            f"offsets has shape {held_offsets.shape}; allowed: ({count},), N + 1 of the N tokens"
-        )
+    _call.check_offsets(held_offsets.shape, tokens)
     return _checked_ids(held, _looked_at(ids), vocab, listed, None), held_offsets
 
 
@@ -832,7 +809,7 @@ def linear_logprobs_at(
         _vocabulary.refuse_beside_ids(vocab_ids, return_statistics)
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
-    _check_rows(hidden, "input")
+    _call.check_rows(hidden, "input")
     check_head(head)
     rows: dict[str, Any] = {"input": hidden, "weight": head, "bias": linear_bias}
     listed = None
@@ -904,7 +881,7 @@ def linear_topk(
     """
     names = _statistics.names_of(return_statistics, _statistics.OF_ROWS)
     hidden, head = _array("input", input), _array("linear_weight", linear_weight)
-    _check_rows(hidden, "input")
+    _call.check_rows(hidden, "input")
     check_head(head)
     given: dict[str, Any] = {"input": hidden, "weight": head, "bias": linear_bias}
     rows = _arrays(given)

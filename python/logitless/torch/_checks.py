@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from logitless._abi import F32_RANGE
-from logitless._errors import (
-    argument,
-    invalid,
-    not_supported,
-    wrong_device,
-    wrong_dtype,
-    wrong_shape,
-)
+from logitless._call import soft_target, wrong_target
+from logitless._errors import argument, invalid, wrong_device, wrong_dtype, wrong_shape
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -67,15 +61,9 @@ def as_f32(name: str, value: Tensor) -> Tensor:
 def check_target(input: Tensor, target: Any, what: str) -> None:
     check_tensor("target", target)
     if target.is_floating_point():
-        raise not_supported(
-            f"target is {str(target.dtype)[6:]} of shape {tuple(target.shape)}: soft targets and "
-            "top-k log-probabilities are not supported; allowed: class indices, int64 or int32"
-        )
+        raise soft_target(str(target.dtype)[6:], target.shape)
     if target.shape != input.shape[:-1]:
-        raise wrong_shape(
-            f"target has shape {tuple(target.shape)}; allowed: {tuple(input.shape[:-1])}, the "
-            f"shape of {what} without its last dimension"
-        )
+        raise wrong_target(target.shape, input.shape, what)
 
 
 def check_matrix(name: str, weight: Any) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless import _abi
-from logitless._errors import not_supported, placed, wrong_device, wrong_dtype, wrong_shape
+from logitless import _call
+from logitless._errors import not_supported, placed, wrong_device, wrong_dtype
 from logitless._vocabulary import ABSENT
 from logitless.torch import _lists, _run
 from logitless.torch._checks import check_tensor
@@ -28,13 +28,7 @@ def check_ids(input: Tensor, ids: Any, what: str) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
         way = " (ids.long())" if not ids.is_floating_point() else ""
         raise wrong_dtype(f"ids is {str(ids.dtype)[6:]}; allowed: int32, int64{way}")
-    alike = ids.dim() > 0 and ids.shape[:-1] == input.shape[:-1]
-    if not alike or not 1 <= ids.shape[-1] <= _abi.MOST_CHOSEN:
-        tokens = "".join(f"{size}, " for size in input.shape[:-1])
-        raise wrong_shape(
-            f"ids has shape {tuple(ids.shape)}; allowed: ({tokens}K), the shape of {what} with "
-            f"K, 1 to {_abi.MOST_CHOSEN}, in the place of its last dimension"
-        )
+    _call.check_ids(ids.shape, input.shape, what)
 
 
 def check_list(input: Tensor, ids: Any, offsets: Any) -> None:
@@ -47,15 +41,9 @@ def check_list(input: Tensor, ids: Any, offsets: Any) -> None:
             raise wrong_device(
                 f"{name} is on {tensor.device}; allowed: {input.device}, where the input is"
             )
-    if ids.dim() != 1:
-        raise wrong_shape(f"ids has shape {tuple(ids.shape)}; allowed beside offsets: (M,)")
-    ends = input.shape[:-1].numel() + 1
-    if ends == 1 and ids.shape[0] > 0:
-        raise wrong_shape(f"ids has shape {tuple(ids.shape)}; allowed beside no tokens: (0,)")
-    if tuple(offsets.shape) != (ends,):
-        raise wrong_shape(
-            f"offsets has shape {tuple(offsets.shape)}; allowed: ({ends},), N + 1 of the N tokens"
-        )
+    tokens = input.shape[:-1].numel()
+    _call.check_listed_ids(ids.shape, tokens)
+    _call.check_offsets(offsets.shape, tokens)
 
 
 def refuse_groups(tensors: Sequence[Any], group: Any, beside: str) -> None:
