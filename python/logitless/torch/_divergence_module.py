@@ -29,6 +29,11 @@ class LinearDivergenceLoss(Options, Generic[R]):
     teacher_temperature: float | Tensor | None
     vocab_ids: Tensor | None
     teacher_vocab_ids: Tensor | None
+    _names = (
+        "kind", "reduction", "beta", "label_weight", "ignore_index", "shift", "temperature",
+        "teacher_temperature", "logit_scale", "softcap", "teacher_logit_scale", "teacher_softcap",
+        "empty_mean", "memory", "return_statistics", "vocab_ids", "teacher_vocab_ids",
+    )  # fmt: skip
 
     if TYPE_CHECKING:
 
@@ -96,9 +101,6 @@ class LinearDivergenceLoss(Options, Generic[R]):
             self.register_buffer("vocab_ids", vocab_ids, persistent=False)
             self.register_buffer("teacher_vocab_ids", teacher_vocab_ids, persistent=False)
 
-    def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _OPTIONS}
-
     def forward(
         self,
         input: Tensor,
@@ -118,9 +120,7 @@ class LinearDivergenceLoss(Options, Generic[R]):
     ) -> Any:
         """`linear_divergence` of these arguments with the module's options. Temperatures given here
         replace the module's."""
-        options = self._options()
-        if temperature is not None:
-            options["temperature"] = temperature
+        options = self._options(temperature)
         if teacher_temperature is not None:
             options["teacher_temperature"] = teacher_temperature
         return linear_divergence(
@@ -128,15 +128,3 @@ class LinearDivergenceLoss(Options, Generic[R]):
             linear_bias=linear_bias, teacher_bias=teacher_bias, teacher_logits=teacher_logits,
             token_weight=token_weight, normalizer=normalizer, group=group, **options,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        """The options, for print()."""
-        options = self._options().items()
-        return ", ".join(f"{k}={v!r}" for k, v in options if not isinstance(v, Tensor))
-
-
-_OPTIONS = (
-    "kind", "reduction", "beta", "label_weight", "ignore_index", "shift", "temperature",
-    "teacher_temperature", "logit_scale", "softcap", "teacher_logit_scale", "teacher_softcap",
-    "empty_mean", "memory", "return_statistics", "vocab_ids", "teacher_vocab_ids",
-)  # fmt: skip

@@ -52,11 +52,26 @@ R = TypeVar("R")
 class Options(torch.nn.Module):
     """A module with options and no parameters; options that are tensors are buffers."""
 
+    _names: tuple[str, ...]  # the options
+
     def hold_temperature(self, name: str, value: float | Tensor | None) -> None:
         if isinstance(value, Tensor):  # moves with the module, but is no parameter
             self.register_buffer(name, value, persistent=False)
         else:
             setattr(self, name, value)
+
+    def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
+        """The options, with `temperature` in place of the module's if it is given."""
+        options = {name: getattr(self, name) for name in self._names}
+        if temperature is not None:
+            options["temperature"] = temperature
+        return options
+
+    def extra_repr(self) -> str:
+        """The options, for print()."""
+        options = self._options().items()
+        given = {k: v for k, v in options if k != "weight" and not isinstance(v, Tensor)}
+        return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Class weights and temperatures move with the module to another device, but keep their
@@ -84,6 +99,10 @@ class _Loss(Options, Generic[R]):
 
     weight: Tensor | None
     temperature: float | Tensor
+    _names: tuple[str, ...] = (
+        "weight", "reduction", "ignore_index", "label_smoothing", "z_loss", "logit_scale",
+        "softcap", "temperature", "return_statistics", "empty_mean",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -115,26 +134,6 @@ class _Loss(Options, Generic[R]):
 
     def _check_weight(self, weight: Any) -> None:
         check_tensor("weight", weight)
-
-    def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
-        """The options, with `temperature` in place of the module's if it is given."""
-        return {
-            "weight": self.weight,
-            "reduction": self.reduction,
-            "ignore_index": self.ignore_index,
-            "label_smoothing": self.label_smoothing,
-            "z_loss": self.z_loss,
-            "logit_scale": self.logit_scale,
-            "softcap": self.softcap,
-            "temperature": self.temperature if temperature is None else temperature,
-            "return_statistics": self.return_statistics,
-            "empty_mean": self.empty_mean,
-        }
-
-    def extra_repr(self) -> str:
-        options = self._options().items()
-        given = {k: v for k, v in options if k != "weight" and not isinstance(v, Tensor)}
-        return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
 class CrossEntropyLoss(_Loss[R]):
@@ -183,6 +182,7 @@ class LinearCrossEntropyLoss(_Loss[R]):
     """`linear_cross_entropy` as a module that holds the options."""
 
     vocab_ids: Tensor | None
+    _names = (*_Loss._names, "shift", "memory", "vocab_ids")
 
     if TYPE_CHECKING:
 
@@ -238,12 +238,6 @@ class LinearCrossEntropyLoss(_Loss[R]):
                 "num_classes) does, is LinearCrossEntropyHead(in_features, out_features)"
             )
         super()._check_weight(weight)
-
-    def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
-        return {
-            **super()._options(temperature), "shift": self.shift, "memory": self.memory,
-            "vocab_ids": self.vocab_ids,
-        }  # fmt: skip
 
     def forward(
         self,
@@ -329,14 +323,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         return_statistics: StatisticName | Sequence[StatisticName],
         **options: Unpack[HeadOptions],
     ) -> None: ...  # fmt: skip
-    @passes_on(
-        (
-            "weight", "reduction", "ignore_index", "label_smoothing", "z_loss", "logit_scale",
-            "softcap", "temperature", "return_statistics", "empty_mean", "shift", "memory",
-            "vocab_ids",
-        ),
-        LinearCrossEntropyLoss,
-    )  # fmt: skip
+    @passes_on(LinearCrossEntropyLoss._names, LinearCrossEntropyLoss)
     def __init__(
         self,
         in_features: int,
