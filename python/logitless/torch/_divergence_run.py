@@ -301,9 +301,8 @@ def _bounds_of_shard(
     views: tuple[View, ...], options: Divergence, dtypes: Dtypes
 ) -> tuple[int, int]:
     """The bytes of a shard's Backward, whatever its tensors' addresses."""
-    of_divergence: Any = options
     device = (views[0].device_type, views[0].device_index)
-    forward = _kept.Forward(views, (), views, of_divergence, device, None)
+    forward = _kept.Forward(views, (), views, options, device, None)
     (grad_loss,) = _kept._outputs(forward, ("grad_loss",))
     if options.reduction != _abi.REDUCTION_NONE:
         grad_loss = grad_loss._replace(shape=(), stride=())
@@ -339,8 +338,7 @@ def backward(
 def _key_of_shard(views: tuple[View, ...], options: Divergence) -> int:
     """The key of the logits that a shard's Forward of these inputs keeps."""
     device = (views[0].device_type, views[0].device_index)
-    of_divergence: Any = options
-    return _abi.kept_size(views, of_divergence, device, 1 << 62).key
+    return _abi.kept_size(views, options, device, 1 << 62).key
 
 
 def _with_tf32(options: Divergence, input: Tensor) -> Divergence:
@@ -380,9 +378,8 @@ def _plans(
     dtypes: Dtypes, kept: KeptSize | None,
 ) -> tuple[_abi.Plan, _abi.Plan]:  # fmt: skip
     """The plans of Forward and of the Backward that may follow it."""
-    of_divergence: Any = options
     device = (views[0].device_type, views[0].device_index)
-    forward = _kept.Forward(views, addresses, views, of_divergence, device, None)
+    forward = _kept.Forward(views, addresses, views, options, device, None)
     state = () if kept is None else _kept.views(kept, views[0])
     made = _kept._outputs(forward, [name for name, bit in BITS.items() if wanted & bit])
     (grad_loss,) = _kept._outputs(forward, ("grad_loss",))

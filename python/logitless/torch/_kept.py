@@ -146,7 +146,7 @@ class Forward(NamedTuple):
     views: Sequence[View]  # inputs, outputs and row state
     addresses: Sequence[int]  # of the views
     inputs: Sequence[View]  # the first of the views
-    options: Options
+    options: _abi.AnyOptions
     device: tuple[int, int]
     memory: int | None
 
@@ -156,19 +156,15 @@ class Forward(NamedTuple):
     def is_shard(self) -> bool:
         return self.options.vocab_total > self.inputs[1].shape[0]
 
-    def plan(
-        self, kind: int, more: Sequence[View], at: dict[str, int], options: Options | None = None,
-        **how: Any,
-    ) -> _abi.Plan:  # fmt: skip
+    def plan(self, kind: int, more: Sequence[View], at: dict[str, int], **how: Any) -> _abi.Plan:
         """The plan of an op on the same inputs and on new tensors; `at` has the addresses of those
         that exist already."""
         addresses = list(self.addresses[: len(self.inputs)])
         if addresses:  # without them the workspace serves any alignment
             addresses += [at.get(view.name, FRESH) for view in more]
         return _abi.Plan(
-            kind, (*self.inputs, *more), options or self.options, self.device,
-            addresses=addresses, **how,
-        )  # fmt: skip
+            kind, (*self.inputs, *more), self.options, self.device, addresses=addresses, **how
+        )
 
 
 def _size_in(forward: Forward, bytes: int) -> KeptSize | None:
