@@ -120,6 +120,13 @@ def options_of(
     )
 
 
+def subtracts_mean(options: Divergence) -> bool:
+    """Whether dz subtracts a mean: not in forward_kl, nor in what is forward_kl at beta 0."""
+    if options.kind in MIXTURES and options.beta == 0:
+        return False
+    return options.kind != _abi.FORWARD_KL
+
+
 def check_teachers_rows(
     name: str, shape: Sequence[int], tokens: Sequence[int], whose: str = "the tokens of input"
 ) -> None:

@@ -35,12 +35,6 @@ def _options(call: Call) -> Divergence:
     return call.options
 
 
-def _subtracts_mean(options: Divergence) -> bool:
-    if options.kind in _divergence.MIXTURES and options.beta == 0:
-        return False
-    return options.kind != _abi.FORWARD_KL
-
-
 def _tokens(call: Call, operands: dict[str, Array]) -> tuple[Array, Options]:
     """The targets and options for Combine. If the call has no targets, all are class 0, which is
     never ignored."""
@@ -124,7 +118,7 @@ def forward(
     own, options = _own(call, shard, operands)
     found = _folded(call, shard, operands, own, options)
     names = ["divergence_sum"]
-    if keeps and _subtracts_mean(_options(call)):
+    if keeps and _divergence.subtracts_mean(_options(call)):
         names.append("slope_sum")
     names += [name for name in ("acceptance",) if name in call.outputs]
     shape = found["row_reference"].shape

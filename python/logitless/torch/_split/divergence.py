@@ -57,13 +57,6 @@ class Asked(NamedTuple):
         return bool(self.options.label_weight or self.bits("logprob"))
 
 
-def subtracts_mean(options: Divergence) -> bool:
-    """Whether dz subtracts a mean: not in forward_kl, nor in what is forward_kl at beta 0."""
-    if options.kind in _divergence.MIXTURES and options.beta == 0:
-        return False
-    return options.kind != _abi.FORWARD_KL
-
-
 def refuse(split: Split) -> None:
     """Refuses the fields of a Split that a divergence does not support."""
     if split.blocks is not None:
@@ -424,7 +417,7 @@ def divergence(
     ]
     if any(needed):
         bits |= sum(bit for bit, need in zip(OF_TENSORS, needed) if need)
-        bits |= SLOPE if subtracts_mean(options) else 0
+        bits |= SLOPE if _divergence.subtracts_mean(options) else 0
         # With all logits kept, a rank computes them once, not three times.
         if memory is None and shard.size > 1 and _keeps_on(inputs.input) and not _ops.hooked():
             bits |= run.KEEP
