@@ -258,22 +258,16 @@ def _padded(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 def _gathered(constants: Constants, shard: Shard, dim: int) -> Constants:
     """The constants of all tokens, from each rank's own. Temperatures are [N], of own tokens."""
-    shape = constants.target.shape
     target, token_weight, vocab_weight, normalizer, temperature, ids, _ = constants
+
+    def whole(own: Tensor | None) -> Tensor | None:
+        return None if own is None else exchange.gather_tokens(own, shard, dim)
+
     if temperature is not None:
-        temperature = exchange.gather_tokens(temperature.view(shape), shard, dim).reshape(-1)
-    if token_weight is not None:
-        token_weight = exchange.gather_tokens(token_weight, shard, dim)
-    if ids is not None:
-        ids = exchange.gather_tokens(ids, shard, dim)
-    return Constants(
-        exchange.gather_tokens(target, shard, dim),
-        token_weight,
-        vocab_weight,
-        normalizer,
-        temperature,
-        ids,
-    )
+        temperature = exchange.gather_tokens(temperature.view(target.shape), shard, dim).reshape(-1)
+    target = exchange.gather_tokens(target, shard, dim)
+    token_weight, ids = whole(token_weight), whole(ids)
+    return Constants(target, token_weight, vocab_weight, normalizer, temperature, ids)
 
 
 def _dtypes_of(constants: Constants, shard: Shard) -> dict[str, torch.dtype | None]:
