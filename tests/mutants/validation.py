@@ -28,10 +28,12 @@ inline bool rule_is_off(std::string_view name, std::string_view part = {}) {
 }  // namespace logitless
 """
 
-# Rules without which nothing more is accepted: check_dtype_pairs refuses the same weights and
-# biases with the same status, since a dtype that is not floating can match neither f32 nor the
-# input's. If the input's own dtype is wrong as well, it is named first.
-EQUIVALENT = ("check_dtypes: weight", "check_dtypes: bias")
+# Rules without which nothing more is accepted: check_dtype_pairs refuses the same tensors with the
+# same status, since a dtype that is not floating can match neither f32 nor the input's. If the input's own dtype is wrong as well, it is named first.
+EQUIVALENT = tuple(
+    f"check_dtypes: {field}"
+    for field in ("weight", "bias", "teacher_input", "teacher_weight", "teacher_bias")
+)
 # These fields define N, V and D, so their shapes cannot be wrong alone.
 SETS_SIZES = ("input", "logits")
 
