@@ -34,6 +34,12 @@ std::span<const TensorField> fields_of_op() {
 
 }  // namespace
 
+static_assert([] {
+  int32_t ops = 0;
+  for_each_op([&](const auto&, int32_t) { ++ops; });
+  return ops;
+}() == kinds);
+
 std::span<const TensorField> tensor_fields(int32_t kind) {
   static const auto table = [] {
     std::array<std::span<const TensorField>, kinds> made{};

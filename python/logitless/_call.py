@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a caller's options to the core's, for all bindings."""
+"""Converts a caller's options to the core's, and checks shapes, for all bindings."""
 
 from __future__ import annotations
 

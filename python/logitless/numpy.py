@@ -246,7 +246,7 @@ class _Call:
             grads[f"grad_{name}"] = None if array is None else _empty(array.shape, array)
         memory = _memory(memory)
         try:
-            _run(kinds[gradients], self.arrays, made | grads, self.options, memory, most)
+            _run(kinds[bool(gradients)], self.arrays, made | grads, self.options, memory, most)
         except LogitlessError as error:
             error.args = (with_cast(placed(str(error), self.shape, self.shift)),)
             raise

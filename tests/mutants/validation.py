@@ -29,7 +29,8 @@ inline bool rule_is_off(std::string_view name, std::string_view part = {}) {
 """
 
 # Rules without which nothing more is accepted: check_dtype_pairs refuses the same tensors with the
-# same status, since a dtype that is not floating can match neither f32 nor the input's. If the input's own dtype is wrong as well, it is named first.
+# same status, since a dtype that is not floating can match neither f32 nor the input's. If the
+# input's own dtype is wrong as well, it is named first.
 EQUIVALENT = tuple(
     f"check_dtypes: {field}"
     for field in ("weight", "bias", "teacher_input", "teacher_weight", "teacher_bias")

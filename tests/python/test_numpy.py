@@ -774,6 +774,18 @@ def test_wrong_lists_of_rows_are_named() -> None:
         ln.linear_divergence(x, w, x, w[1:], vocab_ids=np.array([2, 7]))
 
 
+@pytest.mark.parametrize("truth", [np.True_, 1, 2, np.False_, 0, None])
+def test_any_truth_asks_for_gradients(truth: Any) -> None:
+    x, w = np.ones((3, 4), np.float32), np.eye(5, 4, dtype=np.float32)
+    t = np.zeros(3, np.int64)
+    for made in (
+        ln.linear_cross_entropy(x, w, t, return_gradients=truth),
+        ln.cross_entropy(x, t, return_gradients=truth),
+        ln.linear_divergence(x, w, x, w, return_gradients=truth),
+    ):
+        assert isinstance(made, tuple) == bool(truth)
+
+
 def test_numpy_needs_no_torch() -> None:
     code = "import sys, logitless.numpy; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=_environment())
