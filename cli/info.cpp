@@ -80,7 +80,7 @@ json cuda_devices() {
          {"compute_capability", fmt::format("{}.{}", device->major, device->minor)},
          {"multiprocessors", device->multiprocessors},
          {"portable_kernels", std::string_view(device->kernels) == "portable"},
-         {"batch_invariant_linear_ops", false},  // src/cuda/promises.h
+         {"batch_invariant_linear_ops", false},  // for f32, on every device: promises.h
          {"batch_invariant_16_bit_linear_ops", cuda::half_linear_ops_are_batch_invariant(*device)},
          {"row_reference_of_linear_ops", row_references(*device)}});
   }

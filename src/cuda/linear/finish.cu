@@ -177,15 +177,16 @@ void class_row(const LinearWork& work) {
   const int64_t count =
       call.shape.kernels.others == Origin::again_dz ? kept_columns(plan) : call.shape.vocab;
   const unsigned slabs = blocks_for(count, vocab_slab_rows);
-  const unsigned columns = blocks_for(call.shape.hidden_pitch(), 256);
+  const int64_t pitch = call.shape.hidden_pitch();
+  const unsigned columns = blocks_for(pitch, 256);
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
     stream->launch("class_slabs", class_slabs<T>,
-                   two_axes(slabs, divide_up(call.shape.hidden_pitch(), 32 * Pack<T>::width)), 256,
-                   call, count, call.shape.hidden_pitch(), m.slabs);
+                   two_axes(slabs, divide_up(pitch, 32 * Pack<T>::width)), 256, call, count, pitch,
+                   m.slabs);
   });
-  stream->launch("class_row", class_sum, columns, 256, m.slabs, static_cast<int>(slabs),
-                 call.shape.hidden_pitch(), m.class_row, m.tokens.scalars);
+  stream->launch("class_row", class_sum, columns, 256, m.slabs, static_cast<int>(slabs), pitch,
+                 m.class_row, m.tokens.scalars);
 }
 
 void write_grad_input(const LinearWork& work, const float* sums, int64_t row, int64_t rows,

@@ -64,20 +64,21 @@ __global__ void __launch_bounds__(128)
 void scale_input(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const bool smooths = m.smoothed_row != nullptr;
-  const unsigned columns = blocks_for(call.shape.hidden_pitch(), 256);
+  const int64_t pitch = call.shape.hidden_pitch();
+  const unsigned columns = blocks_for(pitch, 256);
   with_stored(call.shape.dtype, [&](auto element) {
     using E = decltype(element);
     const E* input = reinterpret_cast<const E*>(m.input);
     if (smooths) {
       const unsigned slabs = blocks_for(chunk.rows, token_slab_rows);
       stream->launch("smoothed_slabs", smoothed_slabs<E>, two_axes(columns, slabs), 256, chunk,
-                     m.factors, input, call.shape.hidden_pitch(), static_cast<int>(slabs), m.slabs);
+                     m.factors, input, pitch, static_cast<int>(slabs), m.slabs);
       stream->launch("smoothed_row", sum_slabs, columns, 256, m.slabs, static_cast<int>(slabs),
-                     call.shape.hidden_pitch(), m.smoothed_row);
+                     pitch, m.smoothed_row);
     }
     const int64_t behind = plan.extra_rows;
     stream->launch("scale_input", scale_kernel<E>, static_cast<unsigned>(chunk.rows + behind), 128,
-                   chunk, m.factors, input, call.shape.hidden_pitch(),
+                   chunk, m.factors, input, pitch,
                    smooths ? m.smoothed_row : static_cast<float*>(nullptr),
                    reinterpret_cast<E*>(m.scaled));
   });
