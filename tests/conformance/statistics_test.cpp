@@ -30,14 +30,14 @@ class TokenStatistics : public ConformanceTest {
   // contract allows other bits.
   bool is_elsewhere(const Case& c) const {
     if (!is_linear(op_) || device_.reference_is_maximum(dtype_)) return false;
-    return c.statistics || c.rank || c.sum_p_squared || c.mean_logit || c.max_logprob ||
-           c.mass_above || c.temperatures;
+    return c.statistics || c.entropy || c.rank || c.sum_p_squared || c.mean_logit ||
+           c.max_logprob || c.mass_above || c.temperatures;
   }
   // The case's row in the contract's table ("Determinism"); cases of one row have the same bits.
   int line_of(const Case& c) const {
     if (!is_elsewhere(c)) return 0;
     const int squares = c.sum_p_squared ? 1 : 0;
-    return c.statistics ? 3 + squares : c.max_logprob ? 5 + squares : 1 + squares;
+    return c.statistics || c.entropy ? 3 + squares : c.max_logprob ? 5 + squares : 1 + squares;
   }
   // Makes an op whose logits, before scale and softcap, are exactly these. In linear ops column i
   // of the weight holds token i's logits, and the input is the identity.
@@ -209,6 +209,7 @@ const Setting kBeside[] = {
     {"nothing else", [](Case&) {}},
     {"the row", [](Case& c) { c.row_statistics = true; }},
     {"everything of the row", [](Case& c) { c.statistics = true; }},
+    {"entropy", [](Case& c) { c.entropy = true; }},
     {"rank", [](Case& c) { c.rank = true; }},
     {"sum_p_squared", [](Case& c) { c.sum_p_squared = true; }},
     {"mean_logit", [](Case& c) { c.mean_logit = true; }},

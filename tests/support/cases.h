@@ -105,6 +105,7 @@ struct Case {
   bool row_statistics = false;  // lse, target_logit and the row's state alone
   bool logprob = false, rank = false, sum_p_squared = false, mean_logit = false;
   bool max_logprob = false, mass_above = false;
+  bool entropy = false;       // without the other statistics
   bool temperatures = false;  // one per token
   int64_t chosen = 0;         // chosen columns per token; not for divergences
   DType ids = DType::i64;     // of the chosen columns' ids

@@ -310,6 +310,7 @@ class Builder {
     if (c_.sum_p_squared) add({&s.sum_p_squared});
     if (c_.mean_logit) add({&s.mean_logit});
     if (c_.max_logprob) add({&s.max_logprob});
+    if (c_.entropy && !c_.statistics) add({&s.entropy});
     if (c_.rank && !shard) s.rank = output(c_.argmax, {tokens});
     if (c_.mass_above && !shard) add({&s.mass_above});
     if (c_.statistics || c_.row_statistics) {
