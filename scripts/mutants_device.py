@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 sys.dont_write_bytecode = True
 
-from mutants.cuda import MUTANTS, TESTS, CudaMutant
+from mutants.cuda import MUTANTS, NAMED_KERNELS, TESTS, CudaMutant
 
 SCRATCH = ROOT / "out/mutants-device"
 PROGRAM = SCRATCH / "run/device_suite"
@@ -246,18 +246,23 @@ class Part(NamedTuple):
 
 
 def test(
-    number: int, chosen: str, portable: bool, limit: float, part: int = 0, parts: int = 1
+    number: int, group: str, limit: float, part: int = 0, parts: int = 1, chosen: str = ""
 ) -> Part:
     environment = {
         **os.environ,
         "LOGITLESS_MUTANT": str(number),
         "LOGITLESS_TEST_DEVICES": "cuda",
-        "LOGITLESS_CUDA_KERNELS": "portable" if portable else "",
+        "LOGITLESS_CUDA_KERNELS": group if group in NAMED_KERNELS else "",
         "LD_LIBRARY_PATH": library_path(),
         "GTEST_TOTAL_SHARDS": str(parts),
         "GTEST_SHARD_INDEX": str(part),
     }
-    command = [str(PROGRAM), f"--gtest_filter={chosen}", "--gtest_fail_fast", "--gtest_brief=1"]
+    command = [
+        str(PROGRAM),
+        f"--gtest_filter={chosen or TESTS[group]}",
+        "--gtest_fail_fast",
+        "--gtest_brief=1",
+    ]
     start = time.monotonic()
     try:
         done = subprocess.run(command, check=False, env=environment, text=True, errors="replace",
@@ -279,9 +284,7 @@ def test(
 
 def without_mutant(pool: ThreadPoolExecutor, group: str, jobs: int, limit: float) -> float:
     """The seconds that all tests of a group take, one after the other; they must pass."""
-    parts = list(
-        pool.map(lambda p: test(0, TESTS[group], group == "portable", limit, p, jobs), range(jobs))
-    )
+    parts = list(pool.map(lambda p: test(0, group, limit, p, jobs), range(jobs)))
     seconds = sum(max(0, p.seconds - START_SECONDS) for p in parts)
     wrong = next((p for p in parts if p.verdict != "passed"), None)
     print(f"{'no mutant, ' + group:64} {seconds:5.0f} s  {wrong or 'passed'}", flush=True)
@@ -305,8 +308,7 @@ class Judged:
     def judge(self, part: int) -> None:
         if self.caught:
             return
-        done = test(self.number, TESTS[self.group], self.group == "portable", self.limit, part,
-                    self.parts)  # fmt: skip
+        done = test(self.number, self.group, self.limit, part, self.parts)
         self.seconds += done.seconds
         if done.verdict != "passed":
             self.caught = done.note
@@ -320,7 +322,7 @@ class Judged:
 def run(only: list[str], jobs: int, limit: float) -> int:
     if not PROGRAM.is_file():
         raise Broken(f"no {PROGRAM}: `build` first")
-    first = test(0, "*/Edges.NoTokens/cuda_softmax_f32", False, limit)
+    first = test(0, "", limit, chosen="*/Edges.NoTokens/cuda_softmax_f32")
     if first.verdict == "skipped":
         print(f"mutants-device: {first.note}")
         return 0

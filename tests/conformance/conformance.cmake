@@ -18,7 +18,7 @@ function(add_conformance_test name parts)
 endfunction()
 
 # The tests of CUDA are one program: the library is large, and is copied to the device machine once.
-# Each suite runs with the best engine, and most run again with the portable one.
+# Each suite runs with the best engine, and most run again with the engines for sm_80.
 option(LOGITLESS_DEVICE_TESTS "Build the tests that need an NVIDIA GPU, where the CUDA backend is built" ON)
 set(device_suites)
 function(add_device_test suite parts)
@@ -26,8 +26,8 @@ function(add_device_test suite parts)
     return()
   endif()
   math(EXPR last "${parts} - 1")
-  foreach(kernels own portable)
-    if(kernels STREQUAL portable AND suite MATCHES "^(Offsets|Cuda[DEHKOPT].*)$")
+  foreach(kernels own portable sm80)
+    if("${kernels}.${suite}" MATCHES "^(portable|sm80)\\.(Offsets|Cuda[DEOPT].*)$|^portable\\.Cuda[HK].*$|^sm80\\.CudaRows$")
       continue()
     endif()
     set(test device.${kernels}.${suite})

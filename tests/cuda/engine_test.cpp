@@ -196,7 +196,7 @@ TEST(CudaEngine, AShareThatIsKeptEndsWithATile) {
 TEST(CudaEngine, KeptStateServesWhereTheLibrarySaysSo) {
   Head head(1001);
   std::vector<char> kept(64), rows(64);
-  for (const Engine* engine : {&hopper(), &toy_engine(), &portable()}) {
+  for (const Engine* engine : {&hopper(), &toy_engine(), &sm80(), &portable()}) {
     const Engine* const engines[] = {engine, &portable()};
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       for (const float softcap : {0.0f, 30.0f}) {
@@ -261,6 +261,45 @@ TEST(CudaEngine, ANameLeavesTheOthersOut) {
   EXPECT_STREQ(engine_of(toy_vocab, device), "portable");
   std::strcpy(device.kernels, "toy");
   EXPECT_STREQ(engine_of(toy_vocab, device), "toy");
+}
+
+// What was not measured on its own hardware is no default.
+TEST(CudaEngine, TheKernelsForSm80AreUsedWhereTheyAreNamed) {
+  Head head(toy_vocab);
+  head.op.input = view(head.input.data(), DType::bf16, {3, 8});
+  head.op.weight = view(head.weight.data(), DType::bf16, {5, 8});
+  for (const int major : {8, 9, 10, 12}) {
+    const DeviceInfo device{.major = major, .multiprocessors = 132};
+    DeviceInfo named = device;
+    std::strcpy(named.kernels, "sm80");
+    EXPECT_STRNE(engine_for(device).name(), "sm80");
+    EXPECT_STREQ(engine_for(named).name(), "sm80");
+    EXPECT_FALSE(named.has_clusters());
+    EXPECT_TRUE(half_linear_ops_are_batch_invariant(named));
+    EXPECT_EQ(half_linear_ops_are_batch_invariant(device), major == 9 && sm90::has_code());
+    const auto takes = [&](const LinearCrossEntropyForward& op) {
+      return std::strcmp(make_call(engines(), op, named).engine->name(), "sm80") == 0;
+    };
+    EXPECT_TRUE(takes(head.op));
+    LinearCrossEntropyForward other = head.op;
+    other.weight.byte_offset = 8;
+    EXPECT_FALSE(takes(other));
+    other = head.op;
+    other.weight.stride = {1, 8};  // rows are not contiguous, and a product can read them
+    other.weight.shape[0] = 8;
+    EXPECT_FALSE(takes(other));
+    other.weight.stride = {2, 3};
+    EXPECT_TRUE(takes(other)) << "they are copied";
+    other = head.op;
+    other.weight.stride[0] = (int64_t{1} << 22) - 8;
+    EXPECT_TRUE(takes(other));
+    other.weight.stride[0] = int64_t{1} << 22;
+    EXPECT_FALSE(takes(other));
+    other = head.op;
+    other.input.dtype = other.weight.dtype = DType::f32;
+    EXPECT_FALSE(takes(other));
+  }
+  EXPECT_FALSE(check_named_engine({.major = 7, .kernels = "sm80"}).ok());
 }
 
 TEST(CudaEngine, AnUnknownNameIsAnErrorThatListsThoseOfTheDevice) {

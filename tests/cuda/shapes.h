@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <vector>
 
 #include "src/cuda/linear/search.h"
@@ -14,15 +15,19 @@ namespace logitless::cuda {
 
 constexpr uint64_t MiB = uint64_t{1} << 20;
 
-// Hopper's engine, and the one that serves every GPU.
+// Hopper's engine, the one for sm_80, and the one that serves every GPU.
 inline const Engine& hopper() { return *engines().front(); }
+inline const Engine& sm80() {
+  const auto is_it = [](const Engine* e) { return std::strcmp(e->name(), "sm80") == 0; };
+  return **std::find_if(engines().begin(), engines().end(), is_it);
+}
 inline const Engine& portable() { return *engines().back(); }
 // An engine whose tiles differ from Hopper's.
 inline const Engine& toy_engine() {
   static const toy::ToyEngine engine;
   return engine;
 }
-inline bool is_tiled(const Engine& engine) { return &engine != &portable(); }
+inline bool is_tiled(const Engine& engine) { return &engine != &portable() && &engine != &sm80(); }
 
 inline Asked on(const Engine& engine, LinearShape shape) {
   const bool own = is_tiled(engine);
@@ -60,7 +65,7 @@ inline void add_kept(const Engine& engine, LinearShape s, std::vector<Asked>* al
 
 inline std::vector<Asked> shapes() {
   std::vector<Asked> all;
-  for (const Engine* best : {&portable(), &hopper(), &toy_engine()}) {
+  for (const Engine* best : {&portable(), &sm80(), &hopper(), &toy_engine()}) {
     for (const auto& [tokens, vocab, hidden] : {std::array<int64_t, 3>{8192, 128256, 4096},
                                                 {20480, 50257, 768},
                                                 {0, 7, 3},
@@ -70,9 +75,8 @@ inline std::vector<Asked> shapes() {
                                                 {4096, 129280, 7168}}) {
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden, .dtype = dtype};
-        // Tiled engines serve 16-bit inputs only.
-        const bool own = is_tiled(*best) && dtype != DType::f32;
-        const Engine& engine = own ? *best : portable();
+        const Engine& engine = dtype == DType::f32 ? portable() : *best;
+        const bool own = is_tiled(engine);
         add_kept(engine, s, &all);
         const auto add = [&] {
           // f16 gradients keep E as codes (keep_codes).

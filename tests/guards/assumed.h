@@ -16,8 +16,8 @@ namespace logitless::guards {
 struct Assumed {
   std::string name;
   Device device;
-  bool portable = false;   // LOGITLESS_CUDA_KERNELS=portable
-  bool well_known = true;  // gets the named calls too, not only random ones
+  const char* kernels = "";  // LOGITLESS_CUDA_KERNELS
+  bool well_known = true;    // gets the named calls too, not only random ones
 };
 
 struct AssumedCuda {
@@ -38,21 +38,20 @@ inline std::vector<Assumed> assumed_cuda_devices() {
   for (const AssumedCuda& one : assumed_cuda()) {
     all.push_back({one.name, {DeviceType::cuda, static_cast<int32_t>(all.size())}});
   }
-  all.push_back({"portable90x132", {DeviceType::cuda, 0}, true});
+  all.push_back({"portable90x132", {DeviceType::cuda, 0}, "portable"});
+  all.push_back({"sm80kernels80x108", {DeviceType::cuda, 3}, "sm80"});
   return all;
 }
 
-// While it lives, CUDA has the assumed devices, with their own kernels or with the portable ones.
+// While it lives, CUDA has the assumed devices, with their own kernels or with those named.
 class AssumedMachine {
  public:
-  explicit AssumedMachine(bool portable) : cuda_((choose(portable), devices())) {}
+  explicit AssumedMachine(const char* kernels) : cuda_((choose(kernels), devices())) {}
   cuda::RecordedCuda* operator->() { return &cuda_; }
 
  private:
   // Sets the variables that are read when the devices are first listed.
-  static void choose(bool portable) {
-    setenv("LOGITLESS_CUDA_KERNELS", portable ? "portable" : "", 1);
-  }
+  static void choose(const char* kernels) { setenv("LOGITLESS_CUDA_KERNELS", kernels, 1); }
   static std::vector<cuda::RecordedCuda::Device> devices() {
     std::vector<cuda::RecordedCuda::Device> all;
     for (const AssumedCuda& one : assumed_cuda()) all.push_back(one.device);

@@ -70,7 +70,7 @@ Status run_planned(const Op& op, const Workspace& workspace, const Execution& ex
 Run run_on(const Call& call, const Assumed& assumed, const MemorySize& memory,
            const FunctionNames& names, bool by_plan) {
   const AnyOp any = op_of(call, assumed.device);
-  AssumedMachine machine(assumed.portable);
+  AssumedMachine machine(assumed.kernels);
   Transcript transcript(&names);
   transcript.name(reinterpret_cast<void*>(kWorkspace), "workspace");
   machine->listener = &transcript;

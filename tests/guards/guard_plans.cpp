@@ -80,12 +80,12 @@ void in_parallel(size_t count, F&& f) {
   for (std::thread& thread : threads) thread.join();
 }
 
-std::vector<std::string> all_lines(const std::vector<Asked>& all, bool portable) {
+std::vector<std::string> all_lines(const std::vector<Asked>& all, std::string_view kernels) {
   const std::vector<Assumed> devices = assumed_devices();
   std::vector<std::vector<std::string>> found(all.size());
   in_parallel(all.size(), [&](size_t i) {
     for (size_t d = 0; d < devices.size(); ++d) {
-      if ((all[i].devices >> d & 1) == 0 || devices[d].portable != portable) continue;
+      if ((all[i].devices >> d & 1) == 0 || devices[d].kernels != kernels) continue;
       const auto lines = lines_of(all[i], devices[d]);
       found[i].insert(found[i].end(), lines.begin(), lines.end());
     }
@@ -96,13 +96,13 @@ std::vector<std::string> all_lines(const std::vector<Asked>& all, bool portable)
 }
 
 // Makes the lines for this machine. Lazy initialization happens here, before threads start.
-std::vector<std::string> lines_on_machine(const std::vector<Asked>& all, bool portable) {
-  const AssumedMachine machine(portable);
+std::vector<std::string> lines_on_machine(const std::vector<Asked>& all, const char* kernels) {
+  const AssumedMachine machine(kernels);
   for (const Assumed& assumed : assumed_devices()) {
     if (assumed.device.type != DeviceType::cuda) continue;
     (void)sizes_of(op_of(all[0].call, assumed.device), assumed);
   }
-  return all_lines(all, portable);
+  return all_lines(all, kernels);
 }
 
 int print_plans() {
@@ -117,8 +117,10 @@ int print_plans() {
     std::fprintf(stderr, "%s: %s\n", asked.call.text().c_str(), wrong.c_str());
     return 1;
   }
-  std::vector<std::string> lines = lines_on_machine(all, false);
-  for (std::string& line : lines_on_machine(all, true)) lines.push_back(std::move(line));
+  std::vector<std::string> lines;
+  for (const char* kernels : {"", "portable", "sm80"}) {
+    for (std::string& line : lines_on_machine(all, kernels)) lines.push_back(std::move(line));
+  }
   std::sort(lines.begin(), lines.end());
   for (const std::string& line : lines) std::puts(line.c_str());
   return 0;

@@ -83,6 +83,8 @@ void add_panels(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fa
   if (count > 1) facts->add("panels", std::to_string(count) + ":" + hash.text());
 }
 
+bool is_tiled(const cuda::Engine& engine) { return std::string_view(engine.name()) == "sm90"; }
+
 // Adds a tiled engine's decisions, in the terms of docs/kernels.
 void add_hopper(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
   const cuda::tiled::TiledPart& own = cuda::tiled::tiled_part(p);
@@ -113,8 +115,7 @@ void add_plan(const cuda::Engine& engine, const cuda::LinearShape& s, const cuda
   facts->add("again", p.remade_columns);
   facts->add("weight", s.copies_weight ? "copy" : "own", "own");
   facts->add("input", lends_input(s, p) ? "lent" : p.copies_input ? "copy" : "own", "copy");
-  const bool lent =
-      &engine != cuda::engines().back() && cuda::tiled::tiled_part(p).lent_scaled >= 0;
+  const bool lent = is_tiled(engine) && cuda::tiled::tiled_part(p).lent_scaled >= 0;
   if (scales_apart(s, p)) facts->add("scaled", lent ? "lent" : "copy");
   facts->add("wsum", sums_grad_weight(s, p));
   facts->add("isum", sums_grad_input(s, p));
@@ -122,7 +123,7 @@ void add_plan(const cuda::Engine& engine, const cuda::LinearShape& s, const cuda
   facts->add("pitch", s.hidden_pitch(), s.hidden);
   facts->add("segments", p.segments);
   facts->add("rows", s.weight_rows);
-  if (&engine != cuda::engines().back()) {
+  if (is_tiled(engine)) {
     add_hopper(s, p, facts);
   } else {
     facts->add("block", std::to_string(p.block_rows) + "x" + std::to_string(p.block_columns));
@@ -317,7 +318,7 @@ Status sizes_on(const Op& op, const Assumed& assumed, int threads, WorkspaceSize
 std::vector<Assumed> assumed_devices() {
   std::vector<Assumed> all = assumed_cuda_devices();
   for (const NamedEngine& e : kEngines) {
-    all.push_back({e.name, {DeviceType::cpu, 0}, false, e.well_known});
+    all.push_back({e.name, {DeviceType::cpu, 0}, "", e.well_known});
   }
   all.push_back({"webgpu", {DeviceType::webgpu, 0}});
   all.push_back({"webgpularge", {DeviceType::webgpu, 1}});

@@ -10,6 +10,7 @@ from mutants.cuda_token_options import TOKEN_OPTIONS
 from mutants.cuda_tokens import TOKENS
 from mutants.hopper_options import OPTIONS
 from mutants.hopper_plans import PLANS
+from mutants.sm80 import SM80
 
 _ROWS, _LINEAR = ("softmax", "forward", "backward"), ("linear",)
 
@@ -23,12 +24,15 @@ _TABLE = (
 )  # fmt: skip
 _PAIRS = "*/Conformance.EveryOptionAloneAndInPairs/cuda_{}*_bf16"
 
-# Groups of googletest filters, by the name that a mutant gives. "portable" uses the kernels that
-# run on every architecture.
+# Groups of googletest filters, by the name that a mutant gives. Some are the names of kernels
+# (LOGITLESS_CUDA_KERNELS), which their tests use.
+NAMED_KERNELS = ("portable", "sm80")
 TESTS: dict[str, str] = {
     "rows": _tests(_ROWS, (*_TABLE, "CudaRows.AreRight*")) + ":" + ":".join(_PAIRS.format(op) for op in _ROWS),
     "linear": _tests(_LINEAR, _TABLE) + ":" + _PAIRS.format("linear"),
     "portable": _tests(_LINEAR, (*_TABLE, "Determinism.RunTwice")) + ":" + _PAIRS.format("linear"),
+    "sm80": _tests(_LINEAR, (*_TABLE, "Determinism.RunTwice")) + ":" + _PAIRS.format("linear")
+    + ":*/TopK.*bf16:*/TokenStatistics.*linear*f16:*/CudaHeads.LogitsOf*",
     "tokens": _tests(("forward", "linear_forward"), _TABLE)
     + ":*/Conformance.EveryOptionAloneAndInPairs/cuda_forward*_f32",
     "hopper": "*/Conformance.EveryShape/cuda_linear*f16:*/Invariants.*/cuda_linear*f16:"
@@ -85,6 +89,7 @@ _WAIT = r"""@{asm volatile(
 MUTANTS = [
     *(_M(*mutant) for mutant in TOKENS),
     *(_M(*mutant) for mutant in TOKEN_OPTIONS),
+    *(_M(*mutant) for mutant in SM80),
     # The linear ops.
     _M("linear, last column: not in the sums", "linear/portable/block_exponentials.cu",
        "sum += @{y}@;", "(j + i == tile.count - 1 && tile.count > 1 ? 0.0f : y)", "portable"),

@@ -26,6 +26,8 @@ class Engine {
   virtual ~Engine() = default;
   virtual const char* name() const = 0;
 
+  // Whether calls get this engine also if LOGITLESS_CUDA_KERNELS names none.
+  virtual bool is_default() const { return true; }
   // Whether the engine serves any call on this device.
   virtual bool serves(const DeviceInfo& device) const = 0;
   // Whether the engine serves this op, by its dtype, strides and the weight's alignment.

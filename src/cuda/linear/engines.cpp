@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engines, best first. A new family of GPUs needs a folder next to portable/ and sm90/, and a
-// line in this list.
+// The engines, in the order in which a call tries them. A new family of GPUs needs a folder next to
+// portable/ and sm90/, and a line in this list.
 #include <cstdio>
 #include <cstring>
 
@@ -14,8 +14,9 @@ namespace {
 std::span<const Engine* const> replaced;
 
 bool may_serve(const Engine& engine, const DeviceInfo& device) {
-  const bool left_out = device.kernels[0] != 0 && std::strcmp(device.kernels, engine.name()) != 0;
-  return !left_out && engine.serves(device);
+  const bool named = device.kernels[0] != 0;
+  const bool asked = named ? std::strcmp(device.kernels, engine.name()) == 0 : engine.is_default();
+  return asked && engine.serves(device);
 }
 
 }  // namespace
@@ -25,8 +26,9 @@ void replace_engines(std::span<const Engine* const> replacement) { replaced = re
 std::span<const Engine* const> engines() {
   if (!replaced.empty()) return replaced;
   static const sm90::HopperEngine hopper;
+  static const Sm80Engine sm80;
   static const PortableEngine portable;
-  static const Engine* const all[] = {&hopper, &portable};
+  static const Engine* const all[] = {&hopper, &sm80, &portable};
   return all;
 }
 
@@ -35,11 +37,14 @@ Status check_named_engine(const DeviceInfo& device) {
     if (may_serve(*engine, device)) return {};
   }
   char served[96] = {};
-  for (const Engine* engine : engines()) {
-    if (!engine->serves(device)) continue;
+  const auto name = [&](const Engine* engine, bool is_default) {
+    if (engine->is_default() != is_default || !engine->serves(device)) return;
     const size_t used = std::strlen(served);
     std::snprintf(served + used, sizeof(served) - used, "%s%s", used > 0 ? ", " : "",
                   engine->name());
+  };
+  for (const bool is_default : {true, false}) {
+    for (const Engine* engine : engines()) name(engine, is_default);
   }
   return error(StatusCode::invalid_argument,
                "cuda: LOGITLESS_CUDA_KERNELS is \"%s\"; allowed on device %d (%s): %s",

@@ -7,12 +7,14 @@
 
 namespace logitless::cuda {
 
-// Best first; the last one serves every call.
+// In the order in which a call tries them; the last one serves every call. Some are used only if
+// they are named.
 std::span<const Engine* const> engines();
 // For tests, while no call is running: replaces the library's list, or restores it with an empty
 // one.
 void replace_engines(std::span<const Engine* const> replacement);
-// Returns invalid_argument if LOGITLESS_CUDA_KERNELS names no engine that serves this device. Every
+// Returns invalid_argument if LOGITLESS_CUDA_KERNELS names no engine that serves this device, with
+// the names of those that do, the default ones first. Every
 // op checks this before it chooses its engine.
 Status check_named_engine(const DeviceInfo& device);
 // Returns the best engine that serves any call on this device, or this op. The list must end with

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "src/cuda/linear/linear.cuh"
+#include "src/cuda/linear/mma.cuh"
 #include "src/cuda/logit_map.cuh"
 #include "src/cuda/runtime/early.cuh"
 
@@ -42,27 +43,6 @@ struct Logits<E> {
   static __device__ int first_row() { return threadIdx.x / 64 * 32; }
   static __device__ int first_column() { return threadIdx.x / 32 % 2 * 64; }
 
-  // Loads four 8 x 8 blocks; each lane gives the address of a row of one of them.
-  static __device__ void load(uint32_t (&x)[4], const void* row) {
-    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(address)
-                 : "memory");
-  }
-  static __device__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (std::is_same_v<E, __half>) {
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-          "{%8, %9}, {%0, %1, %2, %3};"
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    } else {
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-          "{%8, %9}, {%0, %1, %2, %3};"
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-  }
   __device__ void add(const Operands<E>& o) {
     const int lane = threadIdx.x % 32, row = first_row() + lane % 16;
     const int column = first_column() + lane / 16 * 8 + lane % 8;
@@ -70,15 +50,17 @@ struct Logits<E> {
     for (int k = 0; k < Operands<E>::packs; k += 2) {
       uint32_t a[2][4];
 #pragma unroll
-      for (int m = 0; m < 2; ++m) load(a[m], &o.input[row + 16 * m][k + lane / 16]);
+      for (int m = 0; m < 2; ++m) {
+        load_matrices(a[m], shared_address(&o.input[row + 16 * m][k + lane / 16]));
+      }
 #pragma unroll
       for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
-        load(b, &o.weight[column + 8 * n][k + lane / 8 % 2]);
+        load_matrices(b, shared_address(&o.weight[column + 8 * n][k + lane / 8 % 2]));
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          multiply(sum[m][n], a[m], b[0], b[1]);
-          multiply(sum[m][n + 1], a[m], b[2], b[3]);
+          multiply_matrices<E>(sum[m][n], a[m], b[0], b[1]);
+          multiply_matrices<E>(sum[m][n + 1], a[m], b[2], b[3]);
         }
       }
     }

@@ -26,6 +26,7 @@ inline Status cuda_error(const char* what, cudaError_t code) {
 
 // The engine of linear ops for every device (linear/engine.h).
 inline constexpr char kernels_of_every_device[] = "portable";
+inline constexpr char kernels_of_sm80[] = "sm80";
 
 // What planners and launches need to know of a device; read once per process.
 struct DeviceInfo {
@@ -38,10 +39,11 @@ struct DeviceInfo {
   char kernels[24] = {};
   // Whether launches may be early (early.cuh), also in a graph: drivers for CUDA 12.3 and later.
   bool launches_early = false;
-  // Whether kernels may use features new in sm_90. Not if the portable engine is named, so that a
+  // Whether kernels may use features new in sm_90. Not if an engine for sm_80 is named, so that a
   // newer device can run what sm_80 runs (tests, bug reports).
   bool has_clusters() const {
-    return major >= 9 && std::strcmp(kernels, kernels_of_every_device) != 0;
+    return major >= 9 && std::strcmp(kernels, kernels_of_every_device) != 0 &&
+           std::strcmp(kernels, kernels_of_sm80) != 0;
   }
 };
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "src/cuda/linear/tiled/engine.h"
 #include "src/kept.h"
 
 namespace logitless::cuda {
@@ -35,6 +36,14 @@ void PortableEngine::describe(const Call& op, LinearCall* call, const DeviceInfo
   if (!op.kept || s.tokens == 0) return;
   lay_out_kept(op, columns_in_rows(op, s), call);
   if (s.kernels.kept == Origin::dz_by_rows) s.kernels.kept = Origin::dz_in_panels;
+}
+
+bool Sm80Engine::serves(const Call& op, const LinearShape& s) const {
+  const Tensor& w = op.weight;
+  const bool rows =
+      s.copies_weight || ((w.stride[1] == 1 || s.hidden == 1) && tiled::is_aligned(w));
+  constexpr int64_t most = 1 << 22;  // the kernel counts the bytes of 192 rows in 32 bits
+  return s.dtype != DType::f32 && rows && s.hidden < most && w.stride[0] < most;
 }
 
 void PortableEngine::place(Lifetime lifetime, const LinearShape& s, const LinearPlan& p,

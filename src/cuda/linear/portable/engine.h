@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engine for every GPU: cuBLASLt's products, with passes over blocks of logits between them.
+// And one that computes the logits itself (fused_logits.cu), without the passes.
 #pragma once
 
 #include "src/cuda/linear/engine.h"
@@ -7,7 +8,7 @@
 
 namespace logitless::cuda {
 
-class PortableEngine final : public Engine {
+class PortableEngine : public Engine {
  public:
   const char* name() const override { return kernels_of_every_device; }
   bool serves(const DeviceInfo&) const override { return true; }
@@ -28,6 +29,24 @@ class PortableEngine final : public Engine {
                  const Step& step) const override;
   void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
            const DeviceInfo& device, Stream* stream) const override;
+
+ protected:
+  // Whether fused_logits computes the logits.
+  virtual bool fuses() const { return false; }
+};
+
+// For 16-bit inputs whose weight has aligned rows, or columns that can be copied.
+class Sm80Engine final : public PortableEngine {
+ public:
+  const char* name() const override { return kernels_of_sm80; }
+  // It was not measured on a GPU that gains by it.
+  bool is_default() const override { return false; }
+  bool serves(const DeviceInfo& device) const override { return device.major >= 8; }
+  bool serves(const Call& op, const LinearShape& shape) const override;
+  bool is_batch_invariant() const override { return true; }
+
+ private:
+  bool fuses() const override { return true; }
 };
 
 // The time of a matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the

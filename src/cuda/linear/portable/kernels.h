@@ -11,6 +11,12 @@ namespace logitless::cuda {
 bool exponentials_start_early(const DeviceInfo& device, Stream* stream);
 void exponentials(const LinearWork& work, const Block& block, bool partial_sums, const Panel& panel,
                   bool early);
+// fused_logits.cu: the same, with the product of the block's logits, for 16-bit inputs. A partial
+// sum is of fused_columns columns. If the block has memory, raw logits are stored there. A panel
+// starts at the block's first column.
+constexpr int64_t fused_columns = 256;
+void fused_logits(const LinearWork& work, const Block& block, bool partial_sums,
+                  const Panel& panel);
 // block_gradients.cu: dz times the map's slope, from finished states.
 void block_gradients(const LinearWork& work, const Block& block, const Panel& panel);
 

@@ -6,6 +6,7 @@
 #include "src/cuda/linear/plan_search.h"
 #include "src/cuda/linear/plan_time.h"
 #include "src/cuda/linear/portable/engine.h"
+#include "src/cuda/linear/portable/kernels.h"
 
 namespace logitless::cuda {
 namespace {
@@ -29,10 +30,11 @@ bool has_room_for_parts(const LinearShape& s, const LinearPlan& p, int64_t rows)
 }
 
 // The time of the product that computes the logits of `rows` tokens and `columns` columns, and of
-// the pass over them.
+// the pass over them, unless it is `fused` with the product.
 double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
-                 int64_t columns, bool stores) {
+                 int64_t columns, bool stores, bool fused) {
   const double element = static_cast<double>(size_of(s.dtype));
+  if (fused && s.listed == 0) return product_time(s, speed, rows, columns, s.hidden, false);
   return in_pieces(rows, p.block_rows, [&](int64_t block_rows) {
     const double logits = static_cast<double>(block_rows) * static_cast<double>(columns);
     const auto blocks = static_cast<double>(divide_up(columns, p.block_columns));
@@ -59,13 +61,13 @@ void add_rows(int64_t behind, LinearPlan* p) {
 }
 
 // Nearly equal chunks of at most `most` tokens: 513 tokens by 512 are 264 and 249.
-LinearPlan chunked(const LinearShape& s, int64_t most) {
+LinearPlan chunked(const LinearShape& s, int64_t most, bool fuses) {
   const int64_t tokens = std::max<int64_t>(s.tokens, 1);
   LinearPlan p;
   p.token_chunk = round_up(divide_up(tokens, divide_up(tokens, most)), 8);
   p.chunks = divide_up(tokens, p.token_chunk);
   add_rows(extra_rows, &p);
-  p.segments = divide_up(s.vocab, segment_columns);
+  p.segments = divide_up(s.vocab, fuses ? fused_columns : segment_columns);
   return p;
 }
 
@@ -132,9 +134,9 @@ double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const 
   const int64_t columns = step.panel.columns, n = step.tokens.count;
   switch (step.kind) {
     case StepKind::logits:
-      return pass_time(s, p, speed, n, columns, is_kept(step.panel.origin));
+      return pass_time(s, p, speed, n, columns, is_kept(step.panel.origin), fuses());
     case StepKind::remake:
-      return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch;
+      return pass_time(s, p, speed, n, columns, true, fuses() && step.of_e()) + 4 * speed.launch;
     case StepKind::form_dz:
     case StepKind::form_panel:
       return static_cast<double>(columns * n * size_of(s.dtype)) * 2 / speed.memory +
@@ -154,7 +156,7 @@ void PortableEngine::each_plan(const LinearShape& s, const DeviceSpeed&, uint64_
                                const std::function<void(const LinearPlan&)>& consider) const {
   for (int64_t most = round_up(std::max<int64_t>(s.tokens, 1), 8);;
        most = std::max(most / 2, least_chunk)) {
-    LinearPlan p = chunked(s, most);
+    LinearPlan p = chunked(s, most, fuses());
     if (s.kept_columns > 0) {
       each_of_kept(s, p, consider);
       if (s.gradients() || most <= least_chunk) return;

@@ -15,7 +15,9 @@ namespace {
 
 class PortableRun final : public LinearRun {
  public:
-  using LinearRun::LinearRun;
+  PortableRun(bool fuses, const LinearCall& call, const LinearPlan& plan,
+              const LinearMemory& memory, const DeviceInfo& device, Stream* stream)
+      : LinearRun(call, plan, memory, device, stream), fuses_(fuses) {}
 
  private:
   Panel panel_of(const PanelPlace& at) const override {
@@ -58,17 +60,33 @@ class PortableRun final : public LinearRun {
   }
 
   void logits(const Panel& stored) {
+    const int64_t vocab = work_.call.shape.vocab;
+    const bool lists = static_cast<bool>(work_.call.top);
+    if (fuses_ && !lists) {
+      const Block all{.rows = work_.chunk.rows, .columns = vocab};
+      return fused_logits(work_, all, true, stored);
+    }
     const bool early = exponentials_start_early(work_.device, work_.stream);
-    for_each_block(0, work_.call.shape.vocab, [&](const Block& block) {
-      const bool stores = block.column < stored.columns;
-      exponentials(work_, block, true, stores ? stored : Panel{}, early);
-      if (work_.call.top) list_block(work_, block, segment_columns, false);
+    for_each_block(0, vocab, [&](const Block& block) {
+      if (fuses_) {
+        fused_logits(work_, block, true, {});  // no call for lists stores E
+      } else {
+        multiply(block);
+        const bool stores = block.column < stored.columns;
+        exponentials(work_, block, true, stores ? stored : Panel{}, early);
+      }
+      if (lists) list_block(work_, block, fuses_ ? fused_columns : segment_columns, false);
     });
   }
 
   void remake(const Panel& panel, bool of_e) {
+    if (of_e && fuses_) {
+      const Block all{.rows = work_.chunk.rows, .column = panel.first, .columns = panel.columns};
+      return fused_logits(work_, all, false, panel);
+    }
     const bool early = of_e && exponentials_start_early(work_.device, work_.stream);
     for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
+      multiply(block);
       if (of_e) {
         exponentials(work_, block, false, panel, early);
       } else {
@@ -77,21 +95,26 @@ class PortableRun final : public LinearRun {
     });
   }
 
-  // Calls `use` with the raw logits of columns [first, end), block by block.
+  void multiply(const Block& b) const {
+    HeadProducts(work_).logits({b.row, b.rows, b.column, b.columns, work_.plan.block_rows,
+                                work_.plan.block_columns, work_.m.logits, b.pitch});
+  }
+
+  // Calls `use` with the blocks of columns [first, end).
   template <class F>
-  void for_each_block(int64_t first, int64_t end, F&& use) {
+  void for_each_block(int64_t first, int64_t end, F&& use) const {
     const int64_t most_rows = work_.plan.block_rows, most_columns = work_.plan.block_columns;
     for (int64_t column = first; column < end; column += most_columns) {
       const int64_t columns = std::min(most_columns, end - column);
       for (int64_t row = 0; row < work_.chunk.rows; row += most_rows) {
         const int64_t rows = std::min<int64_t>(most_rows, work_.chunk.rows - row);
-        HeadProducts(work_).logits(
-            {row, rows, column, columns, most_rows, most_columns, work_.m.logits, most_columns});
         use(Block{work_.m.logits, most_columns, static_cast<int32_t>(row),
                   static_cast<int32_t>(rows), column, columns});
       }
     }
   }
+
+  const bool fuses_;
 };
 
 }  // namespace
@@ -99,7 +122,7 @@ class PortableRun final : public LinearRun {
 void PortableEngine::run(const LinearCall& call, const LinearPlan& plan, char* workspace,
                          const DeviceInfo& device, Stream* stream) const {
   const LinearMemory memory = cuda::place(*this, call, plan, workspace);
-  PortableRun run(call, plan, memory, device, stream);
+  PortableRun run(fuses(), call, plan, memory, device, stream);
   Parts(call.part, &run).enumerate(*this, call.shape, plan);
 }
 
