@@ -146,10 +146,28 @@ def test_a_part_that_crashes_takes_no_other_with_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_engines_are_those_that_the_library_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = 'cuda: LOGITLESS_CUDA_KERNELS is "?"; allowed on device 0 (A: B): hopper, portable\n'
+    said = 'cuda: LOGITLESS_CUDA_KERNELS is "?"; allowed on device 0 (A: B): sm90, portable, sm80\n'
     told = subprocess.CompletedProcess([], 0, said, "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: told)
-    assert command.engines() == ["hopper", "portable"]
+    assert command.engines() == ["sm90", "portable", "sm80"]
+
+
+def test_torch_compile_is_measured_beside_the_default_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["sm90", "portable", "sm80"]  # the default ones come first
+    heads: list[tuple[str, float, bool]] = []
+
+    def part(_: object, name: str, engine: str, seconds: float, *options: str) -> None:
+        if name == "heads":
+            heads.append((engine, seconds, "--compiled" in options))
+
+    monkeypatch.setattr(command, "engines", lambda: names)
+    monkeypatch.setattr(command.Report, "part", part)
+    command.make("cuda", False, True, command.LIMIT)
+    assert [engine for engine, _, _ in heads] == names
+    assert [compiled for _, _, compiled in heads] == [True, False, False]
+    assert all(seconds > 100 for _, seconds, _ in heads)  # if the parts before take no time
 
 
 def test_a_head_that_does_not_fit_takes_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ def usable(backend: str) -> tuple[bool, str]:
 
 
 def engines() -> list[str]:
-    """The names of the engines (sets of CUDA kernels) for this GPU, best first. They are read from
-    the library's error about an unknown engine."""
+    """The names of the engines (sets of CUDA kernels) for this GPU, the default ones first. They
+    are read from the library's error about an unknown engine."""
     code = "import logitless\ntry: logitless.describe_backend('cuda')\nexcept "
     code += "logitless.LogitlessError as error: print(error)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
@@ -162,7 +162,7 @@ def make(device: str, quick: bool, compiled: bool, limit: float) -> dict[str, An
     quickly = ["--quick"] if quick else []
     for name in names:
         report.part("conformance", name, min(45, report.left() / 4), *quickly)
-    # torch.compile, which takes the most time, is measured once: with the best engine, the first.
+    # torch.compile, which takes the most time, is measured once: with the first engine.
     for i, name in enumerate(names):
         rest = len(names) - 1 - i
         more = ["--compiled"] if compiled and i == 0 else []
