@@ -119,10 +119,13 @@ __global__ void fill(bf16* to, int64_t count, float scale, uint32_t seed) {
   }
 }
 
+std::vector<void*> taken;  // the device's memory of one head
+
 template <class T>
 T* take(int64_t count) {
   void* memory;
   CHECK(cudaMalloc(&memory, count * sizeof(T)));
+  taken.push_back(memory);
   CHECK(cudaMemset(memory, 0, count * sizeof(T)));
   return static_cast<T*>(memory);
 }
@@ -154,84 +157,94 @@ float milliseconds(const std::function<void()>& call, int calls) {
   return ms / static_cast<float>(calls);
 }
 
-void measure(const Head& h, int multiprocessors) {
-  using namespace logitless;
-  const int64_t n = h.tokens, d = h.hidden, v = h.vocab;
-  auto *x = take<bf16>(n * d), *w = take<bf16>(v * d), *e = take<bf16>(n * v);
-  auto* logits = take<char>(std::max(n * v * 2, n * block_columns * 4));
-  auto *anchors = take<float>(n), *sums = take<float>(n * (v / 1024 + 1)), *loss = take<float>(1);
-  auto* target = take<int32_t>(n);
-  fill<<<1024, 256>>>(x, n * d, 1, 1);
-  fill<<<1024, 256>>>(w, v * d, 1 / std::sqrt(static_cast<float>(d)), 2);
+// A head's tensors and the two calls of the library.
+class Measured {
+ public:
+  Measured(const Head& head, int multiprocessors) : head_(head), multiprocessors_(multiprocessors) {
+    fill<<<1024, 256>>>(x_, n_ * d_, 1, 1);
+    fill<<<1024, 256>>>(w_, v_ * d_, 1 / std::sqrt(static_cast<float>(d_)), 2);
+    loss_.input = view(x_, logitless::DType::bf16, n_, d_);
+    loss_.weight = view(w_, logitless::DType::bf16, v_, d_);
+    loss_.target = view(take<int32_t>(n_), logitless::DType::i32, n_);
+    loss_.loss = view(take<float>(1), logitless::DType::f32, 0);
+    kept_ = loss_;
+    logitless::Kept kept;
+    expect(logitless::kept_size(loss_, execution_, ~uint64_t{0}, &kept));
+    const auto [rows, columns] = kept.shape;
+    kept_.kept = view(take<bf16>(rows * columns), logitless::DType::bf16, rows, columns);
+    const auto [tokens, values] = kept.rows_shape;
+    kept_.kept_rows = view(take<float>(tokens * values), logitless::DType::f32, tokens, values);
+    logitless::WorkspaceSize size, kept_size;
+    expect(logitless::workspace(loss_, execution_, &size));
+    expect(logitless::workspace(kept_, execution_, &kept_size));
+    scratch_.bytes = std::max(size.recommended, kept_size.recommended);
+    scratch_.data = take<char>(static_cast<int64_t>(scratch_.bytes));
+  }
 
-  LinearCrossEntropyForward op;
-  op.input = view(x, DType::bf16, n, d);
-  op.weight = view(w, DType::bf16, v, d);
-  op.target = view(target, DType::i32, n);
-  op.loss = view(loss, DType::f32, 0);
-  const Execution execution{.device = {DeviceType::cuda, 0}};
-  LinearCrossEntropyForward keeping = op;
-  Kept kept;
-  expect(kept_size(op, execution, ~uint64_t{0}, &kept));
-  keeping.kept =
-      view(take<bf16>(kept.shape[0] * kept.shape[1]), DType::bf16, kept.shape[0], kept.shape[1]);
-  keeping.kept_rows = view(take<float>(kept.rows_shape[0] * kept.rows_shape[1]), DType::f32,
-                           kept.rows_shape[0], kept.rows_shape[1]);
-  WorkspaceSize size, keeping_size;
-  expect(workspace(op, execution, &size));
-  expect(workspace(keeping, execution, &keeping_size));
-  const uint64_t bytes = std::max(size.recommended, keeping_size.recommended);
-  const Workspace scratch{take<char>(static_cast<int64_t>(bytes)), bytes};
+  ~Measured() {
+    for (void* memory : taken) CHECK(cudaFree(memory));
+    taken.clear();
+  }
 
-  const auto blocks = [&](bool stores) {
-    for (int64_t first = 0; first < v; first += block_columns) {
-      const int columns = static_cast<int>(std::min<int64_t>(block_columns, v - first));
-      auto* const z = reinterpret_cast<float*>(logits);
-      multiply<float>(x, w + first * d, z, h.tokens, columns, h.hidden, block_columns);
-      const auto pass = stores ? sum_kernel<float, true> : sum_kernel<float, false>;
-      pass<<<2 * multiprocessors, 256>>>(z, block_columns, h.tokens, columns, anchors,
-                                         sums + first / 1024 * n, e + first, v);
+  void print() {
+    for (Contender& c : contenders_) c.call();
+    CHECK(cudaDeviceSynchronize());
+    for (int round = 0; round < rounds; ++round) {
+      for (size_t i = 0; i < contenders_.size(); ++i) {
+        Contender& c = contenders_[round % 2 == 0 ? i : contenders_.size() - 1 - i];
+        c.ms.push_back(milliseconds(c.call, d_ < 1000 ? 20 : 2));
+      }
     }
-  };
+    std::printf("(%d, %d, %d)\n", head_.tokens, head_.hidden, head_.vocab);
+    for (Contender& c : contenders_) {
+      std::sort(c.ms.begin(), c.ms.end());
+      const double ms = c.ms[rounds / 2];
+      std::printf("  %-44s %7.3f ms, %5.1f TFLOP/s\n", c.name, ms, 2e-9 * n_ * v_ * d_ / ms);
+    }
+  }
+
+ private:
   struct Contender {
     const char* name;
     std::function<void()> call;
     std::vector<float> ms = {};
   };
-  std::vector<Contender> all{
-      {"loss: ours", [&] { expect(run(op, scratch, execution)); }},
-      {"loss: CUTLASS, blocks of f32, a pass", [&] { blocks(false); }},
-      {"loss: CUTLASS, whole in bf16, a pass",
-       [&] {
-         multiply<cutlass::bfloat16_t>(x, w, logits, h.tokens, h.vocab, h.hidden, h.vocab);
-         sum_kernel<bf16, false><<<2 * multiprocessors, 256>>>(
-             reinterpret_cast<bf16*>(logits), v, h.tokens, h.vocab, anchors, sums, nullptr, 0);
-       }},
-      {"loss and E: ours", [&] { expect(run(keeping, scratch, execution)); }},
-      {"loss and E: CUTLASS, blocks of f32, a pass", [&] { blocks(true); }}};
-  const int calls = d < 1000 ? 20 : 2;
-  for (Contender& c : all) c.call();
-  CHECK(cudaDeviceSynchronize());
-  for (int round = 0; round < rounds; ++round) {
-    for (size_t i = 0; i < all.size(); ++i) {
-      Contender& c = all[round % 2 == 0 ? i : all.size() - 1 - i];
-      c.ms.push_back(milliseconds(c.call, calls));
+
+  void blocks(bool stores) {
+    for (int64_t first = 0; first < v_; first += block_columns) {
+      const int columns = static_cast<int>(std::min<int64_t>(block_columns, v_ - first));
+      auto* const z = reinterpret_cast<float*>(logits_);
+      multiply<float>(x_, w_ + first * d_, z, head_.tokens, columns, head_.hidden, block_columns);
+      const auto pass = stores ? sum_kernel<float, true> : sum_kernel<float, false>;
+      pass<<<2 * multiprocessors_, 256>>>(z, block_columns, head_.tokens, columns, anchors_,
+                                          sums_ + first / 1024 * n_, e_ + first, v_);
     }
   }
-  std::printf("(%d, %d, %d)\n", h.tokens, h.hidden, h.vocab);
-  for (Contender& c : all) {
-    std::sort(c.ms.begin(), c.ms.end());
-    const double ms = c.ms[rounds / 2];
-    std::printf("  %-44s %7.3f ms, %5.1f TFLOP/s\n", c.name, ms, 2e-9 * n * v * d / ms);
+  void whole() {
+    multiply<cutlass::bfloat16_t>(x_, w_, logits_, head_.tokens, head_.vocab, head_.hidden,
+                                  head_.vocab);
+    sum_kernel<bf16, false><<<2 * multiprocessors_, 256>>>(reinterpret_cast<bf16*>(logits_), v_,
+                                                           head_.tokens, head_.vocab, anchors_,
+                                                           sums_, nullptr, 0);
   }
-  for (void* memory :
-       {static_cast<void*>(x), static_cast<void*>(w), static_cast<void*>(e),
-        static_cast<void*>(logits), static_cast<void*>(anchors), static_cast<void*>(sums),
-        static_cast<void*>(loss), static_cast<void*>(target), keeping.kept.data,
-        keeping.kept_rows.data, scratch.data}) {
-    CHECK(cudaFree(memory));
-  }
-}
+
+  const Head head_;
+  const int multiprocessors_;
+  const int64_t n_ = head_.tokens, d_ = head_.hidden, v_ = head_.vocab;
+  bf16 *const x_ = take<bf16>(n_ * d_), *const w_ = take<bf16>(v_ * d_),
+              *const e_ = take<bf16>(n_ * v_);
+  char* const logits_ = take<char>(std::max(n_ * v_ * 2, n_* block_columns * 4));
+  float *const anchors_ = take<float>(n_), *const sums_ = take<float>(n_ * (v_ / 1024 + 1));
+  logitless::LinearCrossEntropyForward loss_, kept_;
+  logitless::Workspace scratch_;
+  const logitless::Execution execution_{.device = {logitless::DeviceType::cuda, 0}};
+  std::vector<Contender> contenders_{
+      {"loss: ours", [this] { expect(logitless::run(loss_, scratch_, execution_)); }},
+      {"loss: CUTLASS, blocks of f32, a pass", [this] { blocks(false); }},
+      {"loss: CUTLASS, whole in bf16, a pass", [this] { whole(); }},
+      {"loss and E: ours", [this] { expect(logitless::run(kept_, scratch_, execution_)); }},
+      {"loss and E: CUTLASS, blocks of f32, a pass", [this] { blocks(true); }}};
+};
 
 }  // namespace
 
@@ -240,6 +253,6 @@ int main() {
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
   std::printf("%s\n", properties.name);
-  for (const Head& head : heads) measure(head, properties.multiProcessorCount);
+  for (const Head& head : heads) Measured(head, properties.multiProcessorCount).print();
   return 0;
 }

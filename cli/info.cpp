@@ -79,7 +79,7 @@ json cuda_devices() {
          {"name", device->name},
          {"compute_capability", fmt::format("{}.{}", device->major, device->minor)},
          {"multiprocessors", device->multiprocessors},
-         {"portable_kernels", std::string_view(device->kernels) == "portable"},
+         {"kernels", cuda::engine_for(*device).name()},
          {"batch_invariant_linear_ops", false},  // for f32, on every device: promises.h
          {"batch_invariant_16_bit_linear_ops", cuda::half_linear_ops_are_batch_invariant(*device)},
          {"row_reference_of_linear_ops", row_references(*device)}});
@@ -128,9 +128,9 @@ void print(const json& info) {
         fmt::print("device {:<4}absent: {}\n", index++, device["reason"].get<std::string>());
         continue;
       }
-      fmt::print("device {:<4}{}, compute capability {}, {} multiprocessors\n", index++,
+      fmt::print("device {:<4}{}, compute capability {}, {} multiprocessors, kernels {}\n", index++,
                  device["name"].get<std::string>(), device["compute_capability"].get<std::string>(),
-                 device["multiprocessors"].get<int>());
+                 device["multiprocessors"].get<int>(), device["kernels"].get<std::string>());
     }
   }
   const json& cpu = info["cpu"];
