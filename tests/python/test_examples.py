@@ -100,6 +100,7 @@ def test_a_jax_model() -> None:
     assert float(out.rsplit(":", 1)[1]) < 1e-4, out
 
 
+@pytest.mark.slow
 def test_a_jax_model_on_a_mesh() -> None:
     pytest.importorskip("jax")
     on_four = ("--mesh", "2x2", "--cpu-devices", "4")

@@ -340,6 +340,7 @@ def test_a_mean_keeps_state_of_any_split_vocabulary(layout: str) -> None:
         assert products(calls(text)) == 4 and kept(text) == [False, False, False]
 
 
+@pytest.mark.slow
 def test_where_nothing_is_kept_of_a_split_vocabulary() -> None:
     """Without kept state there are four products: blocks that the axes do not divide, a number of
     tokens per device that 64 does not divide, f16, a softcap in bf16, `memory`."""

@@ -251,6 +251,7 @@ def test_the_build_says_what_it_makes_and_makes_that(
     assert {(entry.kind, entry.number) for entry in cubin.entries(library)} == expected
 
 
+@pytest.mark.slow
 def test_pip_builds_the_cpu_alone_when_asked_and_says_so(tmp_path: pathlib.Path) -> None:
     quick = {"LOGITLESS_CPU_TARGETS": "baseline", "CMAKE_CXX_FLAGS_RELEASE": "-O0"}
     cuda = {"LOGITLESS_CUDA": "OFF", "LOGITLESS_WEBGPU": "OFF"}
@@ -270,6 +271,7 @@ def configure(folder: pathlib.Path, **defined: str) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
+@pytest.mark.slow
 def test_one_architecture_when_asked(tmp_path: pathlib.Path) -> None:
     said = configure(tmp_path, LOGITLESS_CUDA_ARCHITECTURES="90a-real")
     if "no CUDA compiler found" in said:
@@ -334,6 +336,7 @@ def test_jax_is_asked_for_by_name(empty: pathlib.Path) -> None:
     assert "logitless.jax needs JAX 0.6.1 or newer" in done.stderr
 
 
+@pytest.mark.slow
 def test_importing_takes_a_twenty_fifth_of_what_torch_takes(empty: pathlib.Path) -> None:
     """Both imports are timed in one process, in processor time, as a machine's speed varies."""
     code = """
