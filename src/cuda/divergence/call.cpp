@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "src/cuda/divergence/plan.h"
-#include "src/cuda/linear/tiled/engine.h"
+#include "src/cuda/linear/engine.h"
 #include "src/cuda/runtime/blas.h"
 #include "src/kept.h"
 #include "src/row/divergence.h"
@@ -71,9 +71,8 @@ void copy_both_or_none(DivergenceCall* made) {
 // order.
 bool may_store(const LinearCall& head, const LossOptions& options, const Tensor& weight) {
   const LinearShape& s = head.shape;
-  const bool rows = s.copies_weight || (weight.stride[1] == 1 && tiled::is_aligned(weight));
-  return weight && s.dtype != DType::f32 && rows && !head.bias && !head.map.capped &&
-         options.logit_scale > 0;
+  return weight && s.dtype != DType::f32 && has_aligned_rows(weight, s) && !head.bias &&
+         !head.map.capped && options.logit_scale > 0;
 }
 
 // Whether the products can read the caller's own rows if every token counts: whole multiples of 16

@@ -77,6 +77,11 @@ class Engine {
                    const DeviceInfo& device, Stream* stream) const = 0;
 };
 
+// Whether TMA and vector loads may read the view, whose address may be unknown.
+bool is_aligned(const Tensor& v);
+// Whether kernels can read the weight's rows 16 bytes at a time, in its memory or in a copy.
+bool has_aligned_rows(const Tensor& weight, const LinearShape& shape);
+
 // For an engine's describe(): `columns` columns of E are in the caller's `kept`, written by Forward
 // and read by Backward.
 void lay_out_kept(const Call& op, int64_t columns, LinearCall* call);

@@ -15,6 +15,13 @@
 
 namespace logitless::cuda {
 
+bool is_aligned(const Tensor& v) { return v.alignment == 0 || v.alignment == most_alignment; }
+
+bool has_aligned_rows(const Tensor& weight, const LinearShape& s) {
+  const bool rows = weight.stride[1] == 1 || s.hidden == 1;
+  return s.copies_weight || (rows && is_aligned(weight));
+}
+
 void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
   call->kept.columns = columns;
   LinearShape& s = call->shape;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "src/cuda/linear/tiled/engine.h"
 #include "src/kept.h"
 
 namespace logitless::cuda {
@@ -39,11 +38,9 @@ void PortableEngine::describe(const Call& op, LinearCall* call, const DeviceInfo
 }
 
 bool Sm80Engine::serves(const Call& op, const LinearShape& s) const {
-  const Tensor& w = op.weight;
-  const bool rows =
-      s.copies_weight || ((w.stride[1] == 1 || s.hidden == 1) && tiled::is_aligned(w));
   constexpr int64_t most = 1 << 22;  // the kernel counts the bytes of 192 rows in 32 bits
-  return s.dtype != DType::f32 && rows && s.hidden < most && w.stride[0] < most;
+  return s.dtype != DType::f32 && has_aligned_rows(op.weight, s) && s.hidden < most &&
+         op.weight.stride[0] < most;
 }
 
 void PortableEngine::place(Lifetime lifetime, const LinearShape& s, const LinearPlan& p,

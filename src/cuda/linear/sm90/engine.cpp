@@ -22,9 +22,7 @@ bool HopperEngine::serves(const DeviceInfo& device) const {
 }
 
 bool HopperEngine::serves(const Call& op, const LinearShape& s) const {
-  const Tensor& w = op.weight;
-  const bool rows = s.copies_weight || w.stride[1] == 1 || s.hidden == 1;
-  return s.dtype != DType::f32 && rows && (s.copies_weight || tiled::is_aligned(w));
+  return s.dtype != DType::f32 && has_aligned_rows(op.weight, s);
 }
 
 bool HopperEngine::forms_in_place(const LinearCall& call) const {

@@ -42,8 +42,6 @@ bool reads_input(const Tensor& v, const LinearShape& s) {
 
 }  // namespace
 
-bool is_aligned(const Tensor& v) { return v.alignment == 0 || v.alignment == most_alignment; }
-
 void TiledEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& device) const {
   LinearShape& s = call->shape;
   Kernels& k = s.kernels;

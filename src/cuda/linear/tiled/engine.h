@@ -85,8 +85,6 @@ class TiledEngine : public Engine {
   const Tile& tile_;
 };
 
-// Whether TMA and vector loads may read the view, whose address may be unknown.
-bool is_aligned(const Tensor& v);
 // Copies the rows that count of a panel to `to`, which has the same width (copy_panel.cu).
 void copy_panel(const LinearWork& work, const Panel& panel, char* to);
 
