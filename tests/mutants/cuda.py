@@ -496,8 +496,8 @@ MUTANTS = [
        "if (!fills || @{call.shape.dtype == DType::f16}@) return;", "false", "codes"),
     _M("codes of f16: portable, of the first column for all", "linear/portable/block.cuh",
        "encode_logs(log2_e[2], @{log2_e[3]}@)", "log2_e[2]", "portable"),
-    _M("hopper, serves: any address", "linear/sm90/engine.cpp",
-       "rows && (s.copies_weight || @{tiled::is_aligned(w)}@);", "true", "linear"),
+    _M("engines, serve: any address", "linear/linear_cross_entropy.cpp",
+       "(rows && @{is_aligned(weight)}@);", "true", "linear"),
     # Hopper's products of the gradients.
     _M("hopper, products: the last row left out", "linear/sm90/product_rows.cuh",
        "if (@{row >= rows}@) return sink;", "row + 1 >= rows", "hopper"),
