@@ -102,8 +102,16 @@ SM80 = [
             "logits.at(r, n + 1), @{logits.at(r, n + 2)}@,",
             "logits.at(r, n)",
         ),
-        ("top-k: sums of the first block", "(@{a.first + tile_column}@) / fused_columns", "int64_t{tile_column}"),
-        ("top-k: the target of the first block", "- (@{static_cast<int>(a.first)}@ + column);", "0"),
+        (
+            "top-k: sums of the first block",
+            "(@{a.first + tile_column}@) / fused_columns",
+            "int64_t{tile_column}",
+        ),
+        (
+            "top-k: the target of the first block",
+            "- (@{static_cast<int>(a.first)}@ + column);",
+            "0",
+        ),
         ("top-k: the last columns left out", "if (@{offset(n) + k < left}@) to[k]", "k < 0"),
         ("top-k: rows of the chunk's start", "(@{row(r) - a.row}@) * a.pitch", "in_tile + 8 * r"),
     )

@@ -37,14 +37,13 @@ Status check_named_engine(const DeviceInfo& device) {
     if (may_serve(*engine, device)) return {};
   }
   char served[96] = {};
-  const auto name = [&](const Engine* engine, bool is_default) {
-    if (engine->is_default() != is_default || !engine->serves(device)) return;
-    const size_t used = std::strlen(served);
-    std::snprintf(served + used, sizeof(served) - used, "%s%s", used > 0 ? ", " : "",
-                  engine->name());
-  };
   for (const bool is_default : {true, false}) {
-    for (const Engine* engine : engines()) name(engine, is_default);
+    for (const Engine* engine : engines()) {
+      if (engine->is_default() != is_default || !engine->serves(device)) continue;
+      const size_t used = std::strlen(served);
+      std::snprintf(served + used, sizeof(served) - used, "%s%s", used > 0 ? ", " : "",
+                    engine->name());
+    }
   }
   return error(StatusCode::invalid_argument,
                "cuda: LOGITLESS_CUDA_KERNELS is \"%s\"; allowed on device %d (%s): %s",

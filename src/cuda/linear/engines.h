@@ -14,8 +14,8 @@ std::span<const Engine* const> engines();
 // one.
 void replace_engines(std::span<const Engine* const> replacement);
 // Returns invalid_argument if LOGITLESS_CUDA_KERNELS names no engine that serves this device, with
-// the names of those that do, the default ones first. Every
-// op checks this before it chooses its engine.
+// the names of those that do, the default ones first. Every op checks this before it chooses its
+// engine.
 Status check_named_engine(const DeviceInfo& device);
 // Returns the best engine that serves any call on this device, or this op. The list must end with
 // one that serves every op. If LOGITLESS_CUDA_KERNELS names an engine, only it and the last one are

@@ -19,7 +19,7 @@ __device__ inline void copy_part(uint32_t shared, const void* global, int bytes)
                : "memory");
 }
 // Starts a copy of 4 bytes, or zeros if `bytes` is 0.
-__device__ inline void copy_word_part(void* shared, const void* global, int bytes) {
+__device__ inline void copy_four(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes)
                : "memory");

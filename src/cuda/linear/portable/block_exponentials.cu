@@ -220,11 +220,6 @@ __global__ void __launch_bounds__(256, 2)
   }
 }
 
-bool asks_for_more(const Partials& p) {
-  return p.weighted != nullptr || p.argmax != nullptr || p.logits != nullptr ||
-         p.squared != nullptr || p.above != nullptr;
-}
-
 template <class E, Sums kSums, bool kMapped>
 void launch(const LinearWork& work, const Block& block, const Panel& panel, bool early) {
   const auto& [call, plan, m, device, stream, chunk] = work;

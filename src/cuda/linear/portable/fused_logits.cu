@@ -13,6 +13,7 @@
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/mma.cuh"
 #include "src/cuda/linear/portable/kernels.h"
+#include "src/cuda/linear/row_sums.cuh"
 #include "src/cuda/logit_map.cuh"
 #include "src/cuda/runtime/copies.cuh"
 
@@ -23,7 +24,7 @@ constexpr int threads = 256, warps_across = 4, warp_edge = 64;
 constexpr int tile_rows = 2 * warp_edge, tile_columns = warps_across * warp_edge;
 static_assert(tile_columns == fused_columns);
 constexpr int stages = 4, row_bytes = 64;
-constexpr int weight_at = tile_rows * row_bytes;
+constexpr int weight_offset = tile_rows * row_bytes;
 constexpr int stage_bytes = (tile_rows + tile_columns) * row_bytes;
 constexpr int chunks = row_bytes / 16, copied_rows = threads / chunks;
 constexpr int input_copies = tile_rows / copied_rows, weight_copies = tile_columns / copied_rows;
@@ -82,7 +83,7 @@ class Loader {
         weight_rows_(static_cast<int>(a.weight_pitch) * copied_rows) {
     const int row = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
     to_input_ = ring + row * row_bytes + (chunk ^ (row / 2 % 4)) * 16;
-    to_weight_ = ring + weight_at + row * row_bytes + (chunk ^ (row / 8 % 4)) * 16;
+    to_weight_ = ring + weight_offset + row * row_bytes + (chunk ^ (row / 8 % 4)) * 16;
     aim();
   }
   // Starts the i-th copy of a stage.
@@ -144,11 +145,11 @@ class Loader {
 struct Fragments {
   uint32_t input[fours][4], weight[eights / 2][4];
 
-  __device__ void load(uint32_t input_at, uint32_t weight_at_, int stage) {
+  __device__ void load(uint32_t input_at, uint32_t weight_at, int stage) {
 #pragma unroll
     for (int j = 0; j < eights / 2; ++j) {
       load_matrices(weight[j],
-                    weight_at_ + stage * stage_bytes + (j / 2 * 32 + j % 2 * 4) * row_bytes);
+                    weight_at + stage * stage_bytes + (j / 2 * 32 + j % 2 * 4) * row_bytes);
     }
 #pragma unroll
     for (int i = 0; i < fours; ++i) {
@@ -207,8 +208,8 @@ struct TileRows {
   __device__ void copy(const FusedRows& a, int first_row, int valid) {
     if (threadIdx.x >= tile_rows) return;
     const int row = first_row + threadIdx.x, bytes = row < valid ? 4 : 0;
-    copy_word_part(&anchor[threadIdx.x], a.target_logit + row, bytes);
-    copy_word_part(&target[threadIdx.x], a.chunk.tokens.target + a.chunk.first + row, bytes);
+    copy_four(&anchor[threadIdx.x], a.target_logit + row, bytes);
+    copy_four(&target[threadIdx.x], a.chunk.tokens.target + a.chunk.first + row, bytes);
   }
 };
 
@@ -370,7 +371,7 @@ struct Epilogue {
     for (int n = 0; n < warps_across; ++n) {
       const RowSums<kSums>& own = parts[n];
       const float distance = own.maximum - all.maximum;
-      const float lift = own.maximum == -infinity() ? 1.0f : exp_nonpositive(distance);
+      const float lift = lift_of(own.maximum, all.maximum);
       all.sum = fmaf(own.sum, lift, all.sum);
       if (kEntropy && own.maximum != -infinity()) {
         const float moved = fmaf(fmaxf(distance, least_exponent), own.sum, own.shifted);
@@ -461,18 +462,18 @@ __global__ void __launch_bounds__(threads, 1)
   const int input_row = warp % 2 * warp_edge + lane % 16, input_half = lane / 16;
   const int weight_row = warp / 2 * warp_edge + lane % 8 / 2 * 8 + lane / 16 * 2 + lane % 2;
   const int weight_half = lane / 8 % 2;
-  uint32_t input_at[2], weight_at_[2];
+  uint32_t input_at[2], weight_at[2];
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     input_at[k] = ring + input_row * row_bytes + ((2 * k + input_half) ^ (input_row / 2 % 4)) * 16;
-    weight_at_[k] = ring + weight_at + weight_row * row_bytes +
-                    ((2 * k + weight_half) ^ (weight_row / 8 % 4)) * 16;
+    weight_at[k] = ring + weight_offset + weight_row * row_bytes +
+                   ((2 * k + weight_half) ^ (weight_row / 8 % 4)) * 16;
   }
   Logits logits;
   Fragments now, next;
   copies_wait<stages - 2>();
   __syncthreads();
-  now.load(input_at[0], weight_at_[0], 0);
+  now.load(input_at[0], weight_at[0], 0);
 #pragma unroll 1
   for (int64_t tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
     int first_row;
@@ -484,7 +485,7 @@ __global__ void __launch_bounds__(threads, 1)
     for (int step = 0; step < steps; step += stages) {
 #pragma unroll
       for (int s = 0; s < stages; ++s) {
-        next.load(input_at[1], weight_at_[1], s);
+        next.load(input_at[1], weight_at[1], s);
 #pragma unroll
         for (int n = 0; n < fours * eights; ++n) {
           constexpr int every = fours * eights / copies;
@@ -498,7 +499,7 @@ __global__ void __launch_bounds__(threads, 1)
         if (s == 0 && step + stages == steps) loader.next_tile();
         copies_wait<stages - 2>();
         __syncthreads();
-        now.load(input_at[0], weight_at_[0], (s + 1) % stages);
+        now.load(input_at[0], weight_at[0], (s + 1) % stages);
 #pragma unroll
         for (int n = 0; n < fours * eights; ++n) logits.multiply<T>(next, n);
       }
@@ -532,9 +533,7 @@ template <class T, bool kStores>
 void launch(const MappedFusedRows& a, const LinearWork& work) {
   const Partials& p = a.partials;
   const bool entropy = a.sums && p.shifted != nullptr;
-  const bool more = a.sums && (p.weighted != nullptr || p.argmax != nullptr ||
-                               p.logits != nullptr || p.squared != nullptr || p.above != nullptr);
-  if (more) return launch<T, kStores, Sums::any, true>(a, work);
+  if (a.sums && asks_for_more(p)) return launch<T, kStores, Sums::any, true>(a, work);
   const bool mapped = !work.call.plain() || a.logits != nullptr;
   if (mapped) return launch<T, kStores, Sums::entropy, true>(a, work);
   if (entropy) return launch<T, kStores, Sums::entropy, false>(a, work);

@@ -6,6 +6,12 @@
 
 namespace logitless::cuda {
 
+// Whether a call wants partial sums that few calls want.
+inline bool asks_for_more(const Partials& p) {
+  return p.weighted != nullptr || p.argmax != nullptr || p.logits != nullptr ||
+         p.squared != nullptr || p.above != nullptr;
+}
+
 // block_exponentials.cu: partial sums (if wanted) and E (if there is a panel). May be launched
 // early if exponentials_start_early (early.cuh).
 bool exponentials_start_early(const DeviceInfo& device, Stream* stream);

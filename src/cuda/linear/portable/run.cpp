@@ -60,22 +60,23 @@ class PortableRun final : public LinearRun {
   }
 
   void logits(const Panel& stored) {
-    const int64_t vocab = work_.call.shape.vocab;
-    const bool lists = static_cast<bool>(work_.call.top);
-    if (fuses_ && !lists) {
-      const Block all{.rows = work_.chunk.rows, .columns = vocab};
-      return fused_logits(work_, all, true, stored);
-    }
+    if (fuses_) return fuse(stored);
     const bool early = exponentials_start_early(work_.device, work_.stream);
+    for_each_block(0, work_.call.shape.vocab, [&](const Block& block) {
+      multiply(block);
+      const bool stores = block.column < stored.columns;
+      exponentials(work_, block, true, stores ? stored : Panel{}, early);
+      if (work_.call.top) list_block(work_, block, segment_columns, false);
+    });
+  }
+  void fuse(const Panel& stored) {
+    const int64_t vocab = work_.call.shape.vocab;
+    if (!work_.call.top) {
+      return fused_logits(work_, {.rows = work_.chunk.rows, .columns = vocab}, true, stored);
+    }
     for_each_block(0, vocab, [&](const Block& block) {
-      if (fuses_) {
-        fused_logits(work_, block, true, {});  // no call for lists stores E
-      } else {
-        multiply(block);
-        const bool stores = block.column < stored.columns;
-        exponentials(work_, block, true, stores ? stored : Panel{}, early);
-      }
-      if (lists) list_block(work_, block, fuses_ ? fused_columns : segment_columns, false);
+      fused_logits(work_, block, true, {});  // no call for lists stores E
+      list_block(work_, block, fused_columns, false);
     });
   }
 
