@@ -14,6 +14,8 @@ foreach(architecture IN LISTS LOGITLESS_CUDA_ARCHITECTURES)
 endforeach()
 
 option(LOGITLESS_CUDA_LISTING "Keep the kernels' machine code uncompressed and what ptxas says of it in OBJECT.log, for tests" OFF)
+set(LOGITLESS_CUDA_UNOPTIMIZED "" CACHE STRING
+    "CUDA sources, by name without .cu, to compile in a tenth of the time into slow kernels, for tests that run none")
 
 # Prints what is built and about how long that takes on this machine's cores with an empty compiler cache. `everything` and
 # `longest` are seconds on one core of an EPYC server: of all files together, and of the slowest file.
@@ -129,3 +131,11 @@ target_compile_options(logitless_cuda_objects PRIVATE
   "$<$<COMPILE_LANGUAGE:CUDA>:${LOGITLESS_CUDA_OPTIONS};${LOGITLESS_CUDA_COMPRESSES};-Xcompiler=-Wall>"
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${LOGITLESS_WERROR}>>:-Werror>
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${LOGITLESS_WERROR}>>:-Werror=all-warnings>)
+foreach(name IN LISTS LOGITLESS_CUDA_UNOPTIMIZED)
+  set(found ${LOGITLESS_CUDA_SOURCES})
+  list(FILTER found INCLUDE REGEX "/${name}\\.cu$")
+  if(NOT found)
+    message(FATAL_ERROR "LOGITLESS_CUDA_UNOPTIMIZED has \"${name}\"; allowed: names of files src/cuda/**/*.cu")
+  endif()
+  set_source_files_properties(${found} PROPERTIES COMPILE_OPTIONS "-Xcicc=-O1;-Xptxas=-O1")
+endforeach()

@@ -20,6 +20,9 @@ endfunction()
 # The tests of CUDA are one program: the library is large, and is copied to the device machine once.
 # Each suite runs with the best engine, and most run again with the engines for sm_80.
 option(LOGITLESS_DEVICE_TESTS "Build the tests that need an NVIDIA GPU, where the CUDA backend is built" ON)
+if(LOGITLESS_DEVICE_TESTS AND LOGITLESS_CUDA_UNOPTIMIZED)
+  message(FATAL_ERROR "LOGITLESS_CUDA_UNOPTIMIZED is \"${LOGITLESS_CUDA_UNOPTIMIZED}\"; allowed with LOGITLESS_DEVICE_TESTS: \"\"")
+endif()
 set(device_suites)
 function(add_device_test suite parts)
   if(NOT LOGITLESS_WITH_CUDA OR NOT LOGITLESS_DEVICE_TESTS)

@@ -33,7 +33,7 @@ assert abs(loss - expected) < 1e-6 and grads.linear_weight.shape == w.shape
 
 # Entries of a CMake cache that change the compiled objects.
 CACHED = (
-    "LOGITLESS_(?:CUDA|CUDA_ARCHITECTURES|CUDA_LISTING|CPU_TARGETS|FRAMES|WEBGPU|WERROR)"
+    "LOGITLESS_(?:CUDA|CUDA_ARCHITECTURES|CUDA_LISTING|CUDA_UNOPTIMIZED|CPU_TARGETS|FRAMES|WEBGPU|WERROR)"
     "|CMAKE_(?:C|CXX|CUDA)_COMPILER|CMAKE_BUILD_TYPE"
 )
 
