@@ -17,7 +17,7 @@ from cubin import ELF, Broken, functions, images
 
 SKIPPED = 77
 # Kernels whose products use wgmma, by their mangled names.
-MULTIPLIES = re.compile(r"sm90.*(forward|product)_kernel")
+MULTIPLIES = re.compile(r"sm90.*(forward|product|both|few_tokens)_kernel")
 # Bytes of register spills that are accepted, by kernel.
 ALLOWED = {
     r"gather_cu_.*6gatherI": 4,  # one register, once per row

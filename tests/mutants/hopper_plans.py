@@ -37,7 +37,7 @@ PLANS: list[tuple[str, str, str, str, str]] = [
     # Chunks of tokens.
     ("chunks, sums: those in the workspace from its middle on", "linear/sm90/product_rows.cuh",
        "int64_t{row - @{a.split}@}", "0", "chunks"),
-    ("chunks, both products: grad_weight's first tiles left out", "linear/sm90/product.cuh",
+    ("chunks, both products: grad_weight's first tiles left out", "linear/sm90/both_gradients.cu",
        " cluster - @{input.teams}@,", "0", "chunks"),
     ("chunks, sums: of the last chunk alone", "linear/tiled/run.cpp",
        "return @{step.adds}@ || (work_.call.accumulate", "false", "chunks"),

@@ -49,7 +49,7 @@ class HopperEngine final : public tiled::TiledEngine {
   void grad_weight(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
                    bool add) const override;
   void both_gradients(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
-                      bool add) const override;
+                      bool add) const override;  // both_gradients.cu
 };
 
 // Whether this build has code of sm_90a (cmake/cuda.cmake); without it these kernels are empty.

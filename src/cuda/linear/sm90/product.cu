@@ -5,6 +5,7 @@
 
 #include "src/cuda/linear/sm90/few_tokens.cuh"
 #include "src/cuda/linear/sm90/join.cuh"
+#include "src/cuda/linear/sm90/prepared.cuh"
 #include "src/cuda/linear/sm90/product.cuh"
 #include "src/cuda/linear/sm90/tensor_map.h"
 #include "src/cuda/linear/sm90/whole_chip.cuh"
@@ -18,49 +19,6 @@ using tiled::tiled_part;
 
 // Row clusters per group of a Schedule, like weight_group.
 constexpr int input_group = 8;
-
-template <class F>
-void with_half(DType dtype, F&& f) {
-  if (dtype == DType::f16) {
-    f(__half{});
-  } else {
-    f(__nv_bfloat16{});
-  }
-}
-
-// A product ready for its launch.
-struct Prepared {
-  Operands operands;
-  ProductArguments a;
-  DType out;
-};
-
-template <Gradient kGradient>
-void use_teams(const LinearMemory& m, int teams, int32_t slots, Prepared* p) {
-  p->a.teams = static_cast<int32_t>(teams);
-  p->a.slots = m.slots;
-  p->a.slot_count = slots;
-  p->a.cut = work_of<kGradient>(p->a, p->a.chunk.rows, true).cut;
-}
-
-template <class F>
-void with_types(DType dtype, DType out, F&& f) {
-  with_half(dtype, [&](auto element) {
-    if (out != DType::f32) return f(element, element);
-    f(element, float{});
-  });
-}
-
-template <Gradient kGradient>
-void join(const LinearWork& work, const Prepared& p) {
-  const auto& [call, plan, m, device, stream, chunk] = work;
-  const LaunchShape shape{.blocks = static_cast<unsigned>(device.multiprocessors) * 6,
-                          .threads = 128,
-                          .early = call.launches_early};
-  with_types(call.shape.dtype, p.out, [&](auto, auto written) {
-    stream->launch_config("sm90 join", join_kernel<kGradient, decltype(written)>, shape, p.a);
-  });
-}
 
 template <Gradient kGradient>
 void launch(const LinearWork& work, Prepared p) {
@@ -162,6 +120,21 @@ void write_gradient(const TensorView& gradient, int64_t first, ProductArguments*
             gradient.shape[1] % 4 == 0;
 }
 
+}  // namespace
+
+template <Gradient kGradient>
+void join(const LinearWork& work, const Prepared& p) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
+  const LaunchShape shape{.blocks = static_cast<unsigned>(device.multiprocessors) * 6,
+                          .threads = 128,
+                          .early = call.launches_early};
+  with_types(call.shape.dtype, p.out, [&](auto, auto written) {
+    stream->launch_config("sm90 join", join_kernel<kGradient, decltype(written)>, shape, p.a);
+  });
+}
+
+template void join<Gradient::input>(const LinearWork& work, const Prepared& p);
+
 Prepared whole_input(const LinearWork& work, const Kept& kept, bool of_e) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   ProductArguments a{};
@@ -205,8 +178,6 @@ Prepared weight_product(const LinearWork& work, const Panel& panel, const char* 
   return p;
 }
 
-}  // namespace
-
 void HopperEngine::input_sums(const LinearWork& work, const Kept& kept, const Range& rows,
                               float* sums, bool of_e, bool add) const {
   const auto& [call, plan, m, device, stream, chunk] = work;
@@ -230,22 +201,6 @@ void HopperEngine::grad_weight(const LinearWork& work, const Panel& panel, const
   Prepared p = weight_product(work, panel, rows, of_e, add);
   if (takes_few(work, p)) return launch_few(work, p);
   launch<Gradient::weight>(work, p);
-}
-
-void HopperEngine::both_gradients(const LinearWork& work, const Panel& panel, const char* rows,
-                                  bool of_e, bool add) const {
-  const auto& [call, plan, m, device, stream, chunk] = work;
-  Prepared input = whole_input(work, {panel}, of_e);
-  Prepared weight = weight_product(work, panel, rows, of_e, add);
-  const int clusters = device.multiprocessors / 2;
-  use_teams<Gradient::input>(m, tiled_part(plan).input_teams, tiled_part(plan).slots, &input);
-  // grad_weight gets no slots: both products run at once, and grad_input uses the slots.
-  use_teams<Gradient::weight>(m, clusters - tiled_part(plan).input_teams, 0, &weight);
-  with_types(call.shape.dtype, input.out, [&](auto element, auto out) {
-    stream->launch_config("sm90 both gradients", both_kernel<decltype(element), decltype(out)>,
-                          whole_chip(device), input.operands, input.a, weight.operands, weight.a);
-  });
-  if (tiled_part(plan).slots > 0) join<Gradient::input>(work, input);
 }
 
 }  // namespace logitless::cuda::sm90

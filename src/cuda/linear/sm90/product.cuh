@@ -224,29 +224,4 @@ __global__ void __launch_bounds__(block_threads, 1)
 #endif
 }
 
-// Both products of a chunk of tokens side by side: the first clusters compute grad_input, whose few
-// tiles are deep, the others grad_weight, whose many tiles are short and each added to memory. Each
-// product uses resources that the other leaves idle.
-template <class T, class Out>
-__global__ void __launch_bounds__(block_threads, 1)
-    both_kernel(const __grid_constant__ Operands of_input,
-                const __grid_constant__ ProductArguments input,
-                const __grid_constant__ Operands of_weight,
-                const __grid_constant__ ProductArguments weight) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ uint8_t dynamic[];
-  __shared__ Work work;
-  __shared__ alignas(8) float lines[2 * tile_columns];
-  const Pipeline pipeline = open_pipeline(dynamic);
-  const int cluster = static_cast<int>(blockIdx.x / 2);
-  if (cluster < input.teams) {
-    run_product<T, Gradient::input, Out>(of_input, input, &work, lines, cluster, pipeline);
-  } else {
-    run_product<T, Gradient::weight, float>(of_weight, weight, &work, lines, cluster - input.teams,
-                                            pipeline);
-  }
-  cluster_sync();
-#endif
-}
-
 }  // namespace logitless::cuda::sm90
