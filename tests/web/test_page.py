@@ -723,6 +723,8 @@ def test_a_refused_run_keeps_no_tensor(page: Page) -> None:
 
 def trained(page: Page, steps: int = 1) -> None:
     """Trains the model for that many steps or a few more."""
+    # An earlier model's sentence would end this one's training before its first step.
+    page.evaluate("document.getElementById('perplexity').textContent = ''")
     page.click("#start")
     said = "document.getElementById('perplexity').textContent.match(/after ([\\d,]+) step/)"
     page.wait_for_function(f"Number({said}?.[1].replace(',', '')) >= {steps}")
