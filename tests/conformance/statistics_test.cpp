@@ -469,6 +469,19 @@ TEST_P(TokenStatistics, RankOfRowsWithoutOne) {
   }
 }
 
+// CUDA's lanes load a row's partial sums four at a time, after the first two. So many columns have
+// more partial sums than a warp loads at a time, even if each is of 1024 columns.
+TEST_P(TokenStatistics, OfRowsOfManyColumns) {
+  for (const bool every : {false, true}) {
+    Case c = plain({5, 8, 200003});
+    c.statistics = c.rank = c.sum_p_squared = c.mean_logit = every;
+    c.max_logprob = c.mass_above = every;
+    c.row_statistics = !every;
+    with_forward(
+        [&](auto op) { judged(build<decltype(op)>(c), describe(c), Memory::recommended); });
+  }
+}
+
 constexpr OpKind kStatisticsOps[] = {OpKind::forward, OpKind::forward_backward,
                                      OpKind::linear_forward, OpKind::linear_forward_backward};
 LOGITLESS_CONFORMANCE_SUITE_OF(TokenStatistics, kStatisticsOps, inputs());

@@ -56,6 +56,7 @@ TESTS: dict[str, str] = {
     "later": "*/KeptState.*:*/KeptShards.*",
     "many later": "*/KeptTokens.*",
     "combine": "*/Combines.*",
+    "many columns": "*/TokenStatistics.OfRowsOfManyColumns*",
     "options": "*/Temperatures.*:*/TokenStatistics.*:*/InactiveTokens.*",
     "heads": "*/CudaHeads.RowsThat*",
     "codes": "*/KeptState.*f16:*/KeptTokens.*f16:*/InactiveTokens.*f16:*/NonFinite.*/cuda_linear*f16:"
@@ -114,6 +115,10 @@ MUTANTS = [
     _M("linear, row: the last segment left out", "linear/row_sums.cuh",
        "const int count = @{segments.count()}@;\n  if (partials",
        "segments.count() - (segments.count() > 1)", "linear"),
+    _M("linear, row: one of several segments for another", "linear/row_sums.cuh",
+       "f(b + 32 * n, @{own[n]}@, of_shifted[n])", "own[0]", "many columns"),
+    _M("linear, entropy: one of several segments for another", "linear/row_sums.cuh",
+       "of_shifted[n] = @{shifted[b + 32 * n]}@;", "shifted[b]", "many columns"),
     _M("linear, row: segments not rescaled to the common maximum", "linear/row_sums.cuh",
        "own == -infinity() ? 1.0f : @{exp_nonpositive(own - maximum)}@;", "1.0f", "linear"),
     _M("linear, row: the target's own term left out", "linear/row_sums.cuh",

@@ -22,6 +22,8 @@ class RowSegments {
     count_ = (tiles + unit_tiles - 1) / unit_tiles;
   }
   __device__ int count() const { return count_; }
+  // Whether every segment is in memory.
+  __device__ bool are_in_place() const { return p_.unit_width == 0; }
   // Segment b as it is in memory, except that a unit may have to be added up first.
   __device__ PartialSum operator()(int b) const {
     if (p_.unit_width == 0) return in_place(b);

@@ -37,6 +37,42 @@ __device__ inline float lift_of(float own, float maximum) {
   return own == -infinity() ? 1.0f : exp_nonpositive(own - maximum);
 }
 
+// Calls f(b, sums, shifted) for segments first, first + 32, ..., in order; `shifted` may be null.
+// It loads several before it uses them, because a warp mostly waits for memory
+// (docs/experiments/2026-11-python-overhead.md, "Few tokens").
+template <class F>
+__device__ inline void for_segments(const RowSegments& segments, const float* shifted, int first,
+                                    F&& f) {
+  constexpr int batch = 4;
+  const int count = segments.count();
+  if (!segments.are_in_place()) {
+#pragma unroll 1
+    for (int b = first; b < count; b += 32) {
+      f(b, segments(b), shifted != nullptr ? shifted[b] : 0.0f);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int b = first; b < count; b += 32 * batch) {
+    PartialSum own[batch];
+    float of_shifted[batch] = {};
+#pragma unroll
+    for (int n = 0; n < batch; ++n) {
+      if (b + 32 * n < count) own[n] = segments.in_place(b + 32 * n);
+    }
+    if (shifted != nullptr) {
+#pragma unroll
+      for (int n = 0; n < batch; ++n) {
+        if (b + 32 * n < count) of_shifted[n] = shifted[b + 32 * n];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < batch; ++n) {
+      if (b + 32 * n < count) f(b + 32 * n, own[n], of_shifted[n]);
+    }
+  }
+}
+
 // A warp adds up a row. If kPlain, only sum and maximum.
 template <bool kPlain>
 __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegments& segments,
@@ -55,19 +91,20 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   RowTotals all;
 #pragma unroll
   for (int n = 0; n < held; ++n) all.others = fmaxf(all.others, own[n].reference);
-#pragma unroll 1
-  for (int b = 32 * held + lane; b < count; b += 32) {
-    all.others = fmaxf(all.others, segments(b).reference);
-  }
+  const int rest = 32 * held + lane;
+  for_segments(segments, nullptr, rest, [&](int, const PartialSum& x, float) {
+    all.others = fmaxf(all.others, x.reference);
+  });
   all.others = warp_max(all.others);
   all.maximum = maximum_with_target(all.others, token);
-  const auto add = [&](int b, const PartialSum& x) {
+  const float* shifted = kPlain || partials.shifted == nullptr ? nullptr : partials.shifted + base;
+  const auto add = [&](int b, const PartialSum& x, float of_shifted) {
     const float lift = lift_of(x.reference, all.maximum);
     all.sum = fmaf(x.sum, lift, all.sum);
     if constexpr (kPlain) return;
-    if (partials.shifted != nullptr && x.reference != -infinity()) {
+    if (shifted != nullptr && x.reference != -infinity()) {
       const float distance = fmaxf(x.reference - all.maximum, least_exponent);
-      all.shifted = fmaf(lift, fmaf(distance, x.sum, partials.shifted[base + b]), all.shifted);
+      all.shifted = fmaf(lift, fmaf(distance, x.sum, of_shifted), all.shifted);
     }
     if (partials.weighted != nullptr) all.weighted += partials.weighted[base + b];
     if (partials.logits != nullptr) all.logits += partials.logits[base + b];
@@ -81,10 +118,10 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   };
 #pragma unroll
   for (int n = 0; n < held; ++n) {
-    if (32 * n + lane < count) add(32 * n + lane, own[n]);
+    const int b = 32 * n + lane;
+    if (b < count) add(b, own[n], shifted != nullptr ? shifted[b] : 0.0f);
   }
-#pragma unroll 1
-  for (int b = 32 * held + lane; b < count; b += 32) add(b, segments(b));
+  for_segments(segments, shifted, rest, add);
   all.sum = warp_sum(all.sum);
   if constexpr (kPlain) return all;
   if (partials.shifted != nullptr) all.shifted = warp_sum(all.shifted);
