@@ -11,7 +11,8 @@ One process; all contenders of a head take turns in bursts, in an order that is 
 round; medians. x: to the products of the same dtype (three, or one for the loss alone), V to a
 multiple of 64. Gradients of f16 are of 2^16 times the mean, as a GradScaler has them. MiB: the
 allocator's peak beyond inputs and gradients. Random data. `--only TEXT` picks heads by a regular
-expression; `--limit` ends the run, and says what was left out."""
+expression; `--limit` ends the run, and says what was left out. `--one-thread` runs backward in the
+caller's thread (torch.autograd.set_multithreading_enabled), which matters with few tokens."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def draw(path: Path) -> None:
         axis.axvline(1, color="gray", linewidth=0.8)
         axis.set_title(section)
         axis.set_xlabel(f"x {count} cuBLAS product{'s' if count > 1 else ''}")
-        axis.set_xlim(0.85, 2)
+        axis.set_xlim(0.7, 3.6)
         axis.grid(axis="y", linewidth=0.3)
     shapes = [Head(*r["head"]) for r in records]
     names = [f"{h.name}, {h.dtype}, {h.tokens} x {h.hidden} x {h.vocab}" for h in shapes]
@@ -116,8 +117,10 @@ def draw(path: Path) -> None:
 def run(arguments: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if cuda else "cpu, where figures mean nothing"
+    where = ", backward in the caller's thread" if arguments.one_thread else ""
     titles = [f"{section}, {who}" for section in SECTIONS for who in ("ours", "compile")]
-    lines = [f"{device}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; x products [MiB]"]
+    day = time.strftime("%Y-%m-%d")
+    lines = [f"{device}, torch {torch.__version__}, {day}{where}; x products [MiB]"]
     lines.append(f"{'':42s} | " + " | ".join(shortened(title).ljust(14) for title in titles))
     print(*lines, sep="\n", flush=True)
     records, start = [], time.perf_counter()
@@ -137,6 +140,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(lines[-1], flush=True)
         if arguments.out:
             told = {"device": device, "torch": torch.__version__, "heads": records}
+            told["one_thread"] = arguments.one_thread
             Path(f"{arguments.out}.json").write_text(json.dumps(told, indent=1))
             Path(f"{arguments.out}.txt").write_text("\n".join(lines) + "\n")
 
@@ -147,13 +151,15 @@ def main() -> None:
     parser.add_argument("--burst", type=float, default=0.08, help="seconds")
     parser.add_argument("--limit", type=float, default=540, help="seconds")
     parser.add_argument("--only", default="", help="a regular expression of heads")
+    parser.add_argument("--one-thread", action="store_true", help="backward in the caller's thread")
     parser.add_argument("--out", help="prefix of a .json and a .txt")
     parser.add_argument("--draw", type=Path, help="the .json of a run: its picture beside it")
     arguments = parser.parse_args()
     if arguments.draw:
         draw(arguments.draw)
     else:
-        run(arguments)
+        with torch.autograd.set_multithreading_enabled(not arguments.one_thread):
+            run(arguments)
 
 
 if __name__ == "__main__":
