@@ -139,8 +139,8 @@ def run(arguments: argparse.Namespace) -> None:
                 torch.cuda.empty_cache()
         print(lines[-1], flush=True)
         if arguments.out:
-            told = {"device": device, "torch": torch.__version__, "heads": records}
-            told["one_thread"] = arguments.one_thread
+            told = {"device": device, "torch": torch.__version__,
+                    "one_thread": arguments.one_thread, "heads": records}  # fmt: skip
             Path(f"{arguments.out}.json").write_text(json.dumps(told, indent=1))
             Path(f"{arguments.out}.txt").write_text("\n".join(lines) + "\n")
 

@@ -469,8 +469,8 @@ TEST_P(TokenStatistics, RankOfRowsWithoutOne) {
   }
 }
 
-// CUDA's lanes load a row's partial sums four at a time, after the first two. So many columns have
-// more partial sums than a warp loads at a time, even if each is of 1024 columns.
+// A warp on CUDA keeps a row's first 64 partial sums and loads the others 128 at a time. At up to
+// 1024 columns a sum, these rows have 196 and more.
 TEST_P(TokenStatistics, OfRowsOfManyColumns) {
   for (const bool every : {false, true}) {
     Case c = plain({5, 8, 200003});

@@ -26,7 +26,7 @@ class RowSegments {
   __device__ bool are_in_place() const { return p_.unit_width == 0; }
   // Segment b as it is in memory, except that a unit may have to be added up first.
   __device__ PartialSum operator()(int b) const {
-    if (p_.unit_width == 0) return in_place(b);
+    if (are_in_place()) return in_place(b);
     PartialSum unit[1];
     of_tiles(b, unit);
     return unit[0];
